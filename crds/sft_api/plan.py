@@ -1,0 +1,79 @@
+"""Pure planning: from a spec to the numbers the run uses where the spec leaves them open."""
+
+from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.status import PlanStatus
+
+DEFAULT_LEARNING_RATE = 1e-5
+DEFAULT_GLOBAL_BATCH_TOKENS = 65_536
+DEFAULT_GLOBAL_BATCH_SIZE = 32
+DEFAULT_WARMUP_RATIO = 0.03
+
+Plan = PlanStatus
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def make_plan(spec: SFTJobSpec) -> Plan:
+    """The plan of ``spec``, a function of it alone: the same in the operator, ``sft run`` and after any restart.
+
+    With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
+    process; without packing 32 examples, rounded up to the processes. See docs/reference for every field.
+    """
+    processes = spec.compute.nodes * spec.compute.effective_processes_per_node
+    training = spec.training
+    packing = spec.data.packing == "ffd"
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+
+    micro_batch_tokens = (training.max_tokens_per_micro_batch or spec.data.max_length) if packing else None
+    global_batch_size = training.global_batch_size
+    global_batch_tokens = None
+    accumulation = None
+    if packing and micro_batch_tokens and global_batch_size is None:
+        micro_batches_tokens = processes * micro_batch_tokens
+        if training.global_batch_tokens is None:
+            global_batch_tokens = _round_up(DEFAULT_GLOBAL_BATCH_TOKENS, micro_batches_tokens)
+        else:
+            # The rule of the API makes sure that at least one micro-batch a process fits.
+            global_batch_tokens = training.global_batch_tokens // micro_batches_tokens * micro_batches_tokens
+        accumulation = global_batch_tokens // micro_batches_tokens
+    elif not packing:
+        examples_at_once = processes * training.micro_batch_size
+        if global_batch_size is None:
+            global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, examples_at_once)
+        accumulation = global_batch_size // examples_at_once
+
+    return Plan(
+        processes=processes,
+        data_parallel=processes,
+        shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
+        precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
+        learning_rate=training.optimizer.learning_rate or DEFAULT_LEARNING_RATE,
+        global_batch_size=global_batch_size,
+        global_batch_tokens=global_batch_tokens,
+        max_tokens_per_micro_batch=micro_batch_tokens,
+        gradient_accumulation=accumulation,
+        total_steps=training.steps,
+        epochs=None if training.steps else (training.epochs or 1),
+    )
+
+
+def warmup_steps(spec: SFTJobSpec, total_steps: int) -> int:
+    """Steps of linear warm-up of a run of ``total_steps``."""
+    schedule = spec.training.schedule
+    if schedule.type == "constant":
+        return 0
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
+    return round(ratio * total_steps)
+
+
+def progress_deadline_seconds(configured: int | None, median_step_seconds: float | None) -> float:
+    """How long the group may go without a new step; ``median_step_seconds`` is None before the first."""
+    if configured is not None:
+        return float(configured)
+    if median_step_seconds is None:
+        return 1800.0
+    return max(180.0, 20 * median_step_seconds)

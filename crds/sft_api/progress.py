@@ -1,0 +1,126 @@
+"""What the trainer reports: live progress, incidents, the termination message, the durable status.
+
+Written by the worker of rank 0 and the supervisor of index 0, read by the operator and ``sft run``.
+"""
+
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from .failures import FailureClass
+from .v1alpha1.base import ReportModel
+from .v1alpha1.status import CheckpointsStatus, ExportStatus
+
+PROGRESS_PORT = 8471
+"""Port of the supervisor's HTTP server in every pod: /v1/progress, /metrics, /healthz."""
+
+
+class Phase(StrEnum):
+    """What the group is doing. Everything but TRAINING may take long without a new step."""
+
+    WAITING = "Waiting"
+    STARTING = "Starting"
+    TOKENIZING = "Tokenizing"
+    LOADING = "Loading"
+    TRAINING = "Training"
+    EVALUATING = "Evaluating"
+    SAVING = "Saving"
+    EXPORTING = "Exporting"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class TrainingProgress(ReportModel):
+    """Written by the worker of rank 0 to a local file after every step and at every change of phase."""
+
+    attempt: int = 0
+    phase: Phase = Phase.STARTING
+    phase_detail: str = ""
+    """For people, for example ``1200/5000 rows``."""
+    step: int = 0
+    total_steps: int | None = None
+    resumed_from_step: int | None = None
+    """Step of the checkpoint this attempt went on from; None when it started from the model."""
+    epoch: float | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    eval_losses: dict[str, float | None] = Field(default_factory=dict)
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    step_seconds: float | None = None
+    """Duration of the last step."""
+    median_step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    model_flops_utilization: float | None = None
+    tokens_seen: int = 0
+    trained_tokens_seen: int = 0
+    remaining_seconds: float | None = None
+    skipped_steps: int = 0
+    """Steps without an update because loss or gradients were not finite."""
+    checkpoints: CheckpointsStatus = Field(default_factory=CheckpointsStatus)
+    export: ExportStatus | None = None
+    warnings: list[str] = Field(default_factory=list)
+    update_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def steps_at_risk(self) -> int:
+        """Steps that would be computed again if all pods were lost now."""
+        latest = self.checkpoints.latest
+        return max(0, self.step - (latest.step if latest else 0))
+
+
+class Incident(ReportModel):
+    """One end of a group before the run was complete."""
+
+    id: str
+    """Unique over the life of the run."""
+    time: datetime
+    failure: FailureClass
+    message: str = Field(max_length=4096)
+    disruption: bool = False
+    """True when it does not count against maxRestarts: SIGTERM, a lost pod."""
+    rank: int | None = None
+    attempt: int = 0
+    step: int = 0
+    """Last step that was done."""
+    recovered_time: datetime | None = None
+    """When the next attempt made its first new step."""
+    lost_steps: int = 0
+
+
+class Progress(ReportModel):
+    """Answer of ``GET /v1/progress``."""
+
+    job_uid: str = ""
+    generation: int = 0
+    """Number of group starts by this supervisor."""
+    members: int = 0
+    """Supervisors that have joined."""
+    training: TrainingProgress = Field(default_factory=TrainingProgress)
+    incidents: list[Incident] = Field(default_factory=list, max_length=100)
+
+
+class TerminationMessage(ReportModel):
+    """The container's termination message: JSON of at most 4 KiB."""
+
+    failure: FailureClass | None = None
+    """None when the run is complete."""
+    message: str = Field(default="", max_length=2000)
+    rank: int | None = None
+    attempt: int = 0
+    step: int = 0
+    checkpoint_step: int | None = None
+    checkpoint_uri: str | None = Field(default=None, max_length=1000)
+
+
+class WorkerError(ReportModel):
+    """Written by a worker to ``<run dir>/errors/rank-<rank>.json`` when it ends with an error."""
+
+    failure: FailureClass
+    message: str
+    rank: int
+    step: int = 0
+    attempt: int = 0
+    traceback: str = ""

@@ -1,0 +1,48 @@
+"""Pure: from what the trainer reports to what the status shows; the same in the cluster and with ``sft run``."""
+
+from datetime import UTC, datetime
+
+from .progress import TrainingProgress
+from .v1alpha1.status import ProgressStatus
+
+
+def timestamp(time: datetime) -> str:
+    """``time`` as Kubernetes writes it: UTC, whole seconds, Z."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def duration(seconds: float | None) -> str:
+    """``seconds`` for people: 42s, 7m10s, 3h12m, 2d4h; empty for None."""
+    if seconds is None:
+        return ""
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60}m"
+    return f"{total // 86400}d{total % 86400 // 3600}h"
+
+
+def progress_status(training: TrainingProgress) -> ProgressStatus:
+    """``status.progress`` for a report of the trainer."""
+    total = training.total_steps
+    return ProgressStatus(
+        step=training.step,
+        total_steps=total,
+        summary=f"{training.step}/{total}" if total else (str(training.step) if training.step else ""),
+        percent=training.step * 100 // total if total else None,
+        phase=training.phase.value,
+        epoch=training.epoch,
+        loss=training.loss,
+        eval_loss=training.eval_loss,
+        learning_rate=training.learning_rate,
+        grad_norm=training.grad_norm,
+        tokens_per_second=training.tokens_per_second,
+        tokens_per_second_per_gpu=training.tokens_per_second_per_gpu,
+        model_flops_utilization=training.model_flops_utilization,
+        tokens_seen=training.tokens_seen,
+        remaining=duration(training.remaining_seconds),
+        update_time=timestamp(training.update_time),
+    )

@@ -1,0 +1,23 @@
+"""The files through which the supervisor and its workers on one machine talk: the run directory.
+
+``progress.json``        rank 0 writes a ``TrainingProgress`` after every step and at every change of phase
+``errors/rank-<r>.json`` a worker writes a ``WorkerError`` when it ends with one
+``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
+"""
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel
+
+PROGRESS_FILE = "progress.json"
+ERRORS_FOLDER = "errors"
+STOP_FILE = "stop"
+
+
+def write_atomically(path: Path, document: BaseModel) -> None:
+    """Write ``document`` as JSON so that a reader sees the old or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(document.model_dump_json(by_alias=True))
+    temporary.replace(path)

@@ -1,0 +1,97 @@
+"""What all API models share: camelCase names, strictness as the API server's, and rules written once.
+
+A cross-field rule stands beside the model it belongs to, as the CEL expression the API server evaluates, the
+sentence the user reads, and the same check in Python for ``sft validate`` and for tests without a server.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.alias_generators import to_camel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule on a value: ``cel`` for the API server, ``check`` for Python, ``message`` for the user."""
+
+    cel: str
+    message: str
+    check: Callable[[Any], bool]
+
+    def as_validation(self) -> dict[str, str]:
+        """The entry of ``x-kubernetes-validations``."""
+        return {"rule": self.cel, "message": self.message}
+
+    def enforce(self, value: Any) -> Any:
+        """``value`` itself, or an error with the rule's message."""
+        if not self.check(value):
+            # Braces would be read as placeholders by PydanticCustomError.
+            raise PydanticCustomError("rule", self.message.replace("{", "{{").replace("}", "}}"))
+        return value
+
+    # As an annotation on a scalar: Annotated[str, Rule(...)]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.enforce, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        result = handler(schema)
+        result.setdefault("x-kubernetes-validations", []).append(self.as_validation())
+        return result
+
+
+def matches(pattern: str, message: str) -> Rule:
+    """A rule that a string matches ``pattern`` (the common subset of RE2 and Python's ``re``)."""
+    compiled = re.compile(pattern)
+    quoted = pattern.replace("\\", "\\\\").replace("'", "\\'")
+    return Rule(f"self.matches('{quoted}')", message, lambda value: compiled.search(value) is not None)
+
+
+class ApiModel(BaseModel):
+    """An object of the API: unknown fields are refused, values are never coerced, rules are enforced."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        extra="forbid",
+        strict=True,
+        frozen=True,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Cross-field rules of this object, evaluated with ``self`` = the object."""
+
+    @model_validator(mode="after")
+    def _enforce_rules(self) -> Self:
+        for rule in self.rules:
+            rule.enforce(self)
+        return self
+
+
+class ReportModel(BaseModel):
+    """A document our own parts write and read: unknown fields of a newer version are ignored."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        extra="ignore",
+    )
+
+
+# Common scalar types. Every string, list and map has a bound: CEL's cost is estimated from them.
+Name = Annotated[
+    str,
+    Field(max_length=253),
+    matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be a lower-case Kubernetes object name"),
+]
+ShortText = Annotated[str, Field(min_length=1, max_length=256)]
+LabelMap = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
+AnnotationMap = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]

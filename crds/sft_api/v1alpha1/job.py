@@ -1,0 +1,184 @@
+"""SFTJob itself: metadata, spec and status in one object, with the rules that span several parts of the spec."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from .base import ApiModel, Rule, matches
+from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
+from .status import SFTJobStatus
+from .workload import DataSpec, ModelSpec, TrainingSpec
+
+GROUP = "sftjob.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "SFTJob"
+PLURAL = "sftjobs"
+
+JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
+JOB_NAME_MESSAGE = (
+    "metadata.name must be at most 50 lower-case letters, digits and -, starting with a letter: it names a Service "
+    "and the pods"
+)
+
+IMMUTABLE_SPEC_FIELDS = ("model", "data", "training", "strategy", "compute", "checkpoint", "export")
+
+
+def _processes(spec: "SFTJobSpec") -> int:
+    return spec.compute.nodes * spec.compute.effective_processes_per_node
+
+
+_PROCESSES = (
+    "self.compute.nodes * (has(self.compute.processesPerNode) ? self.compute.processesPerNode : "
+    "(self.compute.gpusPerNode > 0 ? self.compute.gpusPerNode : 1))"
+)
+
+
+class SFTJobSpec(ApiModel):
+    """What to train, on what, and where."""
+
+    model: ModelSpec = Field(description="The model to start from.")
+    data: DataSpec = Field(description="The data, and which tokens of it are trained.")
+    training: TrainingSpec = Field(default_factory=TrainingSpec, description="The optimisation.")
+    strategy: StrategySpec | None = Field(
+        default=None,
+        description="How the model is spread over the processes; FSDP2 over all of them when absent.",
+    )
+    compute: ComputeSpec = Field(description="The pods and processes that train.")
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Durable state of the run.")
+    export: ExportSpec = Field(default_factory=ExportSpec, description="The finished model.")
+    suspend: bool = Field(
+        default=False, description="true saves, frees the pods and waits; false goes on from the checkpoint."
+    )
+    run_policy: RunPolicy = Field(default_factory=RunPolicy, description="Limits of the run.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.data.packing != 'ffd' || !has(self.training.maxTokensPerMicroBatch) || "
+            "self.training.maxTokensPerMicroBatch >= self.data.maxLength",
+            "training.maxTokensPerMicroBatch must be at least data.maxLength when packing: the longest example must "
+            "fit into a micro-batch",
+            lambda self: (
+                self.data.packing != "ffd"
+                or self.training.max_tokens_per_micro_batch is None
+                or self.training.max_tokens_per_micro_batch >= self.data.max_length
+            ),
+        ),
+        Rule(
+            "self.data.packing == 'ffd' || !(has(self.training.globalBatchTokens) || "
+            "has(self.training.maxTokensPerMicroBatch))",
+            "training.globalBatchTokens and training.maxTokensPerMicroBatch need data.packing: ffd; without packing "
+            "give training.globalBatchSize and training.microBatchSize",
+            lambda self: (
+                self.data.packing == "ffd"
+                or (self.training.global_batch_tokens is None and self.training.max_tokens_per_micro_batch is None)
+            ),
+        ),
+        Rule(
+            "self.data.packing == 'none' || self.training.microBatchSize == 1",
+            "training.microBatchSize needs data.packing: none; with packing give training.maxTokensPerMicroBatch",
+            lambda self: self.data.packing == "none" or self.training.micro_batch_size == 1,
+        ),
+        Rule(
+            f"!has(self.training.globalBatchSize) || self.training.globalBatchSize % ({_PROCESSES}) == 0",
+            "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node)",
+            lambda self: (
+                self.training.global_batch_size is None or self.training.global_batch_size % _processes(self) == 0
+            ),
+        ),
+        Rule(
+            "self.data.packing == 'ffd' || !has(self.training.globalBatchSize) || "
+            f"self.training.globalBatchSize % (({_PROCESSES}) * self.training.microBatchSize) == 0",
+            "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize",
+            lambda self: (
+                self.data.packing == "ffd"
+                or self.training.global_batch_size is None
+                or self.training.global_batch_size % (_processes(self) * self.training.micro_batch_size) == 0
+            ),
+        ),
+        Rule(
+            "!has(self.training.globalBatchTokens) || self.training.globalBatchTokens >= "
+            f"({_PROCESSES}) * (has(self.training.maxTokensPerMicroBatch) ? "
+            "self.training.maxTokensPerMicroBatch : self.data.maxLength)",
+            "training.globalBatchTokens must hold one full micro-batch (training.maxTokensPerMicroBatch, or "
+            "data.maxLength) on every process",
+            lambda self: (
+                self.training.global_batch_tokens is None
+                or self.training.global_batch_tokens
+                >= _processes(self) * (self.training.max_tokens_per_micro_batch or self.data.max_length)
+            ),
+        ),
+        Rule(
+            "!has(self.strategy) || !has(self.strategy.fsdp) || !has(self.strategy.fsdp.shardDegree) || "
+            f"({_PROCESSES}) % self.strategy.fsdp.shardDegree == 0",
+            "strategy.fsdp.shardDegree must divide the number of processes (compute.nodes x processes per node)",
+            lambda self: (
+                self.strategy is None
+                or self.strategy.fsdp is None
+                or self.strategy.fsdp.shard_degree is None
+                or _processes(self) % self.strategy.fsdp.shard_degree == 0
+            ),
+        ),
+        Rule(
+            "self.checkpoint.keep.best == 0 || (has(self.data.eval) && size(self.data.eval) > 0)",
+            "checkpoint.keep.best needs data.eval: the best is the one with the lowest evaluation loss",
+            lambda self: self.checkpoint.keep.best == 0 or len(self.data.eval) > 0,
+        ),
+        Rule(
+            "!(has(self.training.evaluation.everySteps) || self.training.evaluation.beforeTraining) || "
+            "(has(self.data.eval) && size(self.data.eval) > 0)",
+            "training.evaluation needs data.eval: name the data to evaluate on",
+            lambda self: (
+                not (self.training.evaluation.every_steps or self.training.evaluation.before_training)
+                or len(self.data.eval) > 0
+            ),
+        ),
+    )
+
+
+class ObjectMeta(ApiModel):
+    """The part of an object's metadata that the API itself looks at."""
+
+    name: str
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 0
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+    # The API server adds fields of its own (resourceVersion, managedFields, ...) that are none of our business.
+    model_config = ConfigDict(extra="ignore")
+
+
+class SFTJob(ApiModel):
+    """Supervised fine-tuning of a language model."""
+
+    api_version: Literal["sftjob.dev/v1alpha1"]
+    kind: Literal["SFTJob"]
+    metadata: ObjectMeta
+    spec: SFTJobSpec
+    status: SFTJobStatus = Field(default_factory=SFTJobStatus)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            f"self.metadata.name.matches('{JOB_NAME_PATTERN}')",
+            JOB_NAME_MESSAGE,
+            lambda self: matches(JOB_NAME_PATTERN, "").check(self.metadata.name),
+        ),
+    )
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> "SFTJob":
+        """The job a manifest describes, read as the API server reads it: camelCase only, nulls are absent.
+
+        Raises ``pydantic.ValidationError``, whose messages are those of the API server for every rule.
+        """
+        return cls.model_validate(_drop_nulls(manifest), by_alias=True, by_name=False)
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_drop_nulls(item) for item in value]
+    return value

@@ -1,0 +1,301 @@
+"""``spec.strategy``, ``spec.compute``, ``spec.checkpoint``, ``spec.export`` and ``spec.runPolicy``: where it runs."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from .base import AnnotationMap, ApiModel, LabelMap, Name, Rule, ShortText, matches
+
+StorageUri = Annotated[
+    str,
+    Field(max_length=1024),
+    matches(
+        r"^(s3://[^/]+(/.*)?|pvc://[^/]+/.+|file:///.+)$",
+        "must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+    ),
+]
+
+
+class FsdpSpec(ApiModel):
+    """PyTorch FSDP2: parameters, gradients and optimizer state sharded over the processes."""
+
+    shard_degree: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        default=None,
+        description="Processes that share one copy of the model (hybrid sharding); all of them when absent.",
+    )
+    reshard_after_forward: bool = Field(
+        default=True, description="Free a layer's gathered parameters after its forward pass: less memory."
+    )
+
+
+class StrategySpec(ApiModel):
+    """How the model is spread over the processes."""
+
+    fsdp: FsdpSpec | None = Field(default=None, description="FSDP2, the default strategy.")
+
+
+class _Quantity:
+    """A Kubernetes quantity: an integer or a string such as 500m or 64Gi."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.union_schema(
+            [
+                core_schema.int_schema(strict=True, ge=0),
+                core_schema.str_schema(strict=True, pattern=self.pattern, max_length=32),
+            ]
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "pattern": self.pattern,
+            "maxLength": 32,
+        }
+
+    pattern = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+
+
+Quantity = Annotated[int | str, _Quantity()]
+ResourceMap = Annotated[dict[str, Quantity], Field(max_length=16)]
+
+
+class ResourcesSpec(ApiModel):
+    """Resources of one pod besides its GPUs."""
+
+    requests: ResourceMap = Field(default_factory=dict, description="What one pod asks for: cpu, memory, any name.")
+    limits: ResourceMap = Field(default_factory=dict, description="What one pod may use.")
+
+
+class TolerationSpec(ApiModel):
+    """A taint of a node that the pods tolerate."""
+
+    key: Annotated[str, Field(max_length=317)] | None = Field(default=None, description="Key of the taint.")
+    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How key and value are compared.")
+    value: Annotated[str, Field(max_length=63)] | None = Field(default=None, description="Value of the taint.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="Effect of the taint; all when absent."
+    )
+    toleration_seconds: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="How long NoExecute is tolerated."
+    )
+
+
+class KeySelector(ApiModel):
+    """One key of a Secret or ConfigMap of the job's namespace."""
+
+    name: Name = Field(description="Name of the object.")
+    key: ShortText = Field(description="Key in the object.")
+
+
+class EnvSource(ApiModel):
+    """Where the value of an environment variable comes from."""
+
+    secret_key_ref: KeySelector | None = Field(default=None, description="A key of a Secret.")
+    config_map_key_ref: KeySelector | None = Field(default=None, description="A key of a ConfigMap.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.secretKeyRef) != has(self.configMapKeyRef)",
+            "give valueFrom.secretKeyRef or valueFrom.configMapKeyRef",
+            lambda self: (self.secret_key_ref is None) != (self.config_map_key_ref is None),
+        ),
+    )
+
+
+RESERVED_ENVIRONMENT = r"^(SFT_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT)$"
+
+
+class EnvVar(ApiModel):
+    """An environment variable of the training container."""
+
+    name: Annotated[
+        str,
+        Field(max_length=253),
+        matches(r"^[A-Za-z_][A-Za-z0-9_]*$", "must be letters, digits and _, not starting with a digit"),
+        Rule(
+            f"!self.matches('{RESERVED_ENVIRONMENT}')",
+            "this environment variable is set by the supervisor and cannot be given",
+            lambda value: matches(RESERVED_ENVIRONMENT, "").check(value) is False,
+        ),
+    ] = Field(description="Name of the variable.")
+    value: Annotated[str, Field(max_length=4096)] | None = Field(default=None, description="Its value.")
+    value_from: EnvSource | None = Field(default=None, description="Where its value comes from.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.value) != has(self.valueFrom)",
+            "give value or valueFrom",
+            lambda self: (self.value is None) != (self.value_from is None),
+        ),
+    )
+
+
+class ComputeSpec(ApiModel):
+    """The pods and processes that train."""
+
+    nodes: Annotated[int, Field(ge=1, le=4096)] = Field(default=1, description="Pods, one a node.")
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=1, description="GPUs of each pod; 0 trains on the CPU."
+    )
+    processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        default=None, description="Training processes of each pod; one a GPU, or 1 on the CPU, when absent."
+    )
+    image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None, description="Trainer image; the operator's default when absent."
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None, description="When the image is pulled."
+    )
+    image_pull_secrets: Annotated[list[Name], Field(max_length=8)] = Field(
+        default_factory=list, description="Names of Secrets with registry credentials."
+    )
+    service_account_name: Name | None = Field(
+        default=None, description="Service account of the pods (its token is never mounted)."
+    )
+    gpu_resource_name: ShortText = Field(default="nvidia.com/gpu", description="Resource name of the GPUs.")
+    resources: ResourcesSpec = Field(
+        default_factory=ResourcesSpec, description="Resources of each pod besides its GPUs."
+    )
+    node_selector: LabelMap = Field(default_factory=dict, description="Labels that nodes must have.")
+    tolerations: Annotated[list[TolerationSpec], Field(max_length=32)] = Field(
+        default_factory=list, description="Taints that the pods tolerate."
+    )
+    priority_class_name: Name | None = Field(default=None, description="Priority class of the pods.")
+    runtime_class_name: Name | None = Field(default=None, description="Runtime class of the pods.")
+    env: Annotated[list[EnvVar], Field(max_length=64)] = Field(
+        default_factory=list, description="Environment variables of the training container."
+    )
+    shared_memory_size: Quantity | None = Field(
+        default=None, description="Size of /dev/shm; 1Gi a process when absent."
+    )
+    cache_size: Quantity = Field(
+        default="50Gi", description="Size limit of the emptyDir that holds models, data and compiled kernels."
+    )
+    labels: LabelMap = Field(default_factory=dict, description="Labels added to the pods.")
+    annotations: AnnotationMap = Field(default_factory=dict, description="Annotations added to the pods.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.gpusPerNode == 0 || !has(self.processesPerNode) || self.processesPerNode == self.gpusPerNode",
+            "compute.processesPerNode must equal compute.gpusPerNode when there are GPUs: leave it out",
+            lambda self: (
+                self.gpus_per_node == 0
+                or self.processes_per_node is None
+                or self.processes_per_node == self.gpus_per_node
+            ),
+        ),
+        Rule(
+            "!has(self.resources) || ((!has(self.resources.requests) || !(self.gpuResourceName in "
+            "self.resources.requests)) && (!has(self.resources.limits) || !(self.gpuResourceName in "
+            "self.resources.limits)))",
+            "GPUs are asked for with compute.gpusPerNode, not with compute.resources",
+            lambda self: (
+                self.gpu_resource_name not in self.resources.requests
+                and self.gpu_resource_name not in self.resources.limits
+            ),
+        ),
+    )
+
+    @property
+    def effective_processes_per_node(self) -> int:
+        """Training processes of one pod."""
+        return self.processes_per_node or self.gpus_per_node or 1
+
+
+class S3Spec(ApiModel):
+    """How s3:// URIs of this job (model, data, checkpoints, export) are reached."""
+
+    endpoint: (
+        Annotated[
+            str,
+            Field(max_length=512),
+            matches(r"^https?://[^/]+/?$", "must be http://host[:port] or https://…"),
+        ]
+        | None
+    ) = Field(default=None, description="URL of the S3 server; AWS when absent.")
+    region: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="Region of the bucket."
+    )
+    force_path_style: bool = Field(default=False, description="Address buckets as endpoint/bucket.")
+    checksum: Literal["whenSupported", "whenRequired"] = Field(
+        default="whenRequired",
+        description="When requests carry a CRC checksum besides ours; some servers refuse them.",
+    )
+    credentials_secret_ref: Name | None = Field(
+        default=None,
+        description="Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and optionally AWS_SESSION_TOKEN).",
+    )
+
+
+class KeepSpec(ApiModel):
+    """Which checkpoints stay; never fewer than the last verified one."""
+
+    last: Annotated[int, Field(ge=1, le=1000)] = Field(default=2, description="The newest so many.")
+    best: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=0, description="Besides them, so many with the lowest evaluation loss."
+    )
+
+
+class ResumeSpec(ApiModel):
+    """Where training starts."""
+
+    policy: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: from the newest verified checkpoint of this job; never: from the model.",
+    )
+
+
+class CheckpointSpec(ApiModel):
+    """Durable state of the run."""
+
+    uri: StorageUri | None = Field(default=None, description="Where checkpoints go; the platform's store when absent.")
+    s3: S3Spec = Field(default_factory=S3Spec, description="How s3:// URIs of this job are reached.")
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None, description="Save after every so many steps."
+    )
+    every_seconds: Annotated[int, Field(ge=1, le=604_800)] = Field(
+        default=600, description="Save when so many seconds have passed since the last save."
+    )
+    keep: KeepSpec = Field(default_factory=KeepSpec, description="Which checkpoints stay.")
+    asynchronous: bool = Field(
+        default=True,
+        alias="async",
+        description="Upload while training goes on; needs host memory for one copy.",
+    )
+    resume: ResumeSpec = Field(default_factory=ResumeSpec, description="Where training starts.")
+
+
+class ExportSpec(ApiModel):
+    """The finished model in Hugging Face format."""
+
+    at_end: bool = Field(default=True, description="Export when training is complete.")
+    uri: StorageUri | None = Field(default=None, description="Where it goes; export/ beside the checkpoints if absent.")
+
+
+Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
+
+
+class RunPolicy(ApiModel):
+    """Limits of the run."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=10, description="Failures that are retried; preemptions and lost nodes do not count."
+    )
+    active_deadline_seconds: Seconds | None = Field(
+        default=None, description="The run fails when it has been active for longer."
+    )
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = Field(
+        default=None,
+        description="The SFTJob is deleted so long after it ended; its checkpoints and export stay.",
+    )
+    progress_deadline_seconds: Seconds | None = Field(
+        default=None,
+        description="The workers are restarted when no step was made for so long; when absent, 1800 to the first "
+        "step, then the larger of 180 and 20 median steps.",
+    )
+    termination_grace_period_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
+        default=300, description="Time to save between SIGTERM and SIGKILL."
+    )

@@ -1,0 +1,149 @@
+"""``status``: what an SFTJob reports. The operator writes it in the cluster, ``sft run`` prints the same."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .base import ApiModel
+
+Text = Annotated[str, Field(max_length=4096)]
+Timestamp = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+
+ConditionType = Literal["Accepted", "Running", "Suspended", "Complete", "Failed", "Reconciling", "Stalled"]
+State = Literal[
+    "Preparing",
+    "Queued",
+    "Starting",
+    "Running",
+    "Suspending",
+    "Suspended",
+    "Recovering",
+    "Complete",
+    "Failed",
+]
+
+
+class Condition(ApiModel):
+    """One aspect of the job's state, as in all Kubernetes APIs."""
+
+    type: ConditionType = Field(description="Name of the aspect.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    reason: Annotated[str, Field(max_length=256)] = Field(description="One CamelCase word; stable.")
+    message: Annotated[str, Field(max_length=8192)] = Field(
+        default="", description="A sentence for people: what happened, and what to change."
+    )
+    last_transition_time: Timestamp = Field(description="When status last changed.")
+    observed_generation: int = Field(default=0, description="metadata.generation this was computed from.")
+
+
+class ProgressStatus(ApiModel):
+    """Where training stands."""
+
+    step: int = Field(default=0, description="Optimizer steps done.")
+    total_steps: int | None = Field(default=None, description="Optimizer steps of the whole run.")
+    summary: Text = Field(default="", description="step/totalSteps, for kubectl get.")
+    percent: int | None = Field(default=None, description="Steps done, in percent.")
+    phase: Text = Field(default="", description="What the trainer is doing: Loading, Training, Saving, …")
+    epoch: float | None = Field(default=None, description="Passes over the data done.")
+    loss: float | None = Field(default=None, description="Mean loss per trained token of the last step.")
+    eval_loss: float | None = Field(default=None, description="Mean loss per trained token over all evaluation sets.")
+    learning_rate: float | None = Field(default=None, description="Learning rate of the last step.")
+    grad_norm: float | None = Field(default=None, description="Global gradient norm before clipping.")
+    tokens_per_second: float | None = Field(default=None, description="Tokens a second, over all processes.")
+    tokens_per_second_per_gpu: float | None = Field(default=None, description="Tokens a second of one process.")
+    model_flops_utilization: float | None = Field(
+        default=None, description="Share of the GPUs' peak FLOP/s that goes into the model; absent on CPU."
+    )
+    tokens_seen: int = Field(default=0, description="Tokens trained on so far, context included.")
+    remaining: Text = Field(default="", description="Estimated time left, for example 3h12m.")
+    update_time: Timestamp | None = Field(default=None, description="When the trainer reported this.")
+
+
+class CheckpointStatus(ApiModel):
+    """One committed checkpoint."""
+
+    step: int = Field(description="Steps done when it was taken.")
+    attempt: int = Field(description="Attempt that wrote it.")
+    uri: Annotated[str, Field(max_length=2048)] = Field(description="Its folder.")
+    time: Timestamp = Field(description="When it was committed.")
+    size_bytes: int = Field(description="Size of all its files.")
+    verified: bool = Field(description="Manifest read, and every file there with the size it names.")
+    eval_loss: float | None = Field(default=None, description="Evaluation loss at that step, when known.")
+
+
+class CheckpointsStatus(ApiModel):
+    """Checkpoints in the store."""
+
+    latest: CheckpointStatus | None = Field(default=None, description="The one a restart would go on from.")
+    best: CheckpointStatus | None = Field(default=None, description="The one with the lowest evaluation loss.")
+    kept: Annotated[list[CheckpointStatus], Field(max_length=10)] = Field(
+        default_factory=list, description="All that are kept, newest first, at most 10."
+    )
+
+
+class RestartsStatus(ApiModel):
+    """What went wrong so far, and what it cost."""
+
+    failures: int = Field(default=0, description="Failures retried; limited by runPolicy.maxRestarts.")
+    disruptions: int = Field(default=0, description="Preemptions, evictions and lost nodes; free.")
+    last_reason: Text = Field(default="", description="Class of the last one.")
+    last_message: Text = Field(default="", description="Its message: what happened, and what to change.")
+    lost_steps: int = Field(default=0, description="Steps computed twice because of restarts.")
+    recovery_seconds: float | None = Field(default=None, description="From the last failure to the next new step.")
+
+
+class PlanStatus(ApiModel):
+    """What was decided where the spec left it open."""
+
+    processes: int = Field(description="Training processes in all.")
+    data_parallel: int = Field(description="Processes that see different data.")
+    shard_degree: int = Field(description="Processes that share one copy of the model.")
+    precision: Literal["bf16", "fp32"] = Field(description="Compute precision.")
+    learning_rate: float = Field(description="Peak learning rate.")
+    global_batch_size: int | None = Field(default=None, description="Examples per optimizer step.")
+    global_batch_tokens: int | None = Field(default=None, description="Tokens per optimizer step, at most.")
+    max_tokens_per_micro_batch: int | None = Field(default=None, description="Tokens of one forward pass, at most.")
+    gradient_accumulation: int | None = Field(
+        default=None,
+        description="Forward passes per step and process; absent when it varies with the examples.",
+    )
+    total_steps: int | None = Field(default=None, description="Steps in all, when known before the data was read.")
+    epochs: int | None = Field(default=None, description="Passes over the data, when steps are not given.")
+
+
+class ExportStatus(ApiModel):
+    """The exported model."""
+
+    uri: Annotated[str, Field(max_length=2048)] = Field(description="Its folder.")
+    step: int = Field(description="Steps done when it was written.")
+
+
+class SFTJobStatus(ApiModel):
+    """What the job reports."""
+
+    state: State | None = Field(default=None, description="Where the job stands, in one word, for people.")
+    observed_generation: int = Field(default=0, description="metadata.generation this status belongs to.")
+    conditions: Annotated[
+        list[Condition],
+        Field(
+            max_length=16,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+        ),
+    ] = Field(default_factory=list, description="Conditions, one a type.")
+    attempt: int = Field(default=0, description="Attempt that is running, or ran last; 1 is the first.")
+    progress: ProgressStatus | None = Field(default=None, description="Where training stands.")
+    checkpoints: CheckpointsStatus | None = Field(default=None, description="Checkpoints in the store.")
+    steps_at_risk: int | None = Field(
+        default=None, description="Steps since the last durable checkpoint: what a preemption would cost now."
+    )
+    restarts: RestartsStatus | None = Field(default=None, description="What went wrong so far, and what it cost.")
+    plan: PlanStatus | None = Field(default=None, description="What was decided where the spec left it open.")
+    export: ExportStatus | None = Field(default=None, description="The exported model.")
+    warnings: Annotated[list[Text], Field(max_length=20)] = Field(
+        default_factory=list, description="What the user should know about data and settings."
+    )
+    job_ref: Text = Field(default="", description="Name of the Job that runs the pods.")
+    pods_ready: Text = Field(default="", description="Ready pods of all, for example 2/2.")
+    start_time: Timestamp | None = Field(default=None, description="When the job was first accepted.")
+    first_step_time: Timestamp | None = Field(default=None, description="When the first step was reported.")
+    completion_time: Timestamp | None = Field(default=None, description="When the job was complete or failed.")

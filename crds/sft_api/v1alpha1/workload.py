@@ -1,0 +1,247 @@
+"""``spec.model``, ``spec.data`` and ``spec.training``: what is trained, on what, and how."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from .base import ApiModel, Name, Rule, ShortText, matches
+
+ModelUri = Annotated[
+    str,
+    Field(max_length=1024),
+    matches(
+        r"^(hf://[^/@]+/[^/@]+(@[^/@]+)?|s3://[^/]+/.+|pvc://[^/]+/.+|file:///.+)$",
+        "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+    ),
+]
+DataUri = ModelUri
+
+
+class SecretKeyRef(ApiModel):
+    """One key of a Secret in the job's namespace."""
+
+    name: Name = Field(description="Name of the Secret.")
+    key: ShortText = Field(default="token", description="Key in the Secret that holds the value.")
+
+
+class ModelSpec(ApiModel):
+    """The model to start from."""
+
+    uri: ModelUri = Field(
+        description="Where the model is: hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or "
+        "file:///path (in the image, or on this machine with `sft run`)."
+    )
+    tokenizer_uri: ModelUri | None = Field(
+        default=None, description="Where the tokenizer is, when it is not beside the model."
+    )
+    chat_template: Annotated[str, Field(min_length=1, max_length=65536)] | None = Field(
+        default=None,
+        description="Jinja chat template used instead of the tokenizer's own; saved with the export.",
+    )
+    token_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="Hub token for hf:// models and data, from a Secret of the job's namespace."
+    )
+
+
+class DataSource(ApiModel):
+    """One data set, or a slice of one."""
+
+    uri: DataUri = Field(
+        description="Where the rows are: a hub data set, or a file or folder of parquet, jsonl, arrow or "
+        "save_to_disk data."
+    )
+    split: ShortText | None = Field(
+        default=None,
+        description='Split in Hugging Face slice syntax, for example "train[:5000]" or "train[:10%]".',
+    )
+    subset: ShortText | None = Field(default=None, description="Configuration (subset) of a hub data set.")
+    format: Literal["auto", "messages", "alpaca"] = Field(
+        default="auto",
+        description="Row format: messages (role and content turns) or alpaca (instruction, input, output); auto "
+        "looks at the columns.",
+    )
+    messages_key: ShortText = Field(default="messages", description="Column that holds the messages.")
+    tools_key: ShortText = Field(default="tools", description="Column that holds the tools, if any.")
+    system_key: ShortText = Field(
+        default="system", description="Column with a system prompt, put first when a row has no system turn."
+    )
+
+
+class TrainSource(DataSource):
+    """A data set to train on."""
+
+    weight: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
+        default=None,
+        description="Share of examples drawn from this source, relative to the others; either all sources have "
+        "one, or none (then every row is seen once an epoch).",
+    )
+
+
+class EvalSource(DataSource):
+    """A data set to evaluate on."""
+
+    name: Annotated[
+        str, Field(max_length=63), matches(r"^[a-zA-Z0-9][-_.a-zA-Z0-9]*$", "must be letters, digits, - _ .")
+    ] = Field(description="Name of the set in metrics and status.")
+
+
+class DataSpec(ApiModel):
+    """The data, and which tokens of it are trained."""
+
+    train: Annotated[list[TrainSource], Field(min_length=1, max_length=64)] = Field(
+        description="Data sets to train on."
+    )
+    eval: Annotated[list[EvalSource], Field(max_length=16)] = Field(
+        default_factory=list, description="Data sets to evaluate on."
+    )
+    train_on: Literal["lastAssistantMessage", "allAssistantMessages"] = Field(
+        default="lastAssistantMessage", description="Which turns are trained; all others only give context."
+    )
+    max_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
+        default=4096, description="Longest example, in tokens."
+    )
+    overlong: Literal["drop", "truncate", "error"] = Field(
+        default="drop",
+        description="What happens to longer examples. Truncating cuts the end-of-turn token away.",
+    )
+    packing: Literal["none", "ffd"] = Field(
+        default="ffd",
+        description="ffd: examples share micro-batches (first-fit-decreasing) without seeing one another; none: "
+        "microBatchSize examples at a time. Nothing is padded either way.",
+    )
+    sampler: Literal["random", "sequential"] = Field(
+        default="random",
+        description="random: shuffled anew every epoch from the seed; sequential: as stored.",
+    )
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="Processes that tokenise.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.eval) || self.eval.all(a, self.eval.exists_one(b, b.name == a.name))",
+            "names of data.eval must differ: each names its own metric",
+            lambda self: len({source.name for source in self.eval}) == len(self.eval),
+        ),
+        Rule(
+            "self.train.all(s, has(s.weight)) || self.train.all(s, !has(s.weight))",
+            "give every data.train source a weight, or none of them",
+            lambda self: len({source.weight is None for source in self.train}) == 1,
+        ),
+        Rule(
+            "self.sampler == 'random' || self.train.all(s, !has(s.weight))",
+            "weights need data.sampler: random",
+            lambda self: self.sampler == "random" or all(s.weight is None for s in self.train),
+        ),
+    )
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSpec(ApiModel):
+    """AdamW: decoupled weight decay on matrices, none on norms and biases."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Peak learning rate; 1e-5 when absent."
+    )
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [0.9, 0.999], description="Decay rates of the first and second moment."
+    )
+    eps: Annotated[float, Field(gt=0, le=1)] = Field(default=1e-8, description="Added to the denominator.")
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.01, description="Decoupled weight decay.")
+    max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
+        default=1.0, description="Gradients are clipped to this global norm; 0 turns clipping off."
+    )
+
+
+class ScheduleSpec(ApiModel):
+    """Learning rate over the steps."""
+
+    type: Literal["constant", "constantWithWarmup", "linear", "cosine"] = Field(
+        default="cosine", description="Shape after the warm-up."
+    )
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Share of the steps used to warm up; 0.03 when neither ratio nor steps are given.",
+    )
+    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = Field(
+        default=None, description="Steps used to warm up."
+    )
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Lowest rate of a linear or cosine decay, as a share of the peak."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(has(self.warmupRatio) && has(self.warmupSteps))",
+            "give schedule.warmupRatio or schedule.warmupSteps, not both",
+            lambda self: self.warmup_ratio is None or self.warmup_steps is None,
+        ),
+        Rule(
+            "self.type != 'constant' || !(has(self.warmupRatio) || has(self.warmupSteps))",
+            "schedule type constant has no warm-up: use constantWithWarmup",
+            lambda self: self.type != "constant" or (self.warmup_ratio is None and self.warmup_steps is None),
+        ),
+    )
+
+
+class EvaluationSpec(ApiModel):
+    """When the evaluation sets are run; always at the end."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None, description="Also after every so many steps."
+    )
+    before_training: bool = Field(default=False, description="Also before the first step.")
+
+
+class TrainingSpec(ApiModel):
+    """The optimisation."""
+
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None, description="Optimizer steps to train."
+    )
+    epochs: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        default=None, description="Passes over the data; 1 when neither steps nor epochs are given."
+    )
+    global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None, description="Examples per optimizer step, over all processes."
+    )
+    global_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Tokens per optimizer step, over all processes, with packing; rounded down to whole "
+        "micro-batches on every process.",
+    )
+    micro_batch_size: Annotated[int, Field(ge=1, le=65536)] = Field(
+        default=1, description="Examples in one forward pass of one process, without packing."
+    )
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=8, le=16_777_216)] | None = Field(
+        default=None,
+        description="Tokens in one forward pass of one process, with packing; data.maxLength when absent.",
+    )
+    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The optimizer (AdamW).")
+    schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="The learning-rate schedule.")
+    precision: Literal["bf16", "fp32"] | None = Field(
+        default=None,
+        description="Compute precision; parameters, reductions and optimizer state are fp32. bf16 on GPUs and fp32 "
+        "on CPU when absent.",
+    )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        default="none",
+        description="full recomputes every layer in the backward pass: less memory, a third slower.",
+    )
+    seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = Field(
+        default=42, description="Seed of the order of the data and of everything random."
+    )
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When the evaluation sets are run.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(has(self.steps) && has(self.epochs))",
+            "give training.steps or training.epochs, not both",
+            lambda self: self.steps is None or self.epochs is None,
+        ),
+        Rule(
+            "!(has(self.globalBatchSize) && has(self.globalBatchTokens))",
+            "give training.globalBatchSize or training.globalBatchTokens, not both",
+            lambda self: self.global_batch_size is None or self.global_batch_tokens is None,
+        ),
+    )
