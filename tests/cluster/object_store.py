@@ -1,0 +1,95 @@
+"""versitygw: an S3 server over a folder, stricter than a mock (it verifies checksums)."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster.binaries import binary
+from tests.cluster.processes import Component, Supervisor
+from tests.cluster.state import BRIDGE_ADDRESS
+
+REGION = "us-east-1"
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """`endpoint` is for this machine, `pod_endpoint` for pods of the node tier (None without that tier).
+
+    `folder` holds a folder for every bucket, with the objects as plain files.
+    """
+
+    endpoint: str
+    pod_endpoint: str | None
+    access_key: str
+    secret_key: str
+    region: str
+    folder: Path
+
+    def environment(self) -> dict[str, str]:
+        """The variables that boto3 and the trainer read."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": self.region,
+            "AWS_ENDPOINT_URL_S3": self.endpoint,
+        }
+
+
+@contextmanager
+def object_store(folder: Path) -> Iterator[ObjectStore]:
+    """Run one server on free ports until the block ends; it dies with this process too."""
+    buckets = folder / "buckets"
+    buckets.mkdir(parents=True)
+    store = ObjectStore(
+        endpoint=f"http://127.0.0.1:{_free_port('127.0.0.1')}",
+        pod_endpoint=f"http://{BRIDGE_ADDRESS}:{_free_port(BRIDGE_ADDRESS)}" if _bridge_is_up() else None,
+        access_key=f"test{secrets.token_hex(8)}",
+        secret_key=secrets.token_hex(20),
+        region=REGION,
+        folder=buckets,
+    )
+    addresses = [url.removeprefix("http://") for url in (store.endpoint, store.pod_endpoint) if url]
+    argv = [str(binary("versitygw")), "--quiet", "--keep-alive", f"--region={store.region}"]
+    argv += [f"--port={address}" for address in addresses]
+    argv += ["posix", str(buckets)]
+    keys = {"ROOT_ACCESS_KEY": store.access_key, "ROOT_SECRET_KEY": store.secret_key}
+    supervisor = Supervisor(folder, die_with_parent=True)
+    try:
+        supervisor.start(Component("versitygw", argv, lambda: _answers(store.endpoint), environment=keys))
+        yield store
+    finally:
+        supervisor.stop("versitygw")
+
+
+def _answers(endpoint: str) -> str | None:
+    """None when the server answers at all: an unsigned request is refused with 403."""
+    try:
+        with urllib.request.urlopen(endpoint, timeout=5):
+            return None
+    except urllib.error.HTTPError as error:
+        return None if error.code == 403 else f"GET {endpoint}: {error.code}"
+    except OSError as error:
+        return f"GET {endpoint}: {error}"
+
+
+def _bridge_is_up() -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((BRIDGE_ADDRESS, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
