@@ -1,0 +1,235 @@
+"""Chat templates: rendered as transformers renders them, and probed for how they frame an assistant message.
+
+The sandbox, filters and settings are those of ``tokenizer.apply_chat_template`` (transformers' own environment).
+Two things differ. The clock stands still: some templates write today's date into the system prompt, and the same
+rows must give the same tokens when a run is resumed on another day. And ``{% generation %}`` blocks put marks into
+the text itself, so that their position is right inside macros and captured blocks too, where transformers' is not.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""Characters ``start`` to ``end`` (excluded) of a rendered conversation."""
+
+FROZEN_CLOCK = datetime(2024, 7, 26)  # the day that Llama 3's own template falls back to without a clock
+
+# Noncharacters: Unicode reserves them for use inside one program, so they are in no sensible text.
+_MARK_START, _MARK_END = "\ufdd0", "\ufdd1"
+
+# Tokens that end an assistant turn that calls a tool, where it ends otherwise than a plain answer does
+# (Llama 3's built-in tools, gpt-oss).
+_TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>")
+
+# Variables by which templates choose between a generation prompt with and without an open reasoning block.
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+_PROBE_QUESTION, _PROBE_ANSWER = "question", "probedanswer"
+
+
+class TemplateRefusal(Exception):
+    """A conversation that has no exact text or mask under this template; the message says why."""
+
+
+class _GenerationMarks(jinja2.ext.Extension):
+    """``{% generation %}`` … ``{% endgeneration %}`` puts marks around its text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+    priority = 200  # after transformers' extension for the same tag, so that this one is used
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_MARK_START}{caller()}{_MARK_END}"
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """How a template frames the last assistant message of a conversation."""
+
+    lead: str
+    """What stands between the generation prompt and the content, such as an empty reasoning block."""
+    ends: tuple[str, ...]
+    """Tokens that end the turn; empty only when the template has markers and writes none."""
+    tail: str
+    """What follows the end-of-turn token."""
+
+    @cached_property
+    def end_pattern(self) -> re.Pattern[str]:
+        """Matches any end-of-turn token."""
+        return any_of(self.ends)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One template with the tokens that it may write.
+
+    ``special_tokens`` are the variables ``bos_token``, ``eos_token`` and so on, as in
+    ``tokenizer.special_tokens_map``; ``added_tokens`` are all tokens that are matched as whole strings.
+    """
+
+    source: str
+    special_tokens: Mapping[str, Any]
+    added_tokens: tuple[str, ...]
+
+    @cached_property
+    def _plain(self) -> jinja2.Template:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        transformers_environment = _compile_jinja_template(self.source).environment
+        environment = transformers_environment.overlay()
+        environment.globals = {**transformers_environment.globals, "strftime_now": FROZEN_CLOCK.strftime}
+        template: jinja2.Template = environment.from_string(self.source)
+        return template
+
+    @cached_property
+    def _marking(self) -> jinja2.Template:
+        return self._plain.environment.overlay(extensions=[_GenerationMarks]).from_string(self.source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Compiled templates cannot be sent to another process; the source can.
+        return ChatTemplate, (self.source, dict(self.special_tokens), self.added_tokens)
+
+    def check_syntax(self) -> None:
+        """Raises jinja2.TemplateSyntaxError when ``source`` is no valid template."""
+        _ = self._plain
+
+    @cached_property
+    def has_markers(self) -> bool:
+        """Whether the template itself says what the model generates."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    @cached_property
+    def prompt_variants(self) -> tuple[dict[str, bool], ...]:
+        """Template variables to try for the generation prompt, the default (none set) first."""
+        known = [name for name in _THINKING_VARIABLES if re.search(rf"\b{name}\b", self.source)]
+        return ({}, *({name: value} for name in known for value in (False, True)))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, as ``apply_chat_template(tokenize=False)`` gives it.
+
+        Raises TemplateRefusal with the template's own reason when it raises.
+        """
+        return self._render(self._plain, messages, tools, generation_prompt, variables or {})
+
+    def render_marked(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, list[Span]]:
+        """The text without marks, and the spans of its ``{% generation %}`` blocks in order.
+
+        Raises TemplateRefusal when the template's own code is disturbed by the marks (a block whose text is
+        trimmed or measured later), or when blocks are nested.
+        """
+        marked = self._render(self._marking, messages, tools, False, {})
+        text, spans = split_marks(marked)
+        if text != self.render(messages, tools):
+            raise TemplateRefusal(
+                "the template changes the text of its {% generation %} blocks after writing it, so their position "
+                "is unknown; put the markers around the final output"
+            )
+        return text, spans
+
+    def _render(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        try:
+            return template.render(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **{**self.special_tokens, **variables},
+            )
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
+            system = any(message["role"] == "system" for message in messages)
+            hint = "; it may not allow the system turn: remove it" if system else ""
+            raise TemplateRefusal(
+                f"the chat template does not accept this conversation "
+                f"({', '.join(message['role'] for message in messages) or 'no turns'}): "
+                f"{type(error).__name__}: {error}{hint}"
+            ) from error
+
+    @cached_property
+    def assistant_turn(self) -> AssistantTurn:
+        """Learnt once, from a conversation of one question and one answer.
+
+        Raises TemplateRefusal when the template cannot be used for training.
+        """
+        question = {"role": "user", "content": _PROBE_QUESTION}
+        text = self.render([question, {"role": "assistant", "content": _PROBE_ANSWER}])
+        prompt = next(iter(self.generation_prompts([question], None, text)), "")
+        before, found, after = text.rpartition(_PROBE_ANSWER)
+        if not found:
+            raise TemplateRefusal("it does not write the content of assistant messages")
+        lead = before.removeprefix(prompt) if prompt else ""
+        match = any_of(self.added_tokens).search(after)
+        if match is None and not self.has_markers:
+            raise TemplateRefusal(
+                f"it writes no end-of-turn token of this tokenizer after an assistant message, only {after!r}, so "
+                "the model would never learn to stop; set a model.chatTemplate that writes one (such as eos_token)"
+            )
+        if match is None:
+            return AssistantTurn(lead=lead, ends=(), tail="")
+        eos = self.special_tokens.get("eos_token")
+        ends = [match.group(), *([eos] if eos else []), *_TOOL_CALL_ENDS]
+        known = {*self.added_tokens}
+        return AssistantTurn(
+            lead=lead,
+            ends=tuple(dict.fromkeys(token for token in ends if token in known)),
+            tail=after[match.end() :],
+        )
+
+    def generation_prompts(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> Iterator[str]:
+        """Those renders of ``messages`` with a generation prompt that ``text`` begins with, default first."""
+        for variables in self.prompt_variants:
+            prompt = self.render(messages, tools, generation_prompt=True, variables=variables)
+            if text.startswith(prompt):
+                yield prompt
+
+
+def any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Matches any of ``tokens``, the longest first; nothing when there are none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
+
+def split_marks(marked: str) -> tuple[str, list[Span]]:
+    """``marked`` without its marks, and the spans between them. Raises TemplateRefusal when they are nested."""
+    pieces = re.split(f"([{_MARK_START}{_MARK_END}])", marked)
+    text: list[str] = []
+    spans: list[Span] = []
+    position, opened = 0, -1
+    for piece in pieces:
+        if piece == _MARK_START and opened < 0:
+            opened = position
+        elif piece == _MARK_END and opened >= 0:
+            spans.append((opened, position))
+            opened = -1
+        elif piece in (_MARK_START, _MARK_END):
+            raise TemplateRefusal("the {% generation %} blocks of the template are nested or lost an end")
+        else:
+            text.append(piece)
+            position += len(piece)
+    return "".join(text), spans

@@ -1,0 +1,247 @@
+"""Which tokens of a conversation are trained: exact, or refused.
+
+The whole conversation is rendered once and tokenised once; what is trained is found as spans of *characters*, and
+mapped to tokens by the tokenizer's offsets. (Tokenising prefixes and comparing lengths is wrong where a token spans
+the boundary, and rendering prefixes is wrong where templates rewrite history.) Spans come from
+
+1. the template's own ``{% generation %}`` blocks, or
+2. the generation prompt, where the text begins with it, up to the end-of-turn token: the first one behind which
+   nothing but the template's constant tail follows when the turn is the last of the conversation.
+
+A turn is refused when neither holds, and when the template rewrites it once later turns follow, because then the
+text that would be trained is not the text that the model writes. The end-of-turn token is always trained: without
+it a model never learns to stop.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .chat import ChatTemplate, Message, Span, TemplateRefusal
+from .formats import Conversation
+
+TrainOn = Literal["lastAssistantMessage", "allAssistantMessages"]
+
+_ALTERATION = "altered"
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A rendered conversation and the spans of it that are trained, in order and disjoint."""
+
+    text: str
+    spans: list[Span]
+    incomplete: int = 0
+    """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
+
+
+def selected_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
+    """Indices of the messages to train: by ``train_on``, unless the message's own flag says otherwise."""
+    assistant = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    chosen = assistant if train_on == "allAssistantMessages" else assistant[-1:]
+    return [i for i in assistant if (i in chosen if conversation.flags[i] is None else conversation.flags[i])]
+
+
+def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> MarkedText | None:
+    """The text of a conversation with its trained spans; None when no turn of it is to be trained.
+
+    Turns after the last trained one are left out: they cannot influence anything that is trained.
+    Raises TemplateRefusal when the spans cannot be known exactly.
+    """
+    selected = selected_turns(conversation, train_on)
+    if not selected:
+        return None
+    messages = conversation.messages[: selected[-1] + 1]
+    if template.has_markers:
+        text, spans = _marked_spans(template, messages, conversation.tools, selected)
+    else:
+        text = template.render(messages, conversation.tools)
+        spans = [_turn_span(template, text, messages, conversation.tools, turn) for turn in selected]
+    trained = "".join(text[start:end] for start, end in spans)
+    return MarkedText(text, spans, incomplete=sum(not _is_written(messages[i], i, trained) for i in selected))
+
+
+def _is_written(message: Message, turn: int, trained: str) -> bool:
+    """Whether ``trained`` holds the message's own text, whatever white space the template gave it.
+
+    Raises TemplateRefusal when its tool calls are missing: what is left would teach the model to answer nothing.
+    """
+    for call in message.get("tool_calls", ()):
+        name = call.get("function", call)["name"]
+        if name not in trained:
+            raise TemplateRefusal(
+                f"the template does not write the tool call {name!r} of message {turn + 1}; set a "
+                "model.chatTemplate that knows tools, or leave such rows out"
+            )
+    own = [message.get(key, "") for key in ("content", "reasoning_content")]
+    if all(text in trained for text in own):
+        return True
+    squeezed = _squeezed(trained)
+    return all(_squeezed(text) in squeezed for text in own)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _turn_span(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None, turn: int) -> Span:
+    """The span of message ``turn`` in ``text``, the render of ``messages``."""
+    is_last = turn == len(messages) - 1
+    # What the model wrote when this turn was the last one.
+    text_then = text if is_last else template.render(messages[: turn + 1], tools)
+    prompt = next(template.generation_prompts(messages[:turn], tools, text_then), None)
+    if prompt is None:
+        raise TemplateRefusal(_why_no_start(template, text_then, messages[:turn], tools))
+    written = text_then[len(prompt) : _end_of_turn(template, text_then, len(prompt))]
+    if is_last:
+        return len(prompt), len(prompt) + len(written)
+    if not text.startswith(prompt):
+        raise TemplateRefusal(
+            f"the template changes what stands before message {turn + 1} once later turns follow, so that turn "
+            "cannot be trained with the context it was written in; set data.trainOn: lastAssistantMessage, or a "
+            "model.chatTemplate with {% generation %} markers"
+        )
+    # Templates that write an empty reasoning block in the newest turn leave it out of older ones.
+    for kept in (written, written.removeprefix(template.assistant_turn.lead)):
+        if text.startswith(kept, len(prompt)):
+            return len(prompt), len(prompt) + len(kept)
+    raise TemplateRefusal(
+        f"the template rewrites message {turn + 1} (assistant) once later turns follow (it removes reasoning, for "
+        "instance), so its tokens are not what the model would write; set data.trainOn: lastAssistantMessage, "
+        'flag the message with "train": false, or set a model.chatTemplate with {% generation %} markers'
+    )
+
+
+def _end_of_turn(template: ChatTemplate, text: str, start: int) -> int:
+    """Where the last turn of ``text``, begun at ``start``, ends: behind its end-of-turn token."""
+    turn = template.assistant_turn
+    for match in turn.end_pattern.finditer(text, start):
+        rest = text[match.end() :]
+        if not rest.strip() or rest == turn.tail:
+            return match.end()
+    raise TemplateRefusal(
+        f"the text of the assistant's turn does not end with one of {', '.join(turn.ends)}: {text[start:]!r:.200}; "
+        "set a model.chatTemplate with {% generation %} markers"
+    )
+
+
+def _why_no_start(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> str:
+    prompt = template.render(messages, tools, generation_prompt=True)
+    same = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
+    return (
+        "the chat template's generation prompt is not how it begins the assistant's turn in a conversation, so the "
+        f"start of the answer is not known exactly: the prompt continues with {prompt[same : same + 40]!r}, the "
+        f"conversation with {text[same : same + 40]!r}; set a model.chatTemplate whose assistant turns begin with "
+        "the generation prompt, or one with {% generation %} markers"
+    )
+
+
+def _marked_spans(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, selected: list[int]
+) -> tuple[str, list[Span]]:
+    text, spans = template.render_marked(messages, tools)
+    if selected != [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+        spans = _spans_of(template, messages, tools, selected)
+    spans = [_with_end_of_turn(template, text, span) for span in spans]
+    spans = [(start, end) for start, end in spans if start < end]
+    if not spans:
+        raise TemplateRefusal("the template marks no text of the trained turns with {% generation %}")
+    return text, spans
+
+
+def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
+    """``span`` and the end-of-turn token behind it, for templates that leave it outside their markers."""
+    start, end = span
+    token = template.assistant_turn.end_pattern.pattern
+    if re.search(rf"(?:{token})\s*$", text[start:end]):
+        return span
+    match = re.compile(rf"\s*(?:{token})").match(text, end)
+    return (start, match.end()) if match else span
+
+
+def _spans_of(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, selected: list[int]
+) -> list[Span]:
+    """The marked spans that hold text of the ``selected`` messages: those that change when these change."""
+    others = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in selected]
+    text, spans = template.render_marked(messages, tools)
+
+    def changed(altered: list[int]) -> list[bool]:
+        other = [_altered(message) if i in altered else message for i, message in enumerate(messages)]
+        other_text, other_spans = template.render_marked(other, tools)
+        if len(other_spans) != len(spans):
+            raise TemplateRefusal(
+                "the template writes a varying number of {% generation %} blocks for the same turns, so those of "
+                "the trained turns are not known; set data.trainOn: allAssistantMessages and use no flags"
+            )
+        return [text[slice(*span)] != other_text[slice(*other)] for span, other in zip(spans, other_spans, strict=True)]
+
+    mine, theirs = changed(selected), changed(others)
+    if any(a and b for a, b in zip(mine, theirs, strict=True)):
+        raise TemplateRefusal("one {% generation %} block holds text of trained and of untrained turns")
+    return [span for span, is_mine in zip(spans, mine, strict=True) if is_mine]
+
+
+def _altered(value: Any) -> Any:
+    """A message with every text of its own made longer."""
+    if isinstance(value, str):
+        return value + _ALTERATION
+    if isinstance(value, dict):
+        fixed = ("role", "type", "id", "tool_call_id")
+        return {key: item if key in fixed else _altered(item) for key, item in value.items()}
+    return [_altered(item) for item in value] if isinstance(value, list) else value
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings inside ``value``, keys of mappings included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from strings_of(key)
+            yield from strings_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings_of(item)
+
+
+def foreign_control_token(conversation: Conversation, control_tokens: re.Pattern[str]) -> str | None:
+    """A sentence on the first control token that the data itself spells out, or None.
+
+    The tokenizer cannot tell such text from what the template writes: a user who types an end-of-turn token would
+    end the turn.
+    """
+    for i, message in enumerate(conversation.messages):
+        for text in strings_of(message):
+            if match := control_tokens.search(text):
+                return f"message {i + 1} ({message['role']}) contains the control token {match.group()!r} as text"
+    for text in strings_of(conversation.tools):
+        if match := control_tokens.search(text):
+            return f"the tools contain the control token {match.group()!r} as text"
+    return None
+
+
+def token_mask(text: str, offsets: Sequence[Span], spans: Sequence[Span]) -> tuple[NDArray[np.uint8], int]:
+    """Trained tokens (uint8 of shape (tokens,)) and how many of them straddle the border of a span.
+
+    ``offsets`` are the tokens' characters, ascending. A token that is partly inside a span is trained: leaving it
+    out would train the answer without its beginning. White space that an end-of-turn token takes in behind a span
+    is no straddling. The first token is never trained, for nothing predicts it.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    bounds = np.asarray(offsets, np.int64).reshape(-1, 2)
+    straddling = 0
+    for start, end in spans:
+        first = int(np.searchsorted(bounds[:, 1], start, side="right"))
+        last = int(np.searchsorted(bounds[:, 0], end, side="left"))
+        if first >= last:
+            continue
+        mask[first:last] = 1
+        straddling += int(bounds[first, 0] < start)
+        straddling += bool(text[end : bounds[last - 1, 1]].strip())
+    mask[:1] = 0
+    return mask, straddling

@@ -1,0 +1,143 @@
+"""The tokenizer and its chat template, checked for what exact masks need."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_trainer.errors import ModelError
+
+from .chat import ChatTemplate, TemplateRefusal, any_of
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+# Scripts, emoji, runs of white space and line ends: where tokenizers get offsets wrong.
+_OFFSETS_PROBE = "Hello  wörld\n\n  你好 🙂👩‍👩‍👧 fin. "
+
+
+def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
+    """The tokenizer stored in ``path``, with ``chat_template`` (the template itself) in place of its own if given.
+
+    No code of the model is ever run. Raises ModelError when there is no fast tokenizer (only those report
+    offsets, and exact masks need them), no chat template, or one with a syntax error.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # OSError, ValueError, KeyError … depending on which file is missing or odd
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"no usable tokenizer in {path}: {reason}; set model.tokenizerUri to a folder with tokenizer.json and "
+            "tokenizer_config.json (tokenizers that need code of the model are not supported)"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(
+            f"the tokenizer in {path} ({type(tokenizer).__name__}) reports no character offsets, without which loss "
+            "masks cannot be exact; set model.tokenizerUri to one with a tokenizer.json"
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer in {path} has no chat template; set model.chatTemplate")
+    Codec.of(tokenizer).check()
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What turns conversations into tokens, in a form that can be sent to other processes.
+
+    ``tokenizer_json`` is the backend tokenizer without post-processor, truncation and padding: chat templates write
+    every special token themselves, and some post-processors trim white space off the offsets (a token of white
+    space then has no character of its own).
+    """
+
+    tokenizer_json: str
+    special_tokens: dict[str, Any]
+    templates: dict[str, str]
+    """By name: ``default`` and, for some models, ``tool_use``."""
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Codec":
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend.update(post_processor=None, truncation=None, padding=None)
+        template = tokenizer.chat_template
+        return cls(
+            tokenizer_json=json.dumps(backend, ensure_ascii=False),
+            special_tokens=dict(tokenizer.special_tokens_map),
+            templates=dict(template) if isinstance(template, dict) else {"default": template or ""},
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the tokenizer and its templates."""
+        parts = [self.tokenizer_json, self.special_tokens, self.templates]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    @cached_property
+    def backend(self) -> "Tokenizer":
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self.tokenizer_json)
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
+        return {name: ChatTemplate(source, self.special_tokens, added) for name, source in self.templates.items()}
+
+    def template(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """The template for a conversation with or without tools, chosen as transformers does."""
+        if tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates["default"]
+
+    @cached_property
+    def control_tokens(self) -> re.Pattern[str]:
+        """Matches tokens that data must not spell out: special ones, and those that end a turn.
+
+        Added tokens that are not special (``<think>``, ``<tool_call>``) may be part of an answer.
+        """
+        special = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.special]
+        ends = [token for template in self._templates.values() for token in template.assistant_turn.ends]
+        return any_of([*dict.fromkeys([*special, *ends])])
+
+    def encode(self, texts: Sequence[str]) -> list["Encoding"]:
+        """Token ids and character offsets of rendered texts; no token is added to what the template wrote."""
+        encodings: list[Encoding] = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return encodings
+
+    def check(self) -> None:
+        """Raises ModelError when templates do not compile or the tokenizer's offsets do not cover a text."""
+        import jinja2
+
+        if "default" not in self.templates:
+            raise ModelError(
+                f"no chat template named 'default', only {', '.join(self.templates)}; set model.chatTemplate"
+            )
+        for name, template in self._templates.items():
+            try:
+                template.check_syntax()
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelError(
+                    f"chat template '{name}' has a syntax error in line {error.lineno}: {error.message}; "
+                    "correct it or set model.chatTemplate"
+                ) from error
+            try:
+                _ = template.assistant_turn
+            except TemplateRefusal as error:
+                raise ModelError(f"chat template '{name}' cannot be used for training: {error}") from error
+        offsets = self.encode([_OFFSETS_PROBE])[0].offsets
+        ascending = all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(offsets))
+        if not offsets or not ascending or offsets[-1][1] < len(_OFFSETS_PROBE.rstrip()):
+            raise ModelError(
+                "the tokenizer's character offsets do not cover the text, so loss masks cannot be exact; set "
+                "model.tokenizerUri to a tokenizer.json with offsets"
+            )
