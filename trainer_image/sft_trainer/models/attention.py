@@ -1,0 +1,158 @@
+"""The one attention path: documents of a micro-batch are concatenated, never padded, and never see one another.
+
+The model calls the registered function with the boundaries among its keyword arguments: variable-length kernels on
+the GPU, one causal attention per document on the CPU. Whatever it does not know is refused, because an argument that
+is silently dropped trains a different model.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sft_trainer.errors import ModelError
+
+IMPLEMENTATION = "sft_documents"
+"""Name under which the function is registered with transformers."""
+
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+
+
+def boundary_arguments(document_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model that carry the document boundaries.
+
+    ``document_lengths`` for this module; the ``cu_seq_lens`` and ``max_length`` names of transformers for layers that
+    know boundaries themselves (linear attention, state spaces).
+    """
+    ends = torch.tensor((0, *document_lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = ends.to(device, non_blocking=True)
+    longest = max(document_lengths)
+    return {
+        "document_lengths": document_lengths,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def document_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    document_lengths: tuple[int, ...] | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within every document.
+
+    ``query`` is (1, heads, tokens, head size); ``key`` and ``value`` may have fewer heads (grouped-query attention).
+    Returns (1, tokens, heads, head size). Raises ``ModelError`` for anything it cannot compute exactly.
+    """
+    unknown = sorted(name for name, given in arguments.items() if given is not None and name not in _HARMLESS)
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} needs attention features that are not supported: {', '.join(unknown)}"
+        )
+    if document_lengths is None:
+        raise ModelError(f"{type(module).__name__} does not pass document boundaries on to its attention")
+    if attention_mask is not None or is_causal is False or not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} is not a plain causal attention")
+    if query.device.type == "cuda":
+        return _varlen(query, key, value, dropout, scaling, sliding_window, arguments), None
+    return _per_document(query, key, value, document_lengths, dropout, scaling, sliding_window), None
+
+
+def _per_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    document_lengths: tuple[int, ...],
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for q, k, v in zip(
+        query.split(document_lengths, dim=2),
+        key.split(document_lengths, dim=2),
+        value.split(document_lengths, dim=2),
+        strict=True,
+    ):
+        length = q.shape[2]
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            positions = torch.arange(length, device=q.device)
+            distance = positions[:, None] - positions[None, :]
+            mask = (distance >= 0) & (distance < sliding_window)
+        outputs.append(
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ModelError(
+            "attention dropout is not supported on the GPU: set attention_dropout to 0 in the model config"
+        )
+    ends, longest = arguments["cu_seq_lens_q"], arguments["max_length_q"]
+    output = varlen_attn(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scaling,
+        # (left, right) neighbours a token sees; -1 is unlimited, 0 on the right is causal.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
+    return output.unsqueeze(0)
+
+
+def register() -> None:
+    """Make the function known to transformers under ``IMPLEMENTATION``."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, document_attention)

@@ -1,0 +1,92 @@
+"""A Hugging Face causal language model with the loss inside its forward pass."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_trainer.errors import ModelError
+from sft_trainer.loss import linear_cross_entropy_sum
+
+from .attention import IMPLEMENTATION, boundary_arguments, register
+
+# Config fields that change the logits after the head: computing the loss without them would train another model.
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+
+
+class CausalLM(nn.Module):
+    """The root module that is sharded: its forward returns the summed loss of a micro-batch.
+
+    The loss is inside the forward pass because only there FSDP2 has gathered the weights of the head.
+    """
+
+    def __init__(self, huggingface: nn.Module) -> None:
+        super().__init__()
+        self.huggingface = huggingface
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        document_lengths: tuple[int, ...],
+        targets: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sum of the cross-entropy over the trained tokens of one micro-batch, a float32 scalar.
+
+        ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
+        ``labels`` the tokens they must predict, both (trained tokens,).
+        """
+        model: Any = self.huggingface
+        output = model.base_model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            # A cache makes documents see each other.
+            use_cache=False,
+            **boundary_arguments(document_lengths, input_ids.device),
+        )
+        hidden = output.last_hidden_state.squeeze(0)[targets]
+        return linear_cross_entropy_sum(hidden, model.get_output_embeddings().weight, labels)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks, in order."""
+        model: Any = self.huggingface
+        blocks: nn.ModuleList = model.base_model.layers
+        return blocks
+
+
+def build_on_meta(path: Path) -> CausalLM:
+    """The model described by ``path/config.json``, without memory for its parameters; fp32.
+
+    Raises ``ModelError`` for a folder without a config and for architectures whose numbers would not be exact.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json: spec.model.uri must name a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"the model's config.json cannot be used: {error}") from error
+    transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 1, 1.0)]
+    if transforms:
+        raise ModelError(f"models with {', '.join(transforms)} ({config.model_type}) are not supported yet")
+    register()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=False
+            )
+    except ValueError as error:
+        raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {error}") from error
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
+        raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
+    return CausalLM(model)
+
+
+def clean_name(name: str) -> str:
+    """The name a parameter of ``CausalLM`` has in the Hugging Face model."""
+    return name.removeprefix("huggingface.")

@@ -1,0 +1,98 @@
+"""Weights from safetensors files into a sharded model: every process reads only its own slices."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from sft_trainer.errors import ModelError
+
+from .causal_lm import CausalLM, clean_name
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """File of every tensor of the model in ``path``.
+
+    Raises ``ModelError`` when there are no safetensors files, or fewer than the index names.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        missing = sorted({file.name for file in files.values() if not file.is_file()})
+        if missing:
+            raise ModelError(f"the model is incomplete: {path} lacks {', '.join(missing)}, named in {index.name}")
+        return files
+    single = path / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(
+            f"{path} has no model.safetensors: only safetensors weights are read (save with save_pretrained to convert)"
+        )
+    try:
+        with safe_open(single, framework="pt") as reader:
+            return dict.fromkeys(reader.keys(), single)
+    except SafetensorError as error:
+        raise ModelError(f"{single} is not a whole safetensors file ({error}): fetch the model again") from error
+
+
+def load_weights(model: CausalLM, path: Path) -> None:
+    """Fill the parameters of ``model`` (after ``to_empty``) from the safetensors files in ``path``.
+
+    Raises ``ModelError`` naming tensors that are missing or of another shape.
+    """
+    from safetensors import safe_open
+
+    files = weight_files(path)
+    parameters: dict[str, torch.Tensor] = {clean_name(name): tensor for name, tensor in model.named_parameters()}
+    computed = {name for name, _ in model.huggingface.named_non_persistent_buffers()}  # type: ignore[operator]
+    parameters |= {name: buffer for name, buffer in model.huggingface.named_buffers() if name not in computed}
+    missing = sorted(set(parameters) - set(files))
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the {len(parameters)} tensors of the model, the first is {missing[0]!r}"
+        )
+    by_file: dict[Path, list[str]] = {}
+    for name in parameters:
+        by_file.setdefault(files[name], []).append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as reader:
+            for name in names:
+                _read_slice(reader.get_slice(name), name, parameters[name])
+
+
+@torch.no_grad()
+def _read_slice(stored: Any, name: str, parameter: torch.Tensor) -> None:
+    if tuple(stored.get_shape()) != tuple(parameter.shape):
+        raise ModelError(
+            f"tensor {name!r} has shape {tuple(stored.get_shape())} in the file, but {tuple(parameter.shape)} in the config"
+        )
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(stored[:])
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if 0 in shape:
+        return
+    window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    parameter.to_local().copy_(stored[window])
+
+
+@torch.no_grad()
+def initialize_buffers(model: CausalLM) -> None:
+    """Compute the buffers that no file holds (rotary frequencies), which ``to_empty`` left as garbage.
+
+    Raises ``ModelError`` when a model has such a buffer that cannot be computed.
+    """
+    huggingface: Any = model.huggingface
+    buffers = dict(huggingface.named_non_persistent_buffers())
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+    for module_name in sorted({name.rpartition(".")[0] for name in buffers}):
+        huggingface._init_weights(huggingface.get_submodule(module_name))
+    for name, buffer in buffers.items():
+        if not buffer.is_floating_point() or not bool(buffer.isfinite().all()):
+            raise ModelError(f"the model's buffer {name} cannot be computed: this architecture is not supported")
