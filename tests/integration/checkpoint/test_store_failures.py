@@ -1,0 +1,291 @@
+"""Storage that is missing, forbidden, full, silent or forgetful: the right class, a sentence, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import EndpointConnectionError
+
+from sft_trainer.checkpoint import store as store_module
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.s3 import S3Store, part_size
+from sft_trainer.checkpoint.store import S3Settings, open_store
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+)
+from tests.integration.checkpoint.s3_servers import ACCESS_KEY, BUCKET, S3Server, versitygw_server
+
+MiB = 2**20
+
+
+def test_missing_bucket(s3_server: S3Server) -> None:
+    store = S3Store("no-such-bucket", "runs/a", s3_server.settings, retry_seconds=3)
+    for operation in (store.probe, lambda: store.list(""), lambda: store.put("x", b"")):
+        with pytest.raises(StorageNotFoundError, match=r"'no-such-bucket' is not there; create it"):
+            operation()
+
+
+def test_wrong_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    if s3_server.name == "moto":  # moto accepts any key: its own refusal stands in for a server's
+        monkeypatch.setattr(S3Store, "_call", _refuse)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    store = S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3)
+    with pytest.raises(AccessDeniedError, match=r"s3://checkpoints/runs/a/.*check the access key"):
+        store.probe()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    with pytest.raises(AccessDeniedError, match="check the access key"):
+        S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3).put("x", b"")
+
+
+def _refuse(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+    from botocore.exceptions import ClientError
+
+    answer: Any = {"Error": {"Code": "InvalidAccessKeyId"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    raise ClientError(answer, operation)
+
+
+def test_no_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(AccessDeniedError, match="credentialsSecretRef"):
+        S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3).put("x", b"")
+
+
+def test_unreachable_endpoint_ends_in_bounded_time(aws_credentials: None) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    settings = S3Settings(endpoint=f"http://127.0.0.1:{port}", region="us-east-1", force_path_style=True)
+    started = time.monotonic()
+    with pytest.raises(StorageUnavailableError, match=rf"http://127.0.0.1:{port}.*checkpoint\.s3\.endpoint"):
+        S3Store(BUCKET, "runs/a", settings, retry_seconds=1).read("x")
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("endpoint", ["not a url", "ftp//x"])
+def test_malformed_endpoint(endpoint: str, aws_credentials: None) -> None:
+    with pytest.raises(ConfigError, match=re.escape(endpoint)):
+        S3Store(BUCKET, "x", S3Settings(endpoint=endpoint, region="us-east-1")).read("x")
+
+
+class Flaky(S3Store):
+    """Performs each request named in ``lost``, then loses the answer, once."""
+
+    lost: set[str]
+
+    def _call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        answer = super()._call(client, operation, key, arguments)
+        if operation in self.lost:
+            self.lost.discard(operation)
+            raise EndpointConnectionError(endpoint_url="lost")
+        return answer
+
+
+@pytest.fixture
+def flaky(s3_server: S3Server) -> Flaky:
+    return Flaky(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=5)
+
+
+def test_a_claim_whose_answer_was_lost_is_still_ours(flaky: Flaky) -> None:
+    flaky.lost = {"put_object"}
+    assert flaky.create("attempts/00001.json", b"claim with an id of its own")
+    flaky.lost = {"put_object"}
+    assert not flaky.create("attempts/00001.json", b"another claim")
+
+
+def test_uploads_survive_lost_answers(flaky: Flaky) -> None:
+    flaky.lost = {"upload_part", "complete_multipart_upload"}
+    data = os.urandom(20 * MiB)
+    with flaky.open_write("x.bin") as stream:
+        stream.write(data)
+    assert flaky.lost == set()
+    flaky.lost = {"get_object"}
+    assert flaky.read("x.bin") == data
+
+
+def test_an_upload_aborted_by_a_newer_attempt_fails(s3_store: S3Store) -> None:
+    s3_store.retry_seconds = 0.5  # both servers answer 500 to a part of an upload that is gone
+    stream = s3_store.open_write("checkpoints/x.bin")
+    stream.write(b"x" * 20 * MiB)
+    while s3_store.abort_incomplete_uploads("checkpoints/"):
+        pass
+    with pytest.raises(StorageUnavailableError):
+        stream.close()
+    assert s3_store.list("") == []
+
+
+def test_a_server_without_conditional_writes_is_noticed(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = S3Store._call
+
+    def ignoring(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        arguments = {name: value for name, value in arguments.items() if name != "IfNoneMatch"}
+        return plain(store, client, operation, key, arguments)
+
+    monkeypatch.setattr(S3Store, "_call", ignoring)
+    store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=3)
+    result = store.probe()
+    assert not result.conditional_writes
+    assert "lacks conditional writes" in result.message
+    assert store.create("attempts/00001.json", b"a")
+    assert not store.create("attempts/00001.json", b"b")
+
+
+def test_memory_of_an_upload_is_bounded(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given slow uploads, a writer of 160 MiB never has more than five parts of 8 MiB in memory."""
+    alive, most, lock = 0, 0, threading.Lock()
+    plain = S3Store._call
+
+    def slow(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        nonlocal alive, most
+        if operation != "upload_part":
+            return plain(store, client, operation, key, arguments)
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        time.sleep(0.02)
+        with lock:
+            alive -= 1
+        return {"ETag": "x"}
+
+    monkeypatch.setattr(S3Store, "_call", slow)
+    stream = s3_store.open_write("x.bin")
+    block = b"x" * 4 * MiB
+    for _ in range(40):
+        stream.write(block)
+    stream.abort()
+    assert 2 <= most <= 4
+
+
+def test_part_size_keeps_every_object_below_the_limit() -> None:
+    assert part_size(0) == part_size(50 * 2**30) == 8 * MiB
+    for size in (100 * 2**30, 2**40, 5 * 2**40):
+        assert size / part_size(size) <= 9000
+        assert part_size(size) % MiB == 0
+
+
+FILL = textwrap.dedent(
+    """
+    import sys
+    from sft_trainer.checkpoint.store import open_store, S3Settings
+    from sft_trainer.errors import StorageFullError
+    settings = S3Settings(endpoint=sys.argv[2], region="us-east-1", force_path_style=True)
+    store = open_store(sys.argv[1], settings)
+    store.put("small.json", b"fits")
+    for write in (lambda: fill(), lambda: store.create("big.json", b"x" * 40 * 2**20)):
+        def fill():
+            with store.open_write("big.bin") as stream:
+                for _ in range(10):
+                    stream.write(b"x" * 4 * 2**20)
+        try:
+            write()
+        except StorageFullError as error:
+            print("FULL", error)
+    print("LEFT", [entry.key for entry in store.list("")], store.abort_incomplete_uploads(""))
+    """
+)
+
+
+def _on_tiny_disk(folder: Path, command: list[str]) -> list[str]:
+    """``command``, seeing a disk of 24 MiB at ``folder``."""
+    script = 'mount -t tmpfs -o size=24m tmpfs "$1" && shift && exec "$@"'
+    user = [] if os.getuid() == 0 else ["--map-root-user"]
+    return ["unshare", *user, "--mount", "sh", "-c", script, "sh", str(folder), *command]
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    command = _on_tiny_disk(tmp_path, [sys.executable, "-c", FILL, f"file://{tmp_path}/run", "http://unused"])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout
+    assert "big.bin: No space left on device" in lines[0]
+    assert "checkpoint.keep" in lines[0]
+    assert "big.json: No space left on device" in lines[1]
+    assert lines[2] == "LEFT ['small.json'] 0"
+
+
+def test_full_s3_server(tmp_path: Path, aws_credentials: None) -> None:
+    with versitygw_server(tmp_path / "disk", inside=_on_tiny_disk(tmp_path / "disk", [])) as server:
+        command = [sys.executable, "-c", FILL, f"s3://{BUCKET}/run", str(server.settings.endpoint)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no room left" in done.stdout.splitlines()[0], done.stdout
+    assert done.stdout.splitlines()[-1] == "LEFT ['small.json'] 0"
+
+
+def test_too_large_a_file_counts_as_full(tmp_path: Path) -> None:
+    limited = ["sh", "-c", 'ulimit -f 20480; exec "$@"', "sh"]
+    command = [*limited, sys.executable, "-c", FILL, f"file://{tmp_path}", "http://unused"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "File too large" in done.stdout, done.stderr
+
+
+def test_read_only_folder(tmp_path: Path) -> None:
+    """A read-only bind mount, since root ignores permissions."""
+    script = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'
+    python = "import sys; from sft_trainer.checkpoint.store import open_store; open_store(sys.argv[1]).probe()"
+    command = ["sh", "-c", script, "sh", str(tmp_path), sys.executable, "-c", python, f"file://{tmp_path}/run"]
+    done = subprocess.run(["unshare", "--mount", *command], capture_output=True, text=True, timeout=60, check=False)
+    assert "AccessDeniedError" in done.stderr
+    assert "Read-only file system" in done.stderr
+
+
+def test_missing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"file://{tmp_path}/not/yet")
+    with pytest.raises(StorageNotFoundError, match="not/yet"):
+        store.list("")
+    with pytest.raises(StorageNotFoundError, match="not/yet"):
+        store.read("x")
+    store.put("x", b"writing creates it")
+    assert store.read("x") == b"writing creates it"
+
+    monkeypatch.setattr(store_module, "PVC_MOUNTS", tmp_path)
+    with pytest.raises(StorageNotFoundError, match="claim 'data' is not mounted"):
+        open_store("pvc://data/runs")
+    (tmp_path / "data").mkdir()
+    mounted = open_store("pvc://data/runs/a")
+    mounted.put("x", b"1")
+    assert (tmp_path / "data/runs/a/x").read_bytes() == b"1"
+    assert mounted.uri == "pvc://data/runs/a"
+
+
+@pytest.mark.parametrize("uri", ["/plain/path", "file://relative", "gs://bucket", "s3://", "pvc://claim/../other"])
+def test_uris_that_cannot_work(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "PVC_MOUNTS", tmp_path)
+    (tmp_path / "claim").mkdir()
+    with pytest.raises(ConfigError):
+        open_store(uri)
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    store = LocalStore(tmp_path)
+    assert store.probe().conditional_writes
+    assert store.create("x", b"mine")
+    assert not store.create("x", b"yours")
+    assert store.read("x") == b"mine"
+
+
+def test_credentials_never_appear_in_errors(s3_server: S3Server) -> None:
+    store = S3Store("no-such-bucket", "runs/a", s3_server.settings, retry_seconds=3)
+    with pytest.raises(StorageNotFoundError) as failure:
+        store.probe()
+    assert ACCESS_KEY not in str(failure.value)

@@ -1,0 +1,34 @@
+"""Errors of the checkpoint protocol that are no plain storage errors."""
+
+from typing import ClassVar
+
+from sft_api.failures import FailureClass
+from sft_trainer.errors import StorageNotFoundError, TrainingError
+
+
+class ObjectNotFoundError(StorageNotFoundError):
+    """The bucket or folder is there, but not this object."""
+
+
+class CheckpointCorruptError(TrainingError):
+    """Bytes of a checkpoint are not what its manifest says; the one before it may still be good."""
+
+
+class NoUsableCheckpointError(TrainingError):
+    """There are checkpoints, but none can be loaded; the tensors to load into have undefined values now."""
+
+
+class CheckpointSaveError(TrainingError):
+    """A save failed for a reason without a failure class of its own; nothing was committed."""
+
+
+class AttemptSupersededError(TrainingError):
+    """A newer attempt of the same job was claimed: this one may neither commit nor remove anything."""
+
+    failure: ClassVar[FailureClass] = FailureClass.PEER_LOST
+
+
+class StoreSharedError(AttemptSupersededError):
+    """Another job claimed an attempt under the same URI: two jobs would fence each other off for ever."""
+
+    failure: ClassVar[FailureClass] = FailureClass.CONFIG_ERROR

@@ -1,0 +1,252 @@
+"""A folder (local disk, NFS, a mounted claim) as a store. What is reported as written survives a power cut."""
+
+import contextlib
+import errno
+import io
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.store import ProbeResult, StoredObject, WriteStream, check_key
+from sft_trainer.errors import (
+    AccessDeniedError,
+    StorageFullError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+    TrainingError,
+)
+
+_INCOMPLETE = ".incomplete-"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
+
+
+def _translated(error: OSError, path: Path) -> TrainingError:
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return StorageFullError(
+            f"{path}: {reason}; free space, enlarge the volume, or keep fewer checkpoints (checkpoint.keep)"
+        )
+    if error.errno in _DENIED:
+        return AccessDeniedError(
+            f"{path}: {reason}; give user {os.getuid()} write access or choose another checkpoint.uri"
+        )
+    if error.errno in (errno.ENOTDIR, errno.EISDIR):
+        return StorageNotFoundError(f"{path}: {reason}; a file is in the way of a folder, choose another path")
+    return StorageUnavailableError(f"{path}: {reason}; check that the volume is mounted and healthy")
+
+
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _translated(error, path) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create ``folder`` and its parents so that they, too, survive a power cut."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _temporary_for(path: Path) -> Path:
+    return path.parent / f"{_INCOMPLETE}{uuid.uuid4().hex}-{path.name}"[:255]
+
+
+class _FileStream(WriteStream):
+    """Writes beside the final name, renames at the end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._temporary = _temporary_for(path)
+        with _storage_errors(path):
+            _make_folder(path.parent)
+            self._file = self._temporary.open("wb", buffering=0)
+
+    def _send(self, data: memoryview) -> None:
+        with _storage_errors(self._path):
+            while data.nbytes:
+                data = data[self._file.write(data) :]
+
+    def _finish(self) -> None:
+        with _storage_errors(self._path):
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._temporary.rename(self._path)
+            _sync_folder(self._path.parent)
+
+    def _discard(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class LocalStore:
+    """Objects as files below ``path``; the folder is created by the first write."""
+
+    def __init__(self, path: Path | str, uri: str | None = None) -> None:
+        self.path = Path(path)
+        self._uri = uri or f"file://{self.path}"
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def _file(self, key: str) -> Path:
+        return self.path / check_key(key)
+
+    def probe(self) -> ProbeResult:
+        key = f"probe-{uuid.uuid4().hex}"
+        try:
+            first, second = self.create(key, b"probe"), self.create(key, b"probe")
+        finally:
+            self.delete([key])
+        exclusive = first and not second
+        return ProbeResult(
+            conditional_writes=exclusive,
+            message=f"{self.uri} is writable"
+            if exclusive
+            else f"{self.uri} lets two processes create the same file: never start two groups on it at once",
+        )
+
+    def _missing(self, path: Path) -> TrainingError:
+        if not self.path.is_dir():
+            return StorageNotFoundError(f"{self.uri}: the folder {self.path} is not there; check the path")
+        return ObjectNotFoundError(f"{path} is not there")
+
+    @contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self._missing(path) from error
+        except OSError as error:
+            raise _translated(error, path) from error
+
+    def read(self, key: str) -> bytes:
+        path = self._file(key)
+        with self._reading(path):
+            return path.read_bytes()
+
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        path = self._file(key)
+        with self._reading(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def open_read(self, key: str) -> io.BufferedReader:
+        path = self._file(key)
+        with self._reading(path):
+            return path.open("rb")
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._file(key)
+        with _storage_errors(path):
+            _make_folder(path.parent)
+        temporary = _temporary_for(path)
+        try:
+            with _storage_errors(path):
+                _write_durably(temporary, data)
+                created = _link(temporary, path, data)
+                if created:
+                    _sync_folder(path.parent)
+                return created
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def put(self, key: str, data: bytes) -> None:
+        with self.open_write(key) as stream:
+            stream.write(data)
+
+    def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+        return _FileStream(self._file(key))
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, Path]]:
+        """Relative name and path of every file whose name starts with ``prefix``, unfinished ones too."""
+        if not self.path.is_dir():
+            raise self._missing(self.path)
+        folder = self.path / prefix.rpartition("/")[0]
+        for root, _, names in os.walk(folder):
+            for name in names:
+                path = Path(root, name)
+                key = path.relative_to(self.path).as_posix()
+                if key.startswith(prefix):
+                    yield key, path
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        found = []
+        with _storage_errors(self.path):
+            for key, path in self._walk(prefix):
+                if path.name.startswith(_INCOMPLETE):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
+                    found.append(StoredObject(key, path.stat().st_size))
+        return sorted(found, key=lambda entry: entry.key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._file(key)
+            with _storage_errors(path):
+                path.unlink(missing_ok=True)
+                self._remove_if_empty(path.parent)
+
+    def _remove_if_empty(self, folder: Path) -> None:
+        # Top-level folders stay: another process may be about to write into one.
+        if self.path in folder.parent.parents:
+            with contextlib.suppress(OSError):  # not empty, or gone already
+                folder.rmdir()
+
+    def abort_incomplete_uploads(self, prefix: str) -> int:
+        if not self.path.is_dir():
+            return 0
+        folder = self.path / prefix.rpartition("/")[0]
+        removed = 0
+        with _storage_errors(self.path):
+            for path in list(folder.rglob(f"{_INCOMPLETE}*")):
+                path.unlink(missing_ok=True)
+                removed += 1
+        return removed
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link(temporary: Path, path: Path, data: bytes) -> bool:
+    """Give ``temporary`` its final name unless that exists. A hard link is atomic with its content."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        # Some network and FUSE file systems have no hard links. Exclusive creation still admits one
+        # winner; a reader may see half a file, which a manifest's digest tells.
+        try:
+            _write_durably(path, data)
+        except FileExistsError:
+            return False
+    return True

@@ -1,0 +1,179 @@
+"""botocore's many ways to fail, turned into ours; and the retries around every request."""
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    FlexibleChecksumError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.exceptions import (
+    ConnectionError as BotoConnectionError,
+)
+
+from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    StorageFullError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+    TrainingError,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 10.0
+
+_DENIED = {
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "Forbidden",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+    "XAdminUserNotFound",
+    "XMinioInvalidAccessKeyId",
+    "403",
+}
+_FULL = {"InsufficientStorage", "QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"}
+_WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "301"}
+_TRANSIENT = {
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "XAmzContentChecksumMismatch",
+}
+
+
+class PreconditionFailed(StorageUnavailableError):
+    """``If-None-Match: *`` met an existing object."""
+
+    def __init__(self, message: str, retried: bool = False) -> None:
+        super().__init__(message)
+        self.retried = retried
+        """An earlier try got no answer, so the existing object may be our own."""
+
+
+class UploadGone(StorageUnavailableError):
+    """The multipart upload is not known (any more)."""
+
+    def __init__(self, message: str, retried: bool = False) -> None:
+        super().__init__(message)
+        self.retried = retried
+        """An earlier try got no answer, so the upload may have been completed by it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request went, as quoted in messages."""
+
+    bucket: str
+    key: str
+    endpoint: str
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key} at {self.endpoint}"
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same request may succeed a little later."""
+    if isinstance(error, ClientError):
+        if _code(error) in _FULL or _status(error) in (501, 507):
+            return False
+        return _code(error) in _TRANSIENT or _status(error) in (409, 429) or _status(error) >= 500
+    return isinstance(error, HTTPClientError | BotoConnectionError | IncompleteReadError | FlexibleChecksumError)
+
+
+def translated(error: Exception, place: Place) -> TrainingError:
+    """The error to raise for ``error``, in a sentence that says what to change."""
+    if isinstance(error, ClientError):
+        code, status = _code(error), _status(error)
+        said = f"{code or status}: {error.response.get('Error', {}).get('Message', '')}".rstrip(": ")
+        if code == "NoSuchBucket":
+            return StorageNotFoundError(
+                f"{place}: the bucket {place.bucket!r} is not there; create it, or correct the URI or the endpoint"
+            )
+        if code in _FULL or status == 507:
+            return StorageFullError(
+                f"{place}: no room left ({said}); raise the quota, free space, or keep fewer checkpoints"
+            )
+        if code in _WRONG_REGION:
+            return ConfigError(f"{place}: wrong region ({said}); set checkpoint.s3.region to the bucket's region")
+        if code in _DENIED or status in (401, 403):
+            return AccessDeniedError(
+                f"{place}: access denied ({said}); check the access key, its secret and its rights to the bucket"
+            )
+        if code in ("NoSuchKey", "404", "NotFound"):
+            return ObjectNotFoundError(f"{place} is not there")
+        if is_transient(error):
+            return StorageUnavailableError(f"{place}: the server keeps failing ({said}); check its health")
+        return ConfigError(f"{place}: the server refuses the request ({said}); check checkpoint.s3")
+    if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        return AccessDeniedError(
+            f"{place}: no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "name checkpoint.s3.credentialsSecretRef, or give the pod's service account a role"
+        )
+    if is_transient(error):
+        return StorageUnavailableError(f"{place}: no answer ({error}); check checkpoint.s3.endpoint and the network")
+    if isinstance(error, BotoCoreError | ValueError):
+        return ConfigError(f"{place}: {error}; check the URI and checkpoint.s3")
+    return StorageUnavailableError(f"{place}: {type(error).__name__}: {error}")
+
+
+def retrying(request: Callable[[], T], place: Place, seconds: float) -> T:
+    """The answer to ``request``, tried again after transient errors with jittered, growing pauses.
+
+    Gives up after ``seconds`` and raises what the last error means. Raises PreconditionFailed and UploadGone
+    as they are, since only the caller knows whether an earlier try may have succeeded unheard.
+    """
+    deadline = time.monotonic() + seconds
+    pause = _FIRST_PAUSE
+    retried = False
+    while True:
+        try:
+            return request()
+        except (BotoCoreError, ClientError, ValueError) as error:
+            if isinstance(error, ClientError) and (_status(error) == 412 or _code(error) == "PreconditionFailed"):
+                raise PreconditionFailed(f"{place} exists already", retried) from error
+            if isinstance(error, ClientError) and _code(error) == "NoSuchUpload":
+                raise UploadGone(
+                    f"{place}: the upload was aborted by someone else, probably by a newer attempt of this job", retried
+                ) from error
+            remaining = deadline - time.monotonic()
+            if not is_transient(error) or remaining <= 0:
+                raise translated(error, place) from error
+            retried = True
+            logger.info("%s: trying again after %s", place, error)
+            time.sleep(min(random.uniform(pause / 2, pause), remaining))  # noqa: S311 - jitter, no secret
+            pause = min(pause * 2, _LONGEST_PAUSE)

@@ -1,0 +1,266 @@
+"""Where checkpoints live: one small protocol, a local folder and S3 behind it.
+
+Keys are relative to the store's URI, with forward slashes. All operations are safe to call from several
+threads and after a fork, and raise the classes of ``sft_trainer.errors`` only.
+"""
+
+import hashlib
+import io
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from sft_trainer.errors import ConfigError, StorageNotFoundError
+
+logger = logging.getLogger(__name__)
+
+READ_BLOCK = 8 * 2**20
+PVC_MOUNTS = Path("/mnt/pvc")
+"""Claims are mounted at ``/mnt/pvc/<claim>``."""
+
+
+@dataclass(frozen=True)
+class S3Settings:
+    """How to talk to an S3 server. Credentials come from the usual AWS environment, files or roles."""
+
+    endpoint: str | None = None
+    """URL of the server; None is AWS itself."""
+    region: str | None = None
+    force_path_style: bool = False
+    checksum: Literal["when_supported", "when_required"] = "when_supported"
+    """``when_required`` for servers that do not know the newer checksum headers."""
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One object of a listing: its key and its size in bytes."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a store can do."""
+
+    conditional_writes: bool
+    message: str
+    """One sentence for the log; says what is at risk when conditional writes are missing."""
+
+
+class WriteStream(ABC):
+    """A stream into one object, hashing as it goes. The object appears whole at ``close``, or never.
+
+    As a context manager it closes after success and aborts after an exception.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._open = True
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the bytes written so far."""
+        return self._hash.hexdigest()
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append ``data``, which may be overwritten as soon as this returns. Returns the bytes taken."""
+        if not self._open:
+            raise ValueError("write to a closed stream")
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._send(view)
+        self._size += view.nbytes
+        return view.nbytes
+
+    def close(self) -> None:
+        """Make the object visible and durable."""
+        if self._open:
+            self._open = False
+            try:
+                self._finish()
+            except BaseException:
+                self._discard_quietly()
+                raise
+
+    def abort(self) -> None:
+        """Leave nothing behind. Never raises: the error that led here matters more."""
+        if self._open:
+            self._open = False
+            self._discard_quietly()
+
+    def _discard_quietly(self) -> None:
+        try:
+            self._discard()
+        except Exception as error:
+            logger.warning("An aborted write could not be cleaned up; the next start removes it: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    @abstractmethod
+    def _send(self, data: memoryview) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    @abstractmethod
+    def _discard(self) -> None: ...
+
+
+class Store(Protocol):
+    """Objects under one URI.
+
+    Every operation may raise StorageNotFoundError (no such bucket or folder), AccessDeniedError,
+    StorageFullError or StorageUnavailableError; reads raise ObjectNotFoundError for a missing key.
+    """
+
+    @property
+    def uri(self) -> str: ...
+
+    def probe(self) -> ProbeResult:
+        """Write, read and remove a small object; find out whether conditional creates work."""
+
+    def read(self, key: str) -> bytes:
+        """The whole object."""
+
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset``; fewer only where the object ends."""
+
+    def open_read(self, key: str) -> io.BufferedReader:
+        """The object as a seekable stream, read block by block."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write ``data`` unless ``key`` exists, in one atomic step. False when it exists."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write ``data`` in place of what was there, in one atomic step."""
+
+    def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+        """Stream into ``key`` in bounded memory. ``size_hint``: expected bytes, chooses S3's part size."""
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        """All objects whose key starts with ``prefix``, sorted by key; unfinished writes are not among them."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; missing ones are no error."""
+
+    def abort_incomplete_uploads(self, prefix: str) -> int:
+        """Drop what crashed writers left unfinished under ``prefix``; returns how many."""
+
+
+def check_key(key: str) -> str:
+    """``key`` itself, or ConfigError: empty segments and dots would lead outside the store."""
+    if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\\" in key or "\0" in key:
+        raise ConfigError(f"{key!r} is no key: it must be a relative path without empty or dotted segments")
+    return key
+
+
+class RangeReader(io.RawIOBase):
+    """A seekable stream over ranged reads, each of which is retried by the store on its own."""
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._key = key
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readall(self) -> bytes:
+        # The inherited one asks for 8 KiB at a time, which would be a request each.
+        blocks = []
+        while block := self.read(READ_BLOCK):
+            blocks.append(block)
+        return b"".join(blocks)
+
+    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
+        length = min(len(buffer), self._size - self._position)
+        if length <= 0:
+            return 0
+        data = self._store.read_range(self._key, self._position, length)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def pvc_path(uri: str) -> Path:
+    """Where ``pvc://claim/path`` is mounted; StorageNotFoundError when the claim is not mounted here."""
+    claim, _, path = uri.removeprefix("pvc://").strip("/").partition("/")
+    mount = PVC_MOUNTS / check_key(claim)
+    if not mount.is_dir():
+        raise StorageNotFoundError(
+            f"{uri}: the claim {claim!r} is not mounted at {mount}; pvc:// works inside the job's pods only, "
+            "and the claim must exist in the job's namespace"
+        )
+    return mount / check_key(path) if path else mount
+
+
+def file_path(uri: str) -> Path:
+    """The absolute path in ``file:///path``; ConfigError for anything else."""
+    path = uri.removeprefix("file://")
+    if not path.startswith("/"):
+        raise ConfigError(f"{uri!r} is no absolute file URI: write file:///path with three slashes")
+    return Path(path)
+
+
+def bucket_and_prefix(uri: str) -> tuple[str, str]:
+    """Bucket and prefix of ``s3://bucket/prefix``, without slashes at either end."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    if not bucket:
+        raise ConfigError(f"{uri!r} names no bucket: write s3://bucket/prefix")
+    return bucket, prefix.strip("/")
+
+
+def open_store(uri: str, s3: S3Settings | None = None) -> Store:
+    """The store behind ``file:///path``, ``pvc://claim/path`` or ``s3://bucket/prefix``.
+
+    Contacts nothing yet: ``probe`` does. Raises ConfigError for another scheme, StorageNotFoundError for a
+    claim that is not mounted.
+    """
+    from sft_trainer.checkpoint.local import LocalStore
+
+    if uri.startswith("file://"):
+        return LocalStore(file_path(uri), uri=uri)
+    if uri.startswith("pvc://"):
+        return LocalStore(pvc_path(uri), uri=uri)
+    if uri.startswith("s3://"):
+        from sft_trainer.checkpoint.s3 import S3Store
+
+        bucket, prefix = bucket_and_prefix(uri)
+        return S3Store(bucket, prefix, s3 or S3Settings())
+    raise ConfigError(f"{uri!r} has no scheme that can be stored to: use s3://, pvc:// or file:///")
