@@ -1,9 +1,10 @@
 """Pure: from what the trainer reports to what the status shows; the same in the cluster and with ``sft run``."""
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from .progress import TrainingProgress
-from .v1alpha1.status import ProgressStatus
+from .progress import Incident, TrainingProgress
+from .v1alpha1.status import ProgressStatus, RestartsStatus
 
 
 def timestamp(time: datetime) -> str:
@@ -45,4 +46,22 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         tokens_seen=training.tokens_seen,
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),
+    )
+
+
+def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
+    """``status.restarts`` for all incidents of a run; one reported twice counts once."""
+    ordered = sorted({incident.id: incident for incident in incidents}.values(), key=lambda incident: incident.time)
+    if not ordered:
+        return RestartsStatus()
+    last = ordered[-1]
+    disruptions = sum(incident.disruption for incident in ordered)
+    recovered = last.recovered_time
+    return RestartsStatus(
+        failures=len(ordered) - disruptions,
+        disruptions=disruptions,
+        last_reason=last.failure.value,
+        last_message=last.message,
+        lost_steps=sum(incident.lost_steps for incident in ordered),
+        recovery_seconds=round((recovered - last.time).total_seconds(), 1) if recovered else None,
     )

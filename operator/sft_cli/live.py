@@ -1,0 +1,117 @@
+"""What a running job shows: one line that changes on a terminal, lines now and then elsewhere."""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from sft_api.progress import Incident, Phase, Progress
+from sft_api.report import duration
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def progress_line(progress: Progress | None, now: datetime) -> str:
+    """The state of the run in one line; None is a supervisor that has not answered yet."""
+    if progress is None:
+        return "Starting"
+    training = progress.training
+    parts = [f"{training.phase.value} {training.phase_detail}".rstrip()]
+    if training.step or training.phase is Phase.TRAINING:
+        total = f"/{training.total_steps:,}" if training.total_steps else ""
+        parts.append(f"step {training.step:,}{total}")
+    if training.loss is not None:
+        parts.append(f"loss {training.loss:.4f}")
+    if training.eval_loss is not None:
+        parts.append(f"eval {training.eval_loss:.4f}")
+    if training.tokens_per_second is not None:
+        parts.append(f"{training.tokens_per_second:,.0f} tok/s")
+    if training.remaining_seconds is not None and training.phase is not Phase.COMPLETE:
+        parts.append(f"{duration(training.remaining_seconds)} left")
+    latest = training.checkpoints.latest
+    if latest is not None:
+        age = max(0.0, (now - datetime.fromisoformat(latest.time)).total_seconds())
+        parts.append(f"checkpoint {latest.step:,} {duration(age)} ago")
+    if progress.incidents:
+        count = len(progress.incidents)
+        parts.append(f"{count} restart{'s' if count > 1 else ''}")
+    return " · ".join(parts)
+
+
+def incident_line(incident: Incident) -> str:
+    """What went wrong, for people."""
+    where = f" on rank {incident.rank}" if incident.rank is not None else ""
+    return f"{incident.failure.value}{where} after step {incident.step}: {incident.message}"
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def show(self, progress: Progress | None) -> None:
+        """Show the state of now."""
+
+    def say(self, message: str, style: str = "") -> None:
+        """A message that stays."""
+
+    def close(self) -> None:
+        """No more of it."""
+
+
+class TerminalDisplay:
+    """A line with a spinner that is overwritten in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._spinner = Spinner("dots", Text("Starting", no_wrap=True, overflow="ellipsis"))
+        self._live = Live(self._spinner, console=console, refresh_per_second=8, transient=True)
+        self._live.start()
+
+    def show(self, progress: Progress | None) -> None:
+        line = progress_line(progress, datetime.now(UTC))
+        self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
+
+    def say(self, message: str, style: str = "") -> None:
+        self._live.console.print(message, style=style)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class PlainDisplay:
+    """A line at every new phase of an attempt, and every ten seconds when a step was made."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._phases: set[tuple[int, Phase]] = set()
+        self._step = 0
+        self._time = clock()
+
+    def show(self, progress: Progress | None) -> None:
+        if progress is None:
+            return
+        training = progress.training
+        phase = (training.attempt, training.phase)
+        stepped = training.step != self._step and self._clock() - self._time >= _SECONDS_BETWEEN_LINES
+        if phase in self._phases and not stepped:
+            return
+        self._phases.add(phase)
+        self._step, self._time = training.step, self._clock()
+        self._console.print(progress_line(progress, datetime.now(UTC)))
+
+    def say(self, message: str, style: str = "") -> None:
+        self._console.print(message, style=style)
+
+    def close(self) -> None:
+        """Nothing was left open."""
+
+
+def open_display(console: Console, *, live: bool) -> Display:
+    """A line that changes when ``live`` and the console is a terminal that can."""
+    if live and console.is_interactive and console.is_terminal and not console.is_dumb_terminal:
+        return TerminalDisplay(console)
+    return PlainDisplay(console)

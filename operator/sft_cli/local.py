@@ -1,0 +1,175 @@
+"""From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+
+from .errors import UserError
+
+FILE_SCHEME = "file://"
+_GLOB_CHARACTERS = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A run on this machine."""
+
+    config: TrainerConfig
+    environment: dict[str, str]
+    """What ``compute.env`` adds to the environment of this shell."""
+    notes: tuple[str, ...]
+    """What is taken from this machine instead of the cluster, a sentence each."""
+    folder: Path
+    """Where config, logs and (unless the manifest says otherwise) checkpoints are."""
+
+    @property
+    def store(self) -> Path | None:
+        """The folder of the checkpoints, or None when they are not on this machine."""
+        uri = self.config.checkpoint_uri
+        return Path(uri.removeprefix(FILE_SCHEME)) if uri.startswith(FILE_SCHEME) else None
+
+
+def prepare(
+    job: SFTJob, *, processes: int | None, working_folder: Path, environment: Mapping[str, str], gpus: int
+) -> LocalRun:
+    """The run of ``job`` on a machine with ``gpus`` GPUs and this ``environment``.
+
+    Raises UserError with all that cannot work here.
+    """
+    folder = working_folder / "sft-runs" / job.metadata.name
+    problems = [*_claims(job.spec), *_missing_files(job.spec), *_missing_secrets(job.spec, environment)]
+    local = None
+    try:
+        local = _on_one_node(job, processes)
+        problems += _missing_gpus(local.spec, job.spec, gpus)
+    except UserError as error:
+        problems += error.problems
+    if local is None or problems:
+        raise UserError(*problems)
+    uri = (local.spec.checkpoint.uri or f"{FILE_SCHEME}{folder}").rstrip("/")
+    return LocalRun(
+        config=TrainerConfig.resolve(local, uid=local_uid(uri), default_checkpoint_uri=uri),
+        environment={variable.name: variable.value for variable in job.spec.compute.env if variable.value is not None},
+        notes=tuple(_notes(job.spec, local.spec)),
+        folder=folder,
+    )
+
+
+def local_uid(checkpoint_uri: str) -> str:
+    """The uid of a run without an SFTJob object: whoever trains into the same place is the same run."""
+    return "local-" + hashlib.sha256(checkpoint_uri.encode()).hexdigest()[:16]
+
+
+def _on_one_node(job: SFTJob, processes: int | None) -> SFTJob:
+    """``job`` with all its processes, or ``processes`` of them, on one node."""
+    compute = job.spec.compute
+    count = processes or compute.nodes * compute.effective_processes_per_node
+    update: dict[str, Any] = {"nodes": 1, "processes_per_node": count}
+    if compute.gpus_per_node:
+        update["gpus_per_node"] = count
+    spec = job.spec.model_copy(update={"compute": compute.model_copy(update=update)})
+    try:
+        checked = SFTJobSpec.model_validate(spec.model_dump(by_alias=True, exclude_none=True))
+    except ValidationError as error:
+        raise UserError(*(f"with {count} processes on one machine: {_sentence(e)}" for e in error.errors())) from error
+    return job.model_copy(update={"spec": checked})
+
+
+def _sentence(error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    return f"spec.{place}: {error['msg']}" if place else str(error["msg"])
+
+
+def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
+    """Every URI that the run reads or writes, with its path in the manifest."""
+    yield "spec.model.uri", spec.model.uri
+    if spec.model.tokenizer_uri:
+        yield "spec.model.tokenizerUri", spec.model.tokenizer_uri
+    for kind, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
+        for index, source in enumerate(sources):
+            yield f"spec.data.{kind}[{index}].uri", source.uri
+    if spec.checkpoint.uri:
+        yield "spec.checkpoint.uri", spec.checkpoint.uri
+    if spec.export.uri:
+        yield "spec.export.uri", spec.export.uri
+
+
+def _claims(spec: SFTJobSpec) -> Iterator[str]:
+    for path, uri in _uris(spec):
+        if uri.startswith("pvc://"):
+            yield f"{path}: {uri} is a volume of a cluster, which this machine has not: use file:///absolute/path"
+
+
+def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
+    for path, uri in _uris(spec):
+        written = path in ("spec.checkpoint.uri", "spec.export.uri")
+        name = uri.removeprefix(FILE_SCHEME)
+        if (
+            uri.startswith(FILE_SCHEME)
+            and not written
+            and _GLOB_CHARACTERS.isdisjoint(name)
+            and not Path(name).exists()
+        ):
+            yield f"{path}: there is no {name} on this machine: correct the path, or put the files there"
+
+
+def _missing_gpus(local: SFTJobSpec, asked: SFTJobSpec, gpus: int) -> Iterator[str]:
+    wanted = local.compute.gpus_per_node
+    if wanted <= gpus:
+        return
+    given = f"compute.nodes {asked.compute.nodes} x gpusPerNode {asked.compute.gpus_per_node}"
+    if gpus == 0:
+        yield (
+            f"this machine has no GPU, and the job asks for {wanted} ({given}): set spec.compute.gpusPerNode: 0 to "
+            "train on the CPU, or run it where a GPU is"
+        )
+    else:
+        yield f"this machine has {gpus} GPUs, and the job asks for {wanted} ({given}): add --processes {gpus}"
+
+
+def _missing_secrets(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
+    """A Secret is out of reach without a cluster: the shell must hold what the pods would get from it."""
+    home = Path(environment.get("HOME") or "/")
+    hub_home = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
+    hub_token = environment.get("HF_TOKEN") or environment.get("HF_TOKEN_PATH") or (hub_home / "token").is_file()
+    if spec.model.token_secret_ref and not hub_token:
+        yield (
+            f"spec.model.tokenSecretRef: there is no cluster to read Secret {spec.model.token_secret_ref.name} from: "
+            "set HF_TOKEN in this shell, or log in with hf auth login"
+        )
+    aws_key = environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_PROFILE")
+    if spec.checkpoint.s3.credentials_secret_ref and not (aws_key or (home / ".aws" / "credentials").is_file()):
+        yield (
+            "spec.checkpoint.s3.credentialsSecretRef: there is no cluster to read Secret "
+            f"{spec.checkpoint.s3.credentials_secret_ref} from: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and "
+            "AWS_SESSION_TOKEN, if there is one) in this shell, or AWS_PROFILE"
+        )
+    for variable in spec.compute.env:
+        if variable.value is None and variable.name not in environment:
+            yield (
+                f"spec.compute.env {variable.name}: there is no cluster to read its value from: set {variable.name} "
+                "in this shell"
+            )
+
+
+def _notes(asked: SFTJobSpec, local: SFTJobSpec) -> Iterator[str]:
+    if asked.model.token_secret_ref:
+        yield "hf:// is read with HF_TOKEN of this shell (or the token of hf auth login)."
+    if asked.checkpoint.s3.credentials_secret_ref:
+        yield "s3:// is reached with the AWS_* variables or profile of this shell."
+    from_shell = [variable.name for variable in asked.compute.env if variable.value is None]
+    if from_shell:
+        yield f"Taken from this shell: {', '.join(from_shell)}."
+    if asked.suspend:
+        yield "spec.suspend is true: it says nothing here, the run starts."
+    before = asked.compute.nodes * asked.compute.effective_processes_per_node
+    after = local.compute.effective_processes_per_node
+    if before != after:
+        yield f"{after} processes instead of the manifest's {before}."

@@ -1,0 +1,30 @@
+"""The log file of a run, which the supervisor and its workers write."""
+
+from pathlib import Path
+
+_TAIL_BYTES = 256 * 1024
+
+
+class LogTail:
+    """Reads a growing file, whole lines at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_lines(self) -> list[str]:
+        """The lines that were completed since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(complete) + len(newline)
+        return complete.decode(errors="replace").splitlines() if newline else []
+
+
+def last_lines(path: Path, rank: int | None, count: int) -> list[str]:
+    """The last ``count`` lines of ``path`` that the worker of ``rank`` wrote; of everybody when it wrote none."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    own = [line for line in lines if rank is not None and line.startswith(f"[rank {rank}]")]
+    return (own or lines)[-count:]

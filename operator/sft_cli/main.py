@@ -1,0 +1,148 @@
+"""``sft``: try, check and run SFTJobs from the command line; ``kubectl sft`` is the same program.
+
+Commands import what they need when they run, so that ``sft --help`` answers at once.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from sft_api.v1alpha1.job import SFTJob
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+MANIFEST = click.Path(exists=True, dir_okay=False, path_type=Path)
+_DEBUG = "sft_cli.debug"
+_INTERNAL_ERROR = 1
+
+
+def debug_option(command: Command) -> Command:
+    """``--debug``, accepted before and after the command's name."""
+
+    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            context.meta[_DEBUG] = True
+
+    return click.option(
+        "--debug", is_flag=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
+    )(command)
+
+
+class Commands(click.Group):
+    """A group that shows errors as sentences."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            if ctx.meta.get(_DEBUG):
+                raise
+            _show(error)
+            ctx.exit(error.exit_code if isinstance(error, UserError) else _INTERNAL_ERROR)
+
+
+def _show(error: Exception) -> None:
+    from .console import messages
+
+    console = messages()
+    if isinstance(error, UserError):
+        for problem in error.problems:
+            console.print(problem, style="red")
+    else:
+        console.print(f"sft failed unexpectedly: {type(error).__name__}: {error}", style="red")
+        console.print("This is an error in sft: please report it with the output of the same command and --debug.")
+
+
+def _load(path: Path) -> "SFTJob":
+    from .manifest import ManifestError, load_manifest
+
+    try:
+        return load_manifest(path)
+    except ManifestError as error:
+        raise UserError(*str(error).splitlines()) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sft-operator", message="%(version)s")
+@debug_option
+def cli() -> None:
+    """Supervised fine-tuning from one manifest: the same SFTJob here and in a cluster."""
+
+
+@cli.command()
+@click.argument("manifest", type=MANIFEST)
+@click.option("--processes", type=click.IntRange(min=1, max=256), help="Training processes, instead of the manifest's.")
+@click.option("--fresh", is_flag=True, help="Start from the model; what an earlier run left is set aside, not deleted.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["text", "yaml", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of the status at the end; yaml and json show plain progress even on a terminal.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show the log of supervisor and workers too.")
+@debug_option
+def run(manifest: Path, processes: int | None, fresh: bool, output: str, verbose: bool) -> None:
+    """Run an SFTJob on this machine, without a cluster.
+
+    All processes of the job run here. Checkpoints, export and logs go to sft-runs/NAME in the current folder unless
+    the manifest says otherwise; the same command again goes on from the newest checkpoint. The exit code is 0 only
+    when the run is complete.
+    """
+    from .run import run_job
+
+    sys.exit(run_job(_load(manifest), manifest, processes=processes, fresh=fresh, output=output, verbose=verbose))
+
+
+@cli.command()
+@click.argument("manifests", type=MANIFEST, nargs=-1, required=True)
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@debug_option
+def validate(manifests: tuple[Path, ...], output: str) -> None:
+    """Check manifests as the API server would; exit code 10 when one is not valid."""
+    from .validate import validate_manifests
+
+    sys.exit(validate_manifests(manifests, output))
+
+
+@cli.command()
+@click.argument("manifest", type=MANIFEST)
+@click.option("-o", "--output", type=click.Choice(["text", "yaml", "json"]), default="text", show_default=True)
+@debug_option
+def plan(manifest: Path, output: str) -> None:
+    """Show what would be run: every number, and whether it was given, a default, or computed."""
+    from .plan import show_plan
+
+    show_plan(_load(manifest), output)
+
+
+@cli.command()
+@click.argument("manifest", type=MANIFEST)
+@click.option("-n", "--rows", type=click.IntRange(min=1), default=3, show_default=True, help="Rows of each data set.")
+@click.option("--eval", "evaluation", is_flag=True, help="The evaluation sets instead of the training sets.")
+@click.option("-o", "--output", type=click.Choice(["text", "jsonl"]), default="text", show_default=True)
+@debug_option
+def data(manifest: Path, rows: int, evaluation: bool, output: str) -> None:
+    """Show the first rows as the model sees them, with every trained token marked."""
+    from .data import show_data
+
+    show_data(_load(manifest), rows=rows, evaluation=evaluation, output=output)
+
+
+def main() -> None:
+    """Entry point of ``sft`` and ``kubectl-sft``."""
+    program = "kubectl sft" if Path(sys.argv[0]).name.startswith("kubectl") else "sft"
+    cli.main(prog_name=program)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""``sft plan``: what would be run, and where each number comes from."""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+
+import yaml
+from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
+from sft_api.report import duration
+from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+
+from .console import results
+
+
+class Origin(StrEnum):
+    """Who decided a value."""
+
+    GIVEN = "given"
+    DEFAULT = "default"
+    COMPUTED = "computed"
+
+
+_STYLES = {Origin.GIVEN: "bold", Origin.DEFAULT: "dim", Origin.COMPUTED: "cyan"}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One line of the table."""
+
+    subject: str
+    value: str
+    origin: Origin
+    why: str
+
+
+def _origin(model: BaseModel, *fields: str) -> Origin:
+    """GIVEN when the manifest names one of ``fields`` of ``model``."""
+    return Origin.GIVEN if model.model_fields_set.intersection(fields) else Origin.DEFAULT
+
+
+def explain(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """The decisions of ``plan`` and the defaults around them, in the order in which people ask for them."""
+    return [*_processes(spec, plan), *_length(spec, plan), *_batch(spec, plan), *_optimisation(spec, plan), *_end(spec)]
+
+
+def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    compute = spec.compute
+    device = "GPU" if compute.gpus_per_node else "CPU"
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    sharded = fsdp is not None and fsdp.shard_degree is not None
+    return [
+        Decision(
+            "processes",
+            f"{plan.processes} on {device}",
+            _origin(compute, "nodes", "gpus_per_node", "processes_per_node"),
+            f"compute: {compute.nodes} nodes x {compute.effective_processes_per_node} a node",
+        ),
+        Decision(
+            "copies of the model",
+            f"{plan.processes // plan.shard_degree}, each over {plan.shard_degree} processes",
+            Origin.GIVEN if sharded else Origin.COMPUTED,
+            "strategy.fsdp.shardDegree" if sharded else "FSDP2 over all processes",
+        ),
+    ]
+
+
+def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    if plan.total_steps is not None:
+        length = Decision("length", f"{plan.total_steps:,} steps", Origin.GIVEN, "training.steps")
+    else:
+        origin = _origin(spec.training, "epochs")
+        length = Decision("length", f"{plan.epochs} epochs", origin, "training.epochs; steps follow from the data")
+    return [length]
+
+
+def _batch(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    training = spec.training
+    decisions = []
+    if plan.global_batch_tokens is not None:
+        given = training.global_batch_tokens
+        if given is None:
+            why = f"at least {DEFAULT_GLOBAL_BATCH_TOKENS:,}, in whole micro-batches on every process"
+        elif given != plan.global_batch_tokens:
+            why = f"training.globalBatchTokens {given:,}, rounded down to whole micro-batches on every process"
+        else:
+            why = "training.globalBatchTokens"
+        origin = Origin.COMPUTED if given is None else Origin.GIVEN
+        decisions.append(Decision("tokens a step", f"{plan.global_batch_tokens:,}", origin, why))
+    if plan.global_batch_size is not None:
+        given = training.global_batch_size
+        why = (
+            f"{DEFAULT_GLOBAL_BATCH_SIZE}, rounded up to whole micro-batches on every process"
+            if given is None
+            else "training.globalBatchSize"
+        )
+        origin = Origin.COMPUTED if given is None else Origin.GIVEN
+        decisions.append(Decision("examples a step", f"{plan.global_batch_size:,}", origin, why))
+    if plan.max_tokens_per_micro_batch is not None:
+        given = training.max_tokens_per_micro_batch
+        decisions.append(
+            Decision(
+                "tokens a micro-batch",
+                f"{plan.max_tokens_per_micro_batch:,}",
+                Origin.COMPUTED if given is None else Origin.GIVEN,
+                "as data.maxLength" if given is None else "training.maxTokensPerMicroBatch",
+            )
+        )
+    else:
+        decisions.append(
+            Decision(
+                "examples a micro-batch",
+                f"{training.micro_batch_size:,}",
+                _origin(training, "micro_batch_size"),
+                "training.microBatchSize",
+            )
+        )
+    accumulation = plan.gradient_accumulation
+    decisions.append(
+        Decision(
+            "gradient accumulation",
+            str(accumulation) if accumulation is not None else "varies",
+            Origin.COMPUTED,
+            "micro-batches a step on every process"
+            if accumulation is not None
+            else "packing decides how many micro-batches hold the examples of a step",
+        )
+    )
+    return decisions
+
+
+def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    training, schedule = spec.training, spec.training.schedule
+    if schedule.type == "constant":
+        warmup = "no warm-up"
+    elif schedule.warmup_steps is not None:
+        warmup = f"warm-up {schedule.warmup_steps:,} steps"
+    else:
+        ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
+        warmup = f"warm-up {ratio:.0%} of the steps"
+    precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
+    return [
+        Decision(
+            "learning rate",
+            f"{plan.learning_rate:g}",
+            _origin(training.optimizer, "learning_rate"),
+            "training.optimizer.learningRate, at its peak",
+        ),
+        Decision(
+            "schedule",
+            f"{schedule.type}, {warmup}",
+            _origin(schedule, "type", "warmup_steps", "warmup_ratio"),
+            "training.schedule",
+        ),
+        Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),
+        Decision("seed", str(training.seed), _origin(training, "seed"), "training.seed"),
+    ]
+
+
+def _end(spec: SFTJobSpec) -> list[Decision]:
+    checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
+    interval = duration(checkpoint.every_seconds)
+    saves = f"every {interval}" + (f" or {checkpoint.every_steps:,} steps" if checkpoint.every_steps else "")
+    decisions = [
+        Decision(
+            "checkpoints in",
+            checkpoint.uri or "the platform's store; sft-runs/NAME with sft run",
+            _origin(checkpoint, "uri"),
+            "checkpoint.uri",
+        ),
+        Decision(
+            "checkpoints",
+            f"{saves}, the last {checkpoint.keep.last} kept",
+            _origin(checkpoint, "every_seconds", "every_steps", "keep"),
+            "checkpoint.everySeconds, .everySteps, .keep",
+        ),
+    ]
+    if spec.data.eval:
+        often = f"every {evaluation.every_steps:,} steps and " if evaluation.every_steps else ""
+        decisions.append(
+            Decision(
+                "evaluation",
+                f"{'before, ' if evaluation.before_training else ''}{often}at the end",
+                _origin(evaluation, "every_steps", "before_training"),
+                f"{len(spec.data.eval)} sets of data.eval",
+            )
+        )
+    if export.at_end:
+        decisions.append(
+            Decision("export to", export.uri or "export/ beside the checkpoints", _origin(export, "uri"), "export.uri")
+        )
+    else:
+        decisions.append(Decision("export", "none", Origin.GIVEN, "export.atEnd: false"))
+    return decisions
+
+
+def show_plan(job: SFTJob, output: str) -> None:
+    """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON."""
+    plan = make_plan(job.spec)
+    console = results()
+    document = plan.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if output == "json":
+        console.print(json.dumps(document, indent=2))
+    elif output == "yaml":
+        console.print(yaml.safe_dump(document, sort_keys=False).rstrip())
+    else:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, title=None)
+        for column in (job.metadata.name, "value", "", "from"):
+            table.add_column(column, overflow="fold")
+        for decision in explain(job.spec, plan):
+            style = _STYLES[decision.origin]
+            table.add_row(
+                decision.subject, Text(decision.value, style=style), Text(decision.origin, style=style), decision.why
+            )
+        console.print(table)

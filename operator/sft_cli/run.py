@@ -1,0 +1,236 @@
+"""``sft run``: an SFTJob on this machine, with the trainer, the supervisor and the status of the cluster."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Progress
+from sft_api.rundir import write_atomically
+from sft_api.v1alpha1.job import SFTJob
+from sft_api.v1alpha1.status import SFTJobStatus
+
+from .console import messages, results
+from .ending import Ending, Times, ending_of, run_status
+from .errors import UserError
+from .interruptions import Interruptions
+from .live import Display, incident_line, open_display
+from .local import LocalRun, prepare
+from .logs import LogTail, last_lines
+from .machine import free_port, visible_gpus
+from .supervisor import Supervisor
+
+_POLL_SECONDS = 0.25
+_LOG_LINES_SHOWN = 20
+_SHOW_LOG_OF = (FailureClass.WORKER_CRASHED, FailureClass.UNKNOWN)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of one run in its folder."""
+
+    config: Path
+    log: Path
+    run_dir: Path
+
+
+def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, output: str, verbose: bool) -> int:
+    """Run ``job`` to its end and print its status; returns the exit code.
+
+    Raises UserError for what cannot work on this machine, before anything is started.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
+    gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
+    run = prepare(job, processes=processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
+    console = messages()
+    with _lock(run.folder) as lock:
+        if fresh:
+            _set_aside(run, console)
+        files = _write_files(run)
+        _introduce(run, files, console)
+        start = datetime.now(UTC)
+        with (
+            Interruptions() as interruptions,
+            Supervisor(
+                config=files.config,
+                processes=run.config.plan.processes,
+                port=free_port(),
+                run_dir=files.run_dir,
+                log=files.log,
+                environment={**os.environ, **run.environment},
+                inherited=lock,
+                grace_seconds=job.spec.run_policy.termination_grace_period_seconds,
+            ) as supervisor,
+        ):
+            display = open_display(console, live=output == "text")
+            try:
+                follower = Follower(supervisor, display, LogTail(files.log) if verbose else None)
+                returncode = follower.follow(interruptions)
+            finally:
+                display.close()
+            ending = ending_of(returncode, supervisor.termination(), interrupted=interruptions.count > 0)
+    times = Times(start, follower.first_step, datetime.now(UTC))
+    status = run_status(run.config.plan, follower.progress, ending, times)
+    _conclude(status, ending, files, _command(manifest, processes), console)
+    _print_status(status, output)
+    return ending.exit_code
+
+
+class Follower:
+    """Watches a supervisor until it ends, and shows what is new."""
+
+    def __init__(self, supervisor: Supervisor, display: Display, tail: LogTail | None) -> None:
+        self._supervisor = supervisor
+        self._display = display
+        self._tail = tail
+        self._said: set[str] = set()
+        self.progress = Progress()
+        """The last report."""
+        self.first_step: datetime | None = None
+
+    def follow(self, interruptions: Interruptions) -> int:
+        """The return code of the supervisor; negative for a signal."""
+        handled = 0
+        while (returncode := self._supervisor.wait(_POLL_SECONDS)) is None:
+            while handled < interruptions.count:
+                handled += 1
+                self._interrupt(handled)
+            self._look(self._supervisor.progress())
+        training = self._supervisor.last_training()
+        if training is not None:
+            self._look(self.progress.model_copy(update={"training": training}))
+        return returncode
+
+    def _look(self, progress: Progress | None) -> None:
+        if self._tail is not None:
+            for line in self._tail.new_lines():
+                self._display.say(line, style="dim")
+        self._display.show(progress)
+        if progress is None:
+            return
+        self.progress = progress
+        training = progress.training
+        if self.first_step is None and training.step > (training.resumed_from_step or 0):
+            self.first_step = training.update_time
+        for warning in training.warnings:
+            self._say_once(warning, f"Warning: {warning}", "yellow")
+        for incident in progress.incidents:
+            self._say_once(incident.id, incident_line(incident), "yellow")
+
+    def _say_once(self, key: str, message: str, style: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self._display.say(message, style)
+
+    def _interrupt(self, count: int) -> None:
+        if count == 1:
+            self._display.say("Saving a checkpoint, then leaving; again to kill.", "yellow")
+            self._supervisor.interrupt()
+        elif count == 2:
+            self._display.say("Killing the workers.", "yellow")
+            self._supervisor.interrupt()
+        else:
+            self._supervisor.kill()
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[int]:
+    """One run at a time in ``folder``; gives the descriptor of the lock, which the supervisor holds too."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder.parent / f".{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.parent} ({error.strerror}): run sft where you may write") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another sft run trains in {folder}, or is still saving: wait for it, or give this job another "
+                "metadata.name"
+            ) from error
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(run: LocalRun, console: Console) -> None:
+    """Move what an earlier run left out of the way."""
+    if run.store is None:
+        raise UserError(
+            f"--fresh cannot set {run.config.checkpoint_uri} aside: name another place in spec.checkpoint.uri"
+        )
+    if run.store.exists():
+        aside = run.store.with_name(f"{run.store.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
+        run.store.rename(aside)
+        console.print(f"The earlier run is now in {aside}.")
+
+
+def _write_files(run: LocalRun) -> RunFiles:
+    files = RunFiles(
+        config=run.folder / "config.json",
+        log=run.folder / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}.log",
+        run_dir=run.folder / "run",
+    )
+    shutil.rmtree(files.run_dir, ignore_errors=True)
+    files.run_dir.mkdir(parents=True)
+    files.log.parent.mkdir(exist_ok=True)
+    write_atomically(files.config, run.config)
+    return files
+
+
+def _introduce(run: LocalRun, files: RunFiles, console: Console) -> None:
+    plan, spec = run.config.plan, run.config.spec
+    device = "GPU" if spec.compute.gpus_per_node else "CPU"
+    console.print(f"{run.config.job.name}: {plan.processes} processes on {device}, {plan.precision}", style="bold")
+    console.print(f"Checkpoints: {run.config.checkpoint_uri}")
+    console.print(f"Log:         {files.log}")
+    for note in run.notes:
+        console.print(note)
+
+
+def _command(manifest: Path, processes: int | None) -> str:
+    """The command that goes on with this run."""
+    options = [] if processes is None else ["--processes", str(processes)]
+    return shlex.join(["sft", "run", str(manifest), *options])
+
+
+def _conclude(status: SFTJobStatus, ending: Ending, files: RunFiles, command: str, console: Console) -> None:
+    """Say how it ended and what to do next."""
+    step = status.progress.summary if status.progress and status.progress.summary else "0"
+    latest = status.checkpoints.latest if status.checkpoints else None
+    goes_on = f"goes on from step {latest.step}" if latest else "starts from the model: no checkpoint was written yet"
+    if ending.failure is None:
+        where = f"; the model is in {status.export.uri}" if status.export else ""
+        console.print(f"Complete: {step} steps{where}", style="bold green")
+    elif ending.failure is FailureClass.INTERRUPTED:
+        console.print(f"Stopped after step {step}. The same command {goes_on}:", style="yellow")
+        console.print(f"  {command}")
+    else:
+        rank = f" on rank {ending.rank}" if ending.rank is not None else ""
+        console.print(f"{ending.failure.value}{rank}: {ending.message}", style="bold red")
+        if ending.failure in _SHOW_LOG_OF:
+            for line in last_lines(files.log, ending.rank, _LOG_LINES_SHOWN):
+                console.print(f"  {line}", style="dim")
+        console.print(f"{ending.advice}\n  {command}")
+        console.print(f"Log: {files.log}")
+
+
+def _print_status(status: SFTJobStatus, output: str) -> None:
+    document = {"status": status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=False)}
+    if output == "json":
+        results().print(json.dumps(document["status"], indent=2))
+    else:
+        results().print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())

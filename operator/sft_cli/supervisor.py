@@ -1,0 +1,139 @@
+"""The supervisor as a child of this process: start it, ask it, stop it, and never leave it behind."""
+
+import ctypes
+import http.client
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from sft_api.progress import Progress, TerminationMessage, TrainingProgress
+from sft_api.rundir import PROGRESS_FILE
+
+_POLL_TIMEOUT_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+def _stop_with_parent() -> Callable[[], None]:
+    """What the child does before it becomes the supervisor: ask the kernel for SIGTERM when its parent dies.
+
+    Also when ``sft`` is killed with SIGKILL the supervisor so saves and leaves, and takes its workers along.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def in_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # died between fork and prctl
+            os._exit(1)
+
+    return in_child
+
+
+class Supervisor:
+    """``python -m sft_trainer.launch`` for one node, in a session of its own: Ctrl-C reaches it through us alone."""
+
+    def __init__(
+        self,
+        *,
+        config: Path,
+        processes: int,
+        port: int,
+        run_dir: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        inherited: int,
+        grace_seconds: float,
+    ) -> None:
+        """Start it. It holds the file descriptor ``inherited`` open for as long as it lives."""
+        self._grace_seconds = grace_seconds
+        self._port = port
+        self._run_dir = run_dir
+        self._termination = run_dir / "termination.json"
+        command = [sys.executable, "-m", "sft_trainer.launch"]
+        for option, value in (
+            ("--config", config),
+            ("--nodes", 1),
+            ("--node-rank", 0),
+            ("--processes", processes),
+            ("--port", port),
+            ("--run-dir", run_dir),
+            ("--termination-log", self._termination),
+        ):
+            command += [option, str(value)]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=_stop_with_parent(),
+                pass_fds=(inherited,),
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def progress(self) -> Progress | None:
+        """What the supervisor reports now; None when it does not answer, as before it is up."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_POLL_TIMEOUT_SECONDS)
+        try:
+            connection.request("GET", "/v1/progress")
+            answer = connection.getresponse()
+            body = answer.read()
+            return Progress.model_validate_json(body) if answer.status == http.HTTPStatus.OK else None
+        except (OSError, http.client.HTTPException, ValidationError):
+            return None
+        finally:
+            connection.close()
+
+    def last_training(self) -> TrainingProgress | None:
+        """The last report of the worker of rank 0, also after the supervisor has ended."""
+        try:
+            return TrainingProgress.model_validate_json((self._run_dir / PROGRESS_FILE).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def termination(self) -> TerminationMessage | None:
+        """What the supervisor said when it ended."""
+        try:
+            return TerminationMessage.model_validate_json(self._termination.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def wait(self, seconds: float) -> int | None:
+        """The return code, or None when it is still running after ``seconds``; negative for a signal."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def interrupt(self) -> None:
+        """Ask it to save and leave; the second time it kills its workers."""
+        self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End it now; the workers die with it."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Never leave it behind; an error of our own must not cost the steps since the last checkpoint."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            if self.wait(self._grace_seconds) is None:
+                self.kill()

@@ -1,0 +1,128 @@
+"""How a local run ended, and the status of it."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.plan import make_plan
+from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
+from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus, ExportStatus, SFTJobStatus
+from sft_cli.ending import Ending, Times, ending_of, run_status
+
+from .jobs import job
+
+START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+TIMES = Times(START, START + timedelta(seconds=5), START + timedelta(seconds=60))
+PLAN = make_plan(job().spec)
+CHECKPOINT = CheckpointStatus(
+    step=8, attempt=2, uri="file:///c/8", time="2026-11-21T12:00:30Z", size_bytes=10, verified=True
+)
+TRAINING = TrainingProgress(
+    attempt=2,
+    step=10,
+    total_steps=20,
+    loss=1.5,
+    checkpoints=CheckpointsStatus(latest=CHECKPOINT, kept=[CHECKPOINT]),
+    export=ExportStatus(uri="file:///c/export", step=10),
+    warnings=[f"warning {number}" for number in range(30)],
+)
+
+
+def status(ending: Ending, incidents: list[Incident] | None = None) -> SFTJobStatus:
+    return run_status(PLAN, Progress(training=TRAINING, incidents=incidents or []), ending, TIMES)
+
+
+def conditions(of: SFTJobStatus) -> dict[str, tuple[str, str]]:
+    return {condition.type: (condition.status, condition.reason) for condition in of.conditions}
+
+
+def test_a_complete_run() -> None:
+    shown = status(Ending(None))
+
+    assert shown.state == "Complete"
+    assert conditions(shown) == {
+        "Accepted": ("True", "Valid"),
+        "Running": ("False", "Complete"),
+        "Complete": ("True", "Complete"),
+    }
+    assert shown.progress is not None
+    assert shown.progress.summary == "10/20"
+    assert shown.export is not None
+    assert shown.steps_at_risk == 2
+    assert len(shown.warnings) == 20
+    assert (shown.start_time, shown.first_step_time, shown.completion_time) == (
+        "2026-11-21T12:00:00Z",
+        "2026-11-21T12:00:05Z",
+        "2026-11-21T12:01:00Z",
+    )
+    assert SFTJobStatus.model_validate(shown.model_dump(mode="json", by_alias=True, exclude_none=True)) == shown
+
+
+def test_a_failed_run_says_why() -> None:
+    shown = status(Ending(FailureClass.OUT_OF_MEMORY, "too long", rank=1))
+
+    assert shown.state == "Failed"
+    assert conditions(shown)["Failed"] == ("True", "OutOfMemory")
+    assert next(c.message for c in shown.conditions if c.type == "Failed") == "too long"
+
+
+def test_an_interrupted_run_is_suspended_not_over() -> None:
+    shown = status(Ending(FailureClass.INTERRUPTED, "asked to stop"))
+
+    assert shown.state == "Suspended"
+    assert conditions(shown)["Suspended"] == ("True", "Interrupted")
+    assert "Failed" not in conditions(shown)
+    assert shown.completion_time is None
+
+
+def test_incidents_are_counted_once() -> None:
+    crash = Incident(
+        id="a-1",
+        time=START,
+        failure=FailureClass.WORKER_CRASHED,
+        message="died",
+        lost_steps=3,
+        recovered_time=START + timedelta(seconds=9),
+    )
+    stop = Incident(id="a-0", time=START - timedelta(1), failure=FailureClass.INTERRUPTED, message="", disruption=True)
+
+    restarts = status(Ending(None), [crash, stop, crash]).restarts
+
+    assert restarts is not None
+    assert (restarts.failures, restarts.disruptions, restarts.lost_steps) == (1, 1, 3)
+    assert (restarts.last_reason, restarts.last_message, restarts.recovery_seconds) == ("WorkerCrashed", "died", 9.0)
+
+
+MESSAGE = TerminationMessage(failure=FailureClass.DATA_ERROR, message="row 7", rank=3)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "termination", "interrupted", "failure", "words", "exit_code"),
+    [
+        (0, TerminationMessage(), False, None, "", 0),
+        (11, MESSAGE, False, FailureClass.DATA_ERROR, "row 7", 11),
+        (30, None, True, FailureClass.INTERRUPTED, "", 30),
+        (-9, None, True, FailureClass.INTERRUPTED, "killed before the last steps were saved", 30),
+        (-9, None, False, FailureClass.WORKER_CRASHED, "SIGKILL", 31),
+        (1, None, False, FailureClass.WORKER_CRASHED, "exit code 1 and left no message", 31),
+    ],
+)
+def test_how_a_supervisor_ended(
+    returncode: int,
+    termination: TerminationMessage | None,
+    interrupted: bool,
+    failure: FailureClass | None,
+    words: str,
+    exit_code: int,
+) -> None:
+    ending = ending_of(returncode, termination, interrupted=interrupted)
+
+    assert ending.failure is failure
+    assert words in ending.message
+    assert ending.exit_code == exit_code
+    assert bool(ending.advice) == (failure is not None)
+
+
+def test_a_left_over_message_does_not_hide_a_kill() -> None:
+    assert ending_of(-11, MESSAGE, interrupted=False).failure is FailureClass.WORKER_CRASHED

@@ -1,0 +1,117 @@
+"""What a running job shows."""
+
+import io
+from datetime import UTC, datetime
+
+import pytest
+from rich.console import Console
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Incident, Phase, Progress, TrainingProgress
+from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
+from sft_cli.live import PlainDisplay, TerminalDisplay, incident_line, open_display, progress_line
+
+NOW = datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
+INCIDENT = Incident(id="1", time=NOW, failure=FailureClass.HANG, message="no new step for 180 s", rank=2, step=7)
+
+
+def training(step: int = 0, phase: Phase = Phase.TRAINING, attempt: int = 1) -> Progress:
+    return Progress(training=TrainingProgress(attempt=attempt, phase=phase, step=step, total_steps=40))
+
+
+def test_a_line_holds_all_that_is_known() -> None:
+    latest = CheckpointStatus(
+        step=1200, attempt=1, uri="file:///c", time="2026-11-21T11:59:00Z", size_bytes=1, verified=True
+    )
+    report = TrainingProgress(
+        attempt=1,
+        phase=Phase.TRAINING,
+        step=1234,
+        total_steps=5000,
+        loss=1.23456,
+        eval_loss=1.5,
+        tokens_per_second=81234.5,
+        remaining_seconds=11520,
+        checkpoints=CheckpointsStatus(latest=latest),
+    )
+
+    line = progress_line(Progress(training=report, incidents=[INCIDENT]), NOW)
+
+    assert line == (
+        "Training · step 1,234/5,000 · loss 1.2346 · eval 1.5000 · 81,234 tok/s · 3h12m left · "
+        "checkpoint 1,200 1m30s ago · 1 restart"
+    )
+
+
+def test_a_line_leaves_out_what_is_not_known() -> None:
+    tokenizing = TrainingProgress(phase=Phase.TOKENIZING, phase_detail="1200/5000 rows")
+
+    assert progress_line(None, NOW) == "Starting"
+    assert progress_line(Progress(training=tokenizing), NOW) == "Tokenizing 1200/5000 rows"
+
+
+def test_an_incident_says_what_where_and_when() -> None:
+    assert incident_line(INCIDENT) == "Hang on rank 2 after step 7: no new step for 180 s"
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=60, highlight=False)
+
+
+def written(to: Console) -> str:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue()
+
+
+def test_plain_lines_come_with_new_phases_and_with_time() -> None:
+    time = 0.0
+    out = console(terminal=False)
+    display = PlainDisplay(out, clock=lambda: time)
+
+    display.show(None)
+    display.show(training(1))
+    display.show(training(2))
+    display.show(training(2, Phase.SAVING))
+    display.show(training(3))
+    time = 11.0
+    display.show(training(9))
+    display.show(training(10))
+    time = 30.0
+    display.show(training(9))
+    time = 60.0
+    display.show(training(9))
+    display.show(training(5, attempt=2))
+
+    assert written(out).splitlines() == [
+        "Training · step 1/40",
+        "Saving · step 2/40",
+        "Training · step 9/40",
+        "Training · step 5/40",
+    ]
+
+
+def test_the_terminal_shows_one_line_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = console(terminal=True)
+    display = open_display(out, live=True)
+    assert isinstance(display, TerminalDisplay)
+
+    display.show(training(3))
+    display.say("Warning: short data", "yellow")
+    display.close()
+
+    text = written(out)
+    assert "step 3/40" in text
+    assert "Warning: short data" in text
+    assert text.rstrip().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "live", "term"), [(False, True, "xterm"), (True, False, "xterm"), (True, True, "dumb")]
+)
+def test_plain_lines_where_a_changing_line_would_not_do(
+    terminal: bool, live: bool, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+
+    assert isinstance(open_display(console(terminal), live=live), PlainDisplay)

@@ -1,0 +1,170 @@
+"""From an SFTJob to a run on this machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_api.v1alpha1.job import SFTJob
+from sft_cli.errors import UserError
+from sft_cli.local import LocalRun, prepare
+
+from .jobs import job
+
+
+def prepared(
+    of: SFTJob,
+    processes: int | None = None,
+    environment: dict[str, str] | None = None,
+    gpus: int = 0,
+    folder: Path = Path("/w"),
+) -> LocalRun:
+    return prepare(of, processes=processes, working_folder=folder, environment=environment or {}, gpus=gpus)
+
+
+def problems(of: SFTJob, **arguments: Any) -> tuple[str, ...]:
+    with pytest.raises(UserError) as error:
+        prepared(of, **arguments)
+    assert error.value.exit_code == 10
+    return error.value.problems
+
+
+def test_all_processes_of_all_nodes_run_on_one() -> None:
+    config = prepared(job(compute={"nodes": 2, "gpusPerNode": 4}), gpus=8).config
+
+    assert (config.spec.compute.nodes, config.spec.compute.gpus_per_node) == (1, 8)
+    assert config.plan.processes == 8
+
+
+def test_the_number_of_processes_can_be_given_on_the_cpu() -> None:
+    run = prepared(job(compute={"gpusPerNode": 0, "nodes": 4}), processes=2)
+
+    assert run.config.plan.processes == 2
+    assert run.config.spec.compute.gpus_per_node == 0
+    assert run.notes == ("2 processes instead of the manifest's 4.",)
+
+
+def test_the_number_of_processes_can_be_given_on_gpus() -> None:
+    run = prepared(job(compute={"gpusPerNode": 8}), processes=1, gpus=1)
+
+    assert (run.config.plan.processes, run.config.spec.compute.gpus_per_node) == (1, 1)
+
+
+def test_rules_hold_for_the_new_number_of_processes() -> None:
+    asked = job(training={"globalBatchSize": 4})
+
+    (problem,) = problems(asked, processes=3)
+
+    assert problem.startswith("with 3 processes on one machine: ")
+    assert "divisible by the number of processes" in problem
+
+
+def test_gpus_that_are_not_there_are_refused_with_what_to_change() -> None:
+    assert problems(job(compute={"nodes": 2, "gpusPerNode": 4}), gpus=0) == (
+        "this machine has no GPU, and the job asks for 8 (compute.nodes 2 x gpusPerNode 4): set "
+        "spec.compute.gpusPerNode: 0 to train on the CPU, or run it where a GPU is",
+    )
+    (few,) = problems(job(compute={"nodes": 2, "gpusPerNode": 4}), gpus=2)
+    assert few.endswith("add --processes 2")
+
+
+def test_checkpoints_go_below_the_working_folder_unless_the_manifest_says_where() -> None:
+    default = prepared(job())
+    assert default.config.checkpoint_uri == "file:///w/sft-runs/tiny"
+    assert default.config.export_uri == "file:///w/sft-runs/tiny/export"
+    assert default.store == Path("/w/sft-runs/tiny")
+
+    elsewhere = prepared(job(checkpoint={"uri": "s3://bucket/runs/a"}))
+    assert elsewhere.config.checkpoint_uri == "s3://bucket/runs/a"
+    assert elsewhere.store is None
+    assert elsewhere.folder == Path("/w/sft-runs/tiny")
+
+
+def test_the_uid_is_stable_and_belongs_to_the_place_of_the_checkpoints() -> None:
+    first, again = prepared(job()), prepared(job(training={"steps": 3}), processes=2)
+    other = prepared(job(), folder=Path("/v"))
+
+    assert first.config.job.uid == again.config.job.uid
+    assert first.config.job.uid != other.config.job.uid
+
+
+def test_volumes_of_a_cluster_are_refused_wherever_they_stand() -> None:
+    found = problems(
+        job(
+            model={"uri": "pvc://claim/model", "tokenizerUri": "pvc://claim/tokenizer"},
+            data={
+                "train": [{"uri": "hf://org/data"}, {"uri": "pvc://claim/b"}],
+                "eval": [{"uri": "pvc://claim/c", "name": "c"}],
+            },
+            checkpoint={"uri": "pvc://claim/d"},
+            export={"uri": "pvc://claim/e"},
+        )
+    )
+
+    assert [problem.split(":")[0] for problem in found] == [
+        "spec.model.uri",
+        "spec.model.tokenizerUri",
+        "spec.data.train[1].uri",
+        "spec.data.eval[0].uri",
+        "spec.checkpoint.uri",
+        "spec.export.uri",
+    ]
+    assert all("file:///" in problem for problem in found)
+
+
+def test_files_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    data = {
+        "train": [{"uri": f"file://{tmp_path}/train.jsonl"}],
+        "eval": [{"uri": f"file://{tmp_path}/eval.jsonl", "name": "e"}],
+    }
+
+    found = problems(job(data=data, checkpoint={"uri": f"file://{tmp_path}/new"}))
+
+    assert found == (
+        f"spec.data.eval[0].uri: there is no {tmp_path}/eval.jsonl on this machine: correct the path, or put the "
+        "files there",
+    )
+
+
+SECRETS = {
+    "model": {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}},
+    "checkpoint": {"uri": "s3://bucket/a", "s3": {"credentialsSecretRef": "store"}},
+    "compute": {
+        "gpusPerNode": 0,
+        "env": [
+            {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}},
+            {"name": "PLAIN", "value": "1"},
+        ],
+    },
+}
+
+
+def test_values_of_secrets_must_be_in_the_shell() -> None:
+    hub, store, key = problems(job(**SECRETS))
+
+    assert "Secret hub" in hub
+    assert "HF_TOKEN" in hub
+    assert "Secret store" in store
+    assert "AWS_ACCESS_KEY_ID" in store
+    assert key == "spec.compute.env KEY: there is no cluster to read its value from: set KEY in this shell"
+
+
+def test_values_of_secrets_are_taken_from_the_shell_and_named() -> None:
+    run = prepared(job(**SECRETS), environment={"HF_TOKEN": "t", "AWS_ACCESS_KEY_ID": "i", "KEY": "k"})
+
+    assert run.environment == {"PLAIN": "1"}
+    assert " ".join(run.notes) == (
+        "hf:// is read with HF_TOKEN of this shell (or the token of hf auth login). s3:// is reached with the AWS_* "
+        "variables or profile of this shell. Taken from this shell: KEY."
+    )
+    assert "t" not in run.config.model_dump_json().split('"')
+
+
+def test_logins_of_this_machine_do_as_well(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "token").write_text("t")
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text("[default]")
+
+    prepared(job(**SECRETS), environment={"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub"), "KEY": "k"})
