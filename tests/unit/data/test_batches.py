@@ -1,0 +1,110 @@
+"""Steps: the same examples whatever the number of processes, each exactly once, nothing padded."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sft_trainer.data.batches import ExampleBatches, PackedBatches, Step, StepSchedule, micro_batch
+from sft_trainer.data.stream import ExampleStream
+from tests.unit.data.examples import FakeExamples
+
+LENGTHS = np.random.default_rng(3).integers(2, 60, 500).tolist()
+
+
+def stream() -> ExampleStream:
+    return ExampleStream([len(LENGTHS)], weights=None, seed=9, shuffle=True)
+
+
+def packed(epochs: int | None = 1, bins_per_step: int = 4) -> PackedBatches:
+    return PackedBatches(
+        [FakeExamples(LENGTHS)],
+        stream(),
+        bin_tokens=64,
+        bins_per_step=bins_per_step,
+        epochs=epochs,
+        seed=9,
+        shuffle=True,
+    )
+
+
+def by_size(bin_tokens: int | None, micro_batch_size: int = 2, epochs: int | None = 1) -> ExampleBatches:
+    return ExampleBatches(
+        [FakeExamples(LENGTHS)],
+        stream(),
+        global_batch_size=16,
+        epochs=epochs,
+        micro_batch_size=micro_batch_size,
+        bin_tokens=bin_tokens,
+    )
+
+
+def rows(step: Step) -> list[int]:
+    return [row for bin_ in step.bins for row in bin_.rows.tolist()]
+
+
+@pytest.mark.parametrize("schedule", [packed(), packed(2), by_size(64), by_size(None), by_size(64, epochs=3)])
+def test_every_example_is_trained_once_an_epoch(schedule: StepSchedule) -> None:
+    assert schedule.total_steps is not None
+    seen = Counter(row for index in range(schedule.total_steps) for row in rows(schedule.step(index)))
+    assert set(seen) == set(range(500))
+    assert len(set(seen.values())) == 1
+
+
+@pytest.mark.parametrize("make", [packed, lambda: by_size(64), lambda: by_size(None)])
+def test_a_step_does_not_depend_on_what_was_read_before(make) -> None:  # type: ignore[no-untyped-def]
+    straight = make()
+    expected = [rows(straight.step(index)) for index in range(20)]
+    assert rows(make().step(13)) == expected[13]
+    jumping = make()
+    assert [rows(jumping.step(index)) for index in (19, 2, 7)] == [expected[19], expected[2], expected[7]]
+
+
+def test_bins_never_overflow_and_steps_are_full_but_the_last() -> None:
+    schedule = packed()
+    assert schedule.total_steps is not None
+    lengths = np.asarray(LENGTHS)
+    steps = [schedule.step(index) for index in range(schedule.total_steps)]
+    assert all(lengths[bin_.rows].sum() <= 64 for step in steps for bin_ in step.bins)
+    assert {len(step.bins) for step in steps[:-1]} == {4}
+
+
+def test_an_endless_schedule_goes_on_past_the_epoch() -> None:
+    schedule = packed(epochs=None)
+    assert schedule.total_steps is None
+    assert len(rows(schedule.step(400))) > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
+def test_processes_share_a_step_without_overlap_and_run_equally_often(processes: int) -> None:
+    step = packed().step(5)
+    shares = [step.micro_batches(rank, processes) for rank in range(processes)]
+    assert len({len(share) for share in shares}) == 1
+    dealt = [bin_ for slot in zip(*shares, strict=True) for bin_ in slot if bin_ is not None]
+    assert [bin_.rows.tolist() for bin_ in dealt] == [bin_.rows.tolist() for bin_ in step.bins]
+
+
+def test_denominator_counts_trained_tokens_of_all_bins() -> None:
+    step = by_size(64).step(3)
+    lengths = np.asarray(LENGTHS)[rows(step)]
+    assert (step.examples, step.tokens, step.trained_tokens) == (16, lengths.sum(), (lengths - 1).sum())
+
+
+def test_a_micro_batch_is_concatenated_and_predicts_within_documents_only() -> None:
+    # Given two documents of 3 and 2 tokens, when they share a micro-batch
+    source = FakeExamples([3, 2], base=10)
+    schedule = ExampleBatches(
+        [source],
+        ExampleStream([2], weights=None, seed=0, shuffle=False),
+        global_batch_size=2,
+        epochs=1,
+        micro_batch_size=2,
+        bin_tokens=None,
+    )
+    batch = micro_batch(schedule.step(0).bins[0], [source])
+    # Then positions restart, and the first token of the second is not predicted from the end of the first
+    assert batch.input_ids.tolist() == [10, 10, 10, 11, 11]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.document_lengths == (3, 2)
+    assert batch.targets.tolist() == [0, 1, 3]
+    assert batch.labels.tolist() == [10, 10, 11]

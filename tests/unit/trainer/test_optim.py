@@ -1,0 +1,59 @@
+"""The learning-rate schedule as a function of the step, and what decays."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.v1alpha1 import SFTJobSpec
+from sft_trainer.optim import build_optimizer, learning_rate
+
+
+def spec(**schedule: Any) -> SFTJobSpec:
+    return SFTJobSpec.model_validate(
+        {
+            "model": {"uri": "file:///m"},
+            "data": {"train": [{"uri": "file:///d"}]},
+            "compute": {"gpusPerNode": 0},
+            "training": {"schedule": schedule, "optimizer": {"weightDecay": 0.1}},
+        }
+    )
+
+
+def rates(total: int, **schedule: Any) -> list[float]:
+    return [learning_rate(spec(**schedule), 1.0, step, total) for step in range(total)]
+
+
+def test_warm_up_starts_above_zero_and_reaches_the_peak() -> None:
+    assert rates(10, type="constantWithWarmup", warmupSteps=4) == [0.25, 0.5, 0.75] + [1.0] * 7
+
+
+def test_linear_decays_to_the_minimum_one_step_after_the_end() -> None:
+    assert rates(4, type="linear", warmupSteps=0, minRatio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4])
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    values = rates(8, type="cosine", warmupSteps=0)
+    assert values[0] == 1.0
+    assert values[4] == pytest.approx(0.5)
+    assert values == sorted(values, reverse=True)
+
+
+def test_constant_is_constant() -> None:
+    assert rates(3, type="constant") == [1.0, 1.0, 1.0]
+
+
+def test_default_warm_up_is_three_percent() -> None:
+    assert rates(100)[2] == 1.0
+    assert rates(100)[1] == pytest.approx(2 / 3)
+
+
+def test_a_run_shorter_than_its_warm_up_never_exceeds_the_peak() -> None:
+    assert max(rates(3, type="cosine", warmupSteps=50)) == 1.0
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(layer.named_parameters(), spec(), 1e-3)
+    decay = {tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decay == {(2, 3): 0.1, (2,): 0.0}

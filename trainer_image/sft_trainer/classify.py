@@ -1,0 +1,28 @@
+"""From an exception to a failure class and a sentence for the user."""
+
+import errno
+
+from sft_api.failures import FailureClass
+
+from .errors import TrainingError
+
+_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout", "nccl error")
+
+
+def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
+    """Class and message of what ended a worker after ``step`` steps."""
+    text = " ".join(str(error).split())
+    if isinstance(error, TrainingError):
+        return error.failure, text
+    if type(error).__name__ == "OutOfMemoryError" or "out of memory" in text.lower():
+        return FailureClass.OUT_OF_MEMORY, (
+            f"GPU memory ran out at step {step + 1}: lower training.maxTokensPerMicroBatch and data.maxLength (or "
+            f"training.microBatchSize without packing), or set training.activationCheckpointing: full ({text[:300]})"
+        )
+    if isinstance(error, MemoryError):
+        return FailureClass.OUT_OF_MEMORY, f"host memory ran out at step {step + 1}: raise compute.resources memory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FailureClass.STORAGE_FULL, f"the disk is full ({error}): free space, or raise compute.cacheSize"
+    if isinstance(error, (RuntimeError, OSError)) and any(word in text.lower() for word in _PEER_WORDS):
+        return FailureClass.PEER_LOST, f"another process of the group went away at step {step + 1} ({text[:300]})"
+    return FailureClass.UNKNOWN, f"{type(error).__name__} at step {step + 1}: {text[:1000]}"

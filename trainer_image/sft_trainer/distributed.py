@@ -1,0 +1,73 @@
+"""This process and its group: ranks, device, and the few collectives the loop needs."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_RENDEZVOUS_TIMEOUT = timedelta(hours=24)
+"""The first process of a machine tokenises before it joins; the others wait for it here, not in a collective."""
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is, as the supervisor says in the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    address: str
+    port: int
+    generation: str
+
+    @classmethod
+    def from_environment(cls) -> "Ranks":
+        return cls(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            address=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            generation=os.environ.get("SFT_GENERATION", "0"),
+        )
+
+
+def device_for(ranks: Ranks, gpus_per_node: int) -> torch.device:
+    """The device of this process: its own GPU when the job has GPUs and this machine too, else the CPU."""
+    if gpus_per_node and torch.cuda.is_available():
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def join_group(ranks: Ranks, device: torch.device) -> None:
+    """Wait for all processes of this generation and form the default process group."""
+    store = dist.TCPStore(
+        ranks.address,
+        ranks.port,
+        ranks.world_size,
+        is_master=ranks.rank == 0,
+        timeout=_RENDEZVOUS_TIMEOUT,
+        wait_for_workers=True,
+    )
+    # A stale process of an earlier generation that finds the port again meets another prefix.
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"generation-{ranks.generation}", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def sum_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
+    """Sums of scalars over all processes, in double precision; one collective and one host synchronisation."""
+    total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    dist.all_reduce(total)
+    sums: list[float] = total.tolist()
+    return sums

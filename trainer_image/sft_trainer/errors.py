@@ -1,0 +1,54 @@
+"""Errors that end an attempt, each with the failure class that decides about a retry.
+
+The message is shown to the user as it is: one sentence that quotes the value and says what to change.
+"""
+
+from typing import ClassVar
+
+from sft_api.failures import FailureClass
+
+
+class TrainingError(Exception):
+    """Base of all errors with a known failure class."""
+
+    failure: ClassVar[FailureClass] = FailureClass.UNKNOWN
+
+
+class ConfigError(TrainingError):
+    failure = FailureClass.CONFIG_ERROR
+
+
+class DataError(TrainingError):
+    failure = FailureClass.DATA_ERROR
+
+
+class ModelError(TrainingError):
+    failure = FailureClass.MODEL_ERROR
+
+
+class AccessDeniedError(TrainingError):
+    failure = FailureClass.ACCESS_DENIED
+
+
+class StorageNotFoundError(TrainingError):
+    failure = FailureClass.STORAGE_NOT_FOUND
+
+
+class StorageFullError(TrainingError):
+    failure = FailureClass.STORAGE_FULL
+
+
+class StorageUnavailableError(TrainingError):
+    failure = FailureClass.STORAGE_UNAVAILABLE
+
+
+class NonFiniteLossError(TrainingError):
+    failure = FailureClass.NON_FINITE_LOSS
+
+
+class PeerLostError(TrainingError):
+    failure = FailureClass.PEER_LOST
+
+
+class StopRequested(TrainingError):
+    failure = FailureClass.INTERRUPTED

@@ -1,0 +1,58 @@
+"""Token-weighted mean loss over the evaluation sets."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from .data.batches import Bin, Examples, MicroBatch, empty_micro_batch, micro_batch
+from .data.packing import first_fit_decreasing
+from .distributed import sum_over_ranks
+
+Forward = Callable[[MicroBatch], torch.Tensor]
+"""Summed loss of one micro-batch on this process."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Mean loss per trained token of every set, and over all sets together."""
+
+    losses: dict[str, float]
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    forward: Forward,
+    sets: Mapping[str, Examples],
+    *,
+    bin_tokens: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> EvaluationResult:
+    """Evaluate all sets, their examples packed into bins of ``bin_tokens``; a collective call."""
+    model.eval()
+    sums: list[torch.Tensor | float] = []
+    for examples in sets.values():
+        groups = first_fit_decreasing(examples.lengths, bin_tokens)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for first in range(0, len(groups), world_size):
+            # Every process runs as many forward passes as the others: they share collectives.
+            if first + rank < len(groups):
+                rows = groups[first + rank]
+                batch = micro_batch(Bin(np.zeros(len(rows), dtype=np.int32), rows), [examples])
+                total += forward(batch)
+            else:
+                forward(empty_micro_batch())
+        sums.append(total)
+    model.train()
+    reduced = sum_over_ranks(sums, device)
+    tokens = [int(examples.trained.sum(dtype=np.int64)) for examples in sets.values()]
+    return EvaluationResult(
+        losses={name: total / count for name, total, count in zip(sets, reduced, tokens, strict=True)},
+        loss=sum(reduced) / sum(tokens),
+    )

@@ -1,0 +1,111 @@
+"""What happens before the processes meet: the model's files, the tokenizer, and the tokenised data."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_api.progress import Phase
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import DataSource
+
+from .checkpoint.store import S3Settings
+from .data.batches import ExampleBatches, PackedBatches, StepSchedule
+from .data.stream import ExampleStream
+from .data.tokenize import TokenizedSource, tokenize_source
+from .data.tokenizer import load_tokenizer
+from .fetch import localise
+from .reporting import Reporter
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything read from outside before training: local files only from here on."""
+
+    model_path: Path
+    tokenizer: Any
+    train: Sequence[TokenizedSource]
+    eval: dict[str, TokenizedSource]
+    steps: StepSchedule
+    total_steps: int
+    epoch_size: int
+
+
+def cache_directory() -> Path:
+    """Where models and tokenised data are kept on this machine."""
+    return Path(os.environ.get("SFT_CACHE_DIR") or Path.home() / ".cache" / "sft")
+
+
+def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
+    """Fetch, tokenise and lay out the steps; cached, so that a restart takes seconds.
+
+    Called by the first process of a machine before it joins the group, and by the others after: they find the cache.
+    """
+    spec = config.spec
+    s3 = S3Settings.from_spec(spec.checkpoint.s3)
+    cache = cache_directory()
+    token = os.environ.get("HF_TOKEN")
+
+    reporter.phase(Phase.LOADING, f"fetching {spec.model.uri}")
+    model_path = localise(spec.model.uri, cache, s3, token, kind="model")
+    tokenizer_path = (
+        localise(spec.model.tokenizer_uri, cache, s3, token, kind="model") if spec.model.tokenizer_uri else model_path
+    )
+    tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
+
+    def tokenized(source: DataSource) -> TokenizedSource:
+        reporter.phase(Phase.TOKENIZING, source.uri)
+        result = tokenize_source(
+            source,
+            spec.data,
+            tokenizer,
+            cache_dir=cache,
+            s3=s3,
+            token=token,
+            on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
+        )
+        for warning in result.report.warnings():
+            reporter.warn(warning)
+        return result
+
+    train = [tokenized(source) for source in spec.data.train]
+    evaluation = {source.name: tokenized(source) for source in spec.data.eval}
+    steps, epoch_size = plan_steps(config, train)
+    total_steps = spec.training.steps or steps.total_steps
+    assert total_steps is not None  # noqa: S101 - a run has steps or epochs
+    return Prepared(model_path, tokenizer, train, evaluation, steps, total_steps, epoch_size)
+
+
+def plan_steps(config: TrainerConfig, train: Sequence[TokenizedSource]) -> tuple[StepSchedule, int]:
+    """All steps of the run, and the number of examples of an epoch; a function of data and configuration alone."""
+    spec, plan = config.spec, config.plan
+    weights = [source.weight for source in spec.data.train if source.weight is not None]
+    stream = ExampleStream(
+        [len(source.lengths) for source in train],
+        weights=weights or None,
+        seed=spec.training.seed,
+        shuffle=spec.data.sampler == "random",
+    )
+    if plan.global_batch_tokens is not None:
+        assert plan.max_tokens_per_micro_batch is not None  # noqa: S101 - the plan gives both or none
+        steps: StepSchedule = PackedBatches(
+            train,
+            stream,
+            bin_tokens=plan.max_tokens_per_micro_batch,
+            bins_per_step=plan.global_batch_tokens // plan.max_tokens_per_micro_batch,
+            epochs=plan.epochs,
+            seed=spec.training.seed,
+            shuffle=spec.data.sampler == "random",
+        )
+    else:
+        assert plan.global_batch_size is not None  # noqa: S101 - the plan gives tokens or examples
+        steps = ExampleBatches(
+            train,
+            stream,
+            global_batch_size=plan.global_batch_size,
+            epochs=plan.epochs,
+            micro_batch_size=spec.training.micro_batch_size,
+            bin_tokens=plan.max_tokens_per_micro_batch,
+        )
+    return steps, stream.epoch_size

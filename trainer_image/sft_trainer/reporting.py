@@ -1,0 +1,107 @@
+"""What rank 0 tells the world: the progress file, the log, and the record of every step."""
+
+import json
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sft_api.progress import Phase, TrainingProgress
+from sft_api.report import duration
+from sft_api.rundir import PROGRESS_FILE, write_atomically
+
+log = logging.getLogger("sft_trainer")
+
+_LOG_EVERY_SECONDS = 2.0
+
+
+def finite(value: float | None) -> float | None:
+    """``value``, or None when it is NaN or infinite: JSON has neither."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Reporter:
+    """Progress of this attempt; on every rank but 0 it keeps the figures and writes nothing."""
+
+    def __init__(self, run_dir: Path, *, writes: bool) -> None:
+        self.progress = TrainingProgress()
+        self._path = run_dir / PROGRESS_FILE
+        self._writes = writes
+        self._step_seconds: deque[float] = deque(maxlen=50)
+        self._last_log = 0.0
+        self._records: list[dict[str, Any]] = []
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of the progress and publish it."""
+        self.progress = self.progress.model_copy(update={**fields, "update_time": datetime.now(UTC)})
+        if self._writes:
+            write_atomically(self._path, self.progress)
+
+    def phase(self, phase: Phase, detail: str = "") -> None:
+        """Say what is being done now."""
+        if self._writes and phase != self.progress.phase:
+            log.info("%s%s", phase.value, f": {detail}" if detail else "")
+        self.update(phase=phase, phase_detail=detail)
+
+    def warn(self, message: str) -> None:
+        """Tell the user something worth acting on, once."""
+        if message not in self.progress.warnings:
+            if self._writes:
+                log.warning(message)
+            self.update(warnings=[*self.progress.warnings, message])
+
+    def step(self, record: dict[str, Any], *, seconds: float, processes: int, peak_flops_share: float | None) -> None:
+        """Publish one step; ``record`` has step, loss, gradNorm, learningRate, tokens, trainedTokens and epoch."""
+        self._step_seconds.append(seconds)
+        median = statistics.median(self._step_seconds)
+        tokens_per_second = record["tokens"] / seconds
+        total = self.progress.total_steps
+        self._records.append({**record, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
+        self.update(
+            phase=Phase.TRAINING,
+            phase_detail="",
+            step=record["step"],
+            epoch=record["epoch"],
+            loss=finite(record["loss"]),
+            grad_norm=finite(record["gradNorm"]),
+            learning_rate=record["learningRate"],
+            step_seconds=seconds,
+            median_step_seconds=median,
+            tokens_per_second=tokens_per_second,
+            tokens_per_second_per_gpu=tokens_per_second / processes,
+            model_flops_utilization=peak_flops_share,
+            tokens_seen=self.progress.tokens_seen + record["tokens"],
+            trained_tokens_seen=self.progress.trained_tokens_seen + record["trainedTokens"],
+            remaining_seconds=median * (total - record["step"]) if total else None,
+        )
+        now = time.monotonic()
+        if self._writes and (now - self._last_log >= _LOG_EVERY_SECONDS or record["step"] == total):
+            self._last_log = now
+            log.info(
+                "step %s/%s  loss %.4f  grad norm %.3f  lr %.3g  %.0f tok/s  %s left",
+                record["step"],
+                total,
+                record["loss"],
+                record["gradNorm"],
+                record["learningRate"],
+                tokens_per_second,
+                duration(self.progress.remaining_seconds),
+            )
+
+    def take_records(self) -> bytes:
+        """The step records since the last call, one JSON line each; numbers as exactly as Python prints them."""
+        lines = [
+            json.dumps({key: finite(value) if isinstance(value, float) else value for key, value in record.items()})
+            for record in self._records
+        ]
+        self._records.clear()
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    def annotate_step(self, **fields: Any) -> None:
+        """Add fields to the record of the last step (evaluation losses)."""
+        if self._records:
+            self._records[-1].update(fields)

@@ -1,0 +1,365 @@
+"""The training run of one process, readable from top to bottom.
+
+Every process runs the same program; ``run`` is the story, the methods below it are its sentences.
+"""
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_api.checkpoints import STATUS_KEY, RunState
+from sft_api.progress import Phase
+from sft_api.rundir import STOP_FILE
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import ExportStatus
+
+from . import export
+from .checkpoint.manager import CheckpointManager
+from .checkpoint.store import S3Settings, Store, open_store
+from .data.batches import MicroBatch, Step, empty_micro_batch, micro_batch
+from .distributed import Ranks, device_for, join_group, sum_over_ranks
+from .errors import ConfigError, NonFiniteLossError, StopRequested
+from .evaluate import evaluate
+from .flops import peak_flops, training_flops
+from .models.weights import load_weights
+from .optim import build_optimizer, learning_rate
+from .preparation import Prepared, prepare
+from .reporting import Reporter, finite
+from .state import environment_facts, restore, training_tensors
+from .strategies.fsdp import build_model, clip_gradients
+
+log = logging.getLogger("sft_trainer")
+
+MAX_SKIPPED_IN_A_ROW = 5
+"""Steps without finite loss and gradients in a row after which training on is hopeless."""
+
+
+class Trainer:
+    """One process of a run: built from the configuration, then ``run`` once."""
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks, run_dir: Path) -> None:
+        self.config = config
+        self.spec = config.spec
+        self.ranks = ranks
+        self.is_first = ranks.rank == 0
+        self.device = device_for(ranks, config.spec.compute.gpus_per_node)
+        self.reporter = Reporter(run_dir, writes=self.is_first)
+        self._stop_file = run_dir / STOP_FILE
+        self.step = 0
+        """Optimizer steps done."""
+        self._examples_seen = 0
+        self._skipped_in_a_row = 0
+        self._evaluated_at = -1
+        self._last_save = time.monotonic()
+
+    def run(self) -> None:
+        """Train to the end of the run, from the newest checkpoint if there is one.
+
+        Raises ``StopRequested`` after saving when the group was asked to stop, other ``TrainingError``s as they come.
+        """
+        self._open_store()
+        if self.ranks.local_rank == 0:
+            self.prepared = self._prepare()
+        join_group(self.ranks, self.device)
+        if self.ranks.local_rank != 0:
+            self.prepared = self._prepare()
+
+        self._build()
+        self._resume_or_load()
+        if self.step == 0 and self.spec.training.evaluation.before_training:
+            self._evaluate()
+        while self.step < self.prepared.total_steps:
+            stop, save = self._train_step()
+            if self._due(self.spec.training.evaluation.every_steps):
+                self._evaluate()
+            if stop:
+                self._save(wait=True)
+                raise StopRequested(f"stopped after step {self.step}, which is saved")
+            if save or self._due(self.spec.checkpoint.every_steps):
+                self._save(wait=not self.spec.checkpoint.asynchronous)
+        self._evaluate()
+        self._save(wait=True)
+        self._export()
+        self.reporter.phase(Phase.COMPLETE)
+        self._publish_status()
+
+    # Before the first step
+
+    def _open_store(self) -> None:
+        self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
+        self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
+        if self.is_first:
+            # A missing bucket or a wrong key is found before the data is read.
+            self.reporter.phase(Phase.STARTING, f"checking {self.config.checkpoint_uri}")
+            result = self.store.probe()
+            if not result.conditional_writes:
+                self.reporter.warn(result.message)
+
+    def _prepare(self) -> Prepared:
+        prepared = prepare(self.config, self.reporter)
+        self.reporter.update(total_steps=prepared.total_steps)
+        return prepared
+
+    def _build(self) -> None:
+        self.reporter.phase(Phase.LOADING, "building the model")
+        self.manager = CheckpointManager(self.store, device=self.device)
+        attempt = self.manager.claim_attempt(self.config.job.uid)
+        self.reporter.update(attempt=attempt)
+        self.model = build_model(self.config, self.prepared.model_path, self.device)
+        self.optimizer = build_optimizer(self.model.named_parameters(), self.spec, self.config.plan.learning_rate)
+        huggingface: Any = self.model.huggingface
+        self._model_config = huggingface.config
+        self._parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
+        self._peak_flops = peak_flops(self.device)
+
+    def _resume_or_load(self) -> None:
+        if self.spec.checkpoint.resume.policy == "auto" and self._resume():
+            return
+        self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
+        load_weights(self.model, self.prepared.model_path)
+
+    def _resume(self) -> bool:
+        self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
+        template = training_tensors(self.model, self.optimizer)
+        loaded = self.manager.load_newest(template, accept=self._check_same_run)
+        if loaded is None:
+            return False
+        restore(self.model, self.optimizer, template)
+        self.step = loaded.step
+        here = environment_facts(self.device, self.ranks.world_size)
+        changed = [
+            f"{key} {then!r} -> {here.get(key)!r}"
+            for key, then in loaded.run.environment.items()
+            if here.get(key) != then
+        ]
+        if changed:
+            self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
+        self.reporter.update(
+            step=self.step,
+            resumed_from_step=self.step,
+            eval_loss=loaded.run.metrics.get("evalLoss"),
+            checkpoints=self.manager.status(),
+            **{key: (loaded.run.model_extra or {}).get(key, 0) for key in ("tokens_seen", "trained_tokens_seen")},
+        )
+        if self.is_first:
+            log.info("resumed from step %s (%s)", loaded.step, loaded.id.folder)
+        return True
+
+    def _check_same_run(self, run: RunState) -> None:
+        """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
+        before: Any = (run.model_extra or {}).get("numbers")
+        now = self.config.numbers()
+        if before is not None and before != now:
+            changed = ", ".join(_changed_fields(before, now))
+            raise ConfigError(
+                f"{self.config.checkpoint_uri} holds checkpoints of a run with other settings ({changed}): give this "
+                "run another metadata.name or checkpoint.uri, or restore the settings"
+            )
+
+    # One step
+
+    def _train_step(self) -> tuple[bool, bool]:
+        """One optimizer step. Returns whether the group was asked to stop, and whether it is time to save."""
+        began = time.perf_counter()
+        step = self.prepared.steps.step(self.step)
+        loss_sum, flops = self._forward_backward(step)
+        norm = clip_gradients(self.model, self.spec.training.optimizer.max_grad_norm)
+        stop_here = self._stop_file.exists()
+        save_here = self.is_first and time.monotonic() - self._last_save >= self.spec.checkpoint.every_seconds
+        # One collective and one host synchronisation carry everything the processes must agree on.
+        total, stop, save, norm_sum, flops_sum = sum_over_ranks(
+            [loss_sum, float(stop_here), float(save_here), norm, flops], self.device
+        )
+        loss, grad_norm = total / step.trained_tokens, norm_sum / self.ranks.world_size
+        rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
+        self._update(rate, is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
+        self.step += 1
+        seconds = time.perf_counter() - began
+        self._examples_seen += step.examples
+        self.reporter.step(
+            {
+                "step": self.step,
+                "loss": loss,
+                "gradNorm": grad_norm,
+                "learningRate": rate,
+                "tokens": step.tokens,
+                "trainedTokens": step.trained_tokens,
+                "epoch": round(self._examples_seen / self.prepared.epoch_size, 6),
+            },
+            seconds=seconds,
+            processes=self.ranks.world_size,
+            peak_flops_share=(
+                flops_sum / (seconds * self._peak_flops * self.ranks.world_size) if self._peak_flops else None
+            ),
+        )
+        return stop > 0, save > 0
+
+    def _forward_backward(self, step: Step) -> tuple[torch.Tensor, float]:
+        """Accumulate the gradients of this process's share; returns its summed loss and its model FLOPs."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        flops = 0.0
+        for index, bin_ in enumerate(step.micro_batches(self.ranks.rank, self.config.plan.data_parallel)):
+            # Random numbers (dropout) depend on the place in the run alone, never on what ran before.
+            torch.manual_seed(
+                hash((self.spec.training.seed, self.step, index, self.ranks.rank)) & 0x7FFF_FFFF_FFFF_FFFF
+            )
+            batch = micro_batch(bin_, self.prepared.train) if bin_ is not None else empty_micro_batch()
+            loss = self._forward(batch)
+            # The denominator is that of the whole step, so gradients only need to be summed.
+            (loss * (1.0 / step.trained_tokens if bin_ is not None else 0.0)).backward()
+            if bin_ is not None:
+                loss_sum += loss.detach()
+                flops += training_flops(
+                    self._model_config, self._parameters, self._embedding_parameters, batch.document_lengths
+                )
+        return loss_sum, flops
+
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        def on_device(array: Any) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+        loss: torch.Tensor = self.model(
+            on_device(batch.input_ids),
+            on_device(batch.position_ids),
+            batch.document_lengths,
+            on_device(batch.targets),
+            on_device(batch.labels),
+        )
+        return loss
+
+    def _update(self, rate: float, *, is_finite: bool) -> None:
+        """Change the weights, or leave them when the step is not finite (on all processes alike)."""
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self._skipped_in_a_row = 0
+        else:
+            self._skipped_in_a_row += 1
+            self.reporter.update(skipped_steps=self.reporter.progress.skipped_steps + 1)
+            self.reporter.warn(f"loss or gradients of step {self.step + 1} were not finite: the step was skipped")
+        self.optimizer.zero_grad()
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            latest = self.reporter.progress.checkpoints.latest
+            kept = f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"
+            raise NonFiniteLossError(
+                f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
+                f"{self.step + 1} ({kept}): lower training.optimizer.learningRate "
+                f"({self.config.plan.learning_rate:g}), or look at the data there"
+            )
+
+    # Between steps
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0 and self.step < self.prepared.total_steps
+
+    def _evaluate(self) -> None:
+        if not self.prepared.eval or self._evaluated_at == self.step:
+            return
+        self.reporter.phase(Phase.EVALUATING)
+        result = evaluate(
+            self.model,
+            self._forward,
+            self.prepared.eval,
+            bin_tokens=self.config.plan.max_tokens_per_micro_batch or self.spec.data.max_length,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            device=self.device,
+        )
+        self._evaluated_at = self.step
+        self.reporter.annotate_step(evalLoss=result.loss, evalLosses=result.losses)
+        self.reporter.update(
+            eval_loss=finite(result.loss), eval_losses={name: finite(loss) for name, loss in result.losses.items()}
+        )
+        if self.is_first:
+            log.info("evaluation after step %s: loss %.4f", self.step, result.loss)
+
+    def _save(self, *, wait: bool) -> None:
+        if self.reporter.progress.checkpoints.latest and self.reporter.progress.checkpoints.latest.step == self.step:
+            return
+        self.reporter.phase(Phase.SAVING)
+        progress = self.reporter.progress
+        run = RunState.model_validate(
+            {
+                "cursor": self.step,
+                "metrics": {"loss": progress.loss, "evalLoss": self._eval_loss_here()},
+                "plan": self.config.plan.model_dump(mode="json"),
+                "environment": environment_facts(self.device, self.ranks.world_size),
+                "config_digest": self.config.numbers_digest(),
+                "numbers": self.config.numbers(),
+                "tokens_seen": progress.tokens_seen,
+                "trained_tokens_seen": progress.trained_tokens_seen,
+            }
+        )
+        self._write_records()
+        keep = self.spec.checkpoint.keep
+        self.manager.save(
+            self.step,
+            training_tensors(self.model, self.optimizer),
+            run,
+            asynchronous=not wait,
+            keep_last=keep.last,
+            keep_best=keep.best,
+        )
+        if wait:
+            self.manager.wait()
+        self._last_save = time.monotonic()
+        self.reporter.update(checkpoints=self.manager.status())
+        self._publish_status()
+
+    def _eval_loss_here(self) -> float | None:
+        return self.reporter.progress.eval_loss if self._evaluated_at == self.step else None
+
+    def _write_records(self) -> None:
+        records = self.reporter.take_records()
+        if self.is_first and records:
+            self.store.put(f"metrics/step-{self.step:08d}-a{self.reporter.progress.attempt:05d}.jsonl", records)
+
+    def _publish_status(self) -> None:
+        if self.is_first:
+            self.store.put(STATUS_KEY, self.reporter.progress.model_dump_json(by_alias=True).encode())
+
+    def _export(self) -> None:
+        uri = self.config.export_uri
+        if uri is None:
+            return
+        self.reporter.phase(Phase.EXPORTING, uri)
+        progress = self.reporter.progress
+        card = export.model_card(
+            name=self.config.job.name,
+            base=self.spec.model.uri,
+            datasets=[source.uri for source in self.spec.data.train],
+            facts={
+                "steps": self.step,
+                "tokens": progress.tokens_seen,
+                "trained tokens": progress.trained_tokens_seen,
+                "training loss": progress.loss,
+                "evaluation loss": progress.eval_loss,
+                "peak learning rate": self.config.plan.learning_rate,
+            },
+        )
+        export.export_model(
+            self.model,
+            open_store(uri, self._s3),
+            dtype=getattr(self._model_config, "dtype", None) or torch.float32,
+            tokenizer=self.prepared.tokenizer,
+            card=card,
+            rank=self.ranks.rank,
+        )
+        self.reporter.update(export=ExportStatus(uri=uri, step=self.step))
+
+
+def _changed_fields(before: Any, now: Any, path: str = "") -> list[str]:
+    """Paths at which two nested dictionaries differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            change
+            for key in sorted({*before, *now})
+            for change in _changed_fields(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if before == now else [f"{path}: {before!r} -> {now!r}"]
