@@ -111,8 +111,14 @@ class TerminationMessage(ReportModel):
     rank: int | None = None
     attempt: int = 0
     step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
     checkpoint_step: int | None = None
     checkpoint_uri: str | None = Field(default=None, max_length=1000)
+    checkpoint_time: datetime | None = None
+    checkpoint_bytes: int | None = None
+    export_uri: str | None = Field(default=None, max_length=500)
 
 
 class WorkerError(ReportModel):

@@ -90,6 +90,13 @@ class RestartsStatus(ApiModel):
     last_message: Text = Field(default="", description="Its message: what happened, and what to change.")
     lost_steps: int = Field(default=0, description="Steps computed twice because of restarts.")
     recovery_seconds: float | None = Field(default=None, description="From the last failure to the next new step.")
+    last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
+    last_failure_step: int | None = Field(default=None, description="Furthest step at which a failure happened.")
+    fruitless: int = Field(default=0, description="Failures in a row that got no further than the one before.")
+    replaced_pods: int = Field(default=0, description="Pods of the present Job that are counted in here.")
+    counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=5000)] = Field(
+        default_factory=list, description="Incidents and pods already counted, so that none is counted twice."
+    )
 
 
 class PlanStatus(ApiModel):
@@ -123,6 +130,9 @@ class SFTJobStatus(ApiModel):
 
     state: State | None = Field(default=None, description="Where the job stands, in one word, for people.")
     observed_generation: int = Field(default=0, description="metadata.generation this status belongs to.")
+    message: Text = Field(
+        default="", description="What holds the job up or ended it, in a sentence; for kubectl get -o wide."
+    )
     conditions: Annotated[
         list[Condition],
         Field(
