@@ -30,8 +30,7 @@ class Rule:
     def enforce(self, value: Any) -> Any:
         """``value`` itself, or an error with the rule's message."""
         if not self.check(value):
-            # Braces would be read as placeholders by PydanticCustomError.
-            raise PydanticCustomError("rule", self.message.replace("{", "{{").replace("}", "}}"))
+            raise broken(self)
         return value
 
     # As an annotation on a scalar: Annotated[str, Rule(...)]
@@ -44,9 +43,16 @@ class Rule:
         return result
 
 
+def broken(*rules: Rule) -> PydanticCustomError:
+    """The error that says each of ``rules`` in a line of its own; its type is ``rule``."""
+    # As a value: braces in the sentence itself would be read as placeholders.
+    return PydanticCustomError("rule", "{sentences}", {"sentences": "\n".join(rule.message for rule in rules)})
+
+
 def matches(pattern: str, message: str) -> Rule:
     """A rule that a string matches ``pattern`` (the common subset of RE2 and Python's ``re``)."""
-    compiled = re.compile(pattern)
+    # In RE2 $ is the end of the string; Python's also matches before a line break at the end.
+    compiled = re.compile(pattern.removesuffix("$") + r"\Z" if pattern.endswith("$") else pattern)
     quoted = pattern.replace("\\", "\\\\").replace("'", "\\'")
     return Rule(f"self.matches('{quoted}')", message, lambda value: compiled.search(value) is not None)
 
@@ -69,8 +75,9 @@ class ApiModel(BaseModel):
 
     @model_validator(mode="after")
     def _enforce_rules(self) -> Self:
-        for rule in self.rules:
-            rule.enforce(self)
+        failed = [rule for rule in self.rules if not rule.check(self)]
+        if failed:
+            raise broken(*failed)
         return self
 
 
@@ -93,5 +100,25 @@ Name = Annotated[
     matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be a lower-case Kubernetes object name"),
 ]
 ShortText = Annotated[str, Field(min_length=1, max_length=256)]
-LabelMap = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
-AnnotationMap = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
+
+_QUALIFIED_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+
+
+def _every_key(rule: Rule) -> Rule:
+    return Rule(
+        f"self.all(key, {rule.cel.replace('self.', 'key.', 1)})",
+        rule.message,
+        lambda value: all(rule.check(key) for key in value),
+    )
+
+
+QualifiedKeys = _every_key(
+    matches(_QUALIFIED_NAME, "keys must be [domain/]name: letters, digits, -, _ and ., at most 63 after the domain")
+)
+LabelValue = Annotated[
+    str,
+    Field(max_length=63),
+    matches(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", "must be a label value: letters, digits, -, _ and ."),
+]
+LabelMap = Annotated[dict[str, LabelValue], Field(max_length=32), QualifiedKeys]
+AnnotationMap = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32), QualifiedKeys]

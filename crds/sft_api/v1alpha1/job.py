@@ -1,10 +1,10 @@
 """SFTJob itself: metadata, spec and status in one object, with the rules that span several parts of the spec."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, model_validator
 
-from .base import ApiModel, Rule, matches
+from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
 from .workload import DataSpec, ModelSpec, TrainingSpec
@@ -21,7 +21,17 @@ JOB_NAME_MESSAGE = (
     "and the pods"
 )
 
-IMMUTABLE_SPEC_FIELDS = ("model", "data", "training", "strategy", "compute", "checkpoint", "export")
+IMMUTABLE_SPEC_FIELDS = (
+    "model",
+    "data",
+    "training",
+    "strategy",
+    "compute",
+    "checkpoint",
+    "export",
+    "runPolicy.terminationGracePeriodSeconds",
+)
+"""Dotted paths below ``spec`` that never change: a Job's pod template cannot, and a run's numbers must not."""
 
 
 def _processes(spec: "SFTJobSpec") -> int:
@@ -136,6 +146,22 @@ class SFTJobSpec(ApiModel):
     )
 
 
+_OTHER_METADATA = frozenset(
+    {
+        "creationTimestamp",
+        "deletionGracePeriodSeconds",
+        "deletionTimestamp",
+        "finalizers",
+        "generateName",
+        "managedFields",
+        "ownerReferences",
+        "resourceVersion",
+        "selfLink",
+    }
+)
+"""Fields of every object's metadata that the API server looks after: neither read here nor refused."""
+
+
 class ObjectMeta(ApiModel):
     """The part of an object's metadata that the API itself looks at."""
 
@@ -143,11 +169,15 @@ class ObjectMeta(ApiModel):
     namespace: str = "default"
     uid: str = ""
     generation: int = 0
-    labels: dict[str, str] = Field(default_factory=dict)
-    annotations: dict[str, str] = Field(default_factory=dict)
+    labels: Annotated[dict[str, LabelValue], QualifiedKeys] = Field(default_factory=dict)
+    annotations: Annotated[dict[str, str], QualifiedKeys] = Field(default_factory=dict)
 
-    # The API server adds fields of its own (resourceVersion, managedFields, ...) that are none of our business.
-    model_config = ConfigDict(extra="ignore")
+    @model_validator(mode="before")
+    @classmethod
+    def _without_other_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if key not in _OTHER_METADATA}
+        return value
 
 
 class SFTJob(ApiModel):

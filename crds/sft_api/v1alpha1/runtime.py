@@ -1,10 +1,12 @@
 """``spec.strategy``, ``spec.compute``, ``spec.checkpoint``, ``spec.export`` and ``spec.runPolicy``: where it runs."""
 
+import re
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from .base import AnnotationMap, ApiModel, LabelMap, Name, Rule, ShortText, matches
 
@@ -36,30 +38,64 @@ class StrategySpec(ApiModel):
     fsdp: FsdpSpec | None = Field(default=None, description="FSDP2, the default strategy.")
 
 
+_QUANTITY = r"^([0-9]+)(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+_UNITS = {"m": Fraction(1, 1000), "": Fraction(1)}
+_UNITS |= {unit: Fraction(1000**power) for power, unit in enumerate("kMGTP", start=1)}
+_UNITS |= {f"{unit}i": Fraction(1024**power) for power, unit in enumerate("KMGTP", start=1)}
+
+
 class _Quantity:
     """A Kubernetes quantity: an integer or a string such as 500m or 64Gi."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.union_schema(
-            [
-                core_schema.int_schema(strict=True, ge=0),
-                core_schema.str_schema(strict=True, pattern=self.pattern, max_length=32),
-            ]
-        )
+        return core_schema.no_info_plain_validator_function(self._checked)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {
             "anyOf": [{"type": "integer"}, {"type": "string"}],
             "x-kubernetes-int-or-string": True,
-            "pattern": self.pattern,
+            "minimum": 0,
+            "pattern": _QUANTITY,
             "maxLength": 32,
         }
 
-    pattern = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+    @staticmethod
+    def _checked(value: Any) -> int | str:
+        if isinstance(value, str) and len(value) <= 32 and quantity_value(value) is not None:
+            return value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        raise PydanticCustomError("quantity", "must be a quantity such as 2, 500m or 64Gi")
 
+
+def quantity_value(quantity: int | str) -> Fraction | None:
+    """The number a Kubernetes quantity stands for; None when it is not one."""
+    match = re.fullmatch(_QUANTITY.strip("^$"), str(quantity), re.ASCII)
+    return Fraction(match[1] + (match[2] or "")) * _UNITS[match[3] or ""] if match else None
+
+
+def _at_most(requests: dict[str, int | str], limits: dict[str, int | str]) -> bool:
+    pairs = ((quantity_value(requests[name]), quantity_value(limits[name])) for name in requests.keys() & limits.keys())
+    return all(request is not None and limit is not None and request <= limit for request, limit in pairs)
+
+
+_NATIVE_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 Quantity = Annotated[int | str, _Quantity()]
-ResourceMap = Annotated[dict[str, Quantity], Field(max_length=16)]
+ResourceMap = Annotated[
+    dict[str, Quantity],
+    Field(max_length=16),
+    Rule(
+        f"self.all(name, name.contains('/') || name.startsWith('hugepages-') || name in {list(_NATIVE_RESOURCES)})",
+        "resources are cpu, memory, ephemeral-storage, hugepages-SIZE, or have a domain such as rdma/hca",
+        lambda value: all("/" in name or name.startswith("hugepages-") or name in _NATIVE_RESOURCES for name in value),
+    ),
+    Rule(
+        "self.all(name, !name.contains('/') || string(self[name]).matches('^[0-9]+$'))",
+        "resources with a domain are whole numbers, such as rdma/hca: 1",
+        lambda value: all(str(amount).isdecimal() for name, amount in value.items() if "/" in name),
+    ),
+]
 
 
 class ResourcesSpec(ApiModel):
@@ -67,6 +103,16 @@ class ResourcesSpec(ApiModel):
 
     requests: ResourceMap = Field(default_factory=dict, description="What one pod asks for: cpu, memory, any name.")
     limits: ResourceMap = Field(default_factory=dict, description="What one pod may use.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
+            "!isQuantity(string(self.requests[name])) || !isQuantity(string(self.limits[name])) || "
+            "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)",
+            "compute.resources.requests must not exceed compute.resources.limits",
+            lambda self: _at_most(self.requests, self.limits),
+        ),
+    )
 
 
 class TolerationSpec(ApiModel):
@@ -78,8 +124,26 @@ class TolerationSpec(ApiModel):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
         default=None, description="Effect of the taint; all when absent."
     )
-    toleration_seconds: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="How long NoExecute is tolerated."
+    toleration_seconds: Annotated[int, Field(ge=0, le=31_536_000)] | None = Field(
+        default=None, description="Seconds for which NoExecute is tolerated; for ever when absent."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.operator == 'Equal' || !has(self.value)",
+            "a toleration with operator: Exists has no value",
+            lambda self: self.operator == "Equal" or self.value is None,
+        ),
+        Rule(
+            "has(self.key) || self.operator == 'Exists'",
+            "a toleration without key needs operator: Exists",
+            lambda self: self.key is not None or self.operator == "Exists",
+        ),
+        Rule(
+            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            "tolerationSeconds needs effect: NoExecute",
+            lambda self: self.toleration_seconds is None or self.effect == "NoExecute",
+        ),
     )
 
 

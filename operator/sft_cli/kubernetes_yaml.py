@@ -1,0 +1,157 @@
+"""YAML read as Kubernetes reads it: sigs.k8s.io/yaml, which is go-yaml 2 followed by JSON.
+
+It differs from PyYAML where it matters: ``1e-5`` and ``1e3`` are numbers, ``1:30`` and ``2026-01-01`` are strings,
+``y`` and ``n`` are booleans like ``yes`` and ``no``, ``100.0`` is the integer 100 (it goes through JSON), and keys
+that are not strings become strings. Duplicate keys are refused, as the API server does with strict validation.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_WORDS: dict[str, bool | float | None] = {
+    **dict.fromkeys(("y", "Y", "yes", "Yes", "YES", "true", "True", "TRUE", "on", "On", "ON"), True),
+    **dict.fromkeys(("n", "N", "no", "No", "NO", "false", "False", "FALSE", "off", "Off", "OFF"), False),
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), math.inf),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), -math.inf),
+}
+_INTEGER = re.compile(r"([-+]?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0[oO]?([0-7]+)|(0|[1-9][0-9]*))", re.ASCII)
+_BASES = (16, 2, 8, 10)
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
+_LARGEST_WRITTEN_OUT = 1e21
+"""Go's JSON writes whole floats below this without a point or exponent: they come back as integers."""
+
+
+class YamlError(ValueError):
+    """The text cannot be read; the message says where and why."""
+
+
+def read_documents(text: str) -> list[Any]:
+    """Every document of ``text`` (YAML or JSON) that is not empty, as JSON-like values.
+
+    Raises ``YamlError``.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return [json.loads(text, object_pairs_hook=_object, parse_float=lambda number: _as_json(float(number)))]
+        except json.JSONDecodeError:
+            pass  # YAML in flow style looks like JSON at its start
+    try:
+        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(f"line {mark.line + 1}: {error.problem}" if mark else str(error)) from error
+    except yaml.YAMLError as error:
+        raise YamlError(" ".join(str(error).split())) from error
+
+
+def plain_scalar(text: str) -> bool | int | float | str | None:
+    """The value of a scalar without quotes."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if not text or text[0] not in "+-.0123456789":
+        return text
+    digits = text if text[0] == "." else text.replace("_", "")
+    if match := _INTEGER.fullmatch(digits):
+        sign, *groups = match.groups()
+        base, magnitude = next((base, group) for base, group in zip(_BASES, groups, strict=True) if group)
+        value = int(sign + magnitude, base)
+        if -(2**63) <= value < 2**64:
+            return value
+    if _FLOAT.fullmatch(digits) and math.isfinite(number := float(digits)):
+        return number
+    return text
+
+
+def _as_json(number: float) -> int | float:
+    if number.is_integer() and abs(number) < _LARGEST_WRITTEN_OUT:
+        return int(number)
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise YamlError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+    return result
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's parser with go-yaml's meaning of scalars and keys."""
+
+    # Only the tags below have a meaning in JSON; without this PyYAML's own (dates, sets, binary) would apply.
+    yaml_constructors = {}  # noqa: RUF012
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        if kind is not yaml.ScalarNode:
+            return _TAG + ("map" if kind is yaml.MappingNode else "seq")
+        if not implicit[0]:
+            return f"{_TAG}str"
+        if value == "<<":
+            return f"{_TAG}merge"
+        return _TAG + _tag_name(plain_scalar(value))
+
+    def scalar(self, node: yaml.ScalarNode) -> Any:
+        value = plain_scalar(node.value)
+        wanted, found = node.tag.removeprefix(_TAG), _tag_name(value)
+        if found == "int" and wanted == "float":
+            found = "float"
+        if found != wanted:
+            self.fail(f"cannot read {node.value!r} as !!{wanted}", node)
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                self.fail(f"{node.value} is not a finite number", node)
+            return _as_json(value)
+        return value
+
+    def text(self, node: yaml.ScalarNode) -> str:
+        return str(node.value)
+
+    def sequence(self, node: yaml.SequenceNode) -> list[Any]:
+        return [self.construct_object(item, deep=True) for item in node.value]
+
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        own: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag != f"{_TAG}merge":
+                name = self.key(key_node)
+                if name in own:
+                    self.fail(f"duplicate key {name!r}", key_node)
+                own.add(name)
+        self.flatten_mapping(node)  # what << brings in comes first, so that own keys win
+        return {self.key(key_node): self.construct_object(item, deep=True) for key_node, item in node.value}
+
+    def key(self, node: yaml.Node) -> str:
+        value = self.construct_object(node, deep=True)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if not isinstance(value, int | float):
+            self.fail("a key must be a string", node)
+        return str(value)
+
+    def other(self, node: yaml.Node) -> Any:
+        self.fail(f"the tag {node.tag.replace(_TAG, '!!')} has no meaning here", node)
+
+    def fail(self, problem: str, node: yaml.Node) -> None:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _tag_name(value: object) -> str:
+    return {bool: "bool", int: "int", float: "float", str: "str", type(None): "null"}[type(value)]
+
+
+for _name in ("bool", "int", "float", "null"):
+    _Loader.add_constructor(_TAG + _name, _Loader.scalar)
+_Loader.add_constructor(f"{_TAG}str", _Loader.text)
+_Loader.add_constructor(f"{_TAG}seq", _Loader.sequence)
+_Loader.add_constructor(f"{_TAG}map", _Loader.mapping)
+_Loader.add_constructor(None, _Loader.other)

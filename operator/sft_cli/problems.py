@@ -1,0 +1,162 @@
+"""Validation errors in sentences for people: the field's path, what it must be, and the value that was given."""
+
+import difflib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from sft_api.openapi import Schema, structural_schema
+from sft_api.v1alpha1.job import SFTJob
+
+from .kubernetes_yaml import plain_scalar
+
+_TYPES = {
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a map",
+    "model_type": "must be a map of fields",
+    "model_attributes_type": "must be a map of fields",
+    "finite_number": "must be a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("must be greater than", "gt"),
+    "greater_than_equal": ("must be at least", "ge"),
+    "less_than": ("must be less than", "lt"),
+    "less_than_equal": ("must be at most", "le"),
+}
+_SIZES = {
+    "string_too_short": ("must have at least", "min_length", "characters"),
+    "string_too_long": ("must have at most", "max_length", "characters"),
+    "too_short": ("must have at least", "min_length", "items"),
+    "too_long": ("must have at most", "max_length", "items"),
+}
+_LONGEST_QUOTE = 80
+
+
+def sentences(error: ValidationError) -> list[str]:
+    """One line per problem of ``error``, in the order of the fields."""
+    return [line for details in error.errors(include_url=False) for line in _lines(details)]
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """A pydantic location as Kubernetes writes paths: ``spec.data.train[0].uri``."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".")
+
+
+def _lines(error: ErrorDetails) -> Iterator[str]:
+    location, kind, value = error["loc"], error["type"], error["input"]
+    path = field_path(location)
+    if kind == "extra_forbidden":
+        yield f"unknown field {path}{_suggestion(location)}"
+    elif kind == "missing":
+        yield f"{path}: is required"
+    elif kind == "rule":
+        for sentence in error["ctx"]["sentences"].splitlines():
+            # A rule on an object names its fields; one on a scalar says only what that must be.
+            yield f"{path}: {sentence}".removeprefix(": ") + ("" if _is_compound(value) else f", got {_quote(value)}")
+    else:
+        yield f"{path}: {_expectation(error)}, got {_given(error)}{_remedy(kind, value)}".removeprefix(": ")
+
+
+def _expectation(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _TYPES:
+        return _TYPES[kind]
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return f"{words} {context[key]}"
+    if kind in _SIZES:
+        words, key, unit = _SIZES[kind]
+        return f"{words} {context[key]} {unit if context[key] != 1 else unit[:-1]}"
+    if kind == "literal_error":
+        choices = _choices(error)
+        return f"must be one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
+    return error["msg"]
+
+
+def _given(error: ErrorDetails) -> str:
+    value = error["input"]
+    if error["type"] in _SIZES:
+        return str(len(value))
+    return _quote(value)
+
+
+def _quote(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a map"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
+
+
+def _is_compound(value: Any) -> bool:
+    return not isinstance(value, str | int | float | bool)
+
+
+def _remedy(kind: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "; put it in quotes"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        return "; leave the quotes out" if _reads_otherwise(value) else ""
+    return ""
+
+
+def _reads_otherwise(value: str) -> bool:
+    return not isinstance(plain_scalar(value), str)
+
+
+def _choices(error: ErrorDetails) -> list[str]:
+    schema = _schema_at(structural_schema(SFTJob), error["loc"])
+    return [str(choice) for choice in schema["enum"]]
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    """What the user may have meant by the unknown field at ``location``."""
+    root = structural_schema(SFTJob)
+    *parents, name = location
+    siblings = _schema_at(root, tuple(parents)).get("properties", {})
+    close = _closest(str(name), siblings)
+    if close:
+        return f"; did you mean {close}?"
+    elsewhere = [
+        path
+        for path in _field_paths(root["properties"]["spec"], "spec")
+        if _bare(path.split(".")[-1]) == _bare(str(name))
+    ]
+    return f"; did you mean {' or '.join(elsewhere)}?" if 0 < len(elsewhere) <= 2 else ""
+
+
+def _closest(name: str, candidates: Any) -> str | None:
+    """The candidate that ``name`` most resembles, case and underscores aside."""
+    bare = {_bare(candidate): candidate for candidate in candidates}
+    found = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.75)
+    return bare[found[0]] if found else None
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _schema_at(schema: Schema, location: tuple[int | str, ...]) -> Schema:
+    for part in location:
+        if isinstance(part, int):
+            schema = schema["items"]
+        else:
+            schema = schema.get("properties", {}).get(part) or schema.get("additionalProperties", {})
+    return schema
+
+
+def _field_paths(schema: Schema, path: str) -> Iterator[str]:
+    for name, field in schema.get("properties", {}).items():
+        yield f"{path}.{name}"
+        yield from _field_paths(field, f"{path}.{name}")
