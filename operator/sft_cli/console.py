@@ -1,25 +1,22 @@
-"""The two consoles: results go to stdout, everything said on the way to stderr.
+"""What commands print: results on stdout, everything said on the way on stderr, colour where somebody looks at it."""
 
-rich honours NO_COLOR, FORCE_COLOR and TERM=dumb; nothing is cut to a width when the output is no terminal.
-"""
+import os
+import sys
+from typing import Any, TextIO
 
-from rich.console import Console
-
-_WIDTH_OF_A_FILE = 200
-
-
-def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_A_FILE
-    return console
+import click
 
 
-def results() -> Console:
-    """Console of what a command was asked for."""
-    return _console(stderr=False)
+def coloured(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal that shows colours, and the user wants them (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def messages() -> Console:
-    """Console of progress, warnings and errors."""
-    return _console(stderr=True)
+def result(text: str, **style: Any) -> None:
+    """A line of what the command was asked for; ``style`` as of ``click.style``."""
+    click.secho(text, color=coloured(sys.stdout), **style)
+
+
+def say(text: str, **style: Any) -> None:
+    """A line of progress, a warning, an error; ``style`` as of ``click.style``."""
+    click.secho(text, err=True, color=coloured(sys.stderr), **style)

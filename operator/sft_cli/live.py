@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
+import click
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
@@ -12,6 +13,8 @@ from rich.text import Text
 
 from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
+
+from .console import say
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -55,8 +58,8 @@ class Display(Protocol):
     def show(self, progress: Progress | None) -> None:
         """Show the state of now."""
 
-    def say(self, message: str, style: str = "") -> None:
-        """A message that stays."""
+    def say(self, message: str, **style: Any) -> None:
+        """A line that stays; ``style`` as of ``click.style``."""
 
     def close(self) -> None:
         """No more of it."""
@@ -74,8 +77,8 @@ class TerminalDisplay:
         line = progress_line(progress, datetime.now(UTC))
         self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
 
-    def say(self, message: str, style: str = "") -> None:
-        self._live.console.print(message, style=style)
+    def say(self, message: str, **style: Any) -> None:
+        self._live.console.print(Text.from_ansi(click.style(message, **style)), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -84,8 +87,7 @@ class TerminalDisplay:
 class PlainDisplay:
     """A line at every new phase of an attempt, and every ten seconds when a step was made."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._phases: set[tuple[int, Phase]] = set()
         self._step = 0
@@ -101,17 +103,18 @@ class PlainDisplay:
             return
         self._phases.add(phase)
         self._step, self._time = training.step, self._clock()
-        self._console.print(progress_line(progress, datetime.now(UTC)))
+        say(progress_line(progress, datetime.now(UTC)))
 
-    def say(self, message: str, style: str = "") -> None:
-        self._console.print(message, style=style)
+    def say(self, message: str, **style: Any) -> None:
+        say(message, **style)
 
     def close(self) -> None:
         """Nothing was left open."""
 
 
-def open_display(console: Console, *, live: bool) -> Display:
-    """A line that changes when ``live`` and the console is a terminal that can."""
-    if live and console.is_interactive and console.is_terminal and not console.is_dumb_terminal:
+def open_display(*, live: bool) -> Display:
+    """On standard error: a line that changes when ``live`` and it is a terminal that can."""
+    console = Console(stderr=True, highlight=False)
+    if live and console.is_terminal and not console.is_dumb_terminal:
         return TerminalDisplay(console)
-    return PlainDisplay(console)
+    return PlainDisplay()

@@ -1,5 +1,6 @@
 """From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
 
+import glob
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from .errors import UserError
 
 FILE_SCHEME = "file://"
-_GLOB_CHARACTERS = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,12 @@ def _claims(spec: SFTJobSpec) -> Iterator[str]:
 def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
     for path, uri in _uris(spec):
         written = path in ("spec.checkpoint.uri", "spec.export.uri")
-        name = uri.removeprefix(FILE_SCHEME)
-        if (
-            uri.startswith(FILE_SCHEME)
-            and not written
-            and _GLOB_CHARACTERS.isdisjoint(name)
-            and not Path(name).exists()
-        ):
-            yield f"{path}: there is no {name} on this machine: correct the path, or put the files there"
+        if written or not uri.startswith(FILE_SCHEME):
+            continue
+        file = Path(uri.removeprefix(FILE_SCHEME))
+        # A URI of data may be the beginning of the names of several files.
+        if not any(file.parent.glob(f"{glob.escape(file.name)}*")):
+            yield f"{path}: there is no {file} on this machine: correct the path, or put the files there"
 
 
 def _missing_gpus(local: SFTJobSpec, asked: SFTJobSpec, gpus: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 Commands import what they need when they run, so that ``sft --help`` answers at once.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from .console import say
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -50,15 +52,12 @@ class Commands(click.Group):
 
 
 def _show(error: Exception) -> None:
-    from .console import messages
-
-    console = messages()
     if isinstance(error, UserError):
         for problem in error.problems:
-            console.print(problem, style="red")
+            say(problem, fg="red")
     else:
-        console.print(f"sft failed unexpectedly: {type(error).__name__}: {error}", style="red")
-        console.print("This is an error in sft: please report it with the output of the same command and --debug.")
+        say(f"sft failed unexpectedly: {type(error).__name__}: {error}", fg="red")
+        say("This is an error in sft: please report it with the output of the same command and --debug.")
 
 
 def _load(path: Path) -> "SFTJob":
@@ -67,7 +66,7 @@ def _load(path: Path) -> "SFTJob":
     try:
         return load_manifest(path)
     except ManifestError as error:
-        raise UserError(*str(error).splitlines()) from error
+        raise UserError(*error.problems) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,6 +99,7 @@ def run(manifest: Path, processes: int | None, fresh: bool, output: str, verbose
     """
     from .run import run_job
 
+    gc.enable()
     sys.exit(run_job(_load(manifest), manifest, processes=processes, fresh=fresh, output=output, verbose=verbose))
 
 
@@ -108,7 +108,10 @@ def run(manifest: Path, processes: int | None, fresh: bool, output: str, verbose
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @debug_option
 def validate(manifests: tuple[Path, ...], output: str) -> None:
-    """Check manifests as the API server would; exit code 10 when one is not valid."""
+    """Check manifests as the API server would.
+
+    Prints one line a problem; the exit code is 10 when there is one.
+    """
     from .validate import validate_manifests
 
     sys.exit(validate_manifests(manifests, output))
@@ -119,7 +122,10 @@ def validate(manifests: tuple[Path, ...], output: str) -> None:
 @click.option("-o", "--output", type=click.Choice(["text", "yaml", "json"]), default="text", show_default=True)
 @debug_option
 def plan(manifest: Path, output: str) -> None:
-    """Show what would be run: every number, and whether it was given, a default, or computed."""
+    """Show what would be run, and why.
+
+    Every number, and whether the manifest gives it, it is a default, or it was computed from the rest.
+    """
     from .plan import show_plan
 
     show_plan(_load(manifest), output)
@@ -132,14 +138,19 @@ def plan(manifest: Path, output: str) -> None:
 @click.option("-o", "--output", type=click.Choice(["text", "jsonl"]), default="text", show_default=True)
 @debug_option
 def data(manifest: Path, rows: int, evaluation: bool, output: str) -> None:
-    """Show the first rows as the model sees them, with every trained token marked."""
+    """Show the first rows as the model sees them.
+
+    Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere.
+    """
     from .data import show_data
 
+    gc.enable()
     show_data(_load(manifest), rows=rows, evaluation=evaluation, output=output)
 
 
 def main() -> None:
     """Entry point of ``sft`` and ``kubectl-sft``."""
+    gc.disable()  # Most commands end before garbage matters, and building the API's models collects it often.
     program = "kubectl sft" if Path(sys.argv[0]).name.startswith("kubectl") else "sft"
     cli.main(prog_name=program)
 

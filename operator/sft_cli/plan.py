@@ -3,18 +3,17 @@
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+import click
 import yaml
 from pydantic import BaseModel
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
 
 from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
-from .console import results
+from .console import result
 
 
 class Origin(StrEnum):
@@ -25,7 +24,11 @@ class Origin(StrEnum):
     COMPUTED = "computed"
 
 
-_STYLES = {Origin.GIVEN: "bold", Origin.DEFAULT: "dim", Origin.COMPUTED: "cyan"}
+_STYLES: dict[Origin, dict[str, Any]] = {
+    Origin.GIVEN: {"bold": True},
+    Origin.DEFAULT: {"dim": True},
+    Origin.COMPUTED: {"fg": "cyan"},
+}
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,9 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
     decisions = [
         Decision(
             "checkpoints in",
-            checkpoint.uri or "the platform's store; sft-runs/NAME with sft run",
+            checkpoint.uri or "the platform's store",
             _origin(checkpoint, "uri"),
-            "checkpoint.uri",
+            "checkpoint.uri" if checkpoint.uri else "checkpoint.uri; with sft run: sft-runs in the current folder",
         ),
         Decision(
             "checkpoints",
@@ -201,19 +204,16 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
 def show_plan(job: SFTJob, output: str) -> None:
     """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON."""
     plan = make_plan(job.spec)
-    console = results()
     document = plan.model_dump(mode="json", by_alias=True, exclude_none=True)
     if output == "json":
-        console.print(json.dumps(document, indent=2))
+        result(json.dumps(document, indent=2))
     elif output == "yaml":
-        console.print(yaml.safe_dump(document, sort_keys=False).rstrip())
+        result(yaml.safe_dump(document, sort_keys=False).rstrip())
     else:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, title=None)
-        for column in (job.metadata.name, "value", "", "from"):
-            table.add_column(column, overflow="fold")
-        for decision in explain(job.spec, plan):
-            style = _STYLES[decision.origin]
-            table.add_row(
-                decision.subject, Text(decision.value, style=style), Text(decision.origin, style=style), decision.why
-            )
-        console.print(table)
+        result(job.metadata.name, bold=True)
+        decisions = explain(job.spec, plan)
+        subjects = max(len(decision.subject) for decision in decisions)
+        values = max(len(decision.value) for decision in decisions)
+        for decision in decisions:
+            value = click.style(f"{decision.value:<{values}}  {decision.origin:<8}", **_STYLES[decision.origin])
+            result(f"  {decision.subject:<{subjects}}  {value}  {decision.why}")

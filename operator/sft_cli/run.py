@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Progress
@@ -21,7 +20,7 @@ from sft_api.rundir import write_atomically
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import SFTJobStatus
 
-from .console import messages, results
+from .console import result, say
 from .ending import Ending, Times, ending_of, run_status
 from .errors import UserError
 from .interruptions import Interruptions
@@ -54,12 +53,11 @@ def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, 
         raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
     run = prepare(job, processes=processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
-    console = messages()
     with _lock(run.folder) as lock:
         if fresh:
-            _set_aside(run, console)
+            _set_aside(run)
         files = _write_files(run)
-        _introduce(run, files, console)
+        _introduce(run, files)
         start = datetime.now(UTC)
         with (
             Interruptions() as interruptions,
@@ -74,7 +72,7 @@ def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, 
                 grace_seconds=job.spec.run_policy.termination_grace_period_seconds,
             ) as supervisor,
         ):
-            display = open_display(console, live=output == "text")
+            display = open_display(live=output == "text")
             try:
                 follower = Follower(supervisor, display, LogTail(files.log) if verbose else None)
                 returncode = follower.follow(interruptions)
@@ -83,7 +81,7 @@ def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, 
             ending = ending_of(returncode, supervisor.termination(), interrupted=interruptions.count > 0)
     times = Times(start, follower.first_step, datetime.now(UTC))
     status = run_status(run.config.plan, follower.progress, ending, times)
-    _conclude(status, ending, files, _command(manifest, processes), console)
+    _conclude(status, ending, files, _command(manifest, processes))
     _print_status(status, output)
     return ending.exit_code
 
@@ -116,7 +114,7 @@ class Follower:
     def _look(self, progress: Progress | None) -> None:
         if self._tail is not None:
             for line in self._tail.new_lines():
-                self._display.say(line, style="dim")
+                self._display.say(line, dim=True)
         self._display.show(progress)
         if progress is None:
             return
@@ -125,21 +123,21 @@ class Follower:
         if self.first_step is None and training.step > (training.resumed_from_step or 0):
             self.first_step = training.update_time
         for warning in training.warnings:
-            self._say_once(warning, f"Warning: {warning}", "yellow")
+            self._say_once(warning, f"Warning: {warning}")
         for incident in progress.incidents:
-            self._say_once(incident.id, incident_line(incident), "yellow")
+            self._say_once(incident.id, incident_line(incident))
 
-    def _say_once(self, key: str, message: str, style: str) -> None:
+    def _say_once(self, key: str, message: str) -> None:
         if key not in self._said:
             self._said.add(key)
-            self._display.say(message, style)
+            self._display.say(message, fg="yellow")
 
     def _interrupt(self, count: int) -> None:
         if count == 1:
-            self._display.say("Saving a checkpoint, then leaving; again to kill.", "yellow")
+            self._display.say("Saving a checkpoint, then leaving; again to kill.", fg="yellow")
             self._supervisor.interrupt()
         elif count == 2:
-            self._display.say("Killing the workers.", "yellow")
+            self._display.say("Killing the workers.", fg="yellow")
             self._supervisor.interrupt()
         else:
             self._supervisor.kill()
@@ -166,7 +164,7 @@ def _lock(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _set_aside(run: LocalRun, console: Console) -> None:
+def _set_aside(run: LocalRun) -> None:
     """Move what an earlier run left out of the way."""
     if run.store is None:
         raise UserError(
@@ -175,7 +173,7 @@ def _set_aside(run: LocalRun, console: Console) -> None:
     if run.store.exists():
         aside = run.store.with_name(f"{run.store.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
         run.store.rename(aside)
-        console.print(f"The earlier run is now in {aside}.")
+        say(f"The earlier run is now in {aside}.")
 
 
 def _write_files(run: LocalRun) -> RunFiles:
@@ -191,14 +189,14 @@ def _write_files(run: LocalRun) -> RunFiles:
     return files
 
 
-def _introduce(run: LocalRun, files: RunFiles, console: Console) -> None:
+def _introduce(run: LocalRun, files: RunFiles) -> None:
     plan, spec = run.config.plan, run.config.spec
     device = "GPU" if spec.compute.gpus_per_node else "CPU"
-    console.print(f"{run.config.job.name}: {plan.processes} processes on {device}, {plan.precision}", style="bold")
-    console.print(f"Checkpoints: {run.config.checkpoint_uri}")
-    console.print(f"Log:         {files.log}")
+    say(f"{run.config.job.name}: {plan.processes} processes on {device}, {plan.precision}", bold=True)
+    say(f"Checkpoints: {run.config.checkpoint_uri}")
+    say(f"Log:         {files.log}")
     for note in run.notes:
-        console.print(note)
+        say(note)
 
 
 def _command(manifest: Path, processes: int | None) -> str:
@@ -207,30 +205,30 @@ def _command(manifest: Path, processes: int | None) -> str:
     return shlex.join(["sft", "run", str(manifest), *options])
 
 
-def _conclude(status: SFTJobStatus, ending: Ending, files: RunFiles, command: str, console: Console) -> None:
+def _conclude(status: SFTJobStatus, ending: Ending, files: RunFiles, command: str) -> None:
     """Say how it ended and what to do next."""
     step = status.progress.summary if status.progress and status.progress.summary else "0"
     latest = status.checkpoints.latest if status.checkpoints else None
     goes_on = f"goes on from step {latest.step}" if latest else "starts from the model: no checkpoint was written yet"
     if ending.failure is None:
         where = f"; the model is in {status.export.uri}" if status.export else ""
-        console.print(f"Complete: {step} steps{where}", style="bold green")
+        say(f"Complete: {step} steps{where}", fg="green", bold=True)
     elif ending.failure is FailureClass.INTERRUPTED:
-        console.print(f"Stopped after step {step}. The same command {goes_on}:", style="yellow")
-        console.print(f"  {command}")
+        say(f"Stopped after step {step}. The same command {goes_on}:", fg="yellow")
+        say(f"  {command}")
     else:
         rank = f" on rank {ending.rank}" if ending.rank is not None else ""
-        console.print(f"{ending.failure.value}{rank}: {ending.message}", style="bold red")
+        say(f"{ending.failure.value}{rank}: {ending.message}", fg="red", bold=True)
         if ending.failure in _SHOW_LOG_OF:
             for line in last_lines(files.log, ending.rank, _LOG_LINES_SHOWN):
-                console.print(f"  {line}", style="dim")
-        console.print(f"{ending.advice}\n  {command}")
-        console.print(f"Log: {files.log}")
+                say(f"  {line}", dim=True)
+        say(f"{ending.advice}\n  {command}")
+        say(f"Log: {files.log}")
 
 
 def _print_status(status: SFTJobStatus, output: str) -> None:
     document = {"status": status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=False)}
     if output == "json":
-        results().print(json.dumps(document["status"], indent=2))
+        result(json.dumps(document["status"], indent=2))
     else:
-        results().print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
+        result(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())

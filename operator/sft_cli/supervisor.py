@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sft_api.progress import Progress, TerminationMessage, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE
+from sft_trainer.supervisor.workers import adopt_orphans, children
 
 _POLL_TIMEOUT_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -53,6 +54,8 @@ class Supervisor:
     ) -> None:
         """Start it. It holds the file descriptor ``inherited`` open for as long as it lives."""
         self._grace_seconds = grace_seconds
+        adopt_orphans()
+        self._not_ours = set(children())
         self._port = port
         self._run_dir = run_dir
         self._termination = run_dir / "termination.json"
@@ -132,8 +135,16 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Never leave it behind; an error of our own must not cost the steps since the last checkpoint."""
+        """Leave nothing behind; an error of our own must not cost the steps since the last checkpoint."""
         if self._process.poll() is None:
             self._process.terminate()
             if self.wait(self._grace_seconds) is None:
                 self.kill()
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """A supervisor that was killed could not end what its workers had started: that became our child."""
+        while orphans := set(children()) - self._not_ours:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)

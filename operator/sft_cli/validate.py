@@ -6,32 +6,31 @@ from pathlib import Path
 
 from sft_api.failures import ExitCode
 
-from .console import results
-from .manifest import ManifestError, load_manifest
+from .console import result
+from .manifest import ManifestError, load_manifests
 
 
-def problems_of(path: Path) -> list[str]:
-    """What is wrong with the manifest at ``path``, a line each; empty when it is valid."""
+def problems_of(path: Path) -> tuple[str, ...]:
+    """What is wrong with the manifests in ``path``, a line each; empty when they are valid."""
     try:
-        load_manifest(path)
+        load_manifests(path)
     except ManifestError as error:
-        return str(error).splitlines()
-    return []
+        return error.problems
+    return ()
 
 
 def validate_manifests(paths: Sequence[Path], output: str) -> int:
     """Print the verdict on every manifest; returns the exit code."""
     verdicts = {path: problems_of(path) for path in paths}
-    console = results()
     if output == "json":
         report = [
             {"file": str(path), "valid": not problems, "problems": problems} for path, problems in verdicts.items()
         ]
-        console.print(json.dumps(report, indent=2))
+        result(json.dumps(report, indent=2))
     else:
         for path, problems in verdicts.items():
             for problem in problems:
-                console.print(problem, style="red")
+                result(problem if problem.startswith(str(path)) else f"{path}: {problem}", fg="red")
             if not problems:
-                console.print(f"{path}: valid", style="green")
+                result(f"{path}: valid", fg="green")
     return int(ExitCode.CONFIG_ERROR) if any(verdicts.values()) else 0

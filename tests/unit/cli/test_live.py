@@ -54,19 +54,9 @@ def test_an_incident_says_what_where_and_when() -> None:
     assert incident_line(INCIDENT) == "Hang on rank 2 after step 7: no new step for 180 s"
 
 
-def console(terminal: bool) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=60, highlight=False)
-
-
-def written(to: Console) -> str:
-    assert isinstance(to.file, io.StringIO)
-    return to.file.getvalue()
-
-
-def test_plain_lines_come_with_new_phases_and_with_time() -> None:
+def test_plain_lines_come_with_new_phases_and_with_time(capsys: pytest.CaptureFixture[str]) -> None:
     time = 0.0
-    out = console(terminal=False)
-    display = PlainDisplay(out, clock=lambda: time)
+    display = PlainDisplay(clock=lambda: time)
 
     display.show(None)
     display.show(training(1))
@@ -78,40 +68,51 @@ def test_plain_lines_come_with_new_phases_and_with_time() -> None:
     display.show(training(10))
     time = 30.0
     display.show(training(9))
-    time = 60.0
-    display.show(training(9))
     display.show(training(5, attempt=2))
+    display.say("Warning: short data", fg="yellow")
 
-    assert written(out).splitlines() == [
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
         "Training · step 1/40",
         "Saving · step 2/40",
         "Training · step 9/40",
         "Training · step 5/40",
+        "Warning: short data",
     ]
+    assert out == ""
 
 
-def test_the_terminal_shows_one_line_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out = console(terminal=True)
-    display = open_display(out, live=True)
-    assert isinstance(display, TerminalDisplay)
+def test_the_terminal_shows_one_line_that_is_gone_at_the_end() -> None:
+    screen = io.StringIO()
+    display = TerminalDisplay(Console(file=screen, force_terminal=True, width=20, highlight=False))
 
     display.show(training(3))
-    display.say("Warning: short data", "yellow")
+    display.say("Warning: data that is longer than a line", fg="yellow")
     display.close()
 
-    text = written(out)
-    assert "step 3/40" in text
-    assert "Warning: short data" in text
-    assert text.rstrip().endswith("\x1b[2K")
+    text = screen.getvalue()
+    assert "Training · step 3" in text
+    assert "\x1b[33mWarning: data that is longer than a line\x1b[0m\n" in text
+    assert text.endswith("\x1b[2K")
 
 
 @pytest.mark.parametrize(
-    ("terminal", "live", "term"), [(False, True, "xterm"), (True, False, "xterm"), (True, True, "dumb")]
+    ("arguments", "environment", "kind"),
+    [
+        ({"live": True}, {"TERM": "xterm", "FORCE_COLOR": "1"}, TerminalDisplay),
+        ({"live": False}, {"TERM": "xterm", "FORCE_COLOR": "1"}, PlainDisplay),
+        ({"live": True}, {"TERM": "dumb", "FORCE_COLOR": "1"}, PlainDisplay),
+        ({"live": True}, {"TERM": "xterm"}, PlainDisplay),
+    ],
 )
-def test_plain_lines_where_a_changing_line_would_not_do(
-    terminal: bool, live: bool, term: str, monkeypatch: pytest.MonkeyPatch
+def test_a_changing_line_only_where_it_is_of_use(
+    arguments: dict[str, bool], environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
 
-    assert isinstance(open_display(console(terminal), live=live), PlainDisplay)
+    display = open_display(**arguments)
+    display.close()
+
+    assert isinstance(display, kind)
