@@ -14,8 +14,10 @@ it a model never learns to stop.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -233,15 +235,14 @@ def token_mask(text: str, offsets: Sequence[Span], spans: Sequence[Span]) -> tup
     is no straddling. The first token is never trained, for nothing predicts it.
     """
     mask = np.zeros(len(offsets), np.uint8)
-    bounds = np.asarray(offsets, np.int64).reshape(-1, 2)
     straddling = 0
     for start, end in spans:
-        first = int(np.searchsorted(bounds[:, 1], start, side="right"))
-        last = int(np.searchsorted(bounds[:, 0], end, side="left"))
+        first = bisect_right(offsets, start, key=itemgetter(1))
+        last = bisect_left(offsets, end, key=itemgetter(0))
         if first >= last:
             continue
         mask[first:last] = 1
-        straddling += int(bounds[first, 0] < start)
-        straddling += bool(text[end : bounds[last - 1, 1]].strip())
+        straddling += offsets[first][0] < start
+        straddling += bool(text[end : offsets[last - 1][1]].strip())
     mask[:1] = 0
     return mask, straddling

@@ -1,0 +1,247 @@
+"""Files of rows: jsonl, json, parquet and arrow, each readable from any row on and cheap to send to a process.
+
+A reader knows its number of rows without holding them, and gives every row with its place ("line 17" of a jsonl file,
+"row 17" elsewhere), so that an error can say where it is. Opening raises DataError for a file that is not what its
+name says.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sft_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = dict[str, Any]
+
+_LINES_PER_MARK = 512
+
+
+class Reader(Protocol):
+    """A sequence of rows."""
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        """Rows ``start`` to ``stop`` (excluded), each with its place. Raises DataError at an unreadable row."""
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """One JSON object per line; empty lines are passed over."""
+
+    path: Path
+    count: int
+    marks: list[tuple[int, int]] = field(repr=False)
+    """Byte offset and line number (from 0) at which every 512th row may be looked for."""
+
+    @classmethod
+    def open(cls, path: Path) -> "JsonLines":
+        marks: list[tuple[int, int]] = []
+        rows = offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if not line.isspace():
+                    if rows % _LINES_PER_MARK == 0:
+                        marks.append((offset, number))
+                    rows += 1
+                offset += len(line)
+        return cls(path, rows, marks)
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        if start >= stop:
+            return
+        offset, first_line = self.marks[start // _LINES_PER_MARK]
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            rows = ((number, line) for number, line in enumerate(file, first_line + 1) if not line.isspace())
+            skipped = start % _LINES_PER_MARK
+            for number, line in islice(rows, skipped, skipped + stop - start):
+                place = f"{self.path} line {number}"
+                yield place, _parsed(line, place)
+
+
+def _parsed(line: bytes, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        quoted = line[:120].decode(errors="replace").strip()
+        raise DataError(f"{place} is not valid JSON ({error}): {quoted!r}; correct or remove the line") from error
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{place} is not a JSON object but {type(row).__name__}: write one object with columns per line"
+        )
+    return row
+
+
+@dataclass(frozen=True)
+class JsonArray:
+    """A file with one JSON array of objects."""
+
+    path: Path
+    count: int
+
+    @classmethod
+    def open(cls, path: Path) -> "JsonArray":
+        return cls(path, len(_json_array(path)))
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        for i, row in enumerate(_json_array(self.path)[start:stop], start + 1):
+            place = f"{self.path} row {i}"
+            if not isinstance(row, dict):
+                raise DataError(f"{place} is not a JSON object but {type(row).__name__}: {row!r:.120}")
+            yield place, row
+
+
+@lru_cache(maxsize=1)
+def _json_array(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} must hold an array of objects or one object per line, not {type(rows).__name__}")
+    return rows
+
+
+def open_json(path: Path) -> Reader:
+    """``.json`` files are written both ways: as one array, and as one object per line."""
+    with path.open("rb") as file:
+        start = file.read(4096).lstrip()
+    return JsonArray.open(path) if start.startswith(b"[") else JsonLines.open(path)
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A parquet or arrow file, in the pieces that it is stored in (row groups, record batches)."""
+
+    path: Path
+    ends: tuple[int, ...]
+    """Number of rows up to the end of each piece."""
+    load_piece: Callable[[Path, int], "pa.Table"]
+
+    @property
+    def count(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        import pyarrow as pa
+
+        piece_start = 0
+        for piece, piece_end in enumerate(self.ends):
+            low, high = max(start, piece_start), min(stop, piece_end)
+            if low < high:
+                try:
+                    table = self.load_piece(self.path, piece)
+                    rows = table.slice(low - piece_start, high - low).to_pylist()
+                except (pa.ArrowException, OSError, ValueError) as error:
+                    raise DataError(
+                        f"{self.path} rows {low + 1} to {high} cannot be read: {error}; write the file again"
+                    ) from error
+                for i, row in enumerate(rows, low + 1):
+                    yield f"{self.path} row {i}", without_nulls(row)
+            piece_start = piece_end
+
+
+def open_parquet(path: Path) -> Reader:
+    """Pieces are row groups. Raises DataError when ``path`` is no parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not readable as parquet: {error}; write the file again") from error
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    return TableFile(path, _ends(sizes), _row_group)
+
+
+@lru_cache(maxsize=2)  # chunks of rows are smaller than row groups: decode each group once
+def _row_group(path: Path, piece: int) -> "pa.Table":
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(path).read_row_group(piece)
+
+
+def open_arrow(path: Path) -> Reader:
+    """Pieces are record batches, memory-mapped. Raises DataError when ``path`` is no Arrow IPC file or stream."""
+    import pyarrow as pa
+
+    try:
+        batches = _record_batches(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not readable as arrow: {error}; write the file again") from error
+    return TableFile(path, _ends([batch.num_rows for batch in batches]), _record_batch)
+
+
+@lru_cache(maxsize=64)
+def _record_batches(path: Path) -> "list[pa.RecordBatch]":
+    import pyarrow as pa
+
+    mapped = pa.memory_map(str(path))
+    try:
+        reader = pa.ipc.open_file(mapped)
+    except pa.ArrowInvalid:  # the streaming format, which save_to_disk writes
+        mapped.seek(0)
+        return list(pa.ipc.open_stream(mapped))
+    return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+
+def _record_batch(path: Path, piece: int) -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.Table.from_batches([_record_batches(path)[piece]])
+
+
+def _ends(sizes: list[int]) -> tuple[int, ...]:
+    total = 0
+    return tuple(total := total + size for size in sizes)
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """A split of a hub data set, in the hub library's memory-mapped cache."""
+
+    name: str
+    dataset: Any
+    """A ``datasets.Dataset``."""
+
+    @property
+    def count(self) -> int:
+        return len(self.dataset)
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        if start >= stop:
+            return
+        columns = self.dataset[start:stop]
+        for i in range(stop - start):
+            row = {name: values[i] for name, values in columns.items()}
+            yield f"{self.name} row {start + i + 1}", without_nulls(row)
+
+
+def without_nulls(value: Any) -> Any:
+    """``value`` without null entries of mappings.
+
+    A column of structs has every key in every row, null where a row did not have it; templates ask whether a key
+    is there.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+OPENERS: dict[str, Callable[[Path], Reader]] = {
+    ".jsonl": JsonLines.open,
+    ".ndjson": JsonLines.open,
+    ".json": open_json,
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+}

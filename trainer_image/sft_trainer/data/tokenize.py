@@ -1,0 +1,272 @@
+"""From a data source to tokenised examples with exact loss masks: in parallel, in order, and only once.
+
+The result is cached under a digest of everything that decides it, written to a temporary folder and renamed, under a
+lock, so that all processes of a machine may ask for it at the same time and one of them does the work. This runs
+before the process group exists: collectives time out after minutes, and a large source takes longer.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sft_trainer.errors import DataError
+
+from .chat import TemplateRefusal
+from .formats import Columns, Format, conversation, detect_format
+from .masks import MarkedText, TrainOn, foreign_control_token, mark, token_mask
+from .readers import Row
+from .sources import SourceRows, open_source
+from .tokenized import Chunk, Counts, ExamplesWriter, LengthStatistics, TokenizationReport, TokenizedSource
+from .tokenizer import Codec
+from .tokenizer import load_tokenizer as load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from sft_api.v1alpha1 import DataSource, DataSpec, S3Spec
+
+VERSION = 1
+"""To be raised with every change of this package that changes tokens or masks: caches of older versions are left."""
+
+_ROWS_PER_CHUNK = 1024
+_TEXTS_PER_BATCH = 128
+# Below this a pool of processes costs more than it saves: each imports libraries and loads the tokenizer (1-2 s).
+_ROWS_FOR_PROCESSES = 2000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows become examples; everything but the rows and the tokenizer."""
+
+    row_format: Format
+    columns: Columns
+    train_on: TrainOn
+    max_length: int
+    overlong: Literal["drop", "truncate", "error"]
+
+
+def tokenize_source(
+    source: "DataSource",
+    data: "DataSpec",
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    cache_dir: Path,
+    s3: "S3Spec | None" = None,
+    token: str | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TokenizedSource:
+    """The examples of ``source`` in the order of its rows, from the cache or made now.
+
+    ``on_progress(rows done, rows in all)`` is called as chunks of rows are finished. Raises DataError for rows that
+    cannot be read or have no exact mask, saying which and what to change, and when no row is left.
+    """
+    rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token)
+    settings = settings_for(rows, source, data)
+    codec = Codec.of(tokenizer)
+    folder = cache_dir / "tokenized" / _cache_key(rows, settings, codec)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_suffix(".lock")):
+        if cached := _open_cached(folder):
+            on_progress(len(rows), len(rows))
+            return cached
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
+        try:
+            _write_examples(rows, settings, codec, data.workers, work, on_progress)
+            work.rename(folder)
+        except OSError:
+            # On a file system without locks another machine may have been first; what it wrote is the same.
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return TokenizedSource(folder)
+
+
+def settings_for(rows: SourceRows, source: "DataSource", data: "DataSpec") -> Settings:
+    """Settings for a source, with the format found from its first row where it is ``auto``.
+
+    Raises DataError when the source is empty or its columns match no format.
+    """
+    columns = Columns(messages=source.messages_key, tools=source.tools_key, system=source.system_key)
+    first = next(rows.read(0, 1), None) if len(rows) else None
+    if first is None:
+        raise DataError(f"data source {source.uri} (split {source.split or 'train'}) has no rows")
+    try:
+        row_format = detect_format(first[1].keys(), columns) if source.format == "auto" else source.format
+    except DataError as error:
+        raise DataError(f"data source {source.uri}: {error}") from error
+    return Settings(row_format, columns, data.train_on, data.max_length, data.overlong)
+
+
+def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Codec) -> Chunk:
+    """Examples of ``rows``, each given with its place. Raises DataError naming the place."""
+    examples: list[tuple[list[int], NDArray[np.uint8]]] = []
+    counts = Counts()
+    iterator = iter(rows)
+    while batch := list(islice(iterator, _TEXTS_PER_BATCH)):
+        marked = [(place, mark_row(place, row, settings, codec)) for place, row in batch]
+        texts = [(place, text) for place, text in marked if text is not None]
+        counts += Counts(rows=len(batch), untrained=len(batch) - len(texts))
+        encodings = codec.encode([text.text for _, text in texts])
+        for (place, text), encoding in zip(texts, encodings, strict=True):
+            mask, straddling = token_mask(text.text, encoding.offsets, text.spans)
+            overlong = len(mask) > settings.max_length
+            counts += Counts(overlong=int(overlong), longest=len(mask))
+            if overlong and settings.overlong == "error":
+                raise DataError(
+                    f"{place} has {len(mask)} tokens, more than data.maxLength {settings.max_length}; raise it, or "
+                    "set data.overlong to drop or truncate"
+                )
+            if overlong and settings.overlong == "drop":
+                continue
+            mask = mask[: settings.max_length]
+            if not mask.any():
+                counts += Counts(untrained=1)
+                continue
+            counts += Counts(straddling=straddling, incomplete=text.incomplete)
+            examples.append((encoding.ids[: settings.max_length], mask))
+    return Chunk(
+        input_ids=np.concatenate([np.asarray(ids, np.int32) for ids, _ in [*examples, ([], None)]]),
+        loss_mask=np.concatenate([*(mask for _, mask in examples), np.empty(0, np.uint8)]),
+        lengths=np.asarray([len(mask) for _, mask in examples], np.int32),
+        trained=np.asarray([mask.sum(dtype=np.int32) for _, mask in examples], np.int32),
+        counts=counts,
+    )
+
+
+def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> MarkedText | None:
+    """The rendered text of one row with its trained spans, None when nothing of it is trained.
+
+    Raises DataError naming ``place``.
+    """
+    try:
+        turns = conversation(row, settings.row_format, settings.columns)
+        if foreign := foreign_control_token(turns, codec.control_tokens):
+            raise DataError(f"{foreign}; remove or reword it, or the tokenizer takes it for the real one")
+        return mark(codec.template(turns.tools), turns, settings.train_on)
+    except (DataError, TemplateRefusal) as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _write_examples(
+    rows: SourceRows,
+    settings: Settings,
+    codec: Codec,
+    workers: int,
+    folder: Path,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    counts = Counts()
+    lengths: list[NDArray[np.int32]] = []
+    trained = 0
+    with ExamplesWriter(folder) as writer:
+        for chunk in _chunks(rows, settings, codec, workers):
+            writer.write(chunk)
+            counts += chunk.counts
+            lengths.append(chunk.lengths)
+            trained += int(chunk.trained.sum(dtype=np.int64))
+            on_progress(counts.rows, len(rows))
+        kept = np.concatenate(lengths)
+        if not len(kept):
+            raise DataError(
+                f"data source {rows.name}: none of {counts.rows} rows is left: {counts.overlong} are longer than "
+                f"data.maxLength {settings.max_length} (the longest has {counts.longest} tokens), {counts.untrained} "
+                "have no trained token; raise data.maxLength or check the data"
+            )
+        truncates = settings.overlong == "truncate"
+        report = TokenizationReport(
+            rows=counts.rows,
+            kept=len(kept),
+            dropped_overlong=0 if truncates else counts.overlong,
+            truncated=counts.overlong if truncates else 0,
+            dropped_untrained=counts.untrained,
+            straddling_tokens=counts.straddling,
+            incomplete_messages=counts.incomplete,
+            longest=counts.longest,
+            max_length=settings.max_length,
+            trained_tokens=trained,
+            lengths=LengthStatistics.of(kept),
+        )
+        writer.close(report, folder)
+
+
+def _chunks(rows: SourceRows, settings: Settings, codec: Codec, workers: int) -> Iterator[Chunk]:
+    """Chunks in the order of the rows, whatever the number of processes."""
+    starts = range(0, len(rows), _ROWS_PER_CHUNK)
+    processes = min(workers, len(starts), _usable_cpus())
+    if processes < 2 or len(rows) < _ROWS_FOR_PROCESSES:
+        for start in starts:
+            yield tokenize_rows(rows.read(start, min(start + _ROWS_PER_CHUNK, len(rows))), settings, codec)
+        return
+    # Spawned, not forked: this process may hold threads of torch or of the tokenizer.
+    executor = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (rows, settings, codec))
+    try:
+        pending: deque[Future[Chunk]] = deque()
+        for start in starts:
+            pending.append(executor.submit(_work, start, min(start + _ROWS_PER_CHUNK, len(rows))))
+            if len(pending) > 2 * processes:  # bounds the memory of finished chunks that wait for a slow one
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_job: tuple[SourceRows, Settings, Codec]
+
+
+def _start_worker(rows: SourceRows, settings: Settings, codec: Codec) -> None:
+    global _job  # a worker process has one job, sent once instead of with every chunk
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: the processes are the parallelism
+    _job = (rows, settings, codec)
+
+
+def _work(start: int, stop: int) -> Chunk:
+    rows, settings, codec = _job
+    return tokenize_rows(rows.read(start, stop), settings, codec)
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cache_key(rows: SourceRows, settings: Settings, codec: Codec) -> str:
+    from importlib.metadata import version
+
+    libraries = [version(name) for name in ("tokenizers", "transformers", "jinja2")]
+    parts = [VERSION, libraries, rows.digest, codec.digest, astuple(settings)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _open_cached(folder: Path) -> TokenizedSource | None:
+    """What an earlier run left, None when there is nothing; incomplete remains are removed."""
+    if not folder.exists():
+        return None
+    try:
+        return TokenizedSource(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        shutil.rmtree(folder)
+        return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on ``path`` between processes of this machine; it ends with the process."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,254 @@
+"""Tokenised examples on disk, memory-mapped, and the report on how they came to be.
+
+One Arrow IPC file holds a record batch per chunk of rows with the columns ``input_ids`` (list of int32),
+``loss_mask`` (list of uint8) and ``trained`` (int32).
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXAMPLES_FILE = "examples.arrow"
+REPORT_FILE = "report.json"
+
+_WARN_ABOVE = 0.01
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What happened to the rows of a source, or of a part of it."""
+
+    rows: int = 0
+    overlong: int = 0
+    """Rows longer than ``data.maxLength``, dropped or truncated."""
+    untrained: int = 0
+    """Rows dropped because no token of them would be trained."""
+    straddling: int = 0
+    """Trained tokens that begin before, or end behind, the text that is trained."""
+    incomplete: int = 0
+    """Trained messages of which the chat template leaves out text."""
+    longest: int = 0
+    """Tokens of the longest row, kept or not."""
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            rows=self.rows + other.rows,
+            overlong=self.overlong + other.overlong,
+            untrained=self.untrained + other.untrained,
+            straddling=self.straddling + other.straddling,
+            incomplete=self.incomplete + other.incomplete,
+            longest=max(self.longest, other.longest),
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Examples of consecutive rows, flat: example i has ``lengths[i]`` tokens."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    lengths: NDArray[np.int32]
+    trained: NDArray[np.int32]
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Tokens per kept example."""
+
+    mean: float
+    min: int
+    quartile1: int
+    median: int
+    quartile3: int
+    max: int
+    total: int
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int32]) -> "LengthStatistics":
+        low, quartile1, median, quartile3, high = (
+            int(value) for value in np.quantile(lengths, (0, 0.25, 0.5, 0.75, 1), method="nearest")
+        )
+        return cls(
+            mean=round(float(lengths.mean()), 2),
+            min=low,
+            quartile1=quartile1,
+            median=median,
+            quartile3=quartile3,
+            max=high,
+            total=int(lengths.sum(dtype=np.int64)),
+        )
+
+
+@dataclass(frozen=True)
+class TokenizationReport:
+    """What became of a source's rows; shown to the user and kept with the run."""
+
+    rows: int
+    kept: int
+    dropped_overlong: int
+    truncated: int
+    dropped_untrained: int
+    straddling_tokens: int
+    incomplete_messages: int
+    longest: int
+    max_length: int
+    trained_tokens: int
+    lengths: LengthStatistics
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the rows that gave no example, 0 to 1."""
+        return (self.rows - self.kept) / self.rows
+
+    def warnings(self) -> list[str]:
+        """A sentence for everything that happened to more than 1% of the rows (or of the trained tokens)."""
+        limit = f"data.maxLength ({self.max_length} tokens; the longest row has {self.longest})"
+        events = [
+            (self.dropped_overlong, self.rows, "rows", f"were dropped because they are longer than {limit}"),
+            (
+                self.truncated,
+                self.rows,
+                "rows",
+                f"were cut at {limit}, and with the rest went the end-of-turn token that teaches the model to stop",
+            ),
+            (
+                self.dropped_untrained,
+                self.rows,
+                "rows",
+                "were dropped because no token of them is trained (no assistant message, flags that exclude it, or "
+                "an answer that begins behind data.maxLength)",
+            ),
+            (
+                self.straddling_tokens,
+                self.trained_tokens,
+                "trained tokens",
+                "begin before the answer does: the prompt that the model sees in use is tokenised differently",
+            ),
+            (
+                self.incomplete_messages,
+                self.rows,
+                "trained messages",
+                "have text that the chat template leaves out, such as reasoning that it does not know",
+            ),
+        ]
+        return [
+            f"{count} {what} ({count / whole:.1%}) {sentence}"
+            for count, whole, what, sentence in events
+            if whole and count / whole > _WARN_ABOVE
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        return cls(**{**value, "lengths": LengthStatistics(**value["lengths"])})
+
+
+class ExamplesWriter:
+    """Writes chunks into a folder in order, and computes the digest of what it wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        import pyarrow as pa
+
+        fields = [
+            ("input_ids", pa.large_list(pa.int32())),
+            ("loss_mask", pa.large_list(pa.uint8())),
+            ("trained", pa.int32()),
+        ]
+        self._schema = pa.schema(fields)
+        self._file = (folder / EXAMPLES_FILE).open("wb")
+        self._writer = pa.ipc.new_file(self._file, self._schema)
+        self._hashed = hashlib.sha256()
+
+    def write(self, chunk: Chunk) -> None:
+        """Append ``chunk``; chunks without examples leave no trace."""
+        import pyarrow as pa
+
+        if not len(chunk.lengths):
+            return
+        offsets = pa.array(np.concatenate(([0], np.cumsum(chunk.lengths, dtype=np.int64))))
+        columns = [
+            pa.LargeListArray.from_arrays(offsets, pa.array(chunk.input_ids)),
+            pa.LargeListArray.from_arrays(offsets, pa.array(chunk.loss_mask)),
+            pa.array(chunk.trained),
+        ]
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+        for array in (chunk.lengths, chunk.input_ids, chunk.loss_mask):
+            self._hashed.update(np.ascontiguousarray(array).data)
+
+    def close(self, report: TokenizationReport, folder: Path) -> None:
+        """Finish the file and write the report; both are on the disk when this returns."""
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        content = {"digest": self._hashed.hexdigest(), "report": report.to_json()}
+        (folder / REPORT_FILE).write_text(json.dumps(content, indent=2))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+
+
+class TokenizedSource:
+    """The examples of one source, memory-mapped: opening costs no memory, and processes share the pages."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, ValueError or KeyError (pyarrow's errors are such) when ``folder`` is incomplete."""
+        import pyarrow as pa
+
+        content = json.loads((folder / REPORT_FILE).read_text())
+        self.digest: str = content["digest"]
+        """SHA-256 over all tokens and masks in order: equal digests are equal training data."""
+        self.report = TokenizationReport.from_json(content["report"])
+        reader = pa.ipc.open_file(pa.memory_map(str(folder / EXAMPLES_FILE)))
+        self._batches: list[_Batch] = []
+        trained, lengths = [], []
+        for i in range(reader.num_record_batches):
+            input_ids, loss_mask, counts = reader.get_batch(i).columns
+            offsets = input_ids.offsets.to_numpy()
+            self._batches.append(_Batch(input_ids.values.to_numpy(), loss_mask.values.to_numpy(), offsets))
+            lengths.append(np.diff(offsets).astype(np.int32))
+            trained.append(counts.to_numpy())
+        self.lengths: NDArray[np.int32] = np.concatenate(lengths)
+        """Tokens of each example, shape (examples,)."""
+        self.trained: NDArray[np.int32] = np.concatenate(trained)
+        """Trained tokens of each example, shape (examples,)."""
+        self._starts = np.cumsum([0, *(len(batch.offsets) - 1 for batch in self._batches)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """``input_ids`` and ``loss_mask`` of example ``index``, both of shape (tokens,), read-only, not copied.
+
+        ``loss_mask[i]`` is 1 when token i is a target; token 0 never is. Raises IndexError.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        batch = self._batches[number]
+        row = index - int(self._starts[number])
+        start, stop = int(batch.offsets[row]), int(batch.offsets[row + 1])
+        return batch.input_ids[start:stop], batch.loss_mask[start:stop]
