@@ -102,6 +102,7 @@ class Reporter:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def annotate_step(self, **fields: Any) -> None:
-        """Add fields to the record of the last step (evaluation losses)."""
-        if self._records:
-            self._records[-1].update(fields)
+        """Add fields (evaluation losses) to the record of the step done last, or of step 0."""
+        if not self._records or self._records[-1]["step"] != self.progress.step:
+            self._records.append({"step": self.progress.step})
+        self._records[-1].update(fields)

@@ -1,0 +1,194 @@
+"""The numbers of the trainer against what they must be; each check returns its worst error."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.optim import learning_rate
+from sft_trainer.preparation import prepare
+from sft_trainer.reporting import Reporter
+
+from .reference import reference_steps
+from .runs import capture, manifest, resolve, step_records
+
+Gradients = list[dict[str, torch.Tensor]]
+
+
+def relative_error(actual: Gradients, expected: Gradients) -> float:
+    """Largest distance of a parameter's gradient from what is expected, relative to its length, in any step."""
+    return max(
+        ((one[name] - other[name]).norm() / other[name].norm()).item()
+        for one, other in zip(actual, expected, strict=True)
+        for name in other
+    )
+
+
+def loss_error(store: Path, expected: list[float]) -> float:
+    """Largest relative error of the recorded losses."""
+    losses = [record["loss"] for record in step_records(store).values()]
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def against_reference(inputs: Path, work: Path, *, packing: str, processes: int, steps: int) -> dict[str, float]:
+    """Losses and gradients of the trainer against a plain Hugging Face loop from the same weights."""
+    training: dict[str, Any] = {"steps": steps, "globalBatchSize": 8}
+    if packing == "none":
+        training["microBatchSize"] = 4 // processes
+    job = manifest(
+        inputs,
+        work / "store",
+        processes=processes,
+        training=training,
+        data={"packing": packing, "trainOn": "allAssistantMessages"},
+    )
+    config = resolve(job)
+    captured = capture(config, work / "run")
+    expected = _reference(config, work, steps)
+    return {
+        "loss": loss_error(work / "store", [step.loss for step in expected]),
+        "gradients": relative_error(captured, [step.gradients for step in expected]),
+        "norm": max(
+            abs(record["gradNorm"] - step.grad_norm) / step.grad_norm
+            for record, step in zip(step_records(work / "store").values(), expected, strict=True)
+        ),
+    }
+
+
+def _reference(config: TrainerConfig, work: Path, steps: int) -> list[Any]:
+    os.environ["SFT_CACHE_DIR"] = str(work / "run" / "cache")
+    prepared = prepare(config, Reporter(work / "run" / "reference", writes=False))
+    rates = [learning_rate(config.spec, config.plan.learning_rate, step, prepared.total_steps) for step in range(steps)]
+    return reference_steps(config, prepared, rates)
+
+
+def accumulation(inputs: Path, work: Path) -> float:
+    """Gradients of eight micro-batches of one example against those of one of eight."""
+    results = []
+    for size in (1, 8):
+        job = manifest(
+            inputs,
+            work / f"micro-{size}" / "store",
+            training={"steps": 1, "globalBatchSize": 8, "microBatchSize": size},
+            data={"packing": "none"},
+        )
+        results.append(capture(resolve(job), work / f"micro-{size}"))
+    return relative_error(results[0], results[1])
+
+
+def processes(inputs: Path, work: Path) -> float:
+    """Gradients on two processes against those on one, with packed micro-batches."""
+    results = []
+    for count in (1, 2):
+        job = manifest(
+            inputs,
+            work / f"world-{count}" / "store",
+            processes=count,
+            training={"steps": 1, "globalBatchTokens": 4096, "maxTokensPerMicroBatch": 1024},
+        )
+        results.append(capture(resolve(job), work / f"world-{count}"))
+    return relative_error(results[1], results[0])
+
+
+def killed_and_resumed(inputs: Path, work: Path, *, processes: int, steps: int, seed: int) -> tuple[int, int]:
+    """Kill a random worker with SIGKILL at a random step of ``sft run``; compare with the undisturbed run.
+
+    Returns the step after which it was killed, and the number of step records and exported tensors that differ.
+    """
+    generator = random.Random(seed)
+    straight, disturbed = work / "straight", work / "disturbed"
+    kill_after = generator.randrange(3, steps - 1)
+    _sft_run(inputs, straight, processes, steps, kill_after=None, victim=0)
+    _sft_run(inputs, disturbed, processes, steps, kill_after=kill_after, victim=generator.randrange(processes))
+    attempts = list((disturbed / "store" / "attempts").iterdir())
+    if len(attempts) != 2:
+        raise AssertionError(f"the disturbed run has {len(attempts)} attempts instead of 2")
+    return kill_after, _differences(straight / "store", disturbed / "store", steps)
+
+
+def _differences(one: Path, other: Path, steps: int) -> int:
+    first, second = step_records(one), step_records(other)
+    compared = ("loss", "gradNorm", "learningRate", "tokens", "trainedTokens", "epoch")
+    different = sum(
+        any(first.get(step, {}).get(key) != second.get(step, {"": 0}).get(key) for key in compared)
+        for step in range(1, steps + 1)
+    )
+    digests = [hashlib.sha256((store / "export" / "model.safetensors").read_bytes()).digest() for store in (one, other)]
+    return different + (digests[0] != digests[1])
+
+
+def _sft_run(inputs: Path, folder: Path, count: int, steps: int, *, kill_after: int | None, victim: int) -> None:
+    folder.mkdir(parents=True)
+    job = manifest(
+        inputs,
+        folder / "store",
+        processes=count,
+        training={"steps": steps, "globalBatchTokens": 2048, "maxTokensPerMicroBatch": 512},
+        checkpoint={"uri": f"file://{folder}/store", "everySteps": 3},
+    )
+    (folder / "job.yaml").write_text(json.dumps(job))
+    environment = {**os.environ, "SFT_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    with (folder / "sft.log").open("w") as log:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "sft_cli.main", "run", str(folder / "job.yaml"), "--output", "json", "--verbose"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+        try:
+            if kill_after is not None:
+                _kill_worker(run, folder, kill_after, victim)
+            code = run.wait(timeout=300)
+        finally:
+            run.terminate()
+    if code != 0:
+        raise AssertionError(f"sft run ended with {code}: " + (folder / "sft.log").read_text()[-3000:])
+
+
+def _kill_worker(run: "subprocess.Popen[bytes]", folder: Path, step: int, victim: int) -> None:
+    """SIGKILL the worker of rank ``victim`` once ``step`` is in the log."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        progress = [p for p in _descendants(run.pid) if _variable(p, "RANK") == str(victim)]
+        if progress and _step_of(progress[0]) >= step:
+            os.kill(progress[0], signal.SIGKILL)
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not reached: " + (folder / "sft.log").read_text()[-3000:])
+
+
+def _step_of(worker: int) -> int:
+    run_dir = _variable(worker, "SFT_RUN_DIR")
+    try:
+        step: int = json.loads((Path(run_dir or "") / "progress.json").read_text())["step"]
+    except (OSError, ValueError):
+        return 0
+    return step
+
+
+def _variable(pid: int, name: str) -> str | None:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((e.partition(b"=")[2].decode() for e in entries if e.startswith(f"{name}=".encode())), None)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)

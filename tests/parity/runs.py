@@ -1,0 +1,86 @@
+"""Runs of the real trainer on tiny inputs, and what they leave behind."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import SFTJob
+
+
+def manifest(inputs: Path, store: Path, *, processes: int = 1, **sections: Any) -> dict[str, Any]:
+    """A job on the inputs made by examples/make_inputs.py, on the CPU; ``sections`` are merged into the spec."""
+    spec: dict[str, Any] = {
+        "model": {"uri": f"file://{inputs}/model"},
+        "data": {"train": [{"uri": f"file://{inputs}/data/train.jsonl"}], "maxLength": 512, "workers": 1},
+        "training": {"steps": 4, "optimizer": {"learningRate": 1e-3}},
+        "compute": {"gpusPerNode": 0, "processesPerNode": processes},
+        "checkpoint": {"uri": f"file://{store}"},
+    }
+    for section, fields in sections.items():
+        spec[section] = {**spec.get(section, {}), **fields}
+    return {"apiVersion": "sftjob.dev/v1alpha1", "kind": "SFTJob", "metadata": {"name": "parity"}, "spec": spec}
+
+
+def resolve(job: dict[str, Any]) -> TrainerConfig:
+    """The configuration the trainer gets for a manifest."""
+    return TrainerConfig.resolve(SFTJob.from_manifest(job), uid="parity", default_checkpoint_uri=None)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Run ``config`` to its end; the gradients of every step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config.model_dump_json(exclude_none=True))
+    port = free_port()
+    world = config.plan.processes
+    environment = {
+        **os.environ,
+        "SFT_CONFIG": str(folder / "config.json"),
+        "SFT_RUN_DIR": str(folder / "run"),
+        "SFT_CACHE_DIR": str(folder / "cache"),
+        "SFT_CAPTURE": str(folder / "gradients.pt"),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.parity.capture"]
+    logs = [(folder / f"rank-{rank}.log").open("w") for rank in range(world)]
+    workers = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=logs[rank])
+        for rank in range(world)
+    ]
+    try:
+        codes = [worker.wait(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    if any(codes):
+        raise RuntimeError(f"workers ended with {codes}: " + (folder / "rank-0.log").read_text()[-3000:])
+    captured: list[dict[str, torch.Tensor]] = torch.load(folder / "gradients.pt")
+    return captured
+
+
+def step_records(store: Path) -> dict[int, dict[str, Any]]:
+    """The record of every step in a checkpoint store; of a step done twice, that of the newest attempt."""
+    records: dict[int, tuple[int, dict[str, Any]]] = {}
+    for file in sorted((store / "metrics").glob("*.jsonl")):
+        attempt = int(file.stem.rpartition("-a")[2])
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            if attempt >= records.get(record["step"], (0, {}))[0]:
+                records[record["step"]] = (attempt, record)
+    return {step: record for step, (_, record) in sorted(records.items())}
