@@ -73,7 +73,7 @@ def _expectation(error: ErrorDetails) -> str:
         return _TYPES[kind]
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return f"{words} {context[key]}"
+        return f"{words} {_number(context[key])}"
     if kind in _SIZES:
         words, key, unit = _SIZES[kind]
         return f"{words} {context[key]} {unit if context[key] != 1 else unit[:-1]}"
@@ -81,6 +81,10 @@ def _expectation(error: ErrorDetails) -> str:
         choices = _choices(error)
         return f"must be one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
     return error["msg"]
+
+
+def _number(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 def _given(error: ErrorDetails) -> str:
@@ -159,4 +163,4 @@ def _schema_at(schema: Schema, location: tuple[int | str, ...]) -> Schema:
 def _field_paths(schema: Schema, path: str) -> Iterator[str]:
     for name, field in schema.get("properties", {}).items():
         yield f"{path}.{name}"
-        yield from _field_paths(field, f"{path}.{name}")
+        yield from _field_paths(field.get("items", field), f"{path}.{name}{'[]' if 'items' in field else ''}")

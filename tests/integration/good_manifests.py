@@ -1,0 +1,147 @@
+"""Manifests that must be accepted, by the API server and by the CLI, with the same defaults."""
+
+from tests.integration.bad_manifests import manifest
+
+SHORTEST = manifest()
+
+NULLS = manifest(
+    {
+        "data": "{train: [{uri: hf://org/rows, split: null, format: ~}], eval: null, packing: }",
+        "training": "null",
+        "strategy": "",
+        "compute": "{labels: null, nodeSelector: {pool: null}, env: [{name: A, value: b, valueFrom: null}]}",
+        "checkpoint": "{s3: null, everySteps: null}",
+    }
+)
+
+NUMBERS = manifest(
+    {
+        "data": "{train: [{uri: hf://org/rows, weight: 1.0}, {uri: hf://org/other, weight: 5e-1}], maxLength: 0x1000}",
+        "training": "{steps: 1e3, globalBatchTokens: 1_048_576, seed: 052, optimizer: {learningRate: 1e-5, "
+        "eps: 1E-08, weightDecay: 0, betas: [.9, 0.95]}, schedule: {warmupRatio: 1}}",
+        "compute": "{gpusPerNode: 8.0, cacheSize: 107374182400, resources: {requests: {cpu: 4, memory: 64Gi}}}",
+        "suspend": "no",
+        "export": "{atEnd: y}",
+    }
+)
+
+ALIASES = """\
+apiVersion: sftjob.dev/v1alpha1
+kind: SFTJob
+metadata: {name: job, labels: {kueue.x-k8s.io/queue-name: team-a, "1": "2"}, annotations: {example.com/note: "a b"}}
+spec:
+  model: {uri: "hf://org/name@main"}
+  data:
+    train:
+    - &rows {uri: s3://bucket/rows, format: messages}
+    eval:
+    - {<<: *rows, name: held-out, split: "test[:10%]"}
+  compute:
+    resources:
+      requests: &resources {cpu: 500m, rdma/hca: 1, hugepages-2Mi: 1Gi}
+      limits: *resources
+"""
+
+ON_THE_CPU = manifest(
+    {
+        "model": "{uri: file:///models/tiny}",
+        "data": "{train: [{uri: pvc://claim/rows.jsonl}], packing: none}",
+        "training": "{epochs: 3, globalBatchSize: 12, microBatchSize: 2}",
+        "compute": "{nodes: 3, gpusPerNode: 0, processesPerNode: 2}",
+    },
+    name="a" * 50,
+)
+
+# These two together give every field of the spec (a test checks that).
+EVERY_FIELD_PACKED = """\
+apiVersion: sftjob.dev/v1alpha1
+kind: SFTJob
+metadata: {name: every-field}
+spec:
+  model:
+    uri: hf://org/name@0123abc
+    tokenizerUri: s3://bucket/tokenizer
+    chatTemplate: "{{ messages }}"
+    tokenSecretRef: {name: hub, key: HF_TOKEN}
+  data:
+    train:
+    - {uri: hf://org/rows, split: "train[:50%]", subset: en, format: alpaca, messagesKey: chat, toolsKey: functions,
+       systemKey: prompt, weight: 2}
+    eval:
+    - {name: held-out, uri: hf://org/rows, split: test, subset: en, format: messages, messagesKey: chat,
+       toolsKey: functions, systemKey: prompt}
+    trainOn: allAssistantMessages
+    maxLength: 8192
+    overlong: truncate
+    packing: ffd
+    sampler: random
+    workers: 4
+  training:
+    steps: 1000
+    globalBatchTokens: 262144
+    maxTokensPerMicroBatch: 16384
+    optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5}
+    schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
+    precision: bf16
+    activationCheckpointing: full
+    seed: 7
+    evaluation: {everySteps: 100, beforeTraining: true}
+  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false}}
+  compute:
+    nodes: 2
+    gpusPerNode: 8
+    processesPerNode: 8
+    image: registry.example.com/trainer:1
+    imagePullPolicy: IfNotPresent
+    imagePullSecrets: [registry]
+    serviceAccountName: trainer
+    gpuResourceName: nvidia.com/gpu
+    resources: {requests: {cpu: "8", memory: 64Gi}, limits: {cpu: 16, memory: 64Gi}}
+    nodeSelector: {node.kubernetes.io/instance-type: p5}
+    tolerations:
+    - {key: nvidia.com/gpu, operator: Equal, value: present, effect: NoExecute, tolerationSeconds: 60}
+    priorityClassName: high
+    runtimeClassName: nvidia
+    env:
+    - {name: NCCL_DEBUG, value: INFO}
+    - {name: KEY, valueFrom: {secretKeyRef: {name: keys, key: a}}}
+    - {name: MODE, valueFrom: {configMapKeyRef: {name: modes, key: b}}}
+    sharedMemorySize: 16Gi
+    cacheSize: 200Gi
+    labels: {team: research}
+    annotations: {example.com/note: nightly run}
+  checkpoint:
+    uri: s3://bucket/runs/every-field
+    s3: {endpoint: "https://minio.example.com:9000", region: eu, forcePathStyle: true, checksum: whenSupported,
+         credentialsSecretRef: s3-keys}
+    everySteps: 200
+    everySeconds: 300
+    keep: {last: 3, best: 1}
+    async: false
+    resume: {policy: never}
+  export: {atEnd: true, uri: pvc://models/every-field}
+  suspend: true
+  runPolicy:
+    maxRestarts: 3
+    activeDeadlineSeconds: 86400
+    ttlSecondsAfterFinished: 0
+    progressDeadlineSeconds: 600
+    terminationGracePeriodSeconds: 60
+"""
+
+EVERY_OTHER_FIELD = manifest(
+    {
+        "data": "{train: [{uri: hf://org/rows}], packing: none, sampler: sequential}",
+        "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, schedule: {type: cosine, warmupSteps: 5}}",
+    }
+)
+
+GOOD = {
+    "shortest": SHORTEST,
+    "nulls": NULLS,
+    "numbers": NUMBERS,
+    "aliases": ALIASES,
+    "on the CPU": ON_THE_CPU,
+    "every field, packed": EVERY_FIELD_PACKED,
+    "every other field": EVERY_OTHER_FIELD,
+}

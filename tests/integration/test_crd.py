@@ -1,0 +1,331 @@
+"""The generated CRD on a real API server: what it refuses, accepts, fills in and shows, and that Python agrees."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sft_api.crd import resource_schema
+from sft_api.generate import ROOT
+from sft_api.v1alpha1 import IMMUTABLE_SPEC_FIELDS, SFTJob, SFTJobSpec, SFTJobStatus
+from sft_cli.kubernetes_yaml import YamlError, read_documents
+from sft_cli.manifest import load_manifest
+from sft_cli.problems import field_path
+from tests.cluster.access import Cluster
+from tests.integration.bad_manifests import RULES, SCHEMA, Bad
+from tests.integration.good_manifests import EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, GOOD, SHORTEST
+from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
+
+NAMESPACE = "sft-api-tests"
+SFTJOBS = f"/apis/sftjob.dev/v1alpha1/namespaces/{NAMESPACE}/sftjobs"
+MERGE_PATCH = "application/merge-patch+json"
+
+
+@pytest.fixture(scope="module")
+def cluster(api_server: Cluster) -> Iterator[Cluster]:
+    """The API server with our CRD and a namespace."""
+    api_server.kubectl("apply", "--server-side", "-f", str(ROOT / "crds" / "sftjob.dev_sftjobs.yaml"))
+    api_server.kubectl("wait", "--for=condition=Established", "crd/sftjobs.sftjob.dev", "--timeout=30s")
+    api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    yield api_server
+    api_server.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def api(cluster: Cluster) -> Iterator[KubernetesApi]:
+    with kubernetes_api(cluster) as opened:
+        yield opened
+
+
+def try_to_create(api: KubernetesApi, text: str) -> Answer:
+    return api.request("POST", f"{SFTJOBS}?fieldValidation=Strict&dryRun=All", text, "application/yaml")
+
+
+def test_the_api_server_has_nothing_against_the_crd(cluster: Cluster) -> None:
+    status: Any = cluster.get("crd", "sftjobs.sftjob.dev")["status"]
+
+    conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
+    assert conditions == {"NamesAccepted": "True", "Established": "True"}
+
+
+@pytest.mark.parametrize("bad", RULES + SCHEMA, ids=lambda bad: bad.title)
+def test_server_and_python_refuse_alike(api: KubernetesApi, bad: Bad) -> None:
+    answer = try_to_create(api, bad.text)
+    faults = _faults_by_python(bad.text)
+
+    assert not answer.accepted
+    assert _paths_named_by_server(answer) == {bad.at}
+    assert {path for path, _ in faults} == {bad.at}
+    if bad.sentence:
+        # The server puts the value before the sentence of a rule.
+        assert [message for _, message in answer.causes if message.endswith(f": {bad.sentence}")]
+        assert bad.sentence in [sentence for _, message in faults for sentence in message.splitlines()]
+
+
+def test_every_rule_of_the_models_is_broken_by_a_bad_manifest() -> None:
+    spec = {part: schema for part, schema in resource_schema()["properties"].items() if part == "spec"}
+    said = {bad.sentence for bad in RULES}
+
+    unbroken = {rule["message"] for rule in _rules({"properties": spec}) if "oldSelf" not in rule["rule"]} - said
+
+    assert unbroken == set()
+
+
+@pytest.mark.parametrize("text", GOOD.values(), ids=GOOD)
+def test_server_and_python_fill_in_the_same_defaults(api: KubernetesApi, text: str) -> None:
+    answer = try_to_create(api, text)
+    job = load_manifest(text)
+
+    assert answer.accepted, answer.body
+    assert answer.body["spec"] == job.spec.model_dump(mode="json", exclude_none=True)
+    assert SFTJob.from_manifest(answer.body) == job.model_copy(
+        update={"metadata": SFTJob.from_manifest(answer.body).metadata}
+    )
+    assert "status" not in answer.body
+
+
+def test_the_good_manifests_give_every_field_of_the_spec() -> None:
+    schema = resource_schema()["properties"]["spec"]
+    given = {
+        path
+        for text in (EVERY_FIELD_PACKED, EVERY_OTHER_FIELD)
+        for document in read_documents(text)
+        for path in _given_paths(schema, document["spec"], "spec")
+    }
+
+    assert set(_leaf_paths(schema, "spec")) - given == set()
+
+
+CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("model", {"model": {"uri": "hf://org/other"}}),
+    ("model", {"model": {"chatTemplate": "added"}}),
+    ("model", {"model": {"tokenSecretRef": None}}),
+    ("data", {"data": {"train": [{"uri": "hf://org/other"}]}}),
+    ("data", {"data": {"eval": []}}),
+    ("data", {"data": None}),
+    ("training", {"training": {"steps": 1001}}),
+    ("training", {"training": {"steps": None, "epochs": 1}}),
+    ("training", {"training": None}),
+    ("strategy", {"strategy": {"fsdp": {"shardDegree": 1}}}),
+    ("strategy", {"strategy": None}),
+    ("compute", {"compute": {"nodes": 2}}),
+    ("compute", {"compute": {"env": [{"name": "A", "value": "b"}]}}),
+    ("checkpoint", {"checkpoint": {"everySeconds": 601}}),
+    ("checkpoint", {"checkpoint": {"uri": None}}),
+    ("export", {"export": {"atEnd": False}}),
+    ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": {"terminationGracePeriodSeconds": 301}}),
+    ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": None}),
+]
+CHANGES_ALLOWED: list[dict[str, Any]] = [
+    {"suspend": True},
+    {"suspend": None},
+    {"runPolicy": {"maxRestarts": 20}},
+    {"runPolicy": {"activeDeadlineSeconds": 60, "progressDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}},
+    {"runPolicy": {"activeDeadlineSeconds": None, "progressDeadlineSeconds": None, "ttlSecondsAfterFinished": None}},
+    {"training": {"microBatchSize": 1}, "compute": {"nodes": 1}, "export": {"atEnd": True}},
+]
+CHANGED_JOB = """\
+apiVersion: sftjob.dev/v1alpha1
+kind: SFTJob
+metadata: {name: changed}
+spec:
+  model: {uri: hf://org/name, tokenSecretRef: {name: hub}}
+  data: {train: [{uri: hf://org/rows}], eval: [{name: a, uri: hf://org/rows}]}
+  training: {steps: 1000}
+  strategy: {fsdp: {}}
+  compute: {}
+  checkpoint: {uri: s3://bucket/runs}
+  runPolicy: {terminationGracePeriodSeconds: 120}
+"""
+
+
+@pytest.fixture(scope="module")
+def job_path(api: KubernetesApi) -> str:
+    """A stored SFTJob that tests try to change."""
+    created = api.request("POST", SFTJOBS, CHANGED_JOB, "application/yaml")
+    assert created.accepted, created.body
+    return f"{SFTJOBS}/changed"
+
+
+@pytest.mark.parametrize(("field", "change"), CHANGES_REFUSED, ids=lambda value: json.dumps(value)[:60])
+def test_what_a_run_depends_on_never_changes(api: KubernetesApi, job_path: str, field: str, change: Any) -> None:
+    answer = api.request("PATCH", job_path, json.dumps({"spec": change}), MERGE_PATCH)
+
+    assert not answer.accepted
+    if change.get("data", ...) is not None:  # data is required: its removal is refused as that
+        sentence = f"spec.{field} cannot be changed after creation: create a new SFTJob"
+        assert [message for _, message in answer.causes] == [f"Invalid value: {sentence}"]
+
+
+def test_every_immutable_field_is_tried_and_the_rest_is_known() -> None:
+    assert {field for field, _ in CHANGES_REFUSED} == set(IMMUTABLE_SPEC_FIELDS)
+    aliases = {field.alias for field in SFTJobSpec.model_fields.values()}
+    assert aliases - set(IMMUTABLE_SPEC_FIELDS) == {"suspend", "runPolicy"}
+
+
+@pytest.mark.parametrize("change", CHANGES_ALLOWED, ids=lambda value: json.dumps(value)[:60])
+def test_what_only_steers_the_run_may_change(api: KubernetesApi, job_path: str, change: Any) -> None:
+    answer = api.request("PATCH", job_path, json.dumps({"spec": change}), MERGE_PATCH)
+
+    assert answer.accepted, answer.body
+
+
+def test_optional_blocks_cannot_be_added_later(api: KubernetesApi) -> None:
+    created = api.request("POST", SFTJOBS, SHORTEST.replace("name: job", "name: bare"), "application/yaml")
+    assert created.accepted, created.body
+
+    answer = api.request(
+        "PATCH", f"{SFTJOBS}/bare", json.dumps({"spec": {"strategy": {"fsdp": {"shardDegree": 1}}}}), MERGE_PATCH
+    )
+
+    assert [field for field, _ in answer.causes] == ["spec"]
+    assert "spec.strategy cannot be changed" in answer.body["message"]
+
+
+STATUS: dict[str, Any] = {
+    "state": "Running",
+    "message": "Training on 8 processes.",
+    "conditions": [
+        {
+            "type": "Running",
+            "status": "True",
+            "reason": "Training",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+    ],
+    "progress": {
+        "step": 1200,
+        "summary": "1200/3125",
+        "phase": "Training",
+        "loss": 1.204,
+        "tokensPerSecond": 81234,
+        "remaining": "3h12m",
+    },
+    "checkpoints": {
+        "latest": {
+            "step": 1200,
+            "attempt": 1,
+            "uri": "s3://bucket/runs/a",
+            "time": "2020-01-01T00:00:00Z",
+            "sizeBytes": 5_000_000_000,
+            "verified": True,
+        }
+    },
+    "restarts": {"failures": 1, "disruptions": 2},
+    "stepsAtRisk": 37,
+    "podsReady": "2/2",
+}
+
+
+def test_status_is_written_apart_from_the_spec_and_shown_in_columns(
+    api: KubernetesApi, cluster: Cluster, job_path: str
+) -> None:
+    status = SFTJobStatus.model_validate(STATUS).model_dump(mode="json", exclude_none=True)
+    written = api.request(
+        "PATCH", f"{job_path}/status", json.dumps({"status": status, "spec": {"suspend": True}}), MERGE_PATCH
+    )
+
+    assert written.accepted, written.body
+    assert written.body["status"] == status
+    assert written.body["spec"]["suspend"] is False
+    header, row = cluster.kubectl("get", "sft", "changed", "-n", NAMESPACE).stdout.splitlines()
+    assert header.split() == ["NAME", "STATE", "STEP", "LOSS", "TOK/S", "CHECKPOINT", "RESTARTS", "REMAINING", "AGE"]
+    name, state, step, loss, speed, checkpoint, restarts, remaining, age = row.split()
+    assert [name, state, step, loss, speed] == ["changed", "Running", "1200/3125", "1.204", "81234"]
+    assert re.fullmatch(r"\d+y\d*d?", checkpoint)
+    assert [restarts, remaining] == ["1", "3h12m"]
+    assert re.fullmatch(r"\d+s", age)
+    wide = cluster.kubectl("get", "training", "-n", NAMESPACE, "-o", "wide").stdout
+    assert "2/2" in wide
+    assert "Training on 8 processes." in wide
+
+
+@pytest.mark.parametrize(
+    ("status", "path"),
+    [
+        ({"state": "Sleeping"}, "status.state"),
+        ({"conditions": [{**STATUS["conditions"][0]}, {**STATUS["conditions"][0]}]}, "status.conditions[1]"),
+        ({"progress": {"step": 1.5}}, "status.progress.step"),
+        ({"checkpoints": {"best": {"step": 1}}}, "status.checkpoints.best.uri"),
+    ],
+    ids=["state", "condition twice", "half a step", "checkpoint without uri"],
+)
+def test_a_status_that_is_none_is_refused(api: KubernetesApi, job_path: str, status: Any, path: str) -> None:
+    answer = api.request("PATCH", f"{job_path}/status?dryRun=All", json.dumps({"status": status}), MERGE_PATCH)
+
+    assert not answer.accepted
+    assert path in [field for field, _ in answer.causes]
+
+
+def test_explain_reads_well(cluster: Cluster) -> None:
+    shown = " ".join(cluster.kubectl("explain", "sftjob.spec.data").stdout.split())
+
+    assert "The data, and which tokens of it are trained." in shown
+    assert "maxLength <integer> Longest example, in tokens. Default: 4096." in shown
+    assert "overlong <string> enum: drop, truncate, error What happens to longer examples." in shown
+    assert "train <[]Object> -required- Data sets to train on." in shown
+
+
+def test_examples_can_be_applied(cluster: Cluster) -> None:
+    examples = sorted((ROOT / "examples").glob("*.yaml"))
+
+    for path in examples:
+        applied = cluster.kubectl("apply", "-n", NAMESPACE, "--dry-run=server", "-f", str(path)).stdout
+        assert f"sftjob.sftjob.dev/{load_manifest(path).metadata.name} created" in applied
+    assert examples
+
+
+def _faults_by_python(text: str) -> list[tuple[str, str]]:
+    """Field path and message of every fault that the models see."""
+    try:
+        (document,) = read_documents(text)
+        SFTJob.from_manifest(document)
+    except YamlError as error:
+        # A duplicate key has no path: the line says where it is.
+        return [(re.sub(r"(line \d+): duplicate key '(\w+)'", r"\1: \2", str(error)), "duplicate")]
+    except ValidationError as error:
+        return [(field_path(fault["loc"]), fault["msg"]) for fault in error.errors()]
+    return []
+
+
+def _paths_named_by_server(answer: Answer) -> set[str]:
+    """Field paths in an answer; a message about strict decoding names them in its text."""
+    if answer.code == 400:
+        unknown = set(re.findall(r'unknown field "([^"]+)"', answer.body["message"]))
+        duplicate = re.findall(r'line (\d+): key "(\w+)" already set', answer.body["message"])
+        return unknown | {f"line {line}: {key}" for line, key in duplicate}
+    paths = {field for field, message in answer.causes if "some validation rules were not checked" not in message}
+    # Rules name keys of maps in brackets, the schema with a dot; the root has no name; anyOf has no path.
+    named = {re.sub(r"\[([^\]\d][^\]]*)\]", r".\1", path).replace("<nil>", "") for path in paths}
+    return named - {""} or {""}
+
+
+def _rules(schema: dict[str, Any]) -> Iterator[dict[str, str]]:
+    yield from schema.get("x-kubernetes-validations", ())
+    for inner in [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]:
+        if inner:
+            yield from _rules(inner)
+
+
+def _leaf_paths(schema: dict[str, Any], path: str) -> Iterator[str]:
+    inner = schema.get("items", schema)
+    if "properties" not in inner:
+        yield path
+    for name, field in inner.get("properties", {}).items():
+        yield from _leaf_paths(field, f"{path}.{name}")
+
+
+def _given_paths(schema: dict[str, Any], value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, list) and "properties" in schema.get("items", {}):
+        for item in value:
+            yield from _given_paths(schema["items"], item, path)
+    elif "properties" in schema:
+        for name, item in value.items():
+            yield from _given_paths(schema["properties"][name], item, f"{path}.{name}")
+    else:
+        yield path
