@@ -1,0 +1,161 @@
+"""A worker without torch: keeps the contract of the run directory, and fails as it is told.
+
+``python fake_worker.py SCRIPT`` where SCRIPT is a JSON file ``{"steps": 5, "stepSeconds": 0.02, "checkpointEvery": 2,
+"folder": "...", "faults": [{"rank": 0, "start": 1, "step": 2, "do": "exit 11"}, ...]}``. ``start`` counts the starts of
+a rank over all generations. The ranks step together over a socket of rank 0, so the end of one is felt by all.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RUN_DIR = Path(os.environ["SFT_RUN_DIR"])
+SCRIPT = json.loads(Path(sys.argv[1]).read_text())
+FOLDER = Path(SCRIPT["folder"])
+"""Stands for the object store: shared by all pods."""
+
+
+def write_json(path: Path, document: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(document))
+    temporary.replace(path)
+
+
+def fail(failure: str, message: str, code: int, step: int) -> None:
+    write_json(
+        RUN_DIR / "errors" / f"rank-{RANK}.json",
+        {"failure": failure, "message": message, "rank": RANK, "step": step},
+    )
+    sys.exit(code)
+
+
+class Ring:
+    """Rank 0 hears of every rank each step, and tells all whether one wants to stop."""
+
+    def __init__(self) -> None:
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self.sockets: list[socket.socket] = []
+        hello = f"{os.environ['SFT_GENERATION']:>20}".encode()
+        if RANK == 0 and WORLD > 1:
+            with socket.create_server(("", address[1])) as server:
+                while len(self.sockets) < WORLD - 1:
+                    peer, _ = server.accept()
+                    if self.receive(peer, 20) == hello:
+                        self.sockets.append(peer)
+        elif RANK > 0:
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    self.sockets.append(socket.create_connection(address))
+                    break
+                time.sleep(0.01)
+            self.sockets[0].sendall(hello)
+
+    @staticmethod
+    def receive(peer: socket.socket, size: int) -> bytes:
+        data = peer.recv(size, socket.MSG_WAITALL)
+        if len(data) < size:
+            raise ConnectionResetError("connection closed by peer")
+        return data
+
+    def any(self, value: bool) -> bool:
+        if RANK == 0:
+            value = any([value, *(self.receive(peer, 1) == b"1" for peer in self.sockets)])
+        for peer in self.sockets:
+            peer.sendall(b"1" if value else b"0")
+        if RANK > 0:
+            value = self.receive(self.sockets[0], 1) == b"1"
+        return value
+
+
+def do(action: str, step: int) -> None:
+    word, _, argument = action.partition(" ")
+    if word == "exit":
+        print(f"about to exit with {argument}", file=sys.stderr)
+        os._exit(int(argument))
+    elif word == "fail":
+        failure, code = argument.split(",")
+        fail(failure, f"{failure} on purpose", int(code), step)
+    elif word == "signal":
+        os.kill(os.getpid(), getattr(signal, argument))
+        time.sleep(10)
+    elif word == "hang":
+        time.sleep(1000)
+    elif word == "orphan":
+        # A grandchild that has left session and process group.
+        command = ["setsid", "sleep", "987654"]
+        subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    else:
+        raise ValueError(action)
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    starts = FOLDER / f"starts-{RANK}"
+    with starts.open("a") as record:
+        record.write(json.dumps({key: os.environ[key] for key in sorted(os.environ)}) + "\n")
+    start = len(starts.read_text().splitlines())
+    saved = FOLDER / "checkpoint"
+    step = resumed = int(saved.read_text()) if saved.exists() else 0
+
+    def report(phase: str) -> None:
+        if RANK == 0:
+            latest = None
+            if saved.exists():
+                latest = {
+                    "step": int(saved.read_text()),
+                    "attempt": start,
+                    "uri": f"file://{saved}",
+                    "time": datetime.now(UTC).isoformat(),
+                    "sizeBytes": 1,
+                    "verified": True,
+                }
+            write_json(
+                RUN_DIR / "progress.json",
+                {
+                    "attempt": start,
+                    "phase": phase,
+                    "step": step,
+                    "totalSteps": SCRIPT["steps"],
+                    "resumedFromStep": resumed or None,
+                    "loss": 1.0 / (step + 1),
+                    "medianStepSeconds": SCRIPT["stepSeconds"],
+                    "checkpoints": {"latest": latest},
+                    "updateTime": datetime.now(UTC).isoformat(),
+                },
+            )
+
+    report("Loading")
+    ring = Ring()
+    print(f"rank {RANK} of {WORLD}, start {start}", flush=True)
+    try:
+        while step < SCRIPT["steps"]:
+            for fault in SCRIPT.get("faults", []):
+                if (fault["rank"], fault["start"], fault["step"]) == (RANK, start, step):
+                    do(fault["do"], step)
+            time.sleep(SCRIPT["stepSeconds"])
+            stop = ring.any((RUN_DIR / "stop").exists())
+            step += 1
+            if RANK == 0 and (stop or step == SCRIPT["steps"] or step % SCRIPT["checkpointEvery"] == 0):
+                saved.write_text(str(step))
+            report("Training")
+            if stop:
+                # Rank 0 leaves last, as if it were still committing.
+                time.sleep(0.3 if RANK == 0 else 0)
+                print(f"rank {RANK} saved step {step}", flush=True)
+                sys.exit(30)
+    except (ConnectionError, BrokenPipeError) as problem:
+        fail("PeerLost", str(problem), 35, step)
+    report("Complete")
+
+
+main()

@@ -1,0 +1,165 @@
+"""Runs supervisors as if they were pods: each on a loopback address of its own, with fake workers."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sft_api.progress import Progress, TerminationMessage
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import SFTJob
+
+FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
+
+
+@dataclass
+class Pod:
+    """One supervisor process."""
+
+    index: int
+    process: subprocess.Popen[str]
+    log_file: Path
+    termination_file: Path
+    url: str
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def termination(self) -> TerminationMessage:
+        text = self.termination_file.read_text()
+        assert len(text.encode()) <= 4096
+        return TerminationMessage.model_validate_json(text)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            return str(answer.read().decode())
+
+    @property
+    def progress(self) -> Progress:
+        return Progress.model_validate_json(self.get("/v1/progress"))
+
+    def wait(self, seconds: float = 20) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"pod {self.index} did not end in {seconds} s:\n{self.log}") from None
+
+    def wait_for_step(self, step: int, seconds: float = 10) -> Progress:
+        """Until the group has made ``step``; asks pod 0."""
+        wait_for(lambda: self.progress.training.step >= step, self, seconds)
+        return self.progress
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+def wait_for(what: Callable[[], bool], pod: Pod, seconds: float = 10) -> None:
+    """Until ``what`` holds; connection errors count as not yet."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            if what():
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"nothing happened in {seconds} s; the log of pod {pod.index}:\n{pod.log}")
+
+
+@dataclass
+class Group:
+    """Pods of one run in one folder."""
+
+    folder: Path
+    port: int
+    nodes: int = 1
+    processes: int = 1
+    run_policy: dict[str, Any] = field(default_factory=dict)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    steps: int = 5
+    step_seconds: float = 0.02
+    pods: list[Pod] = field(default_factory=list)
+
+    def write_files(self) -> None:
+        job = {
+            "apiVersion": "sftjob.dev/v1alpha1",
+            "kind": "SFTJob",
+            "metadata": {"name": "fake"},
+            "spec": {
+                "model": {"uri": "file:///nowhere"},
+                "data": {"train": [{"uri": "file:///nowhere.jsonl"}]},
+                "compute": {"nodes": self.nodes, "gpusPerNode": 0, "processesPerNode": self.processes},
+                "checkpoint": {"uri": f"file://{self.folder}/checkpoints"},
+                "runPolicy": self.run_policy,
+            },
+        }
+        config = TrainerConfig.resolve(SFTJob.model_validate(job), uid="uid-1", default_checkpoint_uri=None)
+        (self.folder / "config.json").write_text(config.model_dump_json(by_alias=True))
+        script = {
+            "steps": self.steps,
+            "stepSeconds": self.step_seconds,
+            "checkpointEvery": 2,
+            "folder": str(self.folder),
+            "faults": self.faults,
+        }
+        (self.folder / "script.json").write_text(json.dumps(script))
+
+    def start(self, index: int = 0, **environment: str) -> Pod:
+        """A pod for ``index``; a replacement when there was one."""
+        if not (self.folder / "config.json").exists():
+            self.write_files()
+        name = f"pod-{index}-{len(self.pods)}"
+        address = f"127.0.0.{index + 1}"
+        log_file, termination_file = self.folder / f"{name}.log", self.folder / f"{name}.termination"
+        command = [
+            *(sys.executable, "-m", "sft_trainer.launch"),
+            *("--config", str(self.folder / "config.json")),
+            *("--bind", address, "--port", str(self.port), "--run-dir", str(self.folder / name)),
+            *("--worker-command", f"{sys.executable} -S {FAKE_WORKER} {self.folder / 'script.json'}"),
+        ]
+        inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        given = {
+            "JOB_COMPLETION_INDEX": str(index),
+            "SFT_COORDINATOR": "127.0.0.1",
+            "SFT_TERMINATION_LOG": str(termination_file),
+        }
+        with log_file.open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=inherited | given | environment, text=True
+            )
+        pod = Pod(index, process, log_file, termination_file, f"http://{address}:{self.port}")
+        self.pods.append(pod)
+        return pod
+
+    def start_all(self) -> list[Pod]:
+        return [self.start(index) for index in range(self.nodes)]
+
+    def starts(self, rank: int) -> list[dict[str, str]]:
+        """The environment of each start of ``rank``."""
+        return [json.loads(line) for line in (self.folder / f"starts-{rank}").read_text().splitlines()]
+
+    def processes_left(self) -> list[str]:
+        """Command lines of processes that belong to this group and live."""
+        left = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    environment = (entry / "environ").read_bytes().decode(errors="replace")
+                    if command and str(self.folder) in command + environment:
+                        left.append(command)
+        return left
+
+    def close(self) -> None:
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.signal(signal.SIGKILL)
+                pod.process.wait()

@@ -1,0 +1,215 @@
+"""One pod: what the workers do, and what becomes of the run."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase
+
+from .pods import Group, wait_for
+
+
+def test_a_run_that_works_is_complete(group: Group) -> None:
+    group.processes = 2
+    pod = group.start()
+
+    assert pod.wait() == 0
+    assert pod.termination.failure is None
+    assert (pod.termination.step, pod.termination.checkpoint_step) == (5, 5)
+    assert "[rank 0] rank 0 of 2, start 1\n" in pod.log
+    assert "[rank 1] rank 1 of 2, start 1\n" in pod.log
+
+
+def test_workers_get_their_place_and_threads(group: Group) -> None:
+    group.processes = 2
+    assert group.start(SFT_THREADS="3").wait() == 0
+
+    environment = group.starts(1)[0]
+    expected = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "3",
+        "SFT_CONFIG": str(group.folder / "config.json"),
+    }
+    assert {key: environment[key] for key in expected} == expected
+    assert int(environment["SFT_GENERATION"]) > 0
+
+
+def test_a_crash_restarts_all_workers_from_the_checkpoint(group: Group) -> None:
+    group.processes = 2
+    group.steps = 50
+    group.faults = [{"rank": 1, "start": 1, "step": 5, "do": "signal SIGKILL"}]
+    pod = group.start()
+    wait_for(lambda: pod.progress.generation == 2, pod)
+    progress = pod.wait_for_step(6)
+
+    (incident,) = progress.incidents
+    assert incident.failure is FailureClass.WORKER_CRASHED
+    assert incident.rank == 1
+    assert "SIGKILL" in incident.message
+    assert (incident.step, incident.lost_steps, incident.disruption) == (5, 1, False)
+    assert incident.recovered_time is not None
+    assert incident.recovered_time > incident.time
+    assert progress.training.resumed_from_step == 4
+    assert 'sft_trainer_restarts_total{failure="WorkerCrashed"} 1.0' in pod.get("/metrics")
+    assert pod.wait() == 0
+    first, second = group.starts(0)
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert int(first["SFT_GENERATION"]) < int(second["SFT_GENERATION"])
+
+
+def test_the_cause_is_told_not_its_consequence(group: Group) -> None:
+    group.processes = 3
+    group.faults = [{"rank": 2, "start": 1, "step": 2, "do": "fail DataError,11"}]
+    pod = group.start()
+
+    assert pod.wait() == 11
+    assert pod.termination.failure is FailureClass.DATA_ERROR
+    assert pod.termination.message == "DataError on purpose"
+    assert (pod.termination.rank, pod.termination.step) == (2, 2)
+    assert len(group.starts(0)) == 1
+
+
+def test_the_last_words_of_a_worker_that_says_nothing_else(group: Group) -> None:
+    group.run_policy = {"maxRestarts": 0}
+    group.faults = [{"rank": 0, "start": 1, "step": 1, "do": "exit 1"}]
+    pod = group.start()
+
+    assert pod.wait() == 17
+    assert pod.termination.failure is FailureClass.RESTARTS_EXHAUSTED
+    assert "about to exit with 1" in pod.termination.message
+    assert "runPolicy.maxRestarts is 0" in pod.termination.message
+
+
+def test_restarts_that_get_nowhere_end_the_run(group: Group) -> None:
+    group.faults = [{"rank": 0, "start": start, "step": 1, "do": "fail OutOfMemory,32"} for start in range(1, 9)]
+    pod = group.start()
+
+    assert pod.wait() == 17
+    assert "3 restarts in a row got no further than step 1" in pod.termination.message
+    assert "OutOfMemory on purpose" in pod.termination.message
+    assert len(group.starts(0)) == 4
+
+
+def test_a_hang_is_noticed_its_stacks_are_printed_and_training_goes_on(group: Group) -> None:
+    group.processes = 2
+    group.run_policy = {"progressDeadlineSeconds": 1}
+    group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
+    pod = group.start()
+
+    assert pod.wait() == 0
+    assert "failure at step 2: Hang: no new step for 1 s after step 2" in pod.log
+    assert '[rank 1]   File "' in pod.log
+    assert "in do\n" in pod.log
+
+
+def test_sigterm_saves_and_leaves_with_the_retryable_code(group: Group) -> None:
+    group.processes = 2
+    group.steps = 10_000
+    pod = group.start()
+    pod.wait_for_step(3)
+    pod.signal(signal.SIGTERM)
+
+    assert pod.wait() == 30
+    assert pod.termination.failure is FailureClass.INTERRUPTED
+    assert pod.termination.step == pod.termination.checkpoint_step
+    assert f"[rank 0] rank 0 saved step {pod.termination.step}\n" in pod.log
+
+
+def test_sigterm_right_after_the_start_is_heard(group: Group) -> None:
+    group.steps = 10_000
+    group.start()
+    pod = group.pods[0]
+    status = Path(f"/proc/{pod.process.pid}/status")
+    # The handler is there before the slow imports, when the supervisor does not listen yet.
+    wait_for(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1 == 1, pod)
+    pod.signal(signal.SIGTERM)
+
+    assert pod.wait() == 30
+    assert pod.termination.message == "asked to stop; no workers were running"
+
+
+def test_workers_that_do_not_leave_are_killed_before_the_grace_time_ends(group: Group) -> None:
+    group.steps = 10_000
+    group.run_policy = {"terminationGracePeriodSeconds": 5}
+    group.faults = [{"rank": 0, "start": 1, "step": 2, "do": "hang"}]
+    pod = group.start()
+    pod.wait_for_step(2)
+    begin = time.monotonic()
+    pod.signal(signal.SIGTERM)
+
+    assert pod.wait() == 30
+    assert 3.9 < time.monotonic() - begin < 5
+    assert "the workers had not left after 4 s" in pod.termination.message
+
+
+def test_a_second_interrupt_kills_at_once(group: Group) -> None:
+    group.faults = [{"rank": 0, "start": 1, "step": 2, "do": "hang"}]
+    pod = group.start()
+    pod.wait_for_step(2)
+    pod.signal(signal.SIGINT)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    pod.signal(signal.SIGINT)
+
+    assert pod.wait() == 30
+    assert time.monotonic() - begin < 1
+
+
+def test_what_workers_leave_behind_is_killed_and_reaped(group: Group) -> None:
+    group.faults = [
+        {"rank": 0, "start": 1, "step": 1, "do": "orphan"},
+        {"rank": 0, "start": 1, "step": 2, "do": "exit 1"},
+        {"rank": 0, "start": 2, "step": 3, "do": "hang"},
+    ]
+    pod = group.start()
+    wait_for(lambda: len(group.starts(0)) == 2, pod)
+
+    assert not [command for command in group.processes_left() if "987654" in command]
+
+
+def test_workers_die_with_a_supervisor_that_is_killed(group: Group) -> None:
+    group.processes = 2
+    group.steps = 10_000
+    pod = group.start()
+    pod.wait_for_step(1)
+    pod.signal(signal.SIGKILL)
+    pod.wait()
+
+    end = time.monotonic() + 2
+    while group.processes_left() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert group.processes_left() == []
+
+
+def test_a_broken_configuration_is_the_users_error(group: Group) -> None:
+    group.write_files()
+    config = json.loads((group.folder / "config.json").read_text())
+    config["spec"]["compute"]["nodes"] = 0
+    (group.folder / "config.json").write_text(json.dumps(config))
+    pod = group.start()
+
+    assert pod.wait() == 10
+    assert pod.termination.failure is FailureClass.CONFIG_ERROR
+    assert "spec.compute.nodes" in pod.termination.message
+
+
+def test_health_progress_and_metrics_are_served(group: Group) -> None:
+    group.steps = 10_000
+    pod = group.start()
+    progress = pod.wait_for_step(2)
+
+    assert pod.get("/healthz") == "ok\n"
+    assert progress.job_uid == "uid-1"
+    assert (progress.generation, progress.members) == (1, 1)
+    assert progress.training.phase is Phase.TRAINING
+    metrics = pod.get("/metrics")
+    for name in ("step", "loss", "checkpoint_step", "checkpoint_age_seconds", "members"):
+        assert f"\nsft_trainer_{name} " in metrics
+    assert 'sft_trainer_phase{phase="Training"} 1.0' in metrics

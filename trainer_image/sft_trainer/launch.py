@@ -1,0 +1,141 @@
+"""The pod's entry: ``python -m sft_trainer.launch`` starts the workers of a run and sees it through.
+
+Exit code 0 means that the run is complete; the others are those of ``sft_api.failures``.
+"""
+
+import signal
+import sys
+from types import FrameType
+
+_early_signals: list[int] = []
+
+
+def _remember(number: int, _: FrameType | None) -> None:
+    _early_signals.append(number)
+
+
+# Before the imports below: PID 1 loses the signals it has no handler for, and a pod may be stopped at any time.
+for _number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(_number, _remember)
+
+import argparse  # noqa: E402
+import asyncio  # noqa: E402
+import os  # noqa: E402
+import shlex  # noqa: E402
+import shutil  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from pydantic import ValidationError  # noqa: E402
+
+from sft_api.failures import FailureClass, exit_code  # noqa: E402
+from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
+from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
+from sft_trainer.supervisor.node import Node  # noqa: E402
+from sft_trainer.supervisor.output import Output  # noqa: E402
+from sft_trainer.supervisor.settings import Settings  # noqa: E402
+
+MAX_TERMINATION_BYTES = 4096
+_KUBERNETES_TERMINATION_LOG = Path("/dev/termination-log")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    environment = os.environ.get
+    parser = argparse.ArgumentParser(prog="python -m sft_trainer.launch", description="Supervise one pod of a run.")
+    parser.add_argument("--config", type=Path, default=Path(environment("SFT_CONFIG", CONFIG_PATH)))
+    parser.add_argument("--nodes", type=int, default=environment("SFT_NODES"), help="pods; from the config when absent")
+    parser.add_argument("--node-rank", type=int, default=environment("JOB_COMPLETION_INDEX", "0"))
+    parser.add_argument("--processes", type=int, help="workers of each pod; from the config when absent")
+    parser.add_argument("--coordinator", default=environment("SFT_COORDINATOR"), help="host of index 0")
+    parser.add_argument("--port", type=int, default=environment("SFT_PORT", str(PROGRESS_PORT)))
+    parser.add_argument("--bind", help="address to listen on; all when absent")
+    parser.add_argument("--run-dir", type=Path, default=environment("SFT_RUN_DIR"), help="a new folder when absent")
+    parser.add_argument("--worker-command", type=shlex.split, default=[sys.executable, "-m", "sft_trainer"])
+    return parser.parse_args(arguments)
+
+
+def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
+    """Raises ValueError with what to change."""
+    try:
+        config = TrainerConfig.model_validate_json(options.config.read_bytes())
+    except OSError as problem:
+        raise ValueError(f"the configuration {options.config} cannot be read: {problem.strerror}") from problem
+    except ValidationError as problem:
+        raise ValueError(f"the configuration {options.config} is not valid: {problem}") from problem
+    compute, policy = config.spec.compute, config.spec.run_policy
+    nodes = options.nodes or compute.nodes
+    if not 0 <= options.node_rank < nodes:
+        raise ValueError(f"--node-rank {options.node_rank} (JOB_COMPLETION_INDEX) must be from 0 to {nodes - 1}")
+    if options.node_rank > 0 and not options.coordinator:
+        raise ValueError("--coordinator (SFT_COORDINATOR) must name the host of index 0 when there are several nodes")
+    return Settings(
+        config=options.config.absolute(),
+        job_uid=config.job.uid,
+        nodes=nodes,
+        node=options.node_rank,
+        processes=options.processes or compute.effective_processes_per_node,
+        coordinator=options.coordinator or "127.0.0.1",
+        port=options.port,
+        bind=options.bind,
+        run_dir=run_dir,
+        termination_log=_termination_log(),
+        command=tuple(options.worker_command),
+        max_restarts=policy.max_restarts,
+        progress_deadline_seconds=policy.progress_deadline_seconds,
+        grace_seconds=policy.termination_grace_period_seconds,
+    )
+
+
+def _termination_log() -> Path | None:
+    if given := os.environ.get("SFT_TERMINATION_LOG"):
+        return Path(given)
+    return _KUBERNETES_TERMINATION_LOG if _KUBERNETES_TERMINATION_LOG.exists() else None
+
+
+def termination_json(end: TerminationMessage) -> str:
+    """``end`` as JSON of at most 4096 bytes, its message cut where needed."""
+    text = end.model_dump_json(by_alias=True, exclude_none=True)
+    while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0:
+        # A character takes one byte at least, so cutting as many as there is excess gets there soon.
+        end = end.model_copy(update={"message": end.message[: max(0, len(end.message) - excess - 1)]})
+        text = end.model_dump_json(by_alias=True, exclude_none=True)
+    return text
+
+
+def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessage:
+    made = options.run_dir is None
+    run_dir = Path(tempfile.mkdtemp(prefix="sft-run-")) if made else options.run_dir.absolute()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        settings = _settings(options, run_dir)
+        loop = asyncio.new_event_loop()
+        return loop.run_until_complete(Node(settings, output).run(_early_signals))
+    except ValueError as problem:
+        return TerminationMessage(failure=FailureClass.CONFIG_ERROR, message=str(problem)[:2000])
+    except OSError as problem:
+        return TerminationMessage(failure=FailureClass.UNKNOWN, message=f"the supervisor failed: {problem}"[:2000])
+    finally:
+        if made:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the supervisor; returns the exit code."""
+    options = _parse(arguments)
+    output = Output()
+    end = _supervise(options, output)
+    text = termination_json(end)
+    if log := _termination_log():
+        try:
+            log.write_text(text)
+        except OSError as problem:
+            output.say(f"the termination message could not be written to {log}: {problem}")
+    output.say(f"end: {text}")
+    output.flush(2.0)
+    return 0 if end.failure is None else int(exit_code(end.failure))
+
+
+if __name__ == "__main__":
+    code = main()
+    # Not sys.exit: threads that wait for a name server or a full pipe must not hold up the end of the pod.
+    os._exit(code)

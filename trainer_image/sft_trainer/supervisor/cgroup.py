@@ -1,0 +1,55 @@
+"""What the container may use, and whether its memory ran out: cgroup v1 and v2."""
+
+import math
+import os
+from pathlib import Path
+
+
+class Cgroup:
+    """The control group of this process."""
+
+    def __init__(self, mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> None:
+        self._mount = mount
+        self._paths: dict[str, str] = {}
+        if membership.exists():
+            for line in membership.read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                for controller in controllers.split(","):
+                    self._paths[controller] = path.lstrip("/")
+
+    def _read(self, controller: str, name: str) -> str:
+        """Content of a file of ``controller`` (empty for v2); empty when there is none."""
+        # Inside a container the mount usually shows the container's own group as its root.
+        for folder in (self._mount / controller / self._paths.get(controller, ""), self._mount / controller):
+            try:
+                return (folder / name).read_text()
+            except OSError:
+                continue
+        return ""
+
+    def cpu_quota(self) -> float | None:
+        """Processors worth of time this group may use; None without a limit."""
+        words = self._read("", "cpu.max").split()
+        if len(words) != 2:
+            words = [self._read("cpu", "cpu.cfs_quota_us").strip(), self._read("cpu", "cpu.cfs_period_us").strip()]
+        try:
+            quota, period = float(words[0]), float(words[1])
+        except ValueError:
+            return None
+        return quota / period if quota > 0 and period > 0 else None
+
+    def out_of_memory_kills(self) -> int:
+        """How often the kernel has killed a process of this group because its memory ran out."""
+        for text in (self._read("", "memory.events"), self._read("memory", "memory.oom_control")):
+            for line in text.splitlines():
+                words = line.split()
+                if len(words) == 2 and words[0] == "oom_kill":
+                    return int(words[1])
+        return 0
+
+
+def available_cpus(cgroup: Cgroup) -> int:
+    """Processors this process may really use: its affinity, cut by the container's quota."""
+    cpus = len(os.sched_getaffinity(0))
+    quota = cgroup.cpu_quota()
+    return cpus if quota is None else max(1, min(cpus, math.floor(quota)))

@@ -1,0 +1,182 @@
+"""The edge of index 0: feeds the group with reports and progress, and answers over HTTP."""
+
+import asyncio
+import random
+import socket
+import time
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from sft_api.progress import Phase, Progress, TrainingProgress
+from sft_api.rundir import PROGRESS_FILE
+
+from .clock import AwakeClock
+from .group import Group
+from .http import Request, Response
+from .ledger import Ledger
+from .output import Output
+from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, Report
+from .settings import Settings
+from .watch import ProgressWatch
+
+# Below the range from which the kernel takes ports for outgoing connections: none of those can be in the way when
+# rank 0 listens seconds later.
+_MASTER_PORTS = range(20_000, 30_000)
+
+
+class Coordinator:
+    """Owns the group on index 0."""
+
+    def __init__(self, settings: Settings, *, instance: str, output: Output, clock: AwakeClock) -> None:
+        self._settings = settings
+        self._output = output
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self._watch = ProgressWatch(settings.progress_deadline_seconds)
+        self._progress_file = settings.run_dir / PROGRESS_FILE
+        self._progress_version: tuple[int, int] | None = None
+        self._reported: TrainingProgress | None = None
+        """By the workers of this generation."""
+        self._last_generation = 0
+        self.group = Group(
+            size=settings.nodes,
+            incarnation=instance,
+            grace_seconds=settings.grace_seconds,
+            ledger=Ledger(run=instance, max_restarts=settings.max_restarts),
+            new_generation=self._new_generation,
+            wall_clock=lambda: datetime.now(UTC),
+        )
+
+    def step(self, report: Report) -> Order:
+        """Take in this pod's own report and everything that has happened; the order for this pod."""
+        now = self._clock.now()
+        self._read_progress()
+        if self.group.order.kind is OrderKind.RUN:
+            if hang := self._watch.observe(self._reported, now):
+                self.group.hang(hang)
+        else:
+            self._watch.reset()
+        self._hear(report, now)
+        return self.group.order_for(report)
+
+    async def exchange(self, body: bytes) -> Response:
+        """``POST /v1/group``: a member's report; answers with its order, at once when it is a new one."""
+        try:
+            report = Report.model_validate_json(body)
+        except ValidationError as problem:
+            return Response(400, f"not a report: {problem}\n".encode())
+        settings = self._settings
+        if report.job_uid != settings.job_uid:
+            text = f"this is the group of job {settings.job_uid!r}, not {report.job_uid!r}\n"
+            return Response(409, text.encode())
+        if not 0 < report.node < settings.nodes or report.processes != settings.processes:
+            text = (
+                f"node {report.node} with {report.processes} processes does not fit {settings.nodes} nodes with "
+                f"{settings.processes} each\n"
+            )
+            return Response(409, text.encode())
+        self._hear(report, self._clock.now())
+        if self.group.order_for(report).id == report.received and not report.leaving:
+            try:
+                async with asyncio.timeout(HOLD_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        return Response(200, self.group.order_for(report).model_dump_json(by_alias=True).encode(), "application/json")
+
+    def progress(self) -> Progress:
+        """What ``GET /v1/progress`` answers."""
+        group = self.group
+        training = group.training
+        order = group.order
+        changes: dict[str, object] = {}
+        if order.kind is OrderKind.EXIT and order.end is not None:
+            changes = {
+                "phase": Phase.FAILED if order.end.failure else Phase.COMPLETE,
+                "phase_detail": order.end.message,
+            }
+        elif order.kind is OrderKind.IDLE:
+            missing = ", ".join(str(node) for node in group.waiting_for[:10])
+            detail = f"{len(group.members)}/{group.size} pods" + (f", waiting for {missing}" if missing else "")
+            changes = {"phase": Phase.WAITING, "phase_detail": detail}
+        elif self._reported is None:
+            changes = {"phase": Phase.STARTING, "phase_detail": ""}
+        return Progress(
+            job_uid=self._settings.job_uid,
+            generation=group.starts,
+            members=len(group.members),
+            training=training.model_copy(update=changes),
+            incidents=group.ledger.incidents,
+        )
+
+    async def answer(self, request: Request) -> Response | None:
+        """The answer to ``request`` when it is one of index 0's, else None."""
+        match request.method, request.path:
+            case "POST", "/v1/group":
+                return await self.exchange(request.body)
+            case "GET", "/v1/progress":
+                return Response(200, self.progress().model_dump_json(by_alias=True).encode(), "application/json")
+            case "GET", "/metrics":
+                # Not at the top: a tenth of a second at every start.
+                from .metrics import CONTENT_TYPE, render
+
+                body = render(self.progress(), self.group.ledger.counts, datetime.now(UTC))
+                return Response(200, body, CONTENT_TYPE)
+        return None
+
+    def everyone_told(self) -> bool:
+        """Whether index 0 may exit."""
+        return self.group.everyone_told(self._clock.now())
+
+    def _hear(self, report: Report, now: float) -> None:
+        self.group.hear(report, now)
+        incidents = len(self.group.ledger.incidents)
+        while self.group.advance(now):
+            self._announce()
+            self._changed.set()
+            self._changed = asyncio.Event()
+        for incident in self.group.ledger.incidents[incidents:]:
+            kind = "disruption" if incident.disruption else "failure"
+            rank = "" if incident.rank is None else f" of rank {incident.rank}"
+            self._output.say(f"{kind}{rank} at step {incident.step}: {incident.failure}: {incident.message}")
+
+    def _announce(self) -> None:
+        order = self.group.order
+        if order.kind is OrderKind.RUN and order.generation is not None:
+            self._reported = None
+            world = self._settings.nodes * self._settings.processes
+            self._output.say(f"start {order.generation.number}: {world} workers on {self._settings.nodes} pods")
+        elif order.kind is OrderKind.IDLE:
+            self._output.say(f"ending the group: {order.reason}")
+
+    def _read_progress(self) -> None:
+        try:
+            status = self._progress_file.stat()
+            version = (status.st_ino, status.st_mtime_ns)
+            if version == self._progress_version:
+                return
+            training = TrainingProgress.model_validate_json(self._progress_file.read_bytes())
+        except FileNotFoundError:
+            return
+        except ValidationError as problem:
+            self._output.say(f"{self._progress_file} is not a progress report: {problem}")
+            return
+        self._progress_version = version
+        self._reported = self.group.training = training
+        self.group.ledger.observe(training, datetime.now(UTC))
+
+    def _new_generation(self) -> Generation:
+        self._last_generation = max(self._last_generation + 1, time.time_ns() // 1_000_000)
+        return Generation(id=self._last_generation, number=self.group.starts + 1, master_port=_free_port())
+
+
+def _free_port() -> int:
+    while True:
+        port = random.choice(_MASTER_PORTS)  # noqa: S311 - no secret
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port

@@ -1,0 +1,252 @@
+"""Pure: index 0's view of the group, and the order that follows from it.
+
+The group is idle until every pod has joined, runs one generation of workers, and is idle again when any part of it
+has ended. Only what members report counts, and only index 0 judges. No I/O: time is passed in, in seconds of any
+steady clock, and the parts of a new generation come from a function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from sft_api.failures import FailureClass
+from sft_api.progress import TerminationMessage, TrainingProgress
+
+from .causes import first_cause
+from .ledger import GiveUp, Ledger, termination
+from .protocol import LOST_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+
+TELL_FAILED_SECONDS = 15.0
+"""A failed run ends after so long even when a member could not be told: the Job ends all pods anyway."""
+TELL_COMPLETE_SECONDS = 600.0
+"""A complete run waits so long for a member that was lost at the end: its replacement must be told."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """The last report of a pod."""
+
+    report: Report
+    heard: float
+
+
+@dataclass
+class _Part:
+    """What became of the generation that runs, or is ending."""
+
+    generation: Generation
+    instances: dict[int, str]
+    ended: dict[int, Ended] = field(default_factory=dict)
+    lost: dict[int, Failure] = field(default_factory=dict)
+    first_interrupted: float | None = None
+    stop_was_asked: bool = False
+    verdict: Failure | None = None
+    """Set when the group itself was at fault: it hung."""
+
+
+class Group:
+    """The table of members and the order in force."""
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        incarnation: str,
+        grace_seconds: float,
+        ledger: Ledger,
+        new_generation: Callable[[], Generation],
+        wall_clock: Callable[[], datetime],
+    ) -> None:
+        """``incarnation`` tells this index 0 from those before it; workers have ``grace_seconds`` to save."""
+        self.size = size
+        self.members: dict[int, Member] = {}
+        self.training = TrainingProgress()
+        """Newest report of rank 0."""
+        self.ledger = ledger
+        self.starts = 0
+        self._incarnation = incarnation
+        self._grace = grace_seconds
+        self._new_generation = new_generation
+        self._wall_clock = wall_clock
+        self._retired: set[str] = set()
+        self._part: _Part | None = None
+        self._not_before = 0.0
+        self._orders = 0
+        self._told: set[int] = set()
+        self._exit_since = 0.0
+        self.order = self._make_order(OrderKind.IDLE, reason="waiting for all pods")
+
+    # What happens
+
+    def hear(self, report: Report, now: float) -> None:
+        """Take in what a member says."""
+        node = report.node
+        before = self.members.get(node)
+        if report.instance in self._retired:
+            return
+        if before is not None and before.report.instance != report.instance:
+            self._lose(node, f"pod {node} was replaced")
+            self._retired.add(before.report.instance)
+        self._note_end(report, now)
+        if report.leaving:
+            self.members.pop(node, None)
+            self._retired.add(report.instance)
+            self._lose(node, f"pod {node} was stopped")
+            if self.order.kind is OrderKind.EXIT and report.received == self.order.id:
+                self._told.add(node)
+            return
+        self.members[node] = Member(report, now)
+
+    def advance(self, now: float) -> bool:
+        """Follow from what is known; True when the order has changed."""
+        order = self.order
+        for node, member in list(self.members.items()):
+            if node != 0 and now - member.heard > LOST_SECONDS:
+                self._lose(node, f"pod {node} was not heard for {LOST_SECONDS:.0f} s")
+                del self.members[node]
+        part = self._part
+        if self.order.kind is OrderKind.RUN and part is not None:
+            self._while_running(part, now)
+        elif self.order.kind is OrderKind.IDLE and part is not None:
+            self._while_ending(part, now)
+        elif self.order.kind is OrderKind.IDLE:
+            self._while_gathering(now)
+        return self.order is not order
+
+    def hang(self, what: str) -> None:
+        """The running generation makes no progress."""
+        if self._part is not None and self.order.kind is OrderKind.RUN:
+            message = f"{what}; the stacks of all ranks are in the pods' logs"
+            self._part.verdict = Failure(
+                failure=FailureClass.HANG, message=message, time=self._wall_clock(), step=self.training.step
+            )
+
+    # What follows
+
+    def order_for(self, report: Report) -> Order:
+        """The order in force, as it concerns the member that sent ``report``."""
+        if report.instance in self._retired and not report.leaving:
+            end = TerminationMessage(failure=FailureClass.PEER_LOST, message="another pod has taken this one's place")
+            return Order(id=f"{self._incarnation}.replaced", kind=OrderKind.EXIT, end=end)
+        took_part = self._part is not None and self._part.instances.get(report.node) == report.instance
+        if self.order.kind is OrderKind.RUN and not took_part:
+            return Order(id=f"{self.order.id}.late", kind=OrderKind.IDLE, reason="waiting for the end of a generation")
+        return self.order
+
+    def everyone_told(self, now: float) -> bool:
+        """Whether index 0 may exit: nobody is left who waits for it."""
+        failed = self.order.end is not None and self.order.end.failure is not None
+        patience = TELL_FAILED_SECONDS if failed else TELL_COMPLETE_SECONDS
+        return len(self._told | {0}) == self.size or now - self._exit_since > patience
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """Pods that have not joined."""
+        return [node for node in range(self.size) if node not in self.members]
+
+    # The states
+
+    def _while_running(self, part: _Part, now: float) -> None:
+        if len(part.ended) == self.size and all(end.outcome is Outcome.COMPLETE for end in part.ended.values()):
+            self._exit(termination(None, "the run is complete", self.training), now)
+            return
+        if reason := self._why_end(part, now):
+            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=part.verdict is not None)
+
+    def _why_end(self, part: _Part, now: float) -> str | None:
+        if part.verdict is not None:
+            return part.verdict.message
+        for failure in part.lost.values():
+            return failure.message
+        failed = [end.failure for end in part.ended.values() if end.outcome is not Outcome.COMPLETE]
+        if any(failure is None or failure.failure is not FailureClass.INTERRUPTED for failure in failed):
+            cause = first_cause(failure for failure in failed if failure is not None)
+            return f"{cause.failure}: {cause.message}" if cause else "a pod's workers were stopped"
+        if not failed:
+            return None
+        # All ranks leave together when they are asked to stop, but rank 0 may still be committing what they saved.
+        over = part.first_interrupted is not None and now - part.first_interrupted > self._grace
+        return "the workers left as asked" if over or len(part.ended) == self.size else None
+
+    def _while_ending(self, part: _Part, now: float) -> None:
+        if not all(self._is_idle(member) for member in self.members.values()):
+            return
+        # Whoever is missing here was lost and has left its failure.
+        failures = [end.failure for end in part.ended.values() if end.failure is not None]
+        cause = part.verdict or first_cause([*failures, *part.lost.values()])
+        if cause is None:
+            cause = Failure(failure=FailureClass.UNKNOWN, message="the workers were stopped", time=self._wall_clock())
+        asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
+        verdict = self.ledger.record(cause, disruption=cause.unreachable or asked, training=self.training)
+        self._part = None
+        if isinstance(verdict, GiveUp):
+            self._exit(verdict.end, now)
+        else:
+            self._not_before = now + verdict.pause_seconds
+
+    def _while_gathering(self, now: float) -> None:
+        ready = (
+            len(self.members) == self.size
+            and all(self._is_idle(member) and not member.report.stopping for member in self.members.values())
+            and now >= self._not_before
+        )
+        if not ready:
+            return
+        generation = self._new_generation()
+        self.starts += 1
+        self._part = _Part(generation, {node: member.report.instance for node, member in self.members.items()})
+        self.order = self._make_order(OrderKind.RUN, generation=generation)
+
+    def _exit(self, end: TerminationMessage, now: float) -> None:
+        self._exit_since = now
+        self.order = self._make_order(OrderKind.EXIT, end=end)
+
+    # Book-keeping
+
+    def _make_order(
+        self,
+        kind: OrderKind,
+        *,
+        generation: Generation | None = None,
+        reason: str = "",
+        dump_stacks: bool = False,
+        end: TerminationMessage | None = None,
+    ) -> Order:
+        self._orders += 1
+        return Order(
+            id=f"{self._incarnation}.{self._orders}",
+            kind=kind,
+            generation=generation,
+            reason=reason,
+            dump_stacks=dump_stacks,
+            end=end,
+        )
+
+    def _is_idle(self, member: Member) -> bool:
+        return member.report.received == self.order.id and member.report.running is None
+
+    def _note_end(self, report: Report, now: float) -> None:
+        part = self._part
+        if part is None or part.instances.get(report.node) != report.instance:
+            return
+        part.stop_was_asked |= report.stopping
+        end = report.ended
+        if end is None or end.generation != part.generation.id:
+            return
+        part.ended[report.node] = end
+        interrupted = end.failure is not None and end.failure.failure is FailureClass.INTERRUPTED
+        if interrupted and part.first_interrupted is None:
+            part.first_interrupted = now
+
+    def _lose(self, node: int, message: str) -> None:
+        """A participant is gone. What it had reported of its end stays true."""
+        part = self._part
+        if part is None or node in part.ended or node in part.lost:
+            return
+        part.lost[node] = Failure(
+            failure=FailureClass.PEER_LOST,
+            message=message,
+            time=self._wall_clock(),
+            step=self.training.step,
+            unreachable=True,
+        )

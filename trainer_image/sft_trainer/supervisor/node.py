@@ -1,0 +1,319 @@
+"""The loop of one pod: follows the order in force with its workers, and reports what becomes of them."""
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import time
+from datetime import UTC, datetime
+
+from sft_api.failures import FailureClass
+from sft_api.progress import TerminationMessage
+from sft_api.rundir import ERRORS_FOLDER, PROGRESS_FILE, STOP_FILE
+
+from .causes import classify, first_cause, patience_seconds
+from .cgroup import Cgroup, available_cpus
+from .clock import AwakeClock
+from .coordinator import Coordinator
+from .http import Request, Response, serve
+from .ledger import termination
+from .link import Link
+from .output import Output
+from .protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from .settings import Settings
+from .workers import Workers, adopt_orphans, reap
+
+TICK_SECONDS = 0.25
+STACKS_SECONDS = 2.0
+"""Time for workers that hang to print their stacks."""
+EXIT_SECONDS = 5.0
+"""A worker that has written its error report must be gone after so long: NCCL's clean-up may block for ever."""
+UNKILLABLE_SECONDS = 60.0
+"""A process that survives SIGKILL for so long is stuck in the kernel; only another node can help."""
+
+
+class Node:
+    """One pod's supervisor."""
+
+    def __init__(self, settings: Settings, output: Output) -> None:
+        self._settings = settings
+        self._output = output
+        self._clock = AwakeClock()
+        self._cgroup = Cgroup()
+        self._instance = os.urandom(6).hex()
+        self._wake = asyncio.Event()
+        self._order: Order | None = None
+        self._workers: Workers | None = None
+        self._ended: Ended | None = None
+        self._failures: list[Failure] = []
+        """Of the workers that run, so far."""
+        self._not_started: list[Failure] = []
+        self._first_failure: float | None = None
+        self._kill_since: float | None = None
+        self._memory_kills = 0
+        self._stop_since: float | None = None
+        self._kill_now = False
+        self._end: TerminationMessage | None = None
+        self._coordinator: Coordinator | None = None
+        self._link: Link | None = None
+        if settings.node == 0:
+            self._coordinator = Coordinator(settings, instance=self._instance, output=output, clock=self._clock)
+        else:
+            self._link = Link(settings.coordinator, settings.port, output=output, clock=self._clock)
+
+    async def run(self, early_signals: list[int]) -> TerminationMessage:
+        """Supervise until the run has ended or this pod was asked to stop.
+
+        ``early_signals`` came before this loop could listen. Raises OSError when the port is taken.
+        """
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
+        for stop_signal in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(stop_signal, self._on_stop_signal, stop_signal)
+        for number in early_signals:
+            self._on_stop_signal(number)
+        async with await serve(self._settings.bind, self._settings.port, self._answer):
+            link = asyncio.create_task(self._link.run(self._receive)) if self._link else None
+            while self._end is None:
+                self._step()
+                await self._sleep()
+            if link is not None:
+                link.cancel()
+                await asyncio.wait({link})
+            await self._leave()
+        return self._end
+
+    # Signals and time
+
+    def _on_stop_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stop_since is None:
+            self._stop_since = time.monotonic()
+            self._output.say(f"{name}: asking the workers to save and leave")
+            (self._settings.run_dir / STOP_FILE).touch()
+        elif number == signal.SIGINT:
+            self._kill_now = True
+        self._wake.set()
+
+    async def _sleep(self) -> None:
+        try:
+            async with asyncio.timeout(TICK_SECONDS):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    # One round
+
+    def _step(self) -> None:
+        before = None
+        while (report := self._report()) != before:
+            before = report
+            ended = reap()
+            if self._workers is not None:
+                self._note(self._workers, ended)
+                self._tend(self._workers)
+            if self._coordinator is not None:
+                self._order = self._coordinator.step(self._report())
+            self._obey()
+        self._heed_stop()
+        if self._link is not None:
+            self._link.offer(self._report())
+
+    def _receive(self, order: Order) -> None:
+        """An order from index 0."""
+        self._order = order
+        self._step()
+        self._wake.set()
+
+    def _report(self) -> Report:
+        return Report(
+            job_uid=self._settings.job_uid,
+            node=self._settings.node,
+            processes=self._settings.processes,
+            instance=self._instance,
+            received=self._order.id if self._order else "",
+            running=self._workers.generation if self._workers else None,
+            ended=self._ended,
+            stopping=self._stop_since is not None,
+            leaving=self._end is not None,
+        )
+
+    def _note(self, workers: Workers, ended: dict[int, int]) -> None:
+        workers.note(ended)
+        memory_ran_out = self._cgroup.out_of_memory_kills() > self._memory_kills
+        failures = [classify(end, memory_ran_out=memory_ran_out) for end in workers.ends]
+        self._failures = [*self._not_started, *(failure for failure in failures if failure is not None)]
+        if self._failures and self._first_failure is None:
+            self._first_failure = time.monotonic()
+
+    def _tend(self, workers: Workers) -> None:
+        if not workers.all_ended:
+            if self._must_kill(workers):
+                self._kill_since = self._kill_since or time.monotonic()
+                workers.kill()
+                self._give_up_on_unkillable()
+        elif workers.kill_leftovers():
+            self._ended = self._judge(workers)
+            self._workers = None
+        else:
+            self._kill_since = self._kill_since or time.monotonic()
+            self._give_up_on_unkillable()
+
+    def _must_kill(self, workers: Workers) -> bool:
+        now = time.monotonic()
+        if workers.killed or self._kill_now or self._past_grace(now):
+            return True
+        if self._link is not None and self._link.lost:
+            return True
+        order = self._order
+        if order is None or order.generation is None or order.generation.id != workers.generation:
+            if order is None or not order.dump_stacks:
+                return True
+            if workers.stacks_wanted is None:
+                workers.dump_stacks()
+            return now - (workers.stacks_wanted or now) > STACKS_SECONDS
+        if self._first_failure is not None:
+            patience = patience_seconds(self._failures, self._settings.grace_seconds)
+            return now - self._first_failure >= patience
+        return workers.reported_but_alive(now) > EXIT_SECONDS
+
+    def _past_grace(self, now: float) -> bool:
+        return self._stop_since is not None and now - self._stop_since > self._settings.kill_after_seconds
+
+    def _judge(self, workers: Workers) -> Ended:
+        cause = first_cause(self._failures)
+        ends = workers.ends
+        if cause is None and len(ends) == self._settings.processes and all(end.code == 0 for end in ends):
+            return Ended(generation=workers.generation, outcome=Outcome.COMPLETE)
+        if cause is None and self._stop_since is not None:
+            seconds = self._settings.kill_after_seconds
+            message = f"asked to stop; the workers had not left after {seconds:.0f} s and were killed"
+            cause = Failure(failure=FailureClass.INTERRUPTED, message=message, time=datetime.now(UTC))
+        elif cause is None and self._link is not None and self._link.lost:
+            cause = Failure(failure=FailureClass.PEER_LOST, message="index 0 was lost", time=datetime.now(UTC))
+        outcome = Outcome.STOPPED if cause is None else Outcome.FAILED
+        return Ended(generation=workers.generation, outcome=outcome, failure=cause)
+
+    def _obey(self) -> None:
+        order = self._order
+        if order is None or self._workers is not None:
+            return
+        if order.kind is OrderKind.EXIT:
+            self._end = order.end
+            return
+        generation = order.generation
+        done = self._ended is not None and generation is not None and self._ended.generation == generation.id
+        if generation is not None and not done and self._stop_since is None:
+            self._start(generation)
+
+    def _heed_stop(self) -> None:
+        """Leave when this pod was asked to stop and has nothing more to wait for."""
+        if self._stop_since is None or self._workers is not None or self._end is not None:
+            return
+        order = self._order
+        complete = (
+            self._ended is not None
+            and self._ended.outcome is Outcome.COMPLETE
+            and order is not None
+            and order.generation is not None
+            and order.generation.id == self._ended.generation
+        )
+        # Complete here: the others are about to be, and then this pod exits 0 like them.
+        if complete and not self._kill_now and not self._past_grace(time.monotonic()):
+            return
+        last = self._ended.failure if self._ended else None
+        if last is None:
+            message = "asked to stop; no workers were running"
+        elif last.failure is FailureClass.INTERRUPTED:
+            message = last.message
+        else:
+            message = f"asked to stop; the workers ended with {last.failure}: {last.message}"
+        if self._coordinator is not None:
+            self._end = termination(FailureClass.INTERRUPTED, message, self._coordinator.group.training)
+        else:
+            self._end = TerminationMessage(
+                failure=FailureClass.INTERRUPTED, message=message, step=last.step if last else 0
+            )
+
+    def _give_up_on_unkillable(self) -> None:
+        if self._kill_since is not None and time.monotonic() - self._kill_since > UNKILLABLE_SECONDS:
+            message = (
+                f"a worker survived SIGKILL for {UNKILLABLE_SECONDS:.0f} s: it is stuck in the kernel (driver, file "
+                "system); the node needs attention"
+            )
+            self._end = TerminationMessage(failure=FailureClass.HANG, message=message)
+
+    # Start and end
+
+    def _start(self, generation: Generation) -> None:
+        settings = self._settings
+        run_dir = settings.run_dir
+        (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
+        shutil.rmtree(run_dir / ERRORS_FOLDER, ignore_errors=True)
+        (run_dir / ERRORS_FOLDER).mkdir(parents=True)
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
+        self._failures, self._not_started = [], []
+        self._first_failure = self._kill_since = None
+        self._memory_kills = self._cgroup.out_of_memory_kills()
+        self._workers = Workers(generation.id, run_dir)
+        world = settings.nodes * settings.processes
+        for local_rank in range(settings.processes):
+            rank = settings.node * settings.processes + local_rank
+            prefix = f"[rank {rank}] ".encode() if world > 1 else b""
+            environment = self._environment(generation, local_rank)
+            try:
+                self._workers.start(settings.command, environment, rank, self._output, prefix)
+            except OSError as problem:
+                lasting = problem.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
+                self._not_started = [
+                    Failure(
+                        failure=FailureClass.CONFIG_ERROR if lasting else FailureClass.WORKER_CRASHED,
+                        message=f"the worker command {settings.command[0]!r} could not be started: {problem.strerror}",
+                        time=datetime.now(UTC),
+                        rank=rank,
+                    )
+                ]
+                return
+
+    def _environment(self, generation: Generation, local_rank: int) -> dict[str, str]:
+        settings = self._settings
+        environment = {
+            # Said by libraries that read it, unless the user says otherwise.
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "OMP_NUM_THREADS": str(max(1, available_cpus(self._cgroup) // settings.processes)),
+            **os.environ,
+            "SFT_CONFIG": str(settings.config),
+            "SFT_RUN_DIR": str(settings.run_dir),
+            "SFT_GENERATION": str(generation.id),
+            "RANK": str(settings.node * settings.processes + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(settings.nodes * settings.processes),
+            "LOCAL_WORLD_SIZE": str(settings.processes),
+            "GROUP_RANK": str(settings.node),
+            "MASTER_ADDR": self._link.address if self._link else "127.0.0.1",
+            "MASTER_PORT": str(generation.master_port),
+        }
+        if threads := os.environ.get("SFT_THREADS"):
+            environment["OMP_NUM_THREADS"] = threads
+        return environment
+
+    async def _leave(self) -> None:
+        if self._link is not None:
+            await self._link.say_goodbye(self._report())
+        elif self._order is not None and self._order.kind is OrderKind.EXIT and self._coordinator is not None:
+            while not self._coordinator.everyone_told() and not self._past_grace(time.monotonic()):
+                await self._sleep()
+
+    async def _answer(self, request: Request) -> Response:
+        if request.path == "/healthz":
+            return Response(200, b"ok\n")
+        answer = await self._coordinator.answer(request) if self._coordinator else None
+        if answer is None:
+            return Response(404, f"nothing at {request.method} {request.path}\n".encode())
+        self._wake.set()
+        return answer

@@ -1,0 +1,84 @@
+"""Forwards the workers' output line by line, so that lines of different ranks never mix."""
+
+import os
+import queue
+import threading
+import time
+
+MAX_LINE_BYTES = 65536
+
+
+class Output:
+    """The one writer to standard output and error.
+
+    It has a thread of its own: a reader that is slow holds up the workers' output, never the supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(maxsize=10_000)
+        threading.Thread(target=self._write_all, name="output", daemon=True).start()
+
+    def say(self, message: str) -> None:
+        """A line of the supervisor itself, on standard error; dropped when nobody reads."""
+        try:
+            self._lines.put_nowait((2, f"[supervisor] {message}\n".encode()))
+        except queue.Full:
+            return
+
+    def write(self, descriptor: int, line: bytes) -> None:
+        """Queue ``line``; waits while the queue is full."""
+        self._lines.put((descriptor, line))
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all is written, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        while self._lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def _write_all(self) -> None:
+        while True:
+            descriptor, line = self._lines.get()
+            try:
+                while line:
+                    line = line[os.write(descriptor, line) :]
+            except OSError:
+                pass  # Nobody listens any more; the run goes on.
+            finally:
+                self._lines.task_done()
+
+
+class Forwarder:
+    """Copies one stream of a worker to ``output``, whole lines with a prefix."""
+
+    def __init__(self, source: int, output: Output, descriptor: int, prefix: bytes) -> None:
+        """``source`` is the read end of a pipe, owned from now on."""
+        self.last_line = ""
+        """Last line with anything on it."""
+        self._source = source
+        self._output = output
+        self._descriptor = descriptor
+        self._prefix = prefix
+        self._thread = threading.Thread(target=self._copy, name="forward", daemon=True)
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the stream, at most ``seconds``: a stray grandchild may hold it open."""
+        self._thread.join(seconds)
+
+    def _copy(self) -> None:
+        rest = b""
+        while chunk := os.read(self._source, MAX_LINE_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._forward(line)
+            if len(rest) >= MAX_LINE_BYTES:
+                self._forward(rest)
+                rest = b""
+        if rest:
+            self._forward(rest)
+        os.close(self._source)
+
+    def _forward(self, line: bytes) -> None:
+        if stripped := line.strip():
+            self.last_line = stripped[-500:].decode(errors="replace")
+        self._output.write(self._descriptor, self._prefix + line + b"\n")

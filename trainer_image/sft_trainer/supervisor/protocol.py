@@ -1,0 +1,102 @@
+"""What the supervisors of a group say to each other over ``POST /v1/group``."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from sft_api.failures import FailureClass
+from sft_api.progress import TerminationMessage
+from sft_api.v1alpha1.base import ReportModel
+
+
+class Failure(ReportModel):
+    """One reason why a group ended: a worker's, a pod's, or the whole group's."""
+
+    failure: FailureClass
+    message: str
+    time: datetime
+    rank: int | None = None
+    step: int = 0
+    attempt: int = 0
+    unreachable: bool = False
+    """True when a pod was lost: nobody's fault, and free."""
+
+
+class Outcome(StrEnum):
+    """How one pod's part of a generation ended."""
+
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    STOPPED = "Stopped"
+    """Killed because the generation had ended elsewhere."""
+
+
+class Ended(ReportModel):
+    """The end of one pod's part of a generation."""
+
+    generation: int
+    outcome: Outcome
+    failure: Failure | None = None
+
+
+class Report(ReportModel):
+    """What a member tells index 0, at every change and at least once a second."""
+
+    job_uid: str
+    node: int
+    processes: int
+    instance: str
+    """New in every process: a replaced pod is a new instance."""
+    received: str = ""
+    """Id of the order the member follows."""
+    running: int | None = None
+    """Generation of its live workers."""
+    ended: Ended | None = None
+    """Its last end, kept until the next one."""
+    stopping: bool = False
+    """Asked to stop by SIGTERM: it will not take part in another generation."""
+    leaving: bool = False
+    """The last report of this instance."""
+
+
+class OrderKind(StrEnum):
+    """What a member shall do."""
+
+    IDLE = "Idle"
+    """Kill what runs, and wait."""
+    RUN = "Run"
+    EXIT = "Exit"
+
+
+class Generation(ReportModel):
+    """One start of all workers."""
+
+    id: int
+    """Never used twice, not even by another index 0: stale workers cannot join under it."""
+    number: int
+    """Counts the starts by this index 0, for people."""
+    master_port: int
+
+
+class Order(ReportModel):
+    """What index 0 wants of a member."""
+
+    id: str
+    kind: OrderKind
+    generation: Generation | None = None
+    """With RUN."""
+    reason: str = ""
+    """For the log."""
+    dump_stacks: bool = False
+    """With IDLE: the workers hang; have them print their stacks before they are killed."""
+    end: TerminationMessage | None = None
+    """With EXIT: how the run ended; its failure gives the exit code."""
+
+
+HOLD_SECONDS = 1.0
+"""Index 0 keeps an answer back for so long when there is nothing new: a change reaches the members at once."""
+EXCHANGE_SECONDS = 5.0
+"""A member gives up on one exchange after so long."""
+RETRY_SECONDS = 0.3
+"""Pause after an exchange that failed."""
+LOST_SECONDS = 10.0
+"""A member not heard for so long is lost; so is index 0 for its members."""

@@ -1,0 +1,36 @@
+"""What a supervisor knows when it starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """From the command line, the environment and the run's configuration, in that order."""
+
+    config: Path
+    job_uid: str
+    nodes: int
+    node: int
+    """Index of this pod."""
+    processes: int
+    """Workers of each pod."""
+    coordinator: str
+    """Host of index 0."""
+    port: int
+    """Of the supervisors' HTTP servers, the same in all pods."""
+    bind: str | None
+    """Address to listen on; all when None."""
+    run_dir: Path
+    termination_log: Path | None
+    command: tuple[str, ...]
+    """Starts one worker."""
+    max_restarts: int
+    progress_deadline_seconds: int | None
+    grace_seconds: int
+    """Between SIGTERM and the SIGKILL of whoever sent it."""
+
+    @property
+    def kill_after_seconds(self) -> float:
+        """When workers that were asked to stop are killed: early enough to report it before our own end."""
+        return self.grace_seconds - min(10.0, max(1.0, 0.1 * self.grace_seconds))

@@ -1,0 +1,190 @@
+"""The worker processes of one generation on this machine: start, signal, kill, reap."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from sft_api.progress import WorkerError
+from sft_api.rundir import ERRORS_FOLDER
+
+from .causes import WorkerExit
+from .output import Forwarder, Output
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, as PID 1 is in a container."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap() -> dict[int, int]:
+    """Take in all children that have ended, adopted ones too: pid to exit code, negative for a signal."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def children() -> list[int]:
+    """Pids of all children of this process."""
+    me = os.getpid()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                # The command's name may hold anything but is closed by the last parenthesis.
+                fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == me:
+                found.append(int(entry))
+    return found
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    stdout: Forwarder
+    stderr: Forwarder
+    end: WorkerExit | None = None
+    error_seen: float | None = None
+
+
+class Workers:
+    """Workers of ``generation`` on this machine, from their start until all are gone with all they started."""
+
+    def __init__(self, generation: int, run_dir: Path) -> None:
+        self.generation = generation
+        self.killed = False
+        self.stacks_wanted: float | None = None
+        """When stacks were asked for."""
+        self._errors = run_dir / ERRORS_FOLDER
+        self._workers: dict[int, _Worker] = {}
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], rank: int, output: Output, prefix: bytes
+    ) -> None:
+        """Start one worker in a session of its own that dies with this process. Raises OSError when it cannot."""
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        pipes = [os.pipe() for _ in (1, 2)]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=pipes[0][1],
+                stderr=pipes[1][1],
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        except OSError:
+            for read_end, _ in pipes:
+                os.close(read_end)
+            raise
+        finally:
+            for _, write_end in pipes:
+                os.close(write_end)
+        stdout, stderr = (Forwarder(pipe[0], output, to, prefix) for pipe, to in zip(pipes, (1, 2), strict=True))
+        self._workers[process.pid] = _Worker(rank, process, stdout, stderr)
+
+    def note(self, ended: Mapping[int, int]) -> None:
+        """Take in what ``reap`` found."""
+        for pid, code in ended.items():
+            worker = self._workers.get(pid)
+            if worker is None:
+                continue
+            worker.process.returncode = code
+            error, time_of_error = self._read_error(worker.rank)
+            if code != 0 and error is None:
+                worker.stderr.join(0.1)
+            worker.end = WorkerExit(
+                rank=worker.rank,
+                code=code,
+                time=time_of_error or datetime.now(UTC),
+                killed=self.killed,
+                error=error,
+                last_line=worker.stderr.last_line,
+            )
+
+    @property
+    def ends(self) -> list[WorkerExit]:
+        """Of the workers that have ended."""
+        return [worker.end for worker in self._workers.values() if worker.end is not None]
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no worker is left; what they started may be."""
+        return all(worker.end is not None for worker in self._workers.values())
+
+    def reported_but_alive(self, now: float) -> float:
+        """Seconds since a worker that still lives wrote its error report; 0 without one."""
+        longest = 0.0
+        for worker in self._workers.values():
+            if worker.end is None and (self._errors / f"rank-{worker.rank}.json").exists():
+                if worker.error_seen is None:
+                    worker.error_seen = now
+                longest = max(longest, now - worker.error_seen)
+        return longest
+
+    def dump_stacks(self) -> None:
+        """Have every worker print the stacks of its threads."""
+        self.stacks_wanted = time.monotonic()
+        for pid, worker in self._workers.items():
+            if worker.end is None:
+                os.kill(pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """SIGKILL to all workers and their process groups; may be repeated."""
+        self.killed = True
+        for pid, worker in self._workers.items():
+            if worker.end is None:
+                os.killpg(pid, signal.SIGKILL)
+
+    def kill_leftovers(self) -> bool:
+        """SIGKILL to whatever ended workers have left behind; True when nothing is left."""
+        left = children()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return not left
+
+    def drain(self, seconds: float) -> None:
+        """Wait until the last of their output is queued, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        for worker in self._workers.values():
+            worker.stdout.join(max(0.0, end - time.monotonic()))
+            worker.stderr.join(max(0.0, end - time.monotonic()))
+
+    def _read_error(self, rank: int) -> tuple[WorkerError | None, datetime | None]:
+        path = self._errors / f"rank-{rank}.json"
+        try:
+            error = WorkerError.model_validate_json(path.read_bytes())
+            return error, datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        except FileNotFoundError:
+            return None, None
+        except (OSError, ValidationError) as problem:
+            print(f"[supervisor] {path} is not readable: {problem}", file=sys.stderr)
+            return None, None
