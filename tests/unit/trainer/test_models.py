@@ -1,0 +1,156 @@
+"""The sharded model with its own attention and loss against transformers' eager model, by architecture."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from sft_trainer.errors import ModelError
+from sft_trainer.models.attention import document_attention
+from sft_trainer.models.causal_lm import clean_name
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import build_model, clip_gradients
+from tests.parity.runs import manifest, resolve
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LENGTHS = (5, 9, 14)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save_model(kind: str, path: Path, **options: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **{**SMALL, **options})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    # Norm weights of one would hide a mix-up of them.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(path)
+    return model
+
+
+def build(path: Path, **training: Any) -> Any:
+    job = manifest(path, path / "store", model={"uri": f"file://{path}"}, training=training)
+    model = build_model(resolve(job), path, torch.device("cpu"))
+    load_weights(model, path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 6}),
+        ("gemma", {}),
+        ("olmo2", {}),
+        ("smollm3", {}),
+        ("phi3", {}),
+        ("granite", {}),
+    ],
+)
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+def test_loss_and_gradients_equal_the_eager_model(
+    tmp_path: Path, kind: str, options: dict[str, Any], activation_checkpointing: str
+) -> None:
+    # Given a model of the family, and three documents in one micro-batch
+    reference = save_model(kind, tmp_path, **options)
+    model = build(tmp_path, activationCheckpointing=activation_checkpointing)
+    ids = torch.randint(3, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    documents = ids.split(LENGTHS)
+    starts = [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
+    targets = torch.cat(
+        [torch.arange(start, start + length - 1) for start, length in zip(starts, LENGTHS, strict=True)]
+    )
+
+    # When both compute the loss, one packed, the other document by document
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    loss = model(ids, positions, LENGTHS, targets, ids[targets + 1])
+    loss.backward()
+    norm = clip_gradients(model, 0.0)
+    expected = sum(
+        cross_entropy(reference(input_ids=d[None]).logits[0, :-1], d[1:], reduction="sum") for d in documents
+    )
+    expected.backward()  # type: ignore[union-attr]
+
+    # Then nothing but rounding differs
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    gradients = {clean_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(wanted.values()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("gemma2", {}, "final_logit_softcapping"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
+        ("bert", {"is_decoder": True}, "not supported"),
+        ("gpt_oss", {"num_local_experts": 2}, "s_aux"),
+    ],
+)
+def test_what_would_train_another_model_is_refused(
+    tmp_path: Path, kind: str, options: dict[str, Any], words: str
+) -> None:
+    save_model(kind, tmp_path, **options)
+    ids = torch.arange(4)
+    with pytest.raises(ModelError, match=words):
+        build(tmp_path)(ids, ids, (4,), torch.tensor([1]), torch.tensor([2]))
+
+
+def test_missing_boundaries_and_masks_are_refused() -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    module = torch.nn.Identity()
+    with pytest.raises(ModelError, match="does not pass document boundaries"):
+        document_attention(module, q, q, q, None)
+    with pytest.raises(ModelError, match="not a plain causal attention"):
+        document_attention(module, q, q, q, torch.ones(1), document_lengths=(3,))
+    with pytest.raises(ModelError, match="softcap"):
+        document_attention(module, q, q, q, None, document_lengths=(3,), softcap=30.0)
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        build(tmp_path)
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.bin")
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        build(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 64', '"intermediate_size": 48'))
+    with pytest.raises(ModelError, match=r"has shape \(64, 32\) in the file, but \(48, 32\) in the config"):
+        build(tmp_path)
