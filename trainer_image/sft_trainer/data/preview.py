@@ -1,0 +1,119 @@
+"""What is trained, for people to look at: the text and tokens of single rows with their loss mask.
+
+The rows go through the same functions as in training, so what is shown is what is trained.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from .masks import token_mask
+from .readers import Row
+from .tokenize import Settings, mark_row
+from .tokenizer import Codec
+
+_TRAINED, _CONTEXT, _RESET = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class PreviewToken:
+    """One token; ``text`` is the part of the conversation that it stands for."""
+
+    token_id: int
+    text: str
+    start: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of text that is trained, or is not."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One row as the model will see it."""
+
+    place: str
+    """Where the row stands, such as ``data.jsonl line 3``."""
+    verdict: str
+    """``kept``, or what happens to the row and why."""
+    text: str
+    tokens: tuple[PreviewToken, ...]
+    straddling: int
+    """Trained tokens that begin before the answer does."""
+
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens."""
+        return sum(token.trained for token in self.tokens)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The text in stretches, cut where the loss mask changes; together they are the whole text."""
+        changes = [next(tokens).start for _, tokens in groupby(self.tokens, key=lambda token: token.trained)]
+        flags = [trained for trained, _ in groupby(token.trained for token in self.tokens)]
+        bounds = [0, *changes[1:], len(self.text)]
+        return [
+            Segment(self.text[start:stop], trained)
+            for start, stop, trained in zip(bounds, bounds[1:], flags, strict=False)
+        ]
+
+
+def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Preview:
+    """One row, tokenised and marked, before anything is cut. Raises DataError naming ``place``."""
+    marked = mark_row(place, row, settings, codec)
+    if marked is None:
+        return Preview(place, "dropped: no turn of it is trained", "", (), 0)
+    encoding = codec.encode([marked.text])[0]
+    mask, straddling = token_mask(marked.text, encoding.offsets, marked.spans)
+    tokens = tuple(
+        PreviewToken(token_id, marked.text[start:stop], start, bool(trained))
+        for token_id, (start, stop), trained in zip(encoding.ids, encoding.offsets, mask, strict=True)
+    )
+    return Preview(place, _verdict(len(tokens), settings), marked.text, tokens, straddling)
+
+
+def _verdict(tokens: int, settings: Settings) -> str:
+    if tokens <= settings.max_length:
+        return "kept"
+    action = {"drop": "dropped", "truncate": "truncated", "error": "an error"}[settings.overlong]
+    return f"{action}: {tokens} tokens, data.maxLength is {settings.max_length}"
+
+
+def to_jsonl(previews: Iterable[Preview]) -> Iterator[str]:
+    """One JSON object per row (without line end): text, input_ids and loss_mask."""
+    for preview in previews:
+        yield json.dumps(
+            {
+                "text": preview.text,
+                "input_ids": [token.token_id for token in preview.tokens],
+                "loss_mask": [int(token.trained) for token in preview.tokens],
+            },
+            ensure_ascii=False,
+        )
+
+
+def render_text(preview: Preview, *, color: bool) -> str:
+    """The row's text with what is trained set off: bold green on a terminal, ⟦in brackets⟧ elsewhere."""
+    if color:
+        parts = [f"{_TRAINED if s.trained else _CONTEXT}{s.text}{_RESET}" for s in preview.segments]
+    else:
+        parts = [f"⟦{s.text}⟧" if s.trained else s.text for s in preview.segments]
+    head = f"{preview.place}: {preview.verdict}, {len(preview.tokens)} tokens, {preview.trained} trained"
+    if preview.straddling:
+        head += f", {preview.straddling} of them begin before the answer"
+    return f"{head}\n{''.join(parts)}"
+
+
+def render_tokens(preview: Preview, *, color: bool) -> str:
+    """A line per token: index, id, ``+`` when trained, and its text."""
+    lines = []
+    for index, token in enumerate(preview.tokens):
+        line = f"{index:6} {token.token_id:8} {'+' if token.trained else ' '} {token.text!r}"
+        lines.append(f"{_TRAINED if token.trained else _CONTEXT}{line}{_RESET}" if color else line)
+    return "\n".join(lines)
