@@ -28,8 +28,8 @@ CHECKPOINTS_PREFIX = "checkpoints/"
 MANIFEST_NAME = "manifest.json"
 STATUS_KEY = "status.json"
 
-_ATTEMPT_KEY = re.compile(r"^attempts/(\d{5,})\.json$")
-_FOLDER = re.compile(r"^step-(\d{8,})-a(\d{5,})$")
+_ATTEMPT_KEY = re.compile(r"attempts/(\d{5,})\.json")
+_FOLDER = re.compile(r"step-(\d{8,})-a(\d{5,})")
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -59,7 +59,7 @@ class CheckpointId(NamedTuple):
 
 def checkpoint_id(folder: str) -> CheckpointId | None:
     """The checkpoint a folder name stands for, or None when it is no checkpoint's name."""
-    match = _FOLDER.match(folder)
+    match = _FOLDER.fullmatch(folder)
     return CheckpointId(attempt=int(match[2]), step=int(match[1])) if match else None
 
 
@@ -70,7 +70,7 @@ def attempt_key(attempt: int) -> str:
 
 def newest_attempt(keys: Iterable[str]) -> int:
     """Highest attempt number among ``keys``; 0 when nothing was claimed yet."""
-    return max((int(match[1]) for key in keys if (match := _ATTEMPT_KEY.match(key))), default=0)
+    return max((int(match[1]) for key in keys if (match := _ATTEMPT_KEY.fullmatch(key))), default=0)
 
 
 class StoredModel(BaseModel):

@@ -11,36 +11,27 @@ import pytest
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import Store
-from tests.integration.checkpoint.s3_servers import (
-    BUCKET,
-    CREDENTIALS,
-    S3Server,
-    moto_server,
-    versitygw_server,
-)
+from tests.cluster.object_store import ObjectStore
+from tests.integration.checkpoint.s3_servers import BUCKET, S3Server, moto_server, of_object_store
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[S3Server]:
+def moto_s3() -> Iterator[S3Server]:
     with moto_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with versitygw_server(tmp_path_factory.mktemp("versitygw") / "data") as server:
-        yield server
-
-
-@pytest.fixture
-def aws_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+def versitygw_s3(versitygw: ObjectStore) -> S3Server:
+    return of_object_store(versitygw)
 
 
 @pytest.fixture(params=["moto", "versitygw"])
-def s3_server(request: pytest.FixtureRequest, aws_credentials: None) -> S3Server:
-    server: S3Server = request.getfixturevalue(request.param)
+def s3_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """moto without checksum headers, versitygw with them; this process has the right credentials."""
+    server: S3Server = request.getfixturevalue(f"{request.param}_s3")
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
     return server
 
 
@@ -50,9 +41,11 @@ def s3_store(s3_server: S3Server) -> S3Store:
 
 
 @pytest.fixture(params=["local", "moto", "versitygw"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, aws_credentials: None) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     if request.param == "local":
         (tmp_path / "store").mkdir()
         return LocalStore(tmp_path / "store")
-    server: S3Server = request.getfixturevalue(request.param)
+    server: S3Server = request.getfixturevalue(f"{request.param}_s3")
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
     return S3Store(BUCKET, f"run-{uuid.uuid4().hex}", server.settings, retry_seconds=3)

@@ -1,28 +1,22 @@
-"""S3 servers on loopback: moto in this process, versitygw (stricter: verifies checksums) as a process."""
+"""S3 servers on loopback: moto in this process, and versitygw, which is stricter (it verifies checksums)."""
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import boto3
 from moto.server import ThreadedMotoServer
 
 from sft_trainer.checkpoint.store import S3Settings
 from tests.cluster.binaries import binary
+from tests.cluster.object_store import ObjectStore
+from tests.cluster.processes import Component, Supervisor
 
-ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"  # the tests' own server, on loopback
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-    "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 BUCKET = "checkpoints"
 
 
@@ -30,19 +24,34 @@ BUCKET = "checkpoints"
 class S3Server:
     name: str
     settings: S3Settings
+    access_key: str = "test-access"  # the tests' own server, on loopback
+    secret_key: str = "test-secret"
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
 
     def client(self):
         return boto3.session.Session().client(
             "s3",
             endpoint_url=self.settings.endpoint,
             region_name=self.settings.region,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
         )
 
 
-def _settings(port: int) -> S3Settings:
-    return S3Settings(endpoint=f"http://127.0.0.1:{port}", region="us-east-1", force_path_style=True)
+def settings(endpoint: str, checksum: Literal["when_supported", "when_required"]) -> S3Settings:
+    return S3Settings(endpoint=endpoint, region="us-east-1", force_path_style=True, checksum=checksum)
+
+
+def of_object_store(server: ObjectStore) -> S3Server:
+    started = S3Server("versitygw", settings(server.endpoint, "when_supported"), server.access_key, server.secret_key)
+    started.client().create_bucket(Bucket=BUCKET)
+    return started
 
 
 @contextmanager
@@ -50,7 +59,8 @@ def moto_server() -> Iterator[S3Server]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
-        started = S3Server("moto", _settings(server.get_host_and_port()[1]))
+        endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+        started = S3Server("moto", settings(endpoint, "when_required"))
         started.client().create_bucket(Bucket=BUCKET)
         yield started
     finally:
@@ -58,31 +68,24 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @contextmanager
-def versitygw_server(folder: Path, inside: Sequence[str] = ()) -> Iterator[S3Server]:
-    """A server over ``folder``; ``inside`` is a command prefix to run it under."""
-    folder.mkdir(parents=True, exist_ok=True)
+def server_on_a_tiny_disk(folder: Path, command: Callable[[Path, list[str]], list[str]]) -> Iterator[S3Server]:
+    """versitygw over ``folder``, started through ``command`` (which mounts a small disk there)."""
+    folder.mkdir()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     program = [str(binary("versitygw")), "--port", f"127.0.0.1:{port}", "--quiet", "posix", str(folder)]
-    environment = {**os.environ, "ROOT_ACCESS_KEY": ACCESS_KEY, "ROOT_SECRET_KEY": SECRET_KEY}
-    with (folder.parent / f"{folder.name}.log").open("wb") as log:
-        process = subprocess.Popen([*inside, *program], stdout=log, stderr=log, env=environment)
+    started = S3Server("versitygw", settings(f"http://127.0.0.1:{port}", "when_supported"))
+    keys = {"ROOT_ACCESS_KEY": started.access_key, "ROOT_SECRET_KEY": started.secret_key}
+    supervisor = Supervisor(folder.parent / "server", die_with_parent=True)
     try:
-        _wait_for(port, process)
-        started = S3Server("versitygw", _settings(port))
+        supervisor.start(Component("versitygw", command(folder, program), lambda: _listens(port), environment=keys))
         started.client().create_bucket(Bucket=BUCKET)
         yield started
     finally:
-        process.kill()
-        process.wait()
+        supervisor.stop("versitygw")
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(100):
-        assert process.poll() is None, "versitygw ended at once"
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError("versitygw does not listen")
+def _listens(port: int) -> str | None:
+    with socket.socket() as probe:
+        return None if probe.connect_ex(("127.0.0.1", port)) == 0 else f"nothing listens on port {port}"

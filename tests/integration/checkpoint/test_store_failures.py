@@ -20,14 +20,14 @@ from botocore.exceptions import EndpointConnectionError
 from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.s3 import S3Store, part_size
-from sft_trainer.checkpoint.store import S3Settings, open_store
+from sft_trainer.checkpoint.store import open_store
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
     StorageNotFoundError,
     StorageUnavailableError,
 )
-from tests.integration.checkpoint.s3_servers import ACCESS_KEY, BUCKET, S3Server, versitygw_server
+from tests.integration.checkpoint.s3_servers import BUCKET, S3Server, server_on_a_tiny_disk, settings
 
 MiB = 2**20
 
@@ -66,21 +66,26 @@ def test_no_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tm
         S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3).put("x", b"")
 
 
-def test_unreachable_endpoint_ends_in_bounded_time(aws_credentials: None) -> None:
+@pytest.fixture
+def some_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-access")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+
+
+def test_unreachable_endpoint_ends_in_bounded_time(some_credentials: None) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    settings = S3Settings(endpoint=f"http://127.0.0.1:{port}", region="us-east-1", force_path_style=True)
     started = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=rf"http://127.0.0.1:{port}.*checkpoint\.s3\.endpoint"):
-        S3Store(BUCKET, "runs/a", settings, retry_seconds=1).read("x")
+        S3Store(BUCKET, "runs/a", settings(f"http://127.0.0.1:{port}", "when_required"), retry_seconds=1).read("x")
     assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("endpoint", ["not a url", "ftp//x"])
-def test_malformed_endpoint(endpoint: str, aws_credentials: None) -> None:
+def test_malformed_endpoint(endpoint: str, some_credentials: None) -> None:
     with pytest.raises(ConfigError, match=re.escape(endpoint)):
-        S3Store(BUCKET, "x", S3Settings(endpoint=endpoint, region="us-east-1")).read("x")
+        S3Store(BUCKET, "x", settings(endpoint, "when_required")).read("x")
 
 
 class Flaky(S3Store):
@@ -116,6 +121,15 @@ def test_uploads_survive_lost_answers(flaky: Flaky) -> None:
     assert flaky.lost == set()
     flaky.lost = {"get_object"}
     assert flaky.read("x.bin") == data
+
+
+def test_uploads_without_checksum_headers(s3_server: S3Server) -> None:
+    for checksum in ("when_required", "when_supported"):
+        store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", settings(str(s3_server.settings.endpoint), checksum))
+        with store.open_write("x.bin") as stream:
+            stream.write(b"x" * 9 * MiB)
+        store.put("y.bin", b"small")
+        assert [entry.size for entry in store.list("")] == [9 * MiB, 5]
 
 
 def test_an_upload_aborted_by_a_newer_attempt_fails(s3_store: S3Store) -> None:
@@ -219,8 +233,8 @@ def test_full_disk(tmp_path: Path) -> None:
     assert lines[2] == "LEFT ['small.json'] 0"
 
 
-def test_full_s3_server(tmp_path: Path, aws_credentials: None) -> None:
-    with versitygw_server(tmp_path / "disk", inside=_on_tiny_disk(tmp_path / "disk", [])) as server:
+def test_full_s3_server(tmp_path: Path, some_credentials: None) -> None:
+    with server_on_a_tiny_disk(tmp_path / "disk", _on_tiny_disk) as server:
         command = [sys.executable, "-c", FILL, f"s3://{BUCKET}/run", str(server.settings.endpoint)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -288,4 +302,4 @@ def test_credentials_never_appear_in_errors(s3_server: S3Server) -> None:
     store = S3Store("no-such-bucket", "runs/a", s3_server.settings, retry_seconds=3)
     with pytest.raises(StorageNotFoundError) as failure:
         store.probe()
-    assert ACCESS_KEY not in str(failure.value)
+    assert s3_server.access_key not in str(failure.value)

@@ -42,6 +42,10 @@ def part_size(size_hint: int) -> int:
     return max(PART_SIZE, megabytes * 2**20)
 
 
+def _endpoint_from_environment() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
+
+
 class S3Store:
     """Objects under ``s3://bucket/prefix``.
 
@@ -73,7 +77,7 @@ class S3Store:
 
     def place(self, key: str) -> Place:
         """What error messages quote for ``key``."""
-        return Place(self.bucket, f"{self.prefix}{key}", self.settings.endpoint or "AWS")
+        return Place(self.bucket, f"{self.prefix}{key}", self.settings.endpoint or _endpoint_from_environment())
 
     # Connections do not survive a fork, so each process makes its own.
     def _connected(self) -> tuple[Any, ThreadPoolExecutor]:

@@ -12,9 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from sft_trainer.errors import ConfigError, StorageNotFoundError
+
+if TYPE_CHECKING:
+    from sft_api.v1alpha1.runtime import S3Spec
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,16 @@ class S3Settings:
     force_path_style: bool = False
     checksum: Literal["when_supported", "when_required"] = "when_supported"
     """``when_required`` for servers that do not know the newer checksum headers."""
+
+    @classmethod
+    def from_spec(cls, spec: "S3Spec") -> "S3Settings":
+        """The settings that ``checkpoint.s3`` of a job asks for."""
+        return cls(
+            endpoint=spec.endpoint,
+            region=spec.region,
+            force_path_style=spec.force_path_style,
+            checksum="when_supported" if spec.checksum == "whenSupported" else "when_required",
+        )
 
 
 @dataclass(frozen=True)

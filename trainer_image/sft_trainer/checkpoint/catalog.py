@@ -1,0 +1,152 @@
+"""Which checkpoints a store holds, which of them can be trusted, and which may go."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sft_api.checkpoints import (
+    ATTEMPTS_PREFIX,
+    CHECKPOINTS_PREFIX,
+    MANIFEST_NAME,
+    CheckpointId,
+    Manifest,
+    ManifestError,
+    RunState,
+    attempt_key,
+    checkpoint_id,
+    decode_manifest,
+    missing_or_wrong,
+    newest_attempt,
+)
+from sft_api.v1alpha1.status import CheckpointStatus
+from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
+from sft_trainer.checkpoint.store import Store
+
+BEST_METRIC = "evalLoss"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that is not used, and why."""
+
+    folder: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint whose manifest is sound and whose files all have the right size."""
+
+    manifest: Manifest
+    raw: bytes
+    """The manifest as it is in the store."""
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Which checkpoints stay: the newest ``last``, the ``best`` by evaluation loss, every ``every_steps``-th."""
+
+    last: int = 2
+    best: int = 0
+    every_steps: int | None = None
+
+
+class Catalog:
+    """What is below ``checkpoints/`` of one store, seen by rank 0."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def folders(self) -> dict[CheckpointId, dict[str, int]]:
+        """Every checkpoint folder, committed or not, newest first, with its files and their bytes."""
+        found: dict[CheckpointId, dict[str, int]] = {}
+        for entry in self._store.list(CHECKPOINTS_PREFIX):
+            folder, _, name = entry.key.removeprefix(CHECKPOINTS_PREFIX).partition("/")
+            identity = checkpoint_id(folder)
+            if identity is not None and name:
+                found.setdefault(identity, {})[name] = entry.size
+        return dict(sorted(found.items(), reverse=True))
+
+    def inspect(self, identity: CheckpointId, files: dict[str, int]) -> Verified | Skipped:
+        """Read the manifest of a committed checkpoint and compare it with the ``files`` found."""
+        try:
+            raw = self._store.read(identity.manifest_key)
+            manifest = decode_manifest(raw)
+        except ObjectNotFoundError:
+            return Skipped(identity.folder, "its manifest is gone")
+        except ManifestError as error:
+            return Skipped(identity.folder, str(error))
+        if manifest.id != identity:
+            return Skipped(identity.folder, f"its manifest belongs to {manifest.id.folder}")
+        problems = missing_or_wrong(manifest, files)
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            return Skipped(identity.folder, f"{problems[0]}{more}")
+        return Verified(manifest, raw)
+
+    def candidates(self, job_uid: str | None, step: int | None = None) -> Iterator[Verified | Skipped]:
+        """Committed checkpoints, newest first, each with what its manifest and sizes say.
+
+        ``job_uid`` leaves out those of other jobs, ``step`` all but that step. Folders without a manifest are
+        unfinished saves, no checkpoints, and not mentioned.
+        """
+        for identity, files in self.folders().items():
+            if MANIFEST_NAME not in files or step not in (None, identity.step):
+                continue
+            found = self.inspect(identity, files)
+            if isinstance(found, Verified) and job_uid is not None and found.manifest.job_uid != job_uid:
+                continue
+            yield found
+
+    def newest_attempt(self) -> int:
+        """The highest attempt claimed so far; 0 before the first."""
+        return newest_attempt(entry.key for entry in self._store.list(ATTEMPTS_PREFIX))
+
+    def check_newest(self, attempt: int, job_uid: str) -> None:
+        """Raise AttemptSupersededError when a newer attempt than ``attempt`` was claimed."""
+        newest = self.newest_attempt()
+        if newest <= attempt:
+            return
+        message = f"attempt {attempt} was superseded: attempt {newest} was claimed in {self._store.uri}"
+        claim = self._store.read(attempt_key(newest))
+        if f'"{job_uid}"'.encode() not in claim:
+            raise StoreSharedError(f"{message} by another job; give every job a checkpoint.uri of its own")
+        raise AttemptSupersededError(f"{message}; this group must stop, the newer one goes on")
+
+
+def describe(identity: CheckpointId, uri: str, time: datetime, size: int, run: RunState) -> CheckpointStatus:
+    """The entry of the job's status for a verified checkpoint below the store ``uri``."""
+    return CheckpointStatus(
+        step=identity.step,
+        attempt=identity.attempt,
+        uri=f"{uri}/{identity.prefix}".rstrip("/"),
+        time=time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        size_bytes=size,
+        verified=True,
+        eval_loss=run.metrics.get(BEST_METRIC),
+    )
+
+
+def status_of(manifest: Manifest, uri: str) -> CheckpointStatus:
+    """The same, from its manifest."""
+    return describe(manifest.id, uri, manifest.created, manifest.bytes, manifest.run)
+
+
+def best_of(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
+    """Those with an evaluation loss, lowest first; of equal ones the newer."""
+    with_loss = [entry for entry in checkpoints if entry.eval_loss is not None]
+    return sorted(with_loss, key=lambda entry: (entry.eval_loss, -entry.attempt, -entry.step))
+
+
+def kept_by(policy: KeepPolicy, checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
+    """Those of ``checkpoints`` (verified ones, newest first) that stay; never fewer than the newest."""
+    chosen = {
+        *((entry.attempt, entry.step) for entry in checkpoints[: max(1, policy.last)]),
+        *((entry.attempt, entry.step) for entry in best_of(checkpoints)[: policy.best]),
+    }
+    if policy.every_steps:
+        chosen |= {(entry.attempt, entry.step) for entry in checkpoints if entry.step % policy.every_steps == 0}
+    return [entry for entry in checkpoints if (entry.attempt, entry.step) in chosen]

@@ -1,0 +1,319 @@
+"""Saves and resumes of a run, on all ranks together.
+
+A checkpoint counts once its manifest is there, and the manifest is written last: after every rank's files
+arrived, their sizes were checked, and this attempt was seen to be the newest. Checking and committing are two
+steps, so a stale attempt may still commit in between; as the newest checkpoint is the one with the highest
+(attempt, step), that does no harm.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import torch
+
+from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, StoredTensor, decode_manifest
+from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, Verified, best_of, describe, status_of
+from sft_trainer.checkpoint.dcp import StoreWriter, load_tensors, save_tensors
+from sft_trainer.checkpoint.errors import (
+    AttemptSupersededError,
+    CheckpointCorruptError,
+    CheckpointSaveError,
+    NoUsableCheckpointError,
+)
+from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.planner import TensorSavePlanner
+from sft_trainer.checkpoint.protocol import Protocol
+from sft_trainer.checkpoint.staging import HostStaging
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import TrainingError
+
+logger = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+_Found = tuple[bytes | None, tuple[Skipped, ...]]
+
+
+@dataclass(frozen=True)
+class ResumeChoice:
+    """A verified checkpoint to go on from, the same on every rank."""
+
+    manifest: Manifest
+    store: Store
+    skipped: tuple[Skipped, ...]
+    """Newer ones that were refused, newest first."""
+    rest: Iterator[Verified | Skipped] | None
+    """What comes after it; on rank 0 only."""
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended; the same error on every rank."""
+
+    step: int
+    error: TrainingError | None
+    size_bytes: int
+    """Bytes of the whole checkpoint; 0 after an error."""
+    seconds: float
+    """From the call until the checkpoint was committed."""
+    stall_seconds: float
+    """How long the call kept training waiting."""
+
+
+class CheckpointManager:
+    """Checkpoints of one run in one store.
+
+    Constructed by every rank, after the process group exists or without one. ``claim_attempt`` comes first.
+    Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
+    ``timeout`` bounds how long ranks wait for the slowest one's upload.
+    """
+
+    def __init__(
+        self, store: Store, device: torch.device | None = None, timeout: timedelta = timedelta(hours=1)
+    ) -> None:
+        self.store = store
+        self.attempt = 0
+        self._job_uid = ""
+        self._group = CheckpointGroup(timeout)
+        self._protocol = Protocol(store)
+        self._staging = HostStaging(device or torch.device("cpu"))
+        self._in_flight: _InFlight | None = None
+        self._unreported: SaveOutcome | None = None
+        self._superseded: AttemptSupersededError | None = None
+        self._committed: set[int] = set()
+        self._known: tuple[CheckpointStatus, ...] = ()
+
+    def claim_attempt(self, job_uid: str) -> int:
+        """Claim the next attempt and drop what crashed writers left unfinished. Collective.
+
+        From here on an older group of the same job can neither commit nor remove anything.
+        """
+        self._job_uid = job_uid
+        self.attempt = self._group.on_rank_zero(lambda: self._protocol.claim(job_uid))
+        return self.attempt
+
+    # Resume
+
+    def latest(self, source: Store | None = None, step: int | None = None) -> ResumeChoice | None:
+        """The newest checkpoint whose manifest and sizes are sound; None when there is none. Collective.
+
+        ``source`` looks into another store, whatever job wrote there; ``step`` wants that step only. Raises
+        NoUsableCheckpointError when there are checkpoints, but every one of them is refused.
+        """
+        store = source or self.store
+        rest: Iterator[Verified | Skipped] | None = None
+        if self._group.rank == 0:
+            rest = Catalog(store).candidates(None if source else self._job_uid, step)
+        return self._choose(store, (), rest)
+
+    def load(self, choice: ResumeChoice, state_dict: Tensors) -> ResumeChoice:
+        """Fill the tensors of ``state_dict`` in place and return what was loaded. Collective.
+
+        When any rank finds damaged bytes, all fall back together to the checkpoint before. Raises ConfigError when
+        names, shapes or dtypes do not fit, NoUsableCheckpointError when none could be loaded (the tensors have
+        undefined values then). Storage errors are no verdict on a checkpoint: they are raised as they are.
+        """
+        while True:
+            try:
+                load_tensors(state_dict, choice.store, choice.manifest, self._group.handle)
+                return choice
+            except CheckpointCorruptError as error:
+                damaged = Skipped(choice.manifest.id.folder, str(error))
+                self._report((damaged,))
+                before = self._choose(choice.store, (*choice.skipped, damaged), choice.rest)
+                assert before is not None  # noqa: S101 - with something skipped, finding none is an error
+                choice = before
+
+    def load_newest(
+        self, state_dict: Tensors, accept: Callable[[RunState], None] = lambda run: None
+    ) -> Manifest | None:
+        """``latest`` and ``load`` in one; None when this job has no checkpoint yet. Collective.
+
+        ``accept`` may raise to refuse to go on from the newest one.
+        """
+        choice = self.latest()
+        if choice is None:
+            return None
+        accept(choice.manifest.run)
+        manifest = self.load(choice, state_dict).manifest
+        self._known = (status_of(manifest, self.store.uri),)
+        return manifest
+
+    def _choose(
+        self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Verified | Skipped] | None
+    ) -> ResumeChoice | None:
+        """The next sound checkpoint of ``rest``, agreed on by all ranks."""
+        raw, refused = self._group.on_rank_zero(lambda: _next_verified(rest))
+        self._report(refused)
+        skipped += refused
+        if raw is not None:
+            return ResumeChoice(decode_manifest(raw), store, skipped, rest)
+        if skipped:
+            raise NoUsableCheckpointError(
+                f"{store.uri}: no checkpoint can be used ({'; '.join(map(str, skipped))}); restore one from a backup, "
+                "or start anew with another checkpoint.uri"
+            )
+        return None
+
+    def _report(self, skipped: tuple[Skipped, ...]) -> None:
+        if self._group.rank == 0:
+            for entry in skipped:
+                logger.warning("Checkpoint %s is not used: %s", entry.folder, entry.reason)
+
+    # Save
+
+    def save(
+        self,
+        step: int,
+        state_dict: Mapping[str, torch.Tensor],
+        run: RunState,
+        *,
+        asynchronous: bool,
+        keep: KeepPolicy | None = None,
+    ) -> SaveOutcome | None:
+        """Save ``state_dict`` (tensors only) as the checkpoint of ``step``, then remove old ones. Collective.
+
+        Waits for a save that is still in flight. Asynchronous: returns None once the tensors are copied to host
+        memory; they may change from then on, and ``poll`` or ``wait`` gives the outcome. Synchronous: streams the
+        tensors from where they are, and raises what went wrong. A step that this attempt committed already is not
+        saved again (None). Raises AttemptSupersededError when an earlier save found out about it.
+        """
+        self._join()
+        if self._superseded is not None:
+            raise self._superseded
+        if step in self._committed:
+            return None
+        started = time.monotonic()
+        planner = TensorSavePlanner(state_dict, self._staging.copy if asynchronous else None)
+        stall = time.monotonic() - started
+
+        def work() -> SaveOutcome:
+            size, error = self._save(step, planner, run, keep or KeepPolicy())
+            seconds = time.monotonic() - started
+            return SaveOutcome(step, error, size, seconds, stall if asynchronous else seconds)
+
+        if asynchronous:
+            self._in_flight = _InFlight(work)
+            return None
+        outcome = work()
+        self._note(outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome
+
+    def poll(self) -> SaveOutcome | None:
+        """The outcome of an asynchronous save that ended since the last call, else None. Not collective.
+
+        Ranks may see it at different steps: what an error means for the run must be agreed on by the caller.
+        """
+        if self._in_flight is not None and self._in_flight.ended:
+            self._join()
+        outcome, self._unreported = self._unreported, None
+        return outcome
+
+    def wait(self) -> SaveOutcome | None:
+        """Wait for the save in flight, if any. Returns its outcome, or raises its error."""
+        if self._in_flight is None:
+            return self.poll()
+        self._join()
+        outcome = self.poll()
+        if outcome is not None and outcome.error is not None:
+            raise outcome.error
+        return outcome
+
+    def status(self) -> CheckpointsStatus:
+        """The checkpoints that this rank knows to be committed. Rank 0 knows all of them after its first save."""
+        known = self._known  # replaced as a whole by the saving thread
+        best = best_of(known)
+        return CheckpointsStatus(
+            latest=known[0] if known else None, best=best[0] if best else None, kept=list(known[:10])
+        )
+
+    def _join(self) -> None:
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            self._unreported = flight.result()
+            self._note(self._unreported)
+
+    def _note(self, outcome: SaveOutcome) -> None:
+        if outcome.error is None:
+            self._committed.add(outcome.step)
+        elif isinstance(outcome.error, AttemptSupersededError):
+            self._superseded = outcome.error
+        if self._group.rank == 0 and outcome.error is not None:
+            logger.warning("The checkpoint of step %d was not saved: %s", outcome.step, outcome.error)
+
+    def _save(
+        self, step: int, planner: TensorSavePlanner, run: RunState, keep: KeepPolicy
+    ) -> tuple[int, TrainingError | None]:
+        """Write, commit, prune; runs in the background or not. Returns the bytes written, or the error."""
+        identity = CheckpointId(self.attempt, step)
+
+        def commit(files: tuple[StoredFile, ...], tensors: dict[str, StoredTensor]) -> None:
+            self._protocol.commit(
+                Manifest(
+                    step=step,
+                    attempt=self.attempt,
+                    job_uid=self._job_uid,
+                    world_size=self._group.size,
+                    created=datetime.now(UTC),
+                    run=run,
+                    files=files,
+                    tensors=tensors,
+                )
+            )
+
+        try:
+            size = save_tensors(planner, StoreWriter(self.store, identity.prefix, commit), self._group.handle)
+        except TrainingError as error:
+            return 0, error
+        except Exception as error:
+            return 0, CheckpointSaveError(f"step {step}: {type(error).__name__}: {error}")
+        here = describe(identity, self.store.uri, datetime.now(UTC), size, run)
+        self._known = (here, *self._known)
+        if self._group.rank == 0:
+            self._prune(identity, keep)
+        return size, None
+
+    def _prune(self, newest: CheckpointId, keep: KeepPolicy) -> None:
+        try:
+            self._known = tuple(self._protocol.prune(newest, self._job_uid, keep))
+        except TrainingError as error:  # the checkpoint itself is safe; the next save prunes again
+            logger.warning("Old checkpoints were not removed: %s", error)
+
+
+class _InFlight:
+    """One save in the background."""
+
+    def __init__(self, work: Callable[[], SaveOutcome]) -> None:
+        self._outcome: SaveOutcome | None = None
+
+        def run() -> None:
+            self._outcome = work()
+
+        # A daemon: when training ends with an error, the process must not linger for an upload.
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> SaveOutcome:
+        self._thread.join()
+        assert self._outcome is not None, "the saving thread died"  # noqa: S101 - its errors are in the outcome
+        return self._outcome
+
+
+def _next_verified(rest: Iterator[Verified | Skipped] | None) -> _Found:
+    """The raw manifest of the next sound checkpoint, and those refused on the way."""
+    refused: list[Skipped] = []
+    for found in rest or ():
+        if isinstance(found, Verified):
+            return found.raw, tuple(refused)
+        refused.append(found)
+    return None, tuple(refused)

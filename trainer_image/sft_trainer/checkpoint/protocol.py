@@ -1,0 +1,116 @@
+"""Rank 0's part of the protocol: claim an attempt, commit a checkpoint, remove old ones."""
+
+import logging
+import socket
+import uuid
+from datetime import UTC, datetime
+
+from sft_api.checkpoints import (
+    CHECKPOINTS_PREFIX,
+    MANIFEST_NAME,
+    AttemptClaim,
+    CheckpointId,
+    Manifest,
+    attempt_key,
+    encode_manifest,
+    missing_or_wrong,
+)
+from sft_api.v1alpha1.status import CheckpointStatus
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Verified, kept_by, status_of
+from sft_trainer.checkpoint.errors import CheckpointSaveError
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import StorageUnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class Protocol:
+    """Everything here is I/O on one store by one process; nothing is collective."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._catalog = Catalog(store)
+        self._verified: dict[CheckpointId, tuple[Manifest, CheckpointStatus]] = {}
+
+    def claim(self, job_uid: str) -> int:
+        """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished."""
+        number = self._catalog.newest_attempt() + 1
+        while not self._store.create(attempt_key(number), _claim(number, job_uid)):
+            number += 1
+        dropped = self._store.abort_incomplete_uploads(CHECKPOINTS_PREFIX)
+        logger.info("Claimed attempt %d in %s; dropped %d unfinished uploads", number, self._store.uri, dropped)
+        return number
+
+    def commit(self, manifest: Manifest) -> None:
+        """Check that all files arrived and that the attempt is still the newest, then write the manifest.
+
+        Raises StorageUnavailableError for files that are not as they were written, AttemptSupersededError, or
+        CheckpointSaveError when the folder has another manifest already.
+        """
+        prefix = manifest.id.prefix
+        sizes = {entry.key.removeprefix(prefix): entry.size for entry in self._store.list(prefix)}
+        problems = missing_or_wrong(manifest, sizes)
+        if problems:
+            raise StorageUnavailableError(f"{self._store.uri}/{prefix}: {problems[0]} right after it was written")
+        self._catalog.check_newest(manifest.attempt, manifest.job_uid)
+        raw = encode_manifest(manifest)
+        key = manifest.id.manifest_key
+        if not self._store.create(key, raw) and self._store.read(key) != raw:
+            raise CheckpointSaveError(f"{self._store.uri}/{key} exists already with another content")
+        self._verified[manifest.id] = (_without_tensors(manifest), status_of(manifest, self._store.uri))
+
+    def prune(self, newest: CheckpointId, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
+        """Remove this job's checkpoints that ``keep`` lets go, and unfinished folders older than ``newest``.
+
+        Returns what stays, newest first. Raises AttemptSupersededError, before anything is removed, when a newer
+        attempt was claimed. Checkpoints that cannot be verified are neither counted nor removed.
+        """
+        self._catalog.check_newest(newest.attempt, job_uid)
+        folders = self._catalog.folders()
+        verified: dict[CheckpointId, CheckpointStatus] = {}
+        for identity, files in folders.items():
+            status = self._status(identity, files, job_uid) if MANIFEST_NAME in files else None
+            if status is not None:
+                verified[identity] = status
+        staying = kept_by(keep, list(verified.values()))
+        stays = {CheckpointId(entry.attempt, entry.step) for entry in staying}
+        for identity, files in folders.items():
+            unfinished = MANIFEST_NAME not in files and identity < newest
+            if unfinished or (identity in verified and identity not in stays):
+                self._remove(identity, files)
+        return staying
+
+    def _status(self, identity: CheckpointId, files: dict[str, int], job_uid: str) -> CheckpointStatus | None:
+        """The status of a checkpoint of this job whose manifest and sizes are sound, else None."""
+        if identity not in self._verified:
+            found = self._catalog.inspect(identity, files)
+            if not isinstance(found, Verified):
+                return None
+            # Manifests are never rewritten, so reading one once is enough.
+            self._verified[identity] = (_without_tensors(found.manifest), status_of(found.manifest, self._store.uri))
+        manifest, status = self._verified[identity]
+        return status if manifest.job_uid == job_uid and not missing_or_wrong(manifest, files) else None
+
+    def _remove(self, identity: CheckpointId, files: dict[str, int]) -> None:
+        # The manifest goes first: what is left of an interrupted removal is an unfinished folder.
+        if MANIFEST_NAME in files:
+            self._store.delete([identity.manifest_key])
+        self._store.delete(f"{identity.prefix}{name}" for name in files if name != MANIFEST_NAME)
+        self._verified.pop(identity, None)
+        logger.info("Removed checkpoint folder %s", identity.folder)
+
+
+def _claim(number: int, job_uid: str) -> bytes:
+    claim = AttemptClaim(
+        attempt=number,
+        job_uid=job_uid,
+        claim_id=uuid.uuid4().hex,
+        host=socket.gethostname(),
+        time=datetime.now(UTC),
+    )
+    return claim.model_dump_json(by_alias=True).encode()
+
+
+def _without_tensors(manifest: Manifest) -> Manifest:
+    """The part worth remembering: the list of tensors of a large run takes megabytes."""
+    return manifest.model_copy(update={"tensors": {}})
