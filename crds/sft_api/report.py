@@ -1,5 +1,6 @@
 """Pure: from what the trainer reports to what the status shows; the same in the cluster and with ``sft run``."""
 
+import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
@@ -26,6 +27,11 @@ def duration(seconds: float | None) -> str:
     return f"{total // 86400}d{total % 86400 // 3600}h"
 
 
+def _shown(value: float | None) -> float | None:
+    """``value`` to five digits, as columns show it; None for NaN and infinities, which JSON has no word for."""
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
+
+
 def progress_status(training: TrainingProgress) -> ProgressStatus:
     """``status.progress`` for a report of the trainer."""
     total = training.total_steps
@@ -35,14 +41,14 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         summary=f"{training.step}/{total}" if total else (str(training.step) if training.step else ""),
         percent=training.step * 100 // total if total else None,
         phase=training.phase.value,
-        epoch=training.epoch,
-        loss=training.loss,
-        eval_loss=training.eval_loss,
-        learning_rate=training.learning_rate,
-        grad_norm=training.grad_norm,
-        tokens_per_second=training.tokens_per_second,
-        tokens_per_second_per_gpu=training.tokens_per_second_per_gpu,
-        model_flops_utilization=training.model_flops_utilization,
+        epoch=_shown(training.epoch),
+        loss=_shown(training.loss),
+        eval_loss=_shown(training.eval_loss),
+        learning_rate=_shown(training.learning_rate),
+        grad_norm=_shown(training.grad_norm),
+        tokens_per_second=_shown(training.tokens_per_second),
+        tokens_per_second_per_gpu=_shown(training.tokens_per_second_per_gpu),
+        model_flops_utilization=_shown(training.model_flops_utilization),
         tokens_seen=training.tokens_seen,
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),
@@ -57,6 +63,7 @@ def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
     last = ordered[-1]
     disruptions = sum(incident.disruption for incident in ordered)
     recovered = last.recovered_time
+    failed_at = [incident.step for incident in ordered if not incident.disruption]
     return RestartsStatus(
         failures=len(ordered) - disruptions,
         disruptions=disruptions,
@@ -64,4 +71,6 @@ def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
         last_message=last.message,
         lost_steps=sum(incident.lost_steps for incident in ordered),
         recovery_seconds=round((recovered - last.time).total_seconds(), 1) if recovered else None,
+        last_time=timestamp(last.time),
+        last_failure_step=max(failed_at, default=None),
     )

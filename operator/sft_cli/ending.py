@@ -6,7 +6,7 @@ from datetime import datetime
 
 from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class
 from sft_api.plan import Plan
-from sft_api.progress import Progress, TerminationMessage
+from sft_api.progress import Phase, Progress, TerminationMessage
 from sft_api.report import progress_status, restarts_status, timestamp
 from sft_api.v1alpha1.status import Condition, SFTJobStatus, State
 
@@ -23,7 +23,6 @@ _ADVICE = {
         "Lower training.optimizer.learningRate or look at the data, then run again with --fresh; the last good "
         "checkpoint is kept."
     ),
-    FailureClass.RESTARTS_EXHAUSTED: "Mend what failed each time, then run again: it goes on from the last checkpoint.",
     FailureClass.OUT_OF_MEMORY: (
         "Lower data.maxLength or training.maxTokensPerMicroBatch (training.microBatchSize without packing), or set "
         "training.activationCheckpointing: full."
@@ -44,11 +43,6 @@ class Ending:
     @property
     def exit_code(self) -> int:
         return int(exit_code(self.failure)) if self.failure else int(ExitCode.COMPLETE)
-
-    @property
-    def advice(self) -> str:
-        """What the user should do next, a sentence."""
-        return _ADVICE.get(self.failure, _ADVICE_ELSE) if self.failure else ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +75,9 @@ def ending_of(returncode: int, termination: TerminationMessage | None, *, interr
 def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> SFTJobStatus:
     """``status`` of a run on this machine that has ended."""
     training = progress.training
+    if ending.failure is not FailureClass.INTERRUPTED:
+        phase = Phase.FAILED if ending.failure else Phase.COMPLETE
+        training = training.model_copy(update={"phase": phase})
     end = timestamp(times.end)
 
     def condition(kind: str, status: str, reason: str, message: str = "", time: str = end) -> Condition:
@@ -108,6 +105,7 @@ def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> 
         ]
     return SFTJobStatus(
         state=state,
+        message=ending.message,
         conditions=conditions,
         attempt=training.attempt,
         progress=progress_status(training),
@@ -121,3 +119,11 @@ def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> 
         first_step_time=timestamp(times.first_step) if times.first_step else None,
         completion_time=end if ending.failure is not FailureClass.INTERRUPTED else None,
     )
+
+
+def advice(status: SFTJobStatus, ending: Ending) -> str:
+    """What to do after a failure, a sentence: about the last of them when there were too many."""
+    failure = ending.failure
+    if failure is FailureClass.RESTARTS_EXHAUSTED and status.restarts and status.restarts.last_reason:
+        failure = FailureClass(status.restarts.last_reason)
+    return _ADVICE.get(failure, _ADVICE_ELSE) if failure else ""

@@ -13,6 +13,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
 from .errors import UserError
+from .words import counted
 
 FILE_SCHEME = "file://"
 
@@ -44,7 +45,7 @@ def prepare(
     Raises UserError with all that cannot work here.
     """
     folder = working_folder / "sft-runs" / job.metadata.name
-    problems = [*_claims(job.spec), *_missing_files(job.spec), *_missing_secrets(job.spec, environment)]
+    problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
     local = None
     try:
         local = _on_one_node(job, processes)
@@ -60,6 +61,11 @@ def prepare(
         notes=tuple(_notes(job.spec, local.spec)),
         folder=folder,
     )
+
+
+def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
+    """What model, data and stores of ``spec`` would need a cluster, another path or a login for; a sentence each."""
+    return [*_claims(spec), *_missing_files(spec), *_missing_logins(spec, environment)]
 
 
 def local_uid(checkpoint_uri: str) -> str:
@@ -78,7 +84,9 @@ def _on_one_node(job: SFTJob, processes: int | None) -> SFTJob:
     try:
         checked = SFTJobSpec.model_validate(spec.model_dump(by_alias=True, exclude_none=True))
     except ValidationError as error:
-        raise UserError(*(f"with {count} processes on one machine: {_sentence(e)}" for e in error.errors())) from error
+        raise UserError(
+            *(f"with {counted(count, 'process')} on one machine: {_sentence(e)}" for e in error.errors())
+        ) from error
     return job.model_copy(update={"spec": checked})
 
 
@@ -129,10 +137,11 @@ def _missing_gpus(local: SFTJobSpec, asked: SFTJobSpec, gpus: int) -> Iterator[s
             "train on the CPU, or run it where a GPU is"
         )
     else:
-        yield f"this machine has {gpus} GPUs, and the job asks for {wanted} ({given}): add --processes {gpus}"
+        here = counted(gpus, "GPU")
+        yield f"this machine has {here}, and the job asks for {wanted} ({given}): add --processes {gpus}"
 
 
-def _missing_secrets(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
+def _missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
     """A Secret is out of reach without a cluster: the shell must hold what the pods would get from it."""
     home = Path(environment.get("HOME") or "/")
     hub_home = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
@@ -149,6 +158,9 @@ def _missing_secrets(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterat
             f"{spec.checkpoint.s3.credentials_secret_ref} from: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and "
             "AWS_SESSION_TOKEN, if there is one) in this shell, or AWS_PROFILE"
         )
+
+
+def _missing_variables(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
     for variable in spec.compute.env:
         if variable.value is None and variable.name not in environment:
             yield (
@@ -170,4 +182,4 @@ def _notes(asked: SFTJobSpec, local: SFTJobSpec) -> Iterator[str]:
     before = asked.compute.nodes * asked.compute.effective_processes_per_node
     after = local.compute.effective_processes_per_node
     if before != after:
-        yield f"{after} processes instead of the manifest's {before}."
+        yield f"{counted(after, 'process')} instead of the manifest's {before}."

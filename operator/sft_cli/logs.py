@@ -22,9 +22,13 @@ class LogTail:
 
 
 def last_lines(path: Path, rank: int | None, count: int) -> list[str]:
-    """The last ``count`` lines of ``path`` that the worker of ``rank`` wrote; of everybody when it wrote none."""
+    """The last ``count`` lines of ``path`` that the worker of ``rank`` wrote; of all workers when it is not known.
+
+    The supervisor marks lines with the rank when there are several workers, and its own always.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     own = [line for line in lines if rank is not None and line.startswith(f"[rank {rank}]")]
-    return (own or lines)[-count:]
+    of_workers = [line for line in lines if not line.startswith("[supervisor]")]
+    return (own or of_workers)[-count:]

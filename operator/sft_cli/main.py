@@ -97,10 +97,11 @@ def run(manifest: Path, processes: int | None, fresh: bool, output: str, verbose
     the manifest says otherwise; the same command again goes on from the newest checkpoint. The exit code is 0 only
     when the run is complete.
     """
+    job = _load(manifest)
+    gc.enable()
     from .run import run_job
 
-    gc.enable()
-    sys.exit(run_job(_load(manifest), manifest, processes=processes, fresh=fresh, output=output, verbose=verbose))
+    sys.exit(run_job(job, manifest, processes=processes, fresh=fresh, output=output, verbose=verbose))
 
 
 @cli.command()
@@ -142,10 +143,11 @@ def data(manifest: Path, rows: int, evaluation: bool, output: str) -> None:
 
     Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere.
     """
+    job = _load(manifest)
+    gc.enable()
     from .data import show_data
 
-    gc.enable()
-    show_data(_load(manifest), rows=rows, evaluation=evaluation, output=output)
+    show_data(job, rows=rows, evaluation=evaluation, output=output)
 
 
 def main() -> None:

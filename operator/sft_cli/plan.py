@@ -14,6 +14,7 @@ from sft_api.report import duration
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
 from .console import result
+from .words import counted
 
 
 class Origin(StrEnum):
@@ -61,11 +62,11 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "processes",
             f"{plan.processes} on {device}",
             _origin(compute, "nodes", "gpus_per_node", "processes_per_node"),
-            f"compute: {compute.nodes} nodes x {compute.effective_processes_per_node} a node",
+            f"compute: {counted(compute.nodes, 'node')} x {compute.effective_processes_per_node} a node",
         ),
         Decision(
             "copies of the model",
-            f"{plan.processes // plan.shard_degree}, each over {plan.shard_degree} processes",
+            f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",
             Origin.GIVEN if sharded else Origin.COMPUTED,
             "strategy.fsdp.shardDegree" if sharded else "FSDP2 over all processes",
         ),
@@ -74,10 +75,12 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 
 def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     if plan.total_steps is not None:
-        length = Decision("length", f"{plan.total_steps:,} steps", Origin.GIVEN, "training.steps")
+        length = Decision("length", counted(plan.total_steps, "step"), Origin.GIVEN, "training.steps")
     else:
         origin = _origin(spec.training, "epochs")
-        length = Decision("length", f"{plan.epochs} epochs", origin, "training.epochs; steps follow from the data")
+        length = Decision(
+            "length", counted(plan.epochs or 1, "epoch"), origin, "training.epochs; steps follow from the data"
+        )
     return [length]
 
 
@@ -141,7 +144,7 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     if schedule.type == "constant":
         warmup = "no warm-up"
     elif schedule.warmup_steps is not None:
-        warmup = f"warm-up {schedule.warmup_steps:,} steps"
+        warmup = f"warm-up {counted(schedule.warmup_steps, 'step')}"
     else:
         ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
         warmup = f"warm-up {ratio:.0%} of the steps"
@@ -167,7 +170,7 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 def _end(spec: SFTJobSpec) -> list[Decision]:
     checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
     interval = duration(checkpoint.every_seconds)
-    saves = f"every {interval}" + (f" or {checkpoint.every_steps:,} steps" if checkpoint.every_steps else "")
+    saves = f"every {interval}" + (f" or {counted(checkpoint.every_steps, 'step')}" if checkpoint.every_steps else "")
     decisions = [
         Decision(
             "checkpoints in",
@@ -183,13 +186,13 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         ),
     ]
     if spec.data.eval:
-        often = f"every {evaluation.every_steps:,} steps and " if evaluation.every_steps else ""
+        often = f"every {counted(evaluation.every_steps, 'step')} and " if evaluation.every_steps else ""
         decisions.append(
             Decision(
                 "evaluation",
                 f"{'before, ' if evaluation.before_training else ''}{often}at the end",
                 _origin(evaluation, "every_steps", "before_training"),
-                f"{len(spec.data.eval)} sets of data.eval",
+                f"{counted(len(spec.data.eval), 'set')} of data.eval",
             )
         )
     if export.at_end:

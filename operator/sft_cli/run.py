@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,7 +22,7 @@ from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import SFTJobStatus
 
 from .console import result, say
-from .ending import Ending, Times, ending_of, run_status
+from .ending import Ending, Times, advice, ending_of, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
@@ -29,10 +30,16 @@ from .local import LocalRun, prepare
 from .logs import LogTail, last_lines
 from .machine import free_port, visible_gpus
 from .supervisor import Supervisor
+from .words import counted
 
 _POLL_SECONDS = 0.25
 _LOG_LINES_SHOWN = 20
-_SHOW_LOG_OF = (FailureClass.WORKER_CRASHED, FailureClass.UNKNOWN)
+_LOG_SAYS_MORE = (
+    FailureClass.WORKER_CRASHED,
+    FailureClass.UNKNOWN,
+    FailureClass.HANG,
+    FailureClass.RESTARTS_EXHAUSTED,
+)
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ def _write_files(run: LocalRun) -> RunFiles:
 def _introduce(run: LocalRun, files: RunFiles) -> None:
     plan, spec = run.config.plan, run.config.spec
     device = "GPU" if spec.compute.gpus_per_node else "CPU"
-    say(f"{run.config.job.name}: {plan.processes} processes on {device}, {plan.precision}", bold=True)
+    say(f"{run.config.job.name}: {counted(plan.processes, 'process')} on {device}, {plan.precision}", bold=True)
     say(f"Checkpoints: {run.config.checkpoint_uri}")
     say(f"Log:         {files.log}")
     for note in run.notes:
@@ -219,16 +226,29 @@ def _conclude(status: SFTJobStatus, ending: Ending, files: RunFiles, command: st
     else:
         rank = f" on rank {ending.rank}" if ending.rank is not None else ""
         say(f"{ending.failure.value}{rank}: {ending.message}", fg="red", bold=True)
-        if ending.failure in _SHOW_LOG_OF:
+        if ending.failure in _LOG_SAYS_MORE:
             for line in last_lines(files.log, ending.rank, _LOG_LINES_SHOWN):
                 say(f"  {line}", dim=True)
-        say(f"{ending.advice}\n  {command}")
+        say(f"{advice(status, ending)}\n  {command}")
         say(f"Log: {files.log}")
 
 
+_OF_A_CLUSTER: dict[str, Any] = {
+    "observed_generation": True,
+    "conditions": {"__all__": {"observed_generation"}},
+    "restarts": {"counted", "fruitless", "replaced_pods"},
+}
+
+
 def _print_status(status: SFTJobStatus, output: str) -> None:
-    document = {"status": status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=False)}
+    document = _without_empty(status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_OF_A_CLUSTER))
     if output == "json":
-        result(json.dumps(document["status"], indent=2))
+        result(json.dumps(document, indent=2))
     else:
         result(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_empty(item) for key, item in value.items() if item not in ("", [], {})}
+    return [_without_empty(item) for item in value] if isinstance(value, list) else value

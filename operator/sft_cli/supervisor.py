@@ -19,6 +19,7 @@ from sft_trainer.supervisor.workers import adopt_orphans, children
 
 _POLL_TIMEOUT_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
+_LOOPBACK = "127.0.0.1"
 
 
 def _stop_with_parent() -> Callable[[], None]:
@@ -65,9 +66,9 @@ class Supervisor:
             ("--nodes", 1),
             ("--node-rank", 0),
             ("--processes", processes),
+            ("--bind", _LOOPBACK),
             ("--port", port),
             ("--run-dir", run_dir),
-            ("--termination-log", self._termination),
         ):
             command += [option, str(value)]
         with log.open("ab") as output:
@@ -76,7 +77,12 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={
+                    **environment,
+                    "SFT_TERMINATION_LOG": str(self._termination),
+                    # The current folder is the user's: a file called datasets.py there is no business of the trainer.
+                    "PYTHONSAFEPATH": "1",
+                },
                 start_new_session=True,
                 preexec_fn=_stop_with_parent(),
                 pass_fds=(inherited,),
@@ -88,7 +94,7 @@ class Supervisor:
 
     def progress(self) -> Progress | None:
         """What the supervisor reports now; None when it does not answer, as before it is up."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_POLL_TIMEOUT_SECONDS)
+        connection = http.client.HTTPConnection(_LOOPBACK, self._port, timeout=_POLL_TIMEOUT_SECONDS)
         try:
             connection.request("GET", "/v1/progress")
             answer = connection.getresponse()

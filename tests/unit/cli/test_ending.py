@@ -8,7 +8,7 @@ from sft_api.failures import FailureClass
 from sft_api.plan import make_plan
 from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus, ExportStatus, SFTJobStatus
-from sft_cli.ending import Ending, Times, ending_of, run_status
+from sft_cli.ending import Ending, Times, advice, ending_of, run_status
 
 from .jobs import job
 
@@ -121,8 +121,16 @@ def test_how_a_supervisor_ended(
     assert ending.failure is failure
     assert words in ending.message
     assert ending.exit_code == exit_code
-    assert bool(ending.advice) == (failure is not None)
 
 
 def test_a_left_over_message_does_not_hide_a_kill() -> None:
     assert ending_of(-11, MESSAGE, interrupted=False).failure is FailureClass.WORKER_CRASHED
+
+
+def test_advice_is_about_what_failed_last() -> None:
+    memory = Incident(id="1", time=START, failure=FailureClass.OUT_OF_MEMORY, message="")
+    exhausted = Ending(FailureClass.RESTARTS_EXHAUSTED, "10 failures")
+
+    assert "maxTokensPerMicroBatch" in advice(status(exhausted, [memory]), exhausted)
+    assert "--fresh" in advice(status(Ending(FailureClass.NON_FINITE_LOSS)), Ending(FailureClass.NON_FINITE_LOSS))
+    assert "log" in advice(status(Ending(FailureClass.UNKNOWN)), Ending(FailureClass.UNKNOWN))

@@ -19,7 +19,7 @@ def test_a_growing_log_is_read_by_whole_lines(tmp_path: Path) -> None:
 
 def test_the_last_lines_are_those_of_the_worker_that_failed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("supervisor\n[rank 0] a\n[rank 1] b\n[rank 0] c\n[rank 0] d\n")
+    log.write_text("[rank 0] a\n[rank 1] b\n[rank 0] c\n[rank 0] d\n[supervisor] e\n")
 
     assert last_lines(log, 0, 2) == ["[rank 0] c", "[rank 0] d"]
     assert last_lines(log, 5, 2) == ["[rank 0] c", "[rank 0] d"]

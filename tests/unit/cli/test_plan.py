@@ -18,7 +18,7 @@ def test_what_the_manifest_leaves_open_is_default_or_computed() -> None:
 
     assert (shown["processes"].value, shown["processes"].origin) == ("2 on GPU", Origin.GIVEN)
     assert shown["copies of the model"].value == "1, each over 2 processes"
-    assert (shown["length"].value, shown["length"].origin) == ("1 epochs", Origin.DEFAULT)
+    assert (shown["length"].value, shown["length"].origin) == ("1 epoch", Origin.DEFAULT)
     assert (shown["tokens a step"].value, shown["tokens a step"].origin) == ("65,536", Origin.COMPUTED)
     assert shown["tokens a micro-batch"].value == "4,096"
     assert shown["gradient accumulation"].value == "8"

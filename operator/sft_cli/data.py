@@ -1,0 +1,74 @@
+"""``sft data``: the first rows of a job's data as the model sees them."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import click
+
+from sft_api.failures import exit_code
+from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+from sft_api.v1alpha1.workload import DataSource
+from sft_trainer.checkpoint.store import S3Settings
+from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl
+from sft_trainer.data.sources import open_source
+from sft_trainer.data.tokenize import settings_for
+from sft_trainer.data.tokenizer import Codec, load_tokenizer
+from sft_trainer.errors import TrainingError
+from sft_trainer.fetch import localise
+from sft_trainer.preparation import cache_directory
+
+from .console import coloured, result, say
+from .errors import UserError
+from .local import out_of_reach
+from .words import counted
+
+
+def show_data(job: SFTJob, *, rows: int, evaluation: bool, output: str) -> None:
+    """Print the first ``rows`` rows of every training set, or of every evaluation set.
+
+    Raises UserError when something cannot be read or has no exact mask.
+    """
+    sources: Sequence[DataSource] = job.spec.data.eval if evaluation else job.spec.data.train
+    if not sources:
+        raise UserError("spec.data.eval is empty: there are no evaluation sets to show")
+    if problems := out_of_reach(job.spec, os.environ):
+        raise UserError(*problems)
+    try:
+        codec = _codec(job.spec)
+        for source in sources:
+            _show_source(source, job.spec, codec, rows, output)
+    except TrainingError as error:
+        raise UserError(str(error), exit_code=exit_code(error.failure)) from error
+
+
+def _codec(spec: SFTJobSpec) -> Codec:
+    say("Loading the tokenizer ...", dim=True)
+    s3 = S3Settings.from_spec(spec.checkpoint.s3)
+    uri = spec.model.tokenizer_uri or spec.model.uri
+    path = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+    return Codec.of(load_tokenizer(path, spec.model.chat_template))
+
+
+def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:
+    s3 = S3Settings.from_spec(spec.checkpoint.s3)
+    opened = open_source(source, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN"))
+    settings = settings_for(opened, source, spec.data)
+    previews = (preview_row(place, row, settings, codec) for place, row in opened.read(0, min(rows, len(opened))))
+    if output == "jsonl":
+        for line in to_jsonl(previews):
+            result(line)
+        return
+    result(f"{source.uri}: {counted(len(opened), 'row')}, format {settings.row_format}", bold=True)
+    shown = list(_print_each(previews))
+    tokens, trained = sum(len(preview.tokens) for preview in shown), sum(preview.trained for preview in shown)
+    share = f" ({trained / tokens:.0%})" if tokens else ""
+    result(f"{counted(len(shown), 'row')} shown: {tokens:,} tokens, {trained:,} trained{share}", bold=True)
+
+
+def _print_each(previews: Iterator[Preview]) -> Iterator[Preview]:
+    """Print rows as soon as they are read: the first one helps even when a later one is an error."""
+    for preview in previews:
+        click.echo(render_text(preview, color=coloured(sys.stdout)), color=coloured(sys.stdout))
+        result("")
+        yield preview

@@ -1,0 +1,316 @@
+"""`sft run` with the real supervisor, real processes, and a worker that only counts."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import sft_trainer
+from sft_api.v1alpha1.status import SFTJobStatus
+from tests.unit.cli.jobs import manifest
+
+SFT = str(Path(sys.executable).with_name("sft"))
+FAKE_TRAINER = Path(__file__).with_name("fake_trainer")
+PATIENCE_SECONDS = 30.0
+
+
+class Runs:
+    """Starts `sft` in a folder of its own, and makes sure that nothing is left at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def write(self, **spec: Any) -> None:
+        (self.folder / "job.yaml").write_text(yaml.safe_dump(manifest(**spec)))
+
+    def environment(self, script: dict[str, Any]) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")},
+            "PYTHONPATH": str(FAKE_TRAINER),
+            "REAL_SFT_TRAINER": str(sft_trainer.__path__[0]),
+            "FAKE_WORKER": json.dumps(script),
+        }
+
+    def start(self, *arguments: str, stderr: int = subprocess.PIPE, **script: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [SFT, "run", "job.yaml", *arguments],
+            cwd=self.folder,
+            env=self.environment(script),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        return process.returncode, out, err or ""
+
+    def run(self, *arguments: str, **script: Any) -> tuple[int, str, str]:
+        return self.finish(self.start(*arguments, **script))
+
+    def wait_for_step(self, step: int) -> None:
+        report = self.folder / "sft-runs" / "tiny" / "run" / "progress.json"
+        wait_until(lambda: report.exists() and json.loads(report.read_text())["step"] >= step)
+
+    def processes(self) -> list[int]:
+        """Everything that works for a run in this folder."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if os.readlink(entry / "cwd") == str(self.folder):
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    made.write(training={"steps": 4})
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    wait_until(lambda: not made.processes())
+
+
+def conditions(status: SFTJobStatus) -> dict[str, str]:
+    return {condition.type: condition.reason for condition in status.conditions if condition.status == "True"}
+
+
+def status_of(text: str) -> SFTJobStatus:
+    return SFTJobStatus.model_validate(yaml.safe_load(text))
+
+
+def test_a_run_to_its_end(runs: Runs) -> None:
+    code, out, err = runs.run(warnings=["3 of 10 rows were dropped"])
+
+    assert code == 0, err
+    status = status_of(out)
+    assert status.state == "Complete"
+    assert conditions(status) == {"Accepted": "Valid", "Complete": "Complete"}
+    assert status.progress is not None
+    assert (status.progress.summary, status.progress.loss, status.progress.phase) == ("4/4", 1.0, "Complete")
+    assert status.checkpoints is not None
+    assert status.checkpoints.latest is not None
+    assert (status.checkpoints.latest.step, status.steps_at_risk) == (4, 0)
+    assert status.export is not None
+    assert status.export.uri == f"file://{runs.folder}/sft-runs/tiny/export"
+    assert status.warnings == ["3 of 10 rows were dropped"]
+    assert status.plan is not None
+    assert status.first_step_time is not None
+    assert err.count("Warning: 3 of 10 rows were dropped") == 1
+    assert "tiny: 1 process on CPU, fp32" in err
+    assert err.rstrip().endswith(f"Complete: 4/4 steps; the model is in {status.export.uri}")
+    assert "worker says hello" not in err
+    (log,) = (runs.folder / "sft-runs" / "tiny" / "logs").iterdir()
+    assert "worker says hello" in log.read_text()
+
+
+def test_json_is_all_there_is_on_stdout(runs: Runs) -> None:
+    code, out, _ = runs.run("--output", "json", "--processes", "2")
+
+    status = json.loads(out)
+    assert code == 0
+    assert (status["state"], status["plan"]["processes"]) == ("Complete", 2)
+    assert SFTJobStatus.model_validate(status).state == "Complete"
+
+
+def test_verbose_shows_the_log_and_variables_reach_the_workers(runs: Runs) -> None:
+    runs.write(training={"steps": 4}, compute={"gpusPerNode": 0, "env": [{"name": "GIVEN", "value": "by the job"}]})
+
+    _, _, err = runs.run("--verbose")
+
+    assert "worker says hello by the job" in err
+
+
+def test_a_crash_is_survived_and_reported(runs: Runs) -> None:
+    code, out, err = runs.run(crashAt=3)
+
+    restarts = status_of(out).restarts
+    assert code == 0, err
+    assert restarts is not None
+    assert (restarts.failures, restarts.last_reason, restarts.lost_steps) == (1, "WorkerCrashed", 1)
+    assert status_of(out).attempt == 2
+    assert err.count("WorkerCrashed on rank 0 after step 3: ") == 1
+
+
+def test_a_failure_says_what_to_do_and_has_its_exit_code(runs: Runs) -> None:
+    code, out, err = runs.run(failure="DataError", message="row 7 of train.jsonl has no messages")
+
+    status = status_of(out)
+    assert code == 11
+    assert status.state == "Failed"
+    assert conditions(status)["Failed"] == "DataError"
+    assert status.message == "row 7 of train.jsonl has no messages"
+    assert "DataError on rank 0: row 7 of train.jsonl has no messages" in err
+    assert "sft data" in err
+    assert "traceback of the worker" not in err
+
+
+def test_an_unexplained_failure_shows_the_log(runs: Runs) -> None:
+    runs.write(training={"steps": 4}, runPolicy={"maxRestarts": 0})
+
+    code, out, err = runs.run(failure="Unknown", message="KeyError: 'lm_head'")
+
+    assert code == 17
+    assert conditions(status_of(out))["Failed"] == "RestartsExhausted"
+    assert "KeyError: 'lm_head'" in err
+    assert "traceback of the worker" in err
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(runs: Runs) -> None:
+    runs.write(training={"steps": 200})
+    process = runs.start("--processes", "1")
+    runs.wait_for_step(3)
+
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+
+    assert code == 30, err
+    status = status_of(out)
+    assert status.state == "Suspended"
+    assert status.checkpoints is not None
+    assert status.checkpoints.latest is not None
+    assert status.steps_at_risk == 0
+    assert "again to kill" in err
+    assert f"goes on from step {status.checkpoints.latest.step}:\n  sft run job.yaml --processes 1\n" in err
+
+    runs.write(training={"steps": status.checkpoints.latest.step + 2})
+    code, out, _ = runs.run("--processes", "1")
+    assert code == 0
+    assert status_of(out).attempt == 2
+
+
+def test_ctrl_c_twice_kills(runs: Runs) -> None:
+    runs.write(training={"steps": 10_000})
+    process = runs.start(ignoreStop=True)
+    runs.wait_for_step(3)
+
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+
+    assert code == 30
+    assert "Killing" in err
+    latest = status_of(out).checkpoints
+    assert latest is not None
+    assert latest.latest is not None
+    assert f"goes on from step {latest.latest.step}" in err
+
+
+def test_nothing_stays_when_sft_is_killed(runs: Runs) -> None:
+    runs.write(training={"steps": 10_000})
+    process = runs.start("--processes", "2")
+    runs.wait_for_step(2)
+    assert len(runs.processes()) >= 4
+
+    process.kill()
+    process.communicate()
+
+    wait_until(lambda: not runs.processes())
+    saved = runs.folder / "sft-runs" / "tiny" / "step-0"
+    assert int(saved.read_text()) >= 2
+
+
+def test_nothing_stays_when_the_supervisor_is_killed(runs: Runs, tmp_path: Path) -> None:
+    runs.write(training={"steps": 10_000})
+    orphan = tmp_path / "orphan"
+    process = runs.start(orphan=str(orphan))
+    runs.wait_for_step(2)
+    supervisor = next(pid for pid in runs.processes() if "sft_trainer.launch" in command_line(pid))
+
+    os.kill(supervisor, signal.SIGKILL)
+    code, out, err = runs.finish(process)
+
+    assert code == 31
+    assert "SIGKILL" in err
+    assert conditions(status_of(out))["Failed"] == "WorkerCrashed"
+    assert not Path(f"/proc/{orphan.read_text()}").exists()
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_one_run_at_a_time_in_a_folder(runs: Runs) -> None:
+    runs.write(training={"steps": 10_000})
+    first = runs.start()
+    runs.wait_for_step(1)
+
+    code, out, err = runs.run()
+
+    assert code == 10
+    assert out == ""
+    assert "another sft run trains in" in err
+    first.send_signal(signal.SIGTERM)
+    assert runs.finish(first)[0] == 30
+
+
+def test_fresh_sets_the_earlier_run_aside(runs: Runs) -> None:
+    runs.run()
+
+    code, out, err = runs.run("--fresh")
+
+    assert code == 0, err
+    assert status_of(out).attempt == 1
+    (aside,) = (runs.folder / "sft-runs").glob("tiny-until-*")
+    assert (aside / "step-0").read_text() == "4"
+    assert f"The earlier run is now in {aside}." in err
+
+
+def test_a_terminal_shows_one_line_in_place(runs: Runs) -> None:
+    runs.write(training={"steps": 40})
+    terminal, inside = pty.openpty()
+    process = runs.start(stderr=inside, warnings=["short data"])
+    os.close(inside)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 65536)
+        except OSError:
+            break
+        shown += chunk
+    os.close(terminal)
+
+    assert runs.finish(process)[0] == 0
+    text = shown.decode()
+    assert text.count("\x1b[2K") > 2
+    assert "Training · step" in text
+    assert text.count("Warning: short data") == 1
+    assert "\x1b[32m" in text
+
+
+def test_a_folder_of_the_user_hides_nothing_of_the_trainer(runs: Runs) -> None:
+    (runs.folder / "pydantic.py").write_text("raise RuntimeError('the wrong module')")
+
+    code, _, err = runs.run()
+
+    assert code == 0, err
