@@ -1,6 +1,7 @@
 """The reference page of the API in Markdown, made from the same schema as the CRD."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +66,7 @@ def _messages(schema: Schema) -> list[str]:
 
 def _type(field: Schema, path: str) -> str:
     if "properties" in field:
-        return f"[object](#{path.replace('.', '').lower()})"
+        return f"[object](#{re.sub(r'[^a-z0-9]', '', path.lower())})"
     if "anyOf" in field:
         return "quantity"
     if "items" in field:

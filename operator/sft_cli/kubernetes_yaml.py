@@ -119,14 +119,25 @@ class _Loader(yaml.SafeLoader):
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         own: set[str] = set()
-        for key_node, _ in node.value:
-            if key_node.tag != f"{_TAG}merge":
-                name = self.key(key_node)
-                if name in own:
-                    self.fail(f"duplicate key {name!r}", key_node)
-                own.add(name)
-        self.flatten_mapping(node)  # what << brings in comes first, so that own keys win
-        return {self.key(key_node): self.construct_object(item, deep=True) for key_node, item in node.value}
+        result: dict[str, Any] = {}
+        for key_node, item_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                # go-yaml goes through the entries in order: a merge overrides what stands before it.
+                result.update(self.merged(item_node))
+                continue
+            name = self.key(key_node)
+            if name in own:
+                self.fail(f"duplicate key {name!r}", key_node)
+            own.add(name)
+            result[name] = self.construct_object(item_node, deep=True)
+        return result
+
+    def merged(self, node: yaml.Node) -> dict[str, Any]:
+        value = self.construct_object(node, deep=True)
+        sources = value if isinstance(value, list) else [value]
+        if not all(isinstance(source, dict) for source in sources):
+            self.fail("<< needs a map, or a list of maps", node)
+        return {name: item for source in reversed(sources) for name, item in source.items()}
 
     def key(self, node: yaml.Node) -> str:
         value = self.construct_object(node, deep=True)

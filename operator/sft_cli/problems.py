@@ -143,7 +143,7 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
 def _closest(name: str, candidates: Any) -> str | None:
     """The candidate that ``name`` most resembles, case and underscores aside."""
     bare = {_bare(candidate): candidate for candidate in candidates}
-    found = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.75)
+    found = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.65)
     return bare[found[0]] if found else None
 
 

@@ -1,0 +1,73 @@
+"""The generated files: what is in them, and that a forgotten `make generate` is noticed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sft_api.crd import custom_resource_definition, resource_schema
+from sft_api.generate import chart_template, differing_files, generated_files, main
+from sft_api.reference import reference_page
+
+
+def test_committed_files_are_what_the_models_say() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_a_forgotten_generate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], root=tmp_path) == 0
+    assert main(["--check"], root=tmp_path) == 0
+    page = tmp_path / "docs/reference/sftjob.md"
+    page.write_text(page.read_text().replace("SFTJob", "Job"))
+    (tmp_path / "charts/sft-operator/templates/crd.yaml").unlink()
+
+    assert main(["--check"], root=tmp_path) == 1
+    assert differing_files(tmp_path) == ["charts/sft-operator/templates/crd.yaml", "docs/reference/sftjob.md"]
+    assert "docs/reference/sftjob.md is not what the models say: run `make generate`" in capsys.readouterr().err
+
+
+def test_generation_is_deterministic() -> None:
+    assert generated_files() == generated_files()
+
+
+def test_the_crd_file_is_the_crd() -> None:
+    assert yaml.safe_load(generated_files()["crds/sftjob.dev_sftjobs.yaml"]) == custom_resource_definition()
+
+
+def test_the_chart_installs_the_same_crd_and_keeps_it() -> None:
+    definition = custom_resource_definition()
+    text = generated_files()["charts/sft-operator/templates/crd.yaml"]
+    lines = text.splitlines()
+
+    assert lines[1] == "{{- if .Values.crds.install }}"
+    assert lines[-1] == "{{- end }}"
+    template = yaml.safe_load("\n".join(lines[2:-1]))
+    assert template["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert template == definition
+
+
+def test_double_braces_of_the_models_are_no_business_of_helm() -> None:
+    template = chart_template({"metadata": {"name": "a"}, "description": "as {{ messages }} in Jinja"})
+
+    assert """description: as {{ "{{" }} messages }} in Jinja""" in template
+
+
+def test_the_reference_has_every_field_its_type_default_bounds_and_rules() -> None:
+    page = reference_page(resource_schema())
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| `")}
+
+    assert rows["`maxLength`"] == (
+        "| `maxLength` | integer | `4096` | ≥ 8; ≤ 1,048,576 | Longest example, in tokens. |"
+    )
+    assert "| list: [object](#specdatatrain) |" in rows["`train` **required**"]
+    assert rows["`betas`"].startswith("| `betas` | list: number | `[0.9, 0.999]` | 2 items |")
+    assert "| number | `1e-08` | > 0; ≤ 1 |" in rows["`eps`"]
+    assert "- give training.steps or training.epochs, not both" in page
+    assert "`spec.runPolicy.terminationGracePeriodSeconds`" in page
+    anchors = {
+        line.removeprefix("## ").replace(".", "").replace("[]", "").lower()
+        for line in page.splitlines()
+        if line.startswith("## ")
+    }
+    links = {part.split(")")[0] for part in page.split("(#")[1:]}
+    assert links <= anchors

@@ -1,0 +1,115 @@
+"""From the trainer's report to the status that people read."""
+
+import json
+import math
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Incident, Phase, TrainingProgress
+from sft_api.report import duration, progress_status, restarts_status, timestamp
+from sft_api.v1alpha1 import RestartsStatus
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, ""),
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m0s"),
+        (430, "7m10s"),
+        (3600, "1h0m"),
+        (11520, "3h12m"),
+        (86399.7, "1d0h"),
+        (187200, "2d4h"),
+    ],
+)
+def test_durations_have_two_units(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_times_are_in_utc_and_whole_seconds() -> None:
+    berlin = timezone(timedelta(hours=2))
+
+    assert timestamp(datetime(2026, 6, 1, 14, 30, 5, 900_000, berlin)) == "2026-06-01T12:30:05Z"
+
+
+def test_a_report_becomes_the_columns_of_kubectl_get() -> None:
+    status = progress_status(
+        TrainingProgress(
+            phase=Phase.TRAINING,
+            step=1200,
+            total_steps=3125,
+            loss=1.20399999618,
+            tokens_per_second=81234.4567,
+            learning_rate=9.8e-06,
+            remaining_seconds=11520,
+            update_time=datetime(2026, 1, 1, tzinfo=UTC),
+        )
+    )
+
+    assert (status.summary, status.percent, status.phase) == ("1200/3125", 38, "Training")
+    assert (status.loss, status.tokens_per_second, status.learning_rate) == (1.204, 81234, 9.8e-06)
+    assert (status.remaining, status.update_time) == ("3h12m", "2026-01-01T00:00:00Z")
+
+
+@pytest.mark.parametrize(("step", "total", "summary"), [(0, None, ""), (5, None, "5"), (0, 10, "0/10")])
+def test_the_summary_says_what_is_known(step: int, total: int | None, summary: str) -> None:
+    status = progress_status(TrainingProgress(step=step, total_steps=total))
+
+    assert status.summary == summary
+
+
+def test_the_last_step_is_a_hundred_percent_and_none_before() -> None:
+    percents = [progress_status(TrainingProgress(step=step, total_steps=3)).percent for step in range(4)]
+
+    assert percents == [0, 33, 66, 100]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say_is_absent(value: float) -> None:
+    status = progress_status(TrainingProgress(loss=value, grad_norm=value))
+
+    assert (status.loss, status.grad_norm) == (None, None)
+    json.dumps(status.model_dump(), allow_nan=False)
+
+
+def incident(number: int, *, disruption: bool = False, **fields: Any) -> Incident:
+    """The incident of minute ``number``."""
+    return Incident.model_validate(
+        {
+            "id": str(number),
+            "time": datetime(2026, 1, 1, 0, number, tzinfo=UTC),
+            "failure": FailureClass.PEER_LOST if disruption else FailureClass.OUT_OF_MEMORY,
+            "message": f"number {number}",
+            "disruption": disruption,
+            **fields,
+        }
+    )
+
+
+def test_no_incident_is_no_restart() -> None:
+    assert restarts_status([]) == RestartsStatus()
+
+
+def test_incidents_are_counted_once_disruptions_apart() -> None:
+    status = restarts_status(
+        [
+            incident(3, disruption=True, lost_steps=5, recovered_time=datetime(2026, 1, 1, 0, 3, 14, tzinfo=UTC)),
+            incident(1, lost_steps=7),
+            incident(1, lost_steps=7),
+            incident(2),
+        ]
+    )
+
+    assert (status.failures, status.disruptions, status.lost_steps) == (2, 1, 12)
+    assert (status.last_reason, status.last_message, status.recovery_seconds) == ("PeerLost", "number 3", 14)
+
+
+def test_the_last_incident_may_not_be_mended_yet() -> None:
+    healed = incident(1, recovered_time=datetime(2026, 1, 1, 0, 1, 30, tzinfo=UTC))
+
+    assert restarts_status([healed, incident(2)]).recovery_seconds is None

@@ -1,0 +1,92 @@
+"""Models: strictness, rules on scalars and objects, and all broken rules of an object at once."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sft_api.v1alpha1 import SFTJob, TrainingSpec
+from sft_api.v1alpha1.base import ApiModel, Rule, matches
+from sft_api.v1alpha1.runtime import quantity_value
+
+MINIMAL: dict[str, Any] = {
+    "apiVersion": "sftjob.dev/v1alpha1",
+    "kind": "SFTJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "model": {"uri": "hf://org/name"},
+        "data": {"train": [{"uri": "hf://org/rows"}]},
+        "compute": {},
+    },
+}
+
+
+def test_all_broken_rules_of_an_object_are_said_at_once() -> None:
+    with pytest.raises(ValidationError) as caught:
+        TrainingSpec(steps=1, epochs=1, global_batch_size=1, global_batch_tokens=1)
+
+    (error,) = caught.value.errors()
+    assert error["msg"].splitlines() == [
+        "give training.steps or training.epochs, not both",
+        "give training.globalBatchSize or training.globalBatchTokens, not both",
+    ]
+
+
+def test_braces_in_a_sentence_stay() -> None:
+    class Braced(ApiModel):
+        rules = (Rule("false", "write {{ a }} as {b}", lambda _: False),)
+
+    with pytest.raises(ValidationError) as caught:
+        Braced()
+
+    assert caught.value.errors()[0]["msg"] == "write {{ a }} as {b}"
+
+
+def test_a_pattern_ends_where_the_string_ends() -> None:
+    rule = matches("^a+$", "must be a")
+
+    assert rule.check("aa")
+    assert not rule.check("aa\n")
+    assert not rule.check("baa")
+
+
+def test_patterns_are_quoted_for_cel() -> None:
+    assert matches(r"^\d'$", "").cel == r"self.matches('^\\d\'$')"
+
+
+def test_manifests_are_camel_case_only_and_nulls_are_absent() -> None:
+    job = SFTJob.from_manifest({**MINIMAL, "spec": {**MINIMAL["spec"], "training": None}})
+    assert job.spec.training == TrainingSpec()
+
+    with pytest.raises(ValidationError, match="run_policy"):
+        SFTJob.from_manifest({**MINIMAL, "spec": {**MINIMAL["spec"], "run_policy": {}}})
+
+
+def test_metadata_of_a_live_object_is_read_and_typos_are_not() -> None:
+    live = {
+        "name": "job",
+        "namespace": "team",
+        "uid": "1",
+        "generation": 3,
+        "resourceVersion": "7",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "managedFields": [],
+        "finalizers": ["sftjob.dev/job"],
+    }
+    assert SFTJob.from_manifest({**MINIMAL, "metadata": live}).metadata.generation == 3
+
+    with pytest.raises(ValidationError, match="lables"):
+        SFTJob.from_manifest({**MINIMAL, "metadata": {"name": "job", "lables": {}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2", 2), (2, 2), ("500m", 0.5), ("1.5", 1.5), ("1Ki", 1024), ("2G", 2e9), ("1.5Gi", 1.5 * 2**30)],
+)
+def test_quantities_have_their_kubernetes_value(text: int | str, value: float) -> None:
+    assert quantity_value(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1GB", "-1", "1 Gi", "1Gi\n", "1e3x", "٣"])
+def test_other_text_is_no_quantity(text: str) -> None:
+    assert quantity_value(text) is None

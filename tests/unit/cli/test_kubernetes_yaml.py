@@ -1,0 +1,127 @@
+"""YAML as Kubernetes reads it; tests/integration/test_kubernetes_yaml.py asks an API server about the same cases."""
+
+import math
+from typing import Any
+
+import pytest
+
+from sft_cli.kubernetes_yaml import YamlError, plain_scalar, read_documents
+
+SCALARS: dict[str, Any] = {
+    "1e-5": 1e-5,
+    "1E-08": 1e-8,
+    "1e3": 1000,
+    "100.0": 100,
+    "1.": 1,
+    ".5": 0.5,
+    "+.5": 0.5,
+    "-0.0": 0,
+    "1_000": 1000,
+    "0x10": 16,
+    "0b101": 5,
+    "0o17": 15,
+    "017": 15,
+    "089": 89,
+    "-0x1": -1,
+    "+5": 5,
+    "9223372036854775807": 9223372036854775807,
+    "1e400": "1e400",
+    "1e21": 1e21,
+    "1:30": "1:30",
+    "12:30:45": "12:30:45",
+    "2026-01-01": "2026-01-01",
+    "2026-01-01T00:00:00Z": "2026-01-01T00:00:00Z",
+    "yes": True,
+    "On": True,
+    "y": True,
+    "N": False,
+    "off": False,
+    "yEs": "yEs",
+    "~": None,
+    "Null": None,
+    "nULL": "nULL",
+    "1.2.3": "1.2.3",
+    "._5": "._5",
+    "1e": "1e",
+    "0x": "0x",
+    "64Gi": "64Gi",
+    "=": "=",
+    "'1'": "1",
+    '"yes"': "yes",
+    "!!str 1": "1",
+    "!!float 1": 1,
+}
+
+
+@pytest.mark.parametrize(("text", "value"), SCALARS.items(), ids=SCALARS)
+def test_scalars(text: str, value: Any) -> None:
+    ((item,),) = read_documents(f"[{text}]")
+
+    assert item == value
+    assert type(item) is type(value)
+
+
+def test_not_a_number_is_known_and_refused_in_documents() -> None:
+    assert math.isnan(plain_scalar(".NaN"))  # type: ignore[arg-type]
+    with pytest.raises(YamlError, match=r"line 2: \.inf is not a finite number"):
+        read_documents("a: 1\nb: .inf\n")
+
+
+def test_keys_become_strings() -> None:
+    assert read_documents("{1: a, true: b, 1.5: c, no: d, '2': e}") == [
+        {"1": "a", "true": "b", "1.5": "c", "false": "d", "2": "e"}
+    ]
+
+
+def test_aliases_and_merges() -> None:
+    text = "base: &base {a: 1, b: 2}\nother: {<<: *base, b: 3}\nboth: {<<: [*base, {a: 4, c: 5}], b: 6}\nsame: *base\n"
+
+    assert read_documents(text) == [
+        {
+            "base": {"a": 1, "b": 2},
+            "other": {"a": 1, "b": 3},
+            "both": {"a": 1, "b": 6, "c": 5},
+            "same": {"a": 1, "b": 2},
+        }
+    ]
+
+
+def test_a_merge_overrides_what_stands_before_it() -> None:
+    assert read_documents("{base: &base {a: 1}, other: {a: 2, <<: *base}}") == [{"base": {"a": 1}, "other": {"a": 1}}]
+
+
+def test_documents_without_content_are_passed_over() -> None:
+    assert read_documents("---\na: 1\n---\n# nothing\n---\nb: 2\n") == [{"a": 1}, {"b": 2}]
+    assert read_documents("") == []
+
+
+def test_json_is_read_too() -> None:
+    assert read_documents('{"a": 1.0,\n\t"b": [1e-5, "yes"]}') == [{"a": 1, "b": [1e-5, "yes"]}]
+    assert read_documents("{a: 1, b: yes}") == [{"a": 1, "b": True}]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: duplicate key 'a'"),
+        ("a: {b: 1, b: 2}", "line 1: duplicate key 'b'"),
+        ("1: a\n'1': b\n", "line 2: duplicate key '1'"),
+        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
+        ("a: [1", "line 1: "),
+        ("a: b: c", "line 1: mapping values are not allowed here"),
+        ("a: *b", "line 1: found undefined alias 'b'"),
+        ("a: &a [*a]", "line 1: "),
+        ("~: 1", "line 1: a key must be a string"),
+        ("a: !!binary YQ==", "line 1: the tag !!binary has no meaning here"),
+        ("a: {<<: 1}", "line 1: << needs a map, or a list of maps"),
+        ("a: {<<: [{b: 1}, c]}", "line 1: << needs a map, or a list of maps"),
+        ("a: !mine b", "line 1: the tag !mine has no meaning here"),
+        ("a: !!int x", "line 1: cannot read 'x' as !!int"),
+        ("a: \x00", "special characters are not allowed"),
+    ],
+)
+def test_what_cannot_be_read_says_where(text: str, problem: str) -> None:
+    with pytest.raises(YamlError) as caught:
+        read_documents(text)
+
+    assert problem in str(caught.value)
