@@ -63,6 +63,7 @@ def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
     last = ordered[-1]
     disruptions = sum(incident.disruption for incident in ordered)
     recovered = last.recovered_time
+    failed_at = [incident.step for incident in ordered if not incident.disruption]
     return RestartsStatus(
         failures=len(ordered) - disruptions,
         disruptions=disruptions,
@@ -70,4 +71,6 @@ def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
         last_message=last.message,
         lost_steps=sum(incident.lost_steps for incident in ordered),
         recovery_seconds=round((recovered - last.time).total_seconds(), 1) if recovered else None,
+        last_time=timestamp(last.time),
+        last_failure_step=max(failed_at, default=None),
     )
