@@ -198,7 +198,7 @@ class S3Store:
                 Bucket=self.bucket, Prefix=f"{self.prefix}{prefix}"
             )
             return [
-                StoredObject(entry["Key"].removeprefix(self.prefix), entry["Size"])
+                StoredObject(entry["Key"].removeprefix(self.prefix), entry["Size"], entry.get("ETag", ""))
                 for page in pages
                 for entry in page.get("Contents", [])
             ]

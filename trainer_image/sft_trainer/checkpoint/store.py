@@ -50,10 +50,11 @@ class S3Settings:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """One object of a listing: its key and its size in bytes."""
+    """One object of a listing: its key, its size in bytes, and S3's tag of its content (empty for files)."""
 
     key: str
     size: int
+    etag: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,234 @@
+"""Models, tokenizers and data sets as local paths, wherever they come from.
+
+Downloads from buckets are kept in a cache folder under a name that changes with the content, written beside it and
+renamed when complete. The hub's files go into the hub library's own cache (``HF_HOME``), which other tools share.
+"""
+
+import errno
+import fcntl
+import fnmatch
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from sft_trainer.checkpoint.store import (
+    S3Settings,
+    Store,
+    StoredObject,
+    bucket_and_prefix,
+    check_key,
+    file_path,
+    pvc_path,
+)
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    DataError,
+    ModelError,
+    StorageFullError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+    TrainingError,
+)
+
+Kind = Literal["model", "tokenizer", "dataset"]
+
+_TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+# Never pickled weights (*.bin, *.pth): reading one can run anything.
+_MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+_BLOCK = 32 * 2**20
+_DOWNLOADS = 8
+
+
+def localise(uri: str, cache_dir: Path, s3: S3Settings | None = None, token: str | None = None, *, kind: Kind) -> Path:
+    """A local file or folder with what ``uri`` names; downloaded unless it is there already.
+
+    ``hf://org/name[@revision]``, ``s3://bucket/key-or-prefix``, ``pvc://claim/path``, ``file:///path``. Several
+    processes of a machine may call this at once: one downloads, the others wait. ``token`` is the hub's.
+    Raises ModelError or DataError when there is nothing, AccessDeniedError, StorageFullError (the cache's disk),
+    StorageUnavailableError, or ConfigError for an unknown scheme.
+    """
+    if uri.startswith("hf://"):
+        return _from_hub(uri, token, kind)
+    try:
+        if uri.startswith("s3://"):
+            return _from_bucket(uri, cache_dir, s3 or S3Settings(), kind)
+        if uri.startswith("pvc://"):
+            return _existing(uri, pvc_path(uri), kind)
+        if uri.startswith("file://"):
+            return _existing(uri, file_path(uri), kind)
+    except StorageNotFoundError as error:
+        raise _nothing(kind, str(error)) from error
+    raise ConfigError(f"{uri!r} has no known scheme: use hf://, s3://, pvc:// or file:///")
+
+
+def _nothing(kind: Kind, message: str) -> TrainingError:
+    return DataError(message) if kind == "dataset" else ModelError(message)
+
+
+def _existing(uri: str, path: Path, kind: Kind) -> Path:
+    if not path.exists():
+        raise _nothing(kind, f"{uri}: there is no {path} here; check the path and where the volume is mounted")
+    return path
+
+
+def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind) -> Path:
+    from sft_trainer.checkpoint.s3 import S3Store
+
+    bucket, key = bucket_and_prefix(uri)
+    parent, _, name = key.rpartition("/")
+    store = S3Store(bucket, parent, s3)
+    objects = _wanted(store.list(name), name, kind)
+    if not objects:
+        raise _nothing(kind, f"{uri}: there is nothing under this key; check the bucket, the prefix and the endpoint")
+    for entry in objects:
+        check_key(entry.key)
+    target = cache_dir / "s3" / f"{bucket}-{_identity(uri, s3, objects)}"
+    with _disk_errors(cache_dir), _locked(target):
+        if not _complete(target, objects):
+            _download(store, objects, target)
+    return target / name if name else target
+
+
+def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[StoredObject]:
+    """The object ``name`` itself, or those below the folder ``name``; of a model only the files it is made of."""
+    single = [entry for entry in objects if entry.key == name]
+    if single:
+        return single
+    inside = [entry for entry in objects if not name or entry.key.startswith(f"{name}/")]
+    files = [entry for entry in inside if not entry.key.endswith("/")]  # consoles make empty "folders"
+    if kind == "dataset":
+        return files
+    patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
+    return [entry for entry in files if any(fnmatch.fnmatch(entry.key, pattern) for pattern in patterns)]
+
+
+def _identity(uri: str, s3: S3Settings, objects: Sequence[StoredObject]) -> str:
+    listing = "\n".join(f"{entry.key} {entry.size} {entry.etag}" for entry in objects)
+    return hashlib.sha256(f"{s3.endpoint}\n{uri}\n{listing}".encode()).hexdigest()[:32]
+
+
+def _complete(target: Path, objects: Sequence[StoredObject]) -> bool:
+    def size(path: Path) -> int:
+        return path.stat().st_size if path.is_file() else -1
+
+    return target.is_dir() and all(size(target / entry.key) == entry.size for entry in objects)
+
+
+def _download(store: Store, objects: Sequence[StoredObject], target: Path) -> None:
+    partial = target.with_name(f".partial-{target.name}")
+    for leftover in (partial, target):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _check_room(partial, sum(entry.size for entry in objects))
+
+    def fetch(entry: StoredObject, start: int) -> None:
+        data = store.read_range(entry.key, start, min(_BLOCK, entry.size - start))
+        if len(data) != min(_BLOCK, entry.size - start):
+            raise StorageUnavailableError(f"{store.uri}/{entry.key} changed while it was downloaded; try again")
+        with (partial / entry.key).open("r+b") as file:
+            file.seek(start)
+            file.write(data)
+
+    for entry in objects:
+        path = partial / entry.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(entry.size)
+    with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="fetch") as pool:
+        blocks = [(entry, start) for entry in objects for start in range(0, entry.size, _BLOCK)]
+        for done in [pool.submit(fetch, entry, start) for entry, start in blocks]:
+            done.result()
+    for entry in objects:
+        with (partial / entry.key).open("rb") as file:
+            os.fsync(file.fileno())
+    partial.rename(target)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise StorageFullError(
+            f"{folder}: {needed / 2**30:.1f} GiB to download, {free / 2**30:.1f} GiB free; enlarge compute.cache"
+        )
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """One process of the machine at a time; the lock goes with the process that holds it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f".lock-{target.name}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _disk_errors(cache_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _disk_error(error, cache_dir) from error
+
+
+def _disk_error(error: OSError, cache_dir: Path | str) -> TrainingError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFullError(f"{cache_dir}: {error.strerror}; enlarge compute.cache, or free space")
+    return StorageUnavailableError(f"{cache_dir}: the cache cannot be written ({error}); check compute.cache")
+
+
+def _from_hub(uri: str, token: str | None, kind: Kind) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    repository, _, revision = uri.removeprefix("hf://").partition("@")
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                repo_type="dataset" if kind == "dataset" else "model",
+                revision=revision or None,
+                allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
+                token=token,
+                endpoint=os.environ.get("HF_ENDPOINT") or None,
+            )
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{uri!r}: write hf://org/name or hf://org/name@revision ({error})") from error
+    except Exception as error:  # the library raises many classes, of three HTTP libraries
+        raise _hub_error(error, uri, kind) from error
+
+
+def _hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+    status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
+    if isinstance(cause, RevisionNotFoundError | EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
+        return _nothing(kind, f"{uri}: the hub has no such revision; check what follows the @")
+    if isinstance(cause, RepositoryNotFoundError) and not isinstance(cause, GatedRepoError):
+        return _nothing(
+            kind,
+            f"{uri} is not on the hub, or this token may not see it: check the name, or set model.tokenSecretRef "
+            "(HF_TOKEN with sft run)",
+        )
+    if isinstance(cause, GatedRepoError) or status in (401, 403):
+        return AccessDeniedError(
+            f"{uri}: the hub refuses access: accept the terms on its page, and set model.tokenSecretRef "
+            "(HF_TOKEN with sft run) to a token of that account"
+        )
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return _disk_error(cause, constants.HF_HUB_CACHE)
+    return StorageUnavailableError(f"{uri}: the hub does not answer ({type(cause).__name__}: {cause}); try again later")
