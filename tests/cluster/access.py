@@ -7,6 +7,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.binaries import binary
 
@@ -37,13 +38,15 @@ class Cluster:
             raise RuntimeError(f"`kubectl {' '.join(arguments)}` failed ({done.returncode}): {done.stderr}")
         return done
 
-    def apply(self, *manifests: dict[str, object]) -> None:
+    def apply(self, *manifests: dict[str, Any], namespace: str | None = None) -> None:
         """`kubectl apply` of objects given as dicts."""
-        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests}))
+        listed = {"apiVersion": "v1", "kind": "List", "items": manifests}
+        where = [f"--namespace={namespace}"] if namespace else []
+        self.kubectl("apply", "--filename=-", *where, stdin=json.dumps(listed))
 
-    def get(self, *arguments: str) -> dict[str, object]:
+    def get(self, *arguments: str) -> dict[str, Any]:
         """`kubectl get ... -o json`, parsed."""
-        parsed: dict[str, object] = json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)
+        parsed: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)
         return parsed
 
     def set_node_capacity(self, node: str, resource: str, amount: int) -> None:

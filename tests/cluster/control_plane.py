@@ -92,6 +92,8 @@ def _api_server(state: ClusterState, tier: str, node_name: str) -> Component:
     if tier == "node":  # pods reach it over the bridge
         argv += ["--bind-address=0.0.0.0", f"--advertise-address={BRIDGE_ADDRESS}"]
         argv += ["--enable-admission-plugins=NodeRestriction"]
+        argv += [f"--kubelet-client-certificate={pki / 'server.crt'}"]
+        argv += [f"--kubelet-client-key={pki / 'server.key'}"]
     else:
         argv += ["--bind-address=127.0.0.1", "--advertise-address=127.0.0.1"]
         argv += ["--endpoint-reconciler-type=none"]  # refuses a loopback address, and nobody needs it here

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import access, lifecycle
+from tests.cluster import access, images, lifecycle
 from tests.cluster.object_store import ObjectStore, object_store
+from tests.cluster.state import default_folder
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +23,43 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[access.Clus
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[access.Cluster]:
     """`api_server` with controller-manager and scheduler: Jobs make pods, which no kubelet runs."""
     yield from _own_cluster(tmp_path_factory, "control")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[access.Cluster]:
+    """A complete node, shared with other sessions on this machine; the last one stops what tests started.
+
+    SFT_KEEP_CLUSTER=1 leaves it up. A cluster that `python -m tests.cluster up` started stays up anyway.
+    """
+    existing = access.from_environment()
+    if existing:
+        yield existing
+        return
+    keep = os.environ.get("SFT_KEEP_CLUSTER") == "1"
+    with lifecycle.borrowed(default_folder(), "node", keep=keep) as started:
+        yield started
+
+
+@pytest.fixture
+def namespace(cluster: access.Cluster) -> Iterator[str]:
+    """A new namespace under the restricted pod security standard; it goes with the test."""
+    name = f"test-{secrets.token_hex(4)}"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def operator_image(cluster: access.Cluster) -> str:
+    """The operator's image, built from the working tree and known to the node."""
+    return images.load_operator()
+
+
+@pytest.fixture(scope="session")
+def trainer_image(cluster: access.Cluster) -> str:
+    """The trainer's image, built from the working tree and known to the node."""
+    return images.load_trainer()
 
 
 @pytest.fixture(scope="session")

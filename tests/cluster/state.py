@@ -13,7 +13,10 @@ from pathlib import Path
 from tests.cluster.binaries import cache_folder
 
 TIERS = ("api", "control", "node")
-PORT_NAMES = ("etcd", "etcd-peer", "api", "controller-manager", "scheduler", "kubelet", "containerd")
+PORT_NAMES = (
+    "etcd", "etcd-peer", "api", "controller-manager", "scheduler",
+    "kubelet", "kubelet-health", "kube-proxy", "kube-proxy-metrics", "coredns",
+)  # fmt: skip
 
 SERVICE_CIDR = "10.212.0.0/24"
 SERVICE_API_ADDRESS = "10.212.0.1"
@@ -109,7 +112,7 @@ def _kubeconfig(server: str, token: str, authority: Path) -> dict[str, object]:
 
 
 def _create_certificates(folder: Path) -> None:
-    """An authority, the API server's certificate, and the key that signs service-account tokens."""
+    """An authority, the API server's certificate (as client of the kubelet too), the service accounts' key."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "localhost"]
     names.append(f"kubernetes.default.svc.{CLUSTER_DOMAIN}")
@@ -120,7 +123,7 @@ def _create_certificates(folder: Path) -> None:
         "[authority]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign\n"
         "subjectKeyIdentifier=hash\n"
         "[server]\nbasicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
-        "extendedKeyUsage=serverAuth\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        "extendedKeyUsage=serverAuth,clientAuth\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
         f"subjectAltName={subject}\n"
     )
     new_certificate = ("req", "-x509", "-config", "openssl.cnf", "-days", "3650", "-nodes")
@@ -128,7 +131,7 @@ def _create_certificates(folder: Path) -> None:
     for arguments in (
         (*new_certificate, *new_key, "-extensions", "authority", "-subj", "/CN=sft-test-authority",
          "-keyout", "ca.key", "-out", "ca.crt"),
-        (*new_certificate, *new_key, "-extensions", "server", "-subj", "/CN=kube-apiserver",
+        (*new_certificate, *new_key, "-extensions", "server", "-subj", "/O=system:masters/CN=kube-apiserver",
          "-CA", "ca.crt", "-CAkey", "ca.key", "-keyout", "server.key", "-out", "server.crt"),
         ("genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048", "-out", "accounts.key"),
     ):  # fmt: skip

@@ -1,0 +1,154 @@
+"""Images of the test node: a Debian base made here, and the repository's own Dockerfiles built upon it.
+
+No registry is asked. buildah keeps its layers in the cache, so a change of code builds only the top layers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cluster.binaries import cache_folder
+from tests.cluster.node import PAUSE_IMAGE, install_packages
+from tests.cluster.snapshots import import_image
+
+BASE_IMAGE = "docker.io/sft-test/base:bookworm"
+OPERATOR_IMAGE = "docker.io/sft-operator/operator:dev"
+TRAINER_IMAGE = "docker.io/sft-operator/trainer:dev"
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+DEBIAN_RELEASE = "bookworm"
+DEBIAN_PACKAGES = ("python3", "python3-venv", "ca-certificates")
+
+
+class ImageError(RuntimeError):
+    """An image could not be built; the message quotes the end of the tool's output."""
+
+
+def load_base() -> None:
+    """Base and pause image, built when missing, in the node's containerd."""
+    with _build_lock():
+        if not _exists(BASE_IMAGE):
+            _build_base()
+        if not _exists(PAUSE_IMAGE):
+            _derive(PAUSE_IMAGE, BASE_IMAGE, '--entrypoint=["sleep", "infinity"]', "--cmd=")
+        for name in (BASE_IMAGE, PAUSE_IMAGE):
+            import_image(storage(), name, _inspect(name))
+
+
+def load_operator() -> str:
+    """Build `operator/Dockerfile` from the working tree, give it to the node, and return its name."""
+    return _load(OPERATOR_IMAGE, "operator/Dockerfile")
+
+
+def load_trainer() -> str:
+    """Build `trainer_image/Dockerfile` (without what only a GPU needs), give it to the node, return its name."""
+    return _load(TRAINER_IMAGE, "trainer_image/Dockerfile", "--build-arg=WITHOUT_CUDA=1")
+
+
+def storage() -> Path:
+    """buildah's own storage, apart from that of the machine."""
+    return cache_folder() / "buildah"
+
+
+def _load(name: str, dockerfile: str, *arguments: str) -> str:
+    with _build_lock():
+        if not _exists(BASE_IMAGE):
+            _build_base()
+        _buildah(
+            "bud",
+            "--isolation=chroot",
+            "--layers",
+            "--pull-never",
+            f"--build-arg=BASE_IMAGE={BASE_IMAGE}",
+            *_wheel_cache(),
+            *arguments,
+            f"--file={REPOSITORY / dockerfile}",
+            f"--tag={name}",
+            str(REPOSITORY),
+        )
+        _buildah("rmi", "--prune", "--force")
+        import_image(storage(), name, _inspect(name))
+    return name
+
+
+def _wheel_cache() -> list[str]:
+    """Let the build use this machine's wheel cache and certificates: nothing is fetched twice."""
+    wheels = Path(os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv"))
+    wheels.mkdir(parents=True, exist_ok=True)
+    certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+    return [
+        f"--volume={wheels}:/wheel-cache",
+        "--build-arg=UV_CACHE_DIR=/wheel-cache",
+        f"--volume={certificates}:{certificates}:ro",
+    ]
+
+
+def _build_base() -> None:
+    """debootstrap straight into the first layer, without documentation and package lists."""
+    install_packages()
+    container = _buildah("from", "scratch").strip()
+    try:
+        root = Path(_buildah("mount", container).strip())
+        packages = ",".join(DEBIAN_PACKAGES)
+        _run(["debootstrap", "--variant=minbase", f"--include={packages}", DEBIAN_RELEASE, str(root)])
+        for pattern in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
+            shutil.rmtree(root / pattern, ignore_errors=True)
+        (root / "var/cache/apt/archives/partial").mkdir(parents=True)
+        (root / "var/lib/apt/lists/partial").mkdir(parents=True)
+        _buildah("umount", container)
+        _buildah("config", "--cmd=python3", f"--env=PATH={SEARCH_PATH}", container)
+        _buildah("commit", container, BASE_IMAGE)
+    finally:
+        _buildah("rm", container)
+
+
+def _derive(name: str, base: str, *settings: str) -> None:
+    container = _buildah("from", "--pull-never", base).strip()
+    try:
+        _buildah("config", *settings, container)
+        _buildah("commit", container, name)
+    finally:
+        _buildah("rm", container)
+
+
+def _exists(name: str) -> bool:
+    return subprocess.run([*_COMMAND, *_places(), "inspect", "--type=image", name], capture_output=True).returncode == 0
+
+
+def _inspect(name: str) -> str:
+    return _buildah("inspect", "--type=image", name)
+
+
+_COMMAND = ("buildah",)
+
+
+def _places() -> list[str]:
+    return [f"--root={storage()}", "--runroot=/run/sft-test-buildah", "--storage-driver=overlay"]
+
+
+def _buildah(*arguments: str) -> str:
+    return _run([*_COMMAND, *_places(), *arguments])
+
+
+def _run(command: Sequence[str]) -> str:
+    environment = {**os.environ, "BUILDAH_ISOLATION": "chroot"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])
+        raise ImageError(f"`{' '.join(command)}` failed ({done.returncode}):\n{tail}")
+    return done.stdout
+
+
+@contextmanager
+def _build_lock() -> Iterator[None]:
+    storage().mkdir(parents=True, exist_ok=True)
+    with (storage() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
