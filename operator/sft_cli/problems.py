@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -119,14 +120,19 @@ def _reads_otherwise(value: str) -> bool:
     return not isinstance(plain_scalar(value), str)
 
 
+@cache
+def _job_schema() -> Schema:
+    return structural_schema(SFTJob)
+
+
 def _choices(error: ErrorDetails) -> list[str]:
-    schema = _schema_at(structural_schema(SFTJob), error["loc"])
+    schema = _schema_at(_job_schema(), error["loc"])
     return [str(choice) for choice in schema["enum"]]
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
     """What the user may have meant by the unknown field at ``location``."""
-    root = structural_schema(SFTJob)
+    root = _job_schema()
     *parents, name = location
     siblings = _schema_at(root, tuple(parents)).get("properties", {})
     close = _closest(str(name), siblings)

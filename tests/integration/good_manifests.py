@@ -136,6 +136,32 @@ EVERY_OTHER_FIELD = manifest(
     }
 )
 
+_LONG_URI = "s3://bucket/" + "a" * 1012
+_LONG_NAME = "a" * 253
+_MAP = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'v' * 63}" for number in range(32))
+_RESOURCES = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'9' * 18}" for number in range(16))
+
+# Every list, map and string with a rule at its bound: what the rules cost is counted while they are evaluated.
+LARGEST = manifest(
+    {
+        "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65536}'}}",
+        "data": "{train: ["
+        + ", ".join([f"{{uri: '{_LONG_URI}', weight: 1}}"] * 64)
+        + "], eval: ["
+        + ", ".join(f"{{uri: '{_LONG_URI}', name: {'n' * 60}{number}}}" for number in range(16))
+        + "]}",
+        "strategy": "{fsdp: {shardDegree: 64}}",
+        "compute": f"{{gpusPerNode: 64, labels: {{{_MAP}}}, annotations: {{{_MAP}}}, nodeSelector: {{{_MAP}}}, "
+        f"resources: {{requests: {{{_RESOURCES}}}, limits: {{{_RESOURCES}}}}}, imagePullSecrets: "
+        f"[{', '.join([_LONG_NAME] * 8)}], env: ["
+        + ", ".join([f"{{name: {'A' * 253}, value: {'v' * 4096}}}"] * 64)
+        + "]}",
+        "checkpoint": f"{{uri: '{_LONG_URI}'}}",
+        "export": f"{{uri: '{_LONG_URI}'}}",
+    },
+    name="largest",
+)
+
 GOOD = {
     "shortest": SHORTEST,
     "nulls": NULLS,
@@ -144,4 +170,5 @@ GOOD = {
     "on the CPU": ON_THE_CPU,
     "every field, packed": EVERY_FIELD_PACKED,
     "every other field": EVERY_OTHER_FIELD,
+    "largest": LARGEST,
 }

@@ -18,7 +18,7 @@ from sft_cli.manifest import load_manifest
 from sft_cli.problems import field_path
 from tests.cluster.access import Cluster
 from tests.integration.bad_manifests import RULES, SCHEMA, Bad
-from tests.integration.good_manifests import EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, GOOD, SHORTEST
+from tests.integration.good_manifests import EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, GOOD, LARGEST, SHORTEST
 from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
 
 NAMESPACE = "sft-api-tests"
@@ -27,7 +27,7 @@ MERGE_PATCH = "application/merge-patch+json"
 
 
 @pytest.fixture(scope="module")
-def cluster(api_server: Cluster) -> Iterator[Cluster]:
+def server(api_server: Cluster) -> Iterator[Cluster]:
     """The API server with our CRD and a namespace."""
     api_server.kubectl("apply", "--server-side", "-f", str(ROOT / "crds" / "sftjob.dev_sftjobs.yaml"))
     api_server.kubectl("wait", "--for=condition=Established", "crd/sftjobs.sftjob.dev", "--timeout=30s")
@@ -37,8 +37,8 @@ def cluster(api_server: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def api(cluster: Cluster) -> Iterator[KubernetesApi]:
-    with kubernetes_api(cluster) as opened:
+def api(server: Cluster) -> Iterator[KubernetesApi]:
+    with kubernetes_api(server) as opened:
         yield opened
 
 
@@ -46,8 +46,8 @@ def try_to_create(api: KubernetesApi, text: str) -> Answer:
     return api.request("POST", f"{SFTJOBS}?fieldValidation=Strict&dryRun=All", text, "application/yaml")
 
 
-def test_the_api_server_has_nothing_against_the_crd(cluster: Cluster) -> None:
-    status: Any = cluster.get("crd", "sftjobs.sftjob.dev")["status"]
+def test_the_api_server_has_nothing_against_the_crd(server: Cluster) -> None:
+    status: Any = server.get("crd", "sftjobs.sftjob.dev")["status"]
 
     conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
     assert conditions == {"NamesAccepted": "True", "Established": "True"}
@@ -187,6 +187,15 @@ def test_optional_blocks_cannot_be_added_later(api: KubernetesApi) -> None:
     assert "spec.strategy cannot be changed" in answer.body["message"]
 
 
+def test_the_largest_job_costs_less_than_the_api_server_spends_on_one(api: KubernetesApi) -> None:
+    created = api.request("POST", f"{SFTJOBS}?fieldValidation=Strict", LARGEST, "application/yaml")
+    assert created.accepted, created.body
+
+    changed = api.request("PATCH", f"{SFTJOBS}/largest", json.dumps({"spec": {"suspend": True}}), MERGE_PATCH)
+
+    assert changed.accepted, changed.body
+
+
 STATUS: dict[str, Any] = {
     "state": "Running",
     "message": "Training on 8 processes.",
@@ -223,7 +232,7 @@ STATUS: dict[str, Any] = {
 
 
 def test_status_is_written_apart_from_the_spec_and_shown_in_columns(
-    api: KubernetesApi, cluster: Cluster, job_path: str
+    api: KubernetesApi, server: Cluster, job_path: str
 ) -> None:
     status = SFTJobStatus.model_validate(STATUS).model_dump(mode="json", exclude_none=True)
     written = api.request(
@@ -233,14 +242,14 @@ def test_status_is_written_apart_from_the_spec_and_shown_in_columns(
     assert written.accepted, written.body
     assert written.body["status"] == status
     assert written.body["spec"]["suspend"] is False
-    header, row = cluster.kubectl("get", "sft", "changed", "-n", NAMESPACE).stdout.splitlines()
+    header, row = server.kubectl("get", "sft", "changed", "-n", NAMESPACE).stdout.splitlines()
     assert header.split() == ["NAME", "STATE", "STEP", "LOSS", "TOK/S", "CHECKPOINT", "RESTARTS", "REMAINING", "AGE"]
     name, state, step, loss, speed, checkpoint, restarts, remaining, age = row.split()
     assert [name, state, step, loss, speed] == ["changed", "Running", "1200/3125", "1.204", "81234"]
     assert re.fullmatch(r"\d+y\d*d?", checkpoint)
     assert [restarts, remaining] == ["1", "3h12m"]
-    assert re.fullmatch(r"\d+s", age)
-    wide = cluster.kubectl("get", "training", "-n", NAMESPACE, "-o", "wide").stdout
+    assert re.fullmatch(r"[\dms]+", age)
+    wide = server.kubectl("get", "training", "-n", NAMESPACE, "-o", "wide").stdout
     assert "2/2" in wide
     assert "Training on 8 processes." in wide
 
@@ -262,8 +271,8 @@ def test_a_status_that_is_none_is_refused(api: KubernetesApi, job_path: str, sta
     assert path in [field for field, _ in answer.causes]
 
 
-def test_explain_reads_well(cluster: Cluster) -> None:
-    shown = " ".join(cluster.kubectl("explain", "sftjob.spec.data").stdout.split())
+def test_explain_reads_well(server: Cluster) -> None:
+    shown = " ".join(server.kubectl("explain", "sftjob.spec.data").stdout.split())
 
     assert "The data, and which tokens of it are trained." in shown
     assert "maxLength <integer> Longest example, in tokens. Default: 4096." in shown
@@ -271,11 +280,11 @@ def test_explain_reads_well(cluster: Cluster) -> None:
     assert "train <[]Object> -required- Data sets to train on." in shown
 
 
-def test_examples_can_be_applied(cluster: Cluster) -> None:
+def test_examples_can_be_applied(server: Cluster) -> None:
     examples = sorted((ROOT / "examples").glob("*.yaml"))
 
     for path in examples:
-        applied = cluster.kubectl("apply", "-n", NAMESPACE, "--dry-run=server", "-f", str(path)).stdout
+        applied = server.kubectl("apply", "-n", NAMESPACE, "--dry-run=server", "-f", str(path)).stdout
         assert f"sftjob.sftjob.dev/{load_manifest(path).metadata.name} created" in applied
     assert examples
 
