@@ -1,0 +1,47 @@
+"""The operator: ``python -m sft_operator [--config FILE] [--namespace NAME]``.
+
+In a pod it uses its service account, elsewhere the file that KUBECONFIG names.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from .cluster import ConfigError
+from .config import load_settings
+from .leadership import LeadershipLost
+from .controller import run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the operator; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sft_operator", description="Operator for SFTJobs.")
+    default = os.environ.get("SFT_OPERATOR_CONFIG")
+    parser.add_argument("--config", type=Path, default=default, help="settings (YAML or JSON)")
+    parser.add_argument("--namespace", help="serve only this namespace")
+    parser.add_argument("--http-port", type=int, help="port of /metrics, /healthz and /readyz")
+    options = parser.parse_args(arguments)
+    given = {"namespace": options.namespace, "http_port": options.http_port}
+    try:
+        settings = load_settings(options.config).model_copy(
+            update={name: value for name, value in given.items() if value is not None}
+        )
+        logging.basicConfig(
+            level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        )
+        asyncio.run(run(settings))
+    except (ConfigError, LeadershipLost, OSError, ValidationError) as error:
+        print(f"sft-operator: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

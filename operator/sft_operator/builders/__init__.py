@@ -1,0 +1,7 @@
+"""Pure functions that build the children of an SFTJob as plain dicts. No I/O, no clock, no randomness."""
+
+from .config_map import build_config_map, trainer_config
+from .job import build_job
+from .network import build_network_policy, build_service
+
+__all__ = ["build_config_map", "build_job", "build_network_policy", "build_service", "trainer_config"]

@@ -1,0 +1,46 @@
+"""The ConfigMap with the trainer's configuration."""
+
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import S3Spec, SFTJob
+
+from ..config import StoreSettings
+from ..names import CONFIG_KEY, config_map_name
+from ..observed import Manifest
+from .metadata import child_metadata
+
+
+def effective_s3(job: SFTJob, store: StoreSettings | None) -> S3Spec:
+    """How the job's s3:// URIs are reached: as its spec says, or like the platform's store when it says nothing."""
+    own = job.spec.checkpoint.s3
+    return store.s3 if store and own == S3Spec() else own
+
+
+def default_checkpoint_uri(job: SFTJob, store: StoreSettings | None) -> str | None:
+    """Where the job's checkpoints go when its spec does not say; a new job of the same name gets a new place."""
+    if store is None:
+        return None
+    identity = job.metadata
+    return f"{store.uri.rstrip('/')}/{identity.namespace}/{identity.name}-{identity.uid}"
+
+
+def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
+    """The resolved configuration of the run.
+
+    Raises ``ValueError`` when there is no place for checkpoints.
+    """
+    checkpoint = job.spec.checkpoint.model_copy(update={"s3": effective_s3(job, store)})
+    resolved = job.model_copy(update={"spec": job.spec.model_copy(update={"checkpoint": checkpoint})})
+    return TrainerConfig.resolve(
+        resolved, uid=job.metadata.uid, default_checkpoint_uri=default_checkpoint_uri(job, store)
+    )
+
+
+def build_config_map(job: SFTJob, store: StoreSettings | None) -> Manifest:
+    """The ConfigMap; raises ``ValueError`` like ``trainer_config``."""
+    config = trainer_config(job, store)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": child_metadata(job, config_map_name(job.metadata.name)),
+        "data": {CONFIG_KEY: config.model_dump_json(by_alias=True, exclude_none=True, indent=1)},
+    }

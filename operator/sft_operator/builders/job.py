@@ -1,0 +1,54 @@
+"""The Indexed Job that keeps one pod a node alive."""
+
+from sft_api.failures import NO_RETRY_EXIT_CODES
+from sft_api.v1alpha1 import SFTJob
+
+from ..config import Settings
+from ..names import QUEUE_LABEL, TRAINER_CONTAINER
+from ..observed import Manifest
+from .metadata import child_metadata
+from .pod import build_pod_template
+
+UNLIMITED = 2**31 - 1
+
+
+def build_job(job: SFTJob, settings: Settings) -> Manifest:
+    """The Job; raises ``ValueError`` like ``build_pod_template``.
+
+    A lost pod is replaced for as long as the operator lets the Job live: a limit of its own would not tell
+    evictions from crashes, and a limit for the whole Job doubles the delay before a replacement with every
+    eviction of any pod. An exit code that no retry can mend fails the Job at once. A replacement waits until the
+    old pod has really ended, so two never train under one index.
+    """
+    queue = job.metadata.labels.get(QUEUE_LABEL)
+    nodes = job.spec.compute.nodes
+    metadata = child_metadata(job, job.metadata.name)
+    if queue:
+        metadata["labels"][QUEUE_LABEL] = queue
+    spec: Manifest = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimitPerIndex": UNLIMITED,
+        "maxFailedIndexes": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": TRAINER_CONTAINER,
+                        "operator": "In",
+                        "values": list(NO_RETRY_EXIT_CODES),
+                    },
+                },
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+            ]
+        },
+        # Kueue resumes what it admits; until then nothing may run.
+        "suspend": job.spec.suspend or bool(queue),
+        "template": build_pod_template(job, settings.pods, settings.store),
+    }
+    if job.spec.run_policy.active_deadline_seconds is not None:
+        spec["activeDeadlineSeconds"] = job.spec.run_policy.active_deadline_seconds
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}

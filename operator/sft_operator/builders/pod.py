@@ -1,0 +1,170 @@
+"""The pod template: one supervisor, under the restricted pod security standard, without a token for the API."""
+
+from urllib.parse import urlsplit
+
+from sft_api.progress import PROGRESS_PORT
+from sft_api.trainer_config import CONFIG_PATH
+from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
+
+from ..config import PodSettings, StoreSettings
+from ..names import CONFIG_KEY, TRAINER_CONTAINER, child_labels, config_map_name, coordinator_host
+from ..observed import Manifest
+from .config_map import effective_s3
+from .resources import pod_resources, shared_memory_bytes
+
+CONFIG_FOLDER = CONFIG_PATH.rpartition("/")[0]
+CACHE_FOLDER = "/var/cache/sft"
+CLAIMS_FOLDER = "/mnt/pvc"
+RUN_FOLDER = "/run/sft"
+USER_ID = 1000
+
+
+def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None) -> Manifest:
+    """``spec.template`` of the Job.
+
+    Raises ``ValueError`` when neither the spec nor the settings name an image.
+    """
+    compute = job.spec.compute
+    image = compute.image or pods.image
+    if image is None:
+        raise ValueError(
+            "spec.compute.image is missing and the operator has no default image: give one, or ask the administrator "
+            "to set pods.image"
+        )
+    claims = _claims(job)
+    container: Manifest = {
+        "name": TRAINER_CONTAINER,
+        "image": image,
+        "command": list(pods.command),
+        "env": _environment(job, effective_s3(job, store)),
+        "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
+        "resources": pod_resources(compute),
+        "readinessProbe": {
+            "httpGet": {"path": "/healthz", "port": "progress"},
+            "periodSeconds": 5,
+            "timeoutSeconds": 3,
+        },
+        "terminationMessagePolicy": "File",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": [
+            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+            {"name": "run", "mountPath": RUN_FOLDER},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 -- in the container, an emptyDir of its own
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
+            *(
+                {"name": f"claim-{number}", "mountPath": f"{CLAIMS_FOLDER}/{claim}"}
+                for number, claim in enumerate(claims)
+            ),
+        ],
+    }
+    pull_policy = compute.image_pull_policy or pods.image_pull_policy
+    if pull_policy:
+        container["imagePullPolicy"] = pull_policy
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "subdomain": job.metadata.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": job.spec.run_policy.termination_grace_period_seconds,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            {
+                "name": "config",
+                "configMap": {
+                    "name": config_map_name(job.metadata.name),
+                    "items": [{"key": CONFIG_KEY, "path": CONFIG_PATH.rpartition("/")[2]}],
+                },
+            },
+            {"name": "cache", "emptyDir": {"sizeLimit": compute.cache_size}},
+            {"name": "run", "emptyDir": {}},
+            {"name": "tmp", "emptyDir": {}},
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory_bytes(compute))},
+            },
+            *(
+                {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
+                for number, claim in enumerate(claims)
+            ),
+        ],
+        **_scheduling(compute, pods),
+    }
+    metadata: Manifest = {"labels": {**compute.labels, **child_labels(job.metadata.name)}}
+    if compute.annotations:
+        metadata["annotations"] = dict(compute.annotations)
+    return {"metadata": metadata, "spec": spec}
+
+
+def _scheduling(compute: ComputeSpec, pods: PodSettings) -> Manifest:
+    """Fields of the pod spec that pass through; what is absent is left out."""
+    secrets = [*compute.image_pull_secrets, *pods.image_pull_secrets]
+    fields: Manifest = {
+        "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
+        "serviceAccountName": compute.service_account_name,
+        "nodeSelector": dict(compute.node_selector),
+        "tolerations": [item.model_dump(by_alias=True, exclude_none=True) for item in compute.tolerations],
+        "priorityClassName": compute.priority_class_name,
+        "runtimeClassName": compute.runtime_class_name,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _claims(job: SFTJob) -> list[str]:
+    """Persistent volume claims that the spec's URIs name, in alphabetical order."""
+    spec = job.spec
+    uris = [
+        spec.model.uri,
+        spec.model.tokenizer_uri,
+        *(source.uri for source in (*spec.data.train, *spec.data.eval)),
+        spec.checkpoint.uri,
+        spec.export.uri,
+    ]
+    return sorted({urlsplit(uri).netloc for uri in uris if uri and uri.startswith("pvc://")})
+
+
+def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
+    """Environment of the container. What the user gives replaces our values; reserved names are refused before."""
+    spec = job.spec
+    variables: dict[str, Manifest] = {
+        name: {"value": value}
+        for name, value in (
+            ("SFT_NODES", str(spec.compute.nodes)),
+            ("SFT_COORDINATOR", coordinator_host(job.metadata.name)),
+            ("SFT_CONFIG", CONFIG_PATH),
+            ("SFT_RUN_DIR", RUN_FOLDER),
+            ("HOME", "/tmp"),  # noqa: S108 -- in the container, an emptyDir of its own
+            ("XDG_CACHE_HOME", CACHE_FOLDER),
+            ("HF_HOME", f"{CACHE_FOLDER}/huggingface"),
+            ("TORCHINDUCTOR_CACHE_DIR", f"{CACHE_FOLDER}/inductor"),
+            ("TRITON_CACHE_DIR", f"{CACHE_FOLDER}/triton"),
+        )
+    }
+    token = spec.model.token_secret_ref
+    if token:
+        variables["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}}
+    if s3.credentials_secret_ref:
+        for name, optional in (
+            ("AWS_ACCESS_KEY_ID", False),
+            ("AWS_SECRET_ACCESS_KEY", False),
+            ("AWS_SESSION_TOKEN", True),
+        ):
+            reference: Manifest = {"name": s3.credentials_secret_ref, "key": name}
+            if optional:
+                reference["optional"] = True
+            variables[name] = {"valueFrom": {"secretKeyRef": reference}}
+    for variable in spec.compute.env:
+        variables[variable.name] = variable.model_dump(by_alias=True, exclude_none=True, exclude={"name"})
+    return [{"name": name, **source} for name, source in variables.items()]

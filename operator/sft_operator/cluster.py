@@ -1,0 +1,201 @@
+"""The API server: untyped requests over one HTTP session. Bodies are dicts as they travel.
+
+Typed clients check every body against generated models, at twice the processor time and 100 MB more; the API
+server checks them anyway.
+"""
+
+import json
+import os
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+import aiohttp
+
+from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+
+from .observed import Manifest
+
+_PATHS = {
+    KIND: (f"apis/{GROUP}/{VERSION}", PLURAL),
+    "Job": ("apis/batch/v1", "jobs"),
+    "Pod": ("api/v1", "pods"),
+    "ConfigMap": ("api/v1", "configmaps"),
+    "Service": ("api/v1", "services"),
+    "NetworkPolicy": ("apis/networking.k8s.io/v1", "networkpolicies"),
+    "Namespace": ("api/v1", "namespaces"),
+    "CoreEvent": ("api/v1", "events"),
+    "Event": ("apis/events.k8s.io/v1", "events"),
+    "Lease": ("apis/coordination.k8s.io/v1", "leases"),
+    "Workload": ("apis/kueue.x-k8s.io/v1beta1", "workloads"),
+}
+
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
+LIST_CHUNK = 500
+
+
+class ApiError(Exception):
+    """The API server said no."""
+
+    def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{code} {reason}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+        """Seconds the server asks to wait."""
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may succeed a little later: overload, a conflict, a server that restarts."""
+        return self.code in (408, 409, 429) or self.code >= 500
+
+
+class Cluster:
+    """Requests of one kind of object by namespace and name. Raises ``ApiError``, ``aiohttp.ClientError``,
+    ``TimeoutError``."""
+
+    def __init__(
+        self,
+        server: str,
+        session: aiohttp.ClientSession,
+        on_answer: Callable[[str, str, int], None] = lambda verb, kind, code: None,
+    ) -> None:
+        """``on_answer`` is called with verb, kind and status code of every answer."""
+        self.server = server.rstrip("/")
+        self.session = session
+        self._on_answer = on_answer
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> Manifest:
+        """One object."""
+        return await self._request("get", kind, "GET", self._url(kind, namespace, name))
+
+    async def list(
+        self, kind: str, namespace: str | None, *, labels: str = "", fields: str = "", limit: int = LIST_CHUNK
+    ) -> tuple[list[Manifest], int]:
+        """All objects, and the version at which the list was made. ``limit`` is the size of a page."""
+        items: list[Manifest] = []
+        query = {"limit": str(limit)}
+        if labels:
+            query["labelSelector"] = labels
+        if fields:
+            query["fieldSelector"] = fields
+        while True:
+            page = await self._request("list", kind, "GET", f"{self._url(kind, namespace)}?{urlencode(query)}")
+            items += page.get("items") or []
+            metadata = page.get("metadata") or {}
+            if not metadata.get("continue"):
+                return items, int(metadata.get("resourceVersion") or 0)
+            query["continue"] = metadata["continue"]
+
+    async def create(self, kind: str, namespace: str, manifest: Manifest) -> Manifest:
+        """Create, and return what the server made of it."""
+        return await self._request("create", kind, "POST", self._url(kind, namespace), body=manifest)
+
+    async def patch(self, kind: str, namespace: str, name: str, patch: Manifest, *, subresource: str = "") -> Manifest:
+        """JSON merge patch."""
+        url = self._url(kind, namespace, name) + (f"/{subresource}" if subresource else "")
+        return await self._request("patch", kind, "PATCH", url, body=patch, content_type="application/merge-patch+json")
+
+    async def update(self, kind: str, namespace: str, name: str, manifest: Manifest) -> Manifest:
+        """Replace the object; its resourceVersion must be the present one."""
+        return await self._request("update", kind, "PUT", self._url(kind, namespace, name), body=manifest)
+
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str) -> None:
+        """Delete just that object, its dependents in the background; nothing happens when it is gone."""
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            await self._request("delete", kind, "DELETE", self._url(kind, namespace, name), body=body)
+        except ApiError as error:
+            if error.code not in (404, 409):  # gone, or another object of the same name
+                raise
+
+    def _url(self, kind: str, namespace: str | None, name: str = "") -> str:
+        prefix, plural = _PATHS[kind]
+        parts = [self.server, prefix, *(["namespaces", namespace] if namespace else []), plural]
+        return "/".join([*parts, name] if name else parts)
+
+    async def _request(
+        self,
+        verb: str,
+        kind: str,
+        method: str,
+        url: str,
+        *,
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+    ) -> Manifest:
+        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        data = json.dumps(body, separators=(",", ":")) if body is not None else None
+        async with self.session.request(
+            method, url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, allow_redirects=False
+        ) as response:
+            text = await response.read()
+            self._on_answer(verb, kind, response.status)
+            if response.status >= 300:
+                raise _error(response.status, response.headers, text)
+            answer: Manifest = json.loads(text)
+            return answer
+
+
+def _error(code: int, headers: Mapping[str, str], text: bytes) -> ApiError:
+    try:
+        status = json.loads(text)
+        reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
+    except (ValueError, AttributeError):
+        reason, message = "", text.decode(errors="replace")[:1000]
+    try:
+        retry_after = float(headers.get("Retry-After", ""))
+    except ValueError:
+        retry_after = None
+    return ApiError(code, reason, message, retry_after)
+
+
+async def connect() -> tuple[str, aiohttp.ClientSession]:
+    """URL of the API server and a session that is allowed in: the pod's service account, else the kubeconfig.
+
+    Tokens are read again when they expire. Raises ``ConfigError`` when there is neither.
+    """
+    from kubernetes.aio import client, config  # heavy, and needed once
+
+    configuration = client.Configuration()
+    in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ and not os.environ.get("KUBECONFIG")
+    try:
+        if in_cluster:
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        else:
+            await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except (config.ConfigException, OSError) as error:
+        raise ConfigError(f"no way to the API server: {error}; run in a cluster, or set KUBECONFIG") from error
+
+    async def authorize(
+        request: aiohttp.ClientRequest, handler: Callable[[aiohttp.ClientRequest], Any]
+    ) -> aiohttp.ClientResponse:
+        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            request.headers["Authorization"] = token
+        response: aiohttp.ClientResponse = await handler(request)
+        return response
+
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=_ssl_context(configuration), limit=100, keepalive_timeout=60),
+        headers={"User-Agent": "sft-operator"},
+        middlewares=(authorize,),
+        proxy=configuration.proxy or None,
+    )
+    return configuration.host, session
+
+
+class ConfigError(Exception):
+    """There is no usable access to a cluster."""
+
+
+def _ssl_context(configuration: Any) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert, cadata=configuration.ca_cert_data)
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

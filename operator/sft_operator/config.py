@@ -1,0 +1,107 @@
+"""Settings of the operator: one YAML or JSON file (the chart mounts it from a ConfigMap); flags override a few.
+
+No secret is ever here: the operator's own store credentials come from its environment.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from sft_api.v1alpha1 import S3Spec
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class SettingsModel(BaseModel):
+    """camelCase in the file; unknown keys are refused, since a misspelt one would silently do nothing."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+
+class StoreSettings(SettingsModel):
+    """The platform's default store, for jobs that name no ``checkpoint.uri``."""
+
+    uri: Annotated[str, Field(pattern=r"^s3://[^/]+(/.*)?$")]
+    """Each job gets ``<uri>/<namespace>/<name>-<uid>`` below it."""
+    s3: S3Spec = S3Spec()
+    """How it is reached. ``credentialsSecretRef`` names a Secret of the *job's* namespace."""
+    verify: bool = False
+    """Whether the operator itself reads manifests (with the credentials in its own environment)."""
+
+
+class PodSettings(SettingsModel):
+    """Defaults of training pods; the spec of a job wins."""
+
+    image: str | None = None
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    image_pull_secrets: list[str] = []
+    command: list[str] = ["python", "-m", "sft_trainer.launch"]
+    """Entry of the trainer image: the supervisor."""
+
+
+class NetworkPolicySettings(SettingsModel):
+    """Who may reach training pods besides themselves. Labels select pods; namespaces go by name."""
+
+    enabled: bool = True
+    operator_namespace: str = "sft-system"
+    operator_labels: dict[str, str] = {"app.kubernetes.io/name": "sft-operator"}
+    metrics_namespaces: list[str] = []
+    """Namespaces whose pods may scrape the trainers' metrics."""
+
+
+class LeaderElectionSettings(SettingsModel):
+    """Two replicas, one of which works: a Lease says which."""
+
+    enabled: bool = False
+    namespace: str = "sft-system"
+    name: str = "sft-operator"
+    lease_seconds: Seconds = 15
+    renew_seconds: Seconds = 4
+
+
+class Settings(SettingsModel):
+    """Everything that can be set."""
+
+    namespace: str | None = None
+    """Serve only this namespace; all when absent."""
+    store: StoreSettings | None = None
+    pods: PodSettings = PodSettings()
+    network_policy: NetworkPolicySettings = NetworkPolicySettings()
+    leader_election: LeaderElectionSettings = LeaderElectionSettings()
+    concurrency: Annotated[int, Field(ge=1, le=1000)] = 16
+    """Jobs reconciled at the same time."""
+    poll_concurrency: Annotated[int, Field(ge=1, le=1000)] = 64
+    """Progress reports read at the same time."""
+    poll_seconds: Seconds = 10
+    """Between two reads of the progress of a training job."""
+    poll_seconds_starting: Seconds = 4
+    """The same while a job starts or recovers, when people look at it."""
+    status_seconds: Seconds = 10
+    """Between two writes of a status in which only figures changed; transitions are written at once."""
+    resync_seconds: Seconds = 120
+    """Between two complete listings, which repair whatever a watch has lost."""
+    progress_url: str = "http://{address}:{port}/v1/progress"
+    """Where the supervisor of index 0 answers; ``{address}`` is the pod's IP, ``{namespace}``, ``{name}`` the job."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """/metrics, /healthz, /readyz of the operator itself; 0 takes any free port."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+def load_settings(path: Path | None) -> Settings:
+    """The settings in the file ``path``, or the defaults for None.
+
+    Raises ``pydantic.ValidationError`` naming the wrong key, ``OSError`` when the file cannot be read.
+    """
+    if path is None:
+        return Settings()
+    return Settings.model_validate(yaml.safe_load(path.read_text()) or {})

@@ -1,0 +1,172 @@
+"""Puts the parts together: connect, wait for leadership, list everything, then watch, work and list again."""
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+
+import aiohttp
+
+from sft_api.v1alpha1 import API_VERSION, KIND
+
+from . import handlers, server
+from .cache import KINDS, Cache, Key
+from .cluster import ApiError, Cluster, ConfigError, connect
+from .config import Settings
+from .leadership import Leadership
+from .metrics import OperatorMetrics
+from .names import WATCH_SELECTOR
+from .observed import Manifest
+from .progress_client import ProgressClient
+from .reconciler import Reconciler
+from .workqueue import RetryLater, WorkQueue
+
+logger = logging.getLogger(__name__)
+
+_SICK_AFTER_RESYNCS = 5
+_SPREAD_SECONDS = 10.0
+
+
+class Operator:
+    """The whole operator in one event loop."""
+
+    def __init__(self, settings: Settings, url: str, session: aiohttp.ClientSession) -> None:
+        """``url`` and ``session`` lead to the API server."""
+        self._settings = settings
+        self._cache = Cache()
+        self._queue: WorkQueue[Key] = WorkQueue(
+            self._reconcile, concurrency=settings.concurrency, on_error=self._failed
+        )
+        self._metrics = OperatorMetrics(self._cache.manifests, lambda: len(self._queue))
+        self._cluster = Cluster(url, session, self._metrics.answered)
+        self._progress = ProgressClient(settings.progress_url, concurrency=settings.poll_concurrency)
+        self._reconciler = Reconciler(
+            self._cluster, self._cache, self._progress, settings, self._metrics, look_again=self._queue.add
+        )
+        self._listed: float | None = None
+        """When everything was last listed, or tried to be; None while another replica works."""
+        self._synced = False
+
+    async def run(self) -> None:
+        """Work until asked to end; raises when a part cannot go on."""
+        http = await server.serve(
+            self._settings.http_port, self._metrics.registry, sick=self._sick, not_ready=self._not_ready
+        )
+        identity = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        leadership = Leadership(self._cluster, self._settings.leader_election, identity)
+        elected = self._settings.leader_election.enabled
+        try:
+            await self._check_api()
+            if elected:
+                await leadership.acquire()
+            self._metrics.leader.set(1)
+            await self._list_until_done()
+            await self._work(leadership if elected else None)
+            if elected:
+                await leadership.release()
+        finally:
+            await self._progress.close()
+            await http.cleanup()
+
+    async def _work(self, leadership: Leadership | None) -> None:
+        """Until the watch ends, which it does when the process is asked to end."""
+        tasks = [
+            asyncio.create_task(self._queue.run(), name="workers"),
+            asyncio.create_task(self._list_again_and_again(), name="resync"),
+        ]
+        if leadership:
+            tasks.append(asyncio.create_task(leadership.keep(), name="leadership"))
+        # Last: kopf ends all tasks that are younger than itself.
+        watch = asyncio.create_task(handlers.watch(self._settings, self._seen), name="watch")
+        try:
+            done, _ = await asyncio.wait([watch, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (watch, *tasks):
+                task.cancel()
+            await asyncio.gather(watch, *tasks, return_exceptions=True)
+
+    async def _reconcile(self, key: Key) -> float | None:
+        again = await self._reconciler.reconcile(key)
+        self._metrics.reconciles.labels("done").inc()
+        return again
+
+    def _failed(self, key: Key, error: Exception) -> None:
+        if isinstance(error, RetryLater):
+            logger.warning("%s: %s", key, error)
+            self._metrics.reconciles.labels("retry").inc()
+        else:
+            logger.error("%s: a bug in the operator", key, exc_info=error)
+            self._metrics.reconciles.labels("error").inc()
+
+    def _seen(self, kind: str, event: str | None, manifest: Manifest) -> None:
+        """An object was listed or has changed."""
+        remember = self._cache.remove if event == "DELETED" else self._cache.store
+        key = remember(kind, manifest)
+        if key:
+            self._queue.add(key)
+
+    async def _check_api(self) -> None:
+        """Fail with a sentence when the CRD is missing, rather than watch nothing for ever."""
+        try:
+            await self._cluster.list(KIND, self._settings.namespace, limit=1)
+        except ApiError as error:
+            if error.code == 404:
+                raise ConfigError(
+                    f"this cluster does not know {KIND} ({API_VERSION}): install the CRD (chart value crds.install)"
+                ) from error
+            if error.code in (401, 403):
+                raise ConfigError(f"no right to list {KIND}s: {error.message}") from error
+            raise
+
+    async def _list_until_done(self) -> None:
+        pause = 1.0
+        while not await self._list_all():
+            await asyncio.sleep(pause)
+            pause = min(30.0, 2 * pause)
+
+    async def _list_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.resync_seconds * random.uniform(0.9, 1.1))  # noqa: S311
+            await self._list_all()
+
+    async def _list_all(self) -> bool:
+        """Take in everything that is; look at every job again, spread over some seconds."""
+        self._listed = time.monotonic()
+        first = not self._synced
+        try:
+            for kind in KINDS:
+                selector = "" if kind == KIND else WATCH_SELECTOR
+                items, version = await self._cluster.list(kind, self._settings.namespace, labels=selector)
+                changed = self._cache.replace(kind, items, version)
+                if not first:
+                    self._metrics.missed.inc(len(changed))
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("listing failed: %s", error)
+            return False
+        for key in self._cache.all_keys():
+            self._queue.add(key, 0.0 if first else random.uniform(0.0, _SPREAD_SECONDS))  # noqa: S311
+        self._synced = True
+        return True
+
+    def _sick(self) -> str | None:
+        if self._listed is None:
+            return None
+        age = time.monotonic() - self._listed
+        limit = _SICK_AFTER_RESYNCS * self._settings.resync_seconds
+        return f"nothing was listed for {age:.0f} s" if age > limit else None
+
+    def _not_ready(self) -> str | None:
+        return None if self._synced or self._listed is None else "the first listing is not done"
+
+
+async def run(settings: Settings) -> None:
+    """Connect and work until asked to end. Raises ``ConfigError`` when there is no usable cluster."""
+    url, session = await connect()
+    try:
+        await Operator(settings, url, session).run()
+    finally:
+        await session.close()

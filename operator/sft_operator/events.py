@@ -1,0 +1,66 @@
+"""Pure: the events (``kubectl describe``) that a change of status deserves."""
+
+from datetime import datetime
+from typing import Literal, NamedTuple
+
+from sft_api.v1alpha1 import API_VERSION, KIND, RestartsStatus, SFTJobStatus
+
+from .names import MANAGER
+from .observed import Manifest
+
+_SENTENCES = {
+    "Running": "training",
+    "Complete": "training is complete",
+    "Starting": "the pods are being started",
+    "Preparing": "the children are being created",
+}
+
+
+class News(NamedTuple):
+    """One thing worth telling."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    note: str
+
+
+def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
+    """What changed between two statuses, oldest first."""
+    told: list[News] = []
+    old, new = before.restarts or RestartsStatus(), after.restarts or RestartsStatus()
+    if new.failures > old.failures:
+        told.append(News("Warning", "Restarting", f"{new.last_reason}: {new.last_message}"))
+    elif new.disruptions > old.disruptions:
+        told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
+    trouble = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
+    known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
+    if after.state and after.state != before.state:
+        kind: Literal["Normal", "Warning"] = "Warning" if trouble or after.state == "Failed" else "Normal"
+        told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
+    elif trouble and (known is None or known.reason != trouble.reason):
+        told.append(News("Warning", trouble.reason, trouble.message))
+    return told
+
+
+def build_event(job: Manifest, item: News, *, instance: str, now: datetime) -> Manifest:
+    """The event for ``item`` about the SFTJob in the manifest ``job``; ``instance`` names this operator's pod."""
+    metadata = job["metadata"]
+    return {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
+        "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "type": item.type,
+        "reason": item.reason[:128],
+        "note": item.note[:1000],
+        "action": "Reconcile",
+        "reportingController": MANAGER,
+        "reportingInstance": instance[:128],
+        "regarding": {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "namespace": metadata["namespace"],
+            "name": metadata["name"],
+            "uid": metadata["uid"],
+        },
+    }

@@ -1,0 +1,101 @@
+"""kopf, here and nowhere else: it watches, and every event becomes "take this in, and look again".
+
+Only event handlers are used: they need no finalizers and leave no annotations. kopf watches again by itself when
+a stream breaks or falls silent; what was deleted meanwhile it cannot know, a complete listing finds that.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kopf
+
+from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+
+from .cluster import connect
+from .config import Settings
+from .names import WATCH_SELECTOR
+from .observed import Manifest
+
+Seen = Callable[[str, str | None, Manifest], None]
+"""Called with kind, type of event (None when listed, ADDED, MODIFIED, DELETED) and the object."""
+
+
+class _PatientRetries:
+    """Seconds between retries, for ever: an API server that is away is no reason to end."""
+
+    def __iter__(self) -> Iterator[float]:
+        pause = 1.0
+        while True:
+            yield pause * random.uniform(0.75, 1.25)  # noqa: S311 -- not for secrets
+            pause = min(30.0, 2 * pause)
+
+
+class _NoMemory(kopf.DiffBaseStorage):
+    """kopf compares objects with copies of themselves for handlers that we do not have."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return {}
+
+    def fetch(self, *, body: Any) -> Any:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        return None
+
+
+def _registry(seen: Seen) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        server, session = await connect()
+        return kopf.AiohttpSession(server=server, aiohttp_session=session)
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
+    async def sft_job(event: Any, **_: Any) -> None:
+        seen(KIND, event["type"], event["object"])
+
+    @kopf.on.event("batch", "v1", "jobs", registry=registry)
+    async def job(event: Any, **_: Any) -> None:
+        seen("Job", event["type"], event["object"])
+
+    @kopf.on.event("", "v1", "pods", registry=registry)
+    async def pod(event: Any, **_: Any) -> None:
+        seen("Pod", event["type"], event["object"])
+
+    return registry
+
+
+def _kopf_settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    # Kinds are looked up once, at the start: no right to read CRDs or namespaces is needed.
+    settings.scanning.disabled = True
+    settings.persistence.diffbase_storage = _NoMemory()
+    settings.watching.label_selectors["batch", "v1", "jobs"] = WATCH_SELECTOR
+    settings.watching.label_selectors["", "v1", "pods"] = WATCH_SELECTOR
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    settings.watching.connect_timeout = 10
+    settings.watching.inactivity_timeout = 75
+    settings.watching.chunk_size = 500
+    settings.networking.connect_timeout = 10
+    settings.networking.request_timeout = 60
+    settings.networking.error_backoffs = _PatientRetries()
+    settings.networking.enforce_retry_after = True
+    return settings
+
+
+async def watch(settings: Settings, seen: Seen) -> None:
+    """Watch until the process is asked to end (kopf takes SIGTERM and SIGINT)."""
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    await kopf.operator(
+        registry=_registry(seen),
+        settings=_kopf_settings(),
+        standalone=True,
+        clusterwide=settings.namespace is None,
+        namespaces=[settings.namespace] if settings.namespace else [],
+    )

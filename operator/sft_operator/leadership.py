@@ -1,0 +1,127 @@
+"""Which of several replicas works: the one that holds a Lease and keeps renewing it."""
+
+import asyncio
+import logging
+import random
+from datetime import UTC, datetime
+
+import aiohttp
+
+from .cluster import ApiError, Cluster
+from .config import LeaderElectionSettings
+from .observed import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+class LeadershipLost(Exception):
+    """The Lease could not be renewed in time: another replica may be at work."""
+
+
+class Leadership:
+    """Holds the Lease. Times of others are never compared with our clock: only whether the Lease still changes."""
+
+    def __init__(self, cluster: Cluster, settings: LeaderElectionSettings, identity: str) -> None:
+        """``identity`` names this replica, and must be new in every process."""
+        self._cluster = cluster
+        self._settings = settings
+        self._identity = identity
+        self._seen = ""
+        self._seen_at = 0.0
+
+    async def acquire(self) -> None:
+        """Wait until the Lease is ours."""
+        while True:
+            try:
+                if await self._try(renew_only=False):
+                    logger.info("this replica works: it holds Lease %s", self._settings.name)
+                    return
+            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("Lease %s: %s", self._settings.name, error)
+            await asyncio.sleep(self._settings.renew_seconds * random.uniform(0.8, 1.2))  # noqa: S311
+
+    async def keep(self) -> None:
+        """Renew for ever; raises ``LeadershipLost`` while the Lease is still ours for a third of its time."""
+        clock = asyncio.get_running_loop().time
+        renewed = clock()
+        while True:
+            await asyncio.sleep(self._settings.renew_seconds)
+            left = renewed + self._settings.lease_seconds * 2 / 3 - clock()
+            try:
+                async with asyncio.timeout(max(0.1, left)):
+                    if not await self._try(renew_only=True):
+                        raise LeadershipLost(f"another replica holds Lease {self._settings.name}")
+                renewed = clock()
+            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+                if clock() >= renewed + self._settings.lease_seconds * 2 / 3:
+                    raise LeadershipLost(f"Lease {self._settings.name} could not be renewed: {error}") from error
+                logger.warning("Lease %s: %s", self._settings.name, error)
+
+    async def release(self) -> None:
+        """Let another replica take over at once."""
+        try:
+            lease = await self._cluster.get("Lease", self._settings.namespace, self._settings.name)
+            if lease["spec"].get("holderIdentity") == self._identity:
+                await self._put(lease, holder="")
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("Lease %s was not released: %s", self._settings.name, error)
+
+    async def _try(self, *, renew_only: bool) -> bool:
+        try:
+            lease = await self._cluster.get("Lease", self._settings.namespace, self._settings.name)
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            return await self._create()
+        holder = lease["spec"].get("holderIdentity") or ""
+        if holder not in ("", self._identity) and (renew_only or not self._expired(lease)):
+            return False
+        try:
+            await self._put(lease, holder=self._identity)
+        except ApiError as error:
+            if error.code == 409:  # someone else was faster
+                return False
+            raise
+        return True
+
+    def _expired(self, lease: Manifest) -> bool:
+        now = asyncio.get_running_loop().time()
+        version = lease["metadata"]["resourceVersion"]
+        if version != self._seen:
+            self._seen, self._seen_at = version, now
+        seconds = lease["spec"].get("leaseDurationSeconds") or self._settings.lease_seconds
+        return bool(now - self._seen_at > seconds)
+
+    async def _create(self) -> bool:
+        manifest = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._settings.name, "namespace": self._settings.namespace},
+            "spec": self._spec(self._identity, transitions=0),
+        }
+        try:
+            await self._cluster.create("Lease", self._settings.namespace, manifest)
+        except ApiError as error:
+            if error.code == 409:
+                return False
+            raise
+        return True
+
+    async def _put(self, lease: Manifest, *, holder: str) -> None:
+        transitions = lease["spec"].get("leaseTransitions") or 0
+        if holder and lease["spec"].get("holderIdentity") != holder:
+            transitions += 1
+        manifest = {**lease, "spec": self._spec(holder, transitions)}
+        if holder and lease["spec"].get("holderIdentity") == holder:
+            manifest["spec"]["acquireTime"] = lease["spec"].get("acquireTime")
+        await self._cluster.update("Lease", self._settings.namespace, self._settings.name, manifest)
+
+    def _spec(self, holder: str, transitions: int) -> Manifest:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        return {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": round(self._settings.lease_seconds),
+            "acquireTime": now,
+            "renewTime": now,
+            "leaseTransitions": transitions,
+        }

@@ -1,0 +1,103 @@
+"""Prometheus metrics: of the operator itself, and of the jobs, whose series go when the job goes."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from .observed import Manifest, parse_time
+
+# Metric name, help, path in the status.
+_FIGURES = (
+    ("sft_job_step", "Optimizer steps done.", ("progress", "step")),
+    ("sft_job_total_steps", "Optimizer steps of the whole run.", ("progress", "totalSteps")),
+    ("sft_job_loss", "Loss of the last step.", ("progress", "loss")),
+    ("sft_job_eval_loss", "Last evaluation loss.", ("progress", "evalLoss")),
+    ("sft_job_tokens_per_second", "Tokens a second.", ("progress", "tokensPerSecond")),
+    (
+        "sft_job_model_flops_utilization",
+        "Share of the GPUs' peak FLOP/s that goes into the model.",
+        ("progress", "modelFlopsUtilization"),
+    ),
+    ("sft_job_steps_at_risk", "Steps that losing all pods now would cost.", ("stepsAtRisk",)),
+    ("sft_job_lost_steps", "Steps computed twice because of restarts.", ("restarts", "lostSteps")),
+    ("sft_job_attempt", "Attempt that runs, or ran last.", ("attempt",)),
+)
+
+
+class OperatorMetrics:
+    """Counters of the operator itself, in ``registry``."""
+
+    def __init__(self, manifests: Callable[[], Iterable[Manifest]], queue_depth: Callable[[], int]) -> None:
+        """``manifests`` gives all SFTJobs, ``queue_depth`` the keys that wait for a worker."""
+        self.registry = CollectorRegistry()
+        self.reconciles = Counter(
+            "sft_operator_reconciles", "Reconciliations by result.", ["result"], registry=self.registry
+        )
+        self.seconds = Histogram(
+            "sft_operator_reconcile_seconds", "Duration of reconciliations.", registry=self.registry
+        )
+        self.api_calls = Counter(
+            "sft_operator_api_calls", "Answers of the API server.", ["verb", "kind", "code"], registry=self.registry
+        )
+        self.reports = Counter(
+            "sft_operator_progress_reads", "Progress reports read, by result.", ["result"], registry=self.registry
+        )
+        self.missed = Counter(
+            "sft_operator_watch_missed", "Objects a listing found that no watch had told of.", registry=self.registry
+        )
+        self.leader = Gauge("sft_operator_leader", "1 while this replica works.", registry=self.registry)
+        depth = Gauge("sft_operator_queue_depth", "SFTJobs that wait for a worker.", registry=self.registry)
+        depth.set_function(queue_depth)
+        self.registry.register(JobCollector(manifests))
+
+    def answered(self, verb: str, kind: str, code: int) -> None:
+        """Count an answer of the API server."""
+        self.api_calls.labels(verb, kind, str(code)).inc()
+
+
+class JobCollector(Collector):
+    """Metrics of the jobs, read from their status at every scrape: nothing to keep, nothing to forget."""
+
+    def __init__(self, manifests: Callable[[], Iterable[Manifest]]) -> None:
+        self._manifests = manifests
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing is known before the first scrape."""
+        return ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """All series of all jobs."""
+        labels = ("namespace", "name")
+        jobs = [
+            ((manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]), manifest.get("status") or {})
+            for manifest in self._manifests()
+        ]
+        states = GaugeMetricFamily("sft_job_state", "1, labelled with the present state.", labels=(*labels, "state"))
+        restarts = GaugeMetricFamily("sft_job_restarts", "Restarts by kind.", labels=(*labels, "kind"))
+        checkpoint = GaugeMetricFamily(
+            "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
+        )
+        for job, status in jobs:
+            states.add_metric((*job, status.get("state") or "Unknown"), 1.0)
+            for kind in ("failures", "disruptions"):
+                restarts.add_metric((*job, kind), float((status.get("restarts") or {}).get(kind) or 0))
+            time = parse_time(_at(status, ("checkpoints", "latest", "time")))
+            if time:
+                checkpoint.add_metric(job, time.timestamp())
+        yield from (states, restarts, checkpoint)
+        for name, text, path in _FIGURES:
+            family = GaugeMetricFamily(name, text, labels=labels)
+            for job, status in jobs:
+                value = _at(status, path)
+                if isinstance(value, int | float):
+                    family.add_metric(job, float(value))
+            yield family
+
+
+def _at(status: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        status = status.get(part) if isinstance(status, dict) else None
+    return status

@@ -1,0 +1,44 @@
+"""Names, labels and keys of everything the operator creates: deterministic, so that nothing need be remembered."""
+
+from sft_api.v1alpha1 import GROUP
+
+MANAGER = "sft-operator"
+"""Field manager of all writes, value of app.kubernetes.io/managed-by, and component of all events."""
+
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+JOB_LABEL = f"{GROUP}/job"
+"""On every child and every pod: the name of the SFTJob. Services and network policies select by it."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""On an SFTJob: Kueue decides when its Job may run."""
+
+TRAINER_CONTAINER = "trainer"
+CONFIG_KEY = "config.json"
+
+WATCH_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER}"
+
+
+def config_map_name(job_name: str) -> str:
+    """Name of the ConfigMap with the trainer's configuration."""
+    return f"{job_name}-config"
+
+
+def coordinator_host(job_name: str) -> str:
+    """Host name of the pod with index 0, resolvable in the job's namespace through the headless Service."""
+    return f"{job_name}-0.{job_name}"
+
+
+def child_labels(job_name: str) -> dict[str, str]:
+    """Labels of every child of the SFTJob ``job_name``."""
+    return {
+        "app.kubernetes.io/name": "sft-trainer",
+        "app.kubernetes.io/instance": job_name,
+        "app.kubernetes.io/component": "training",
+        "app.kubernetes.io/part-of": "sft",
+        MANAGED_BY_LABEL: MANAGER,
+        JOB_LABEL: job_name,
+    }
+
+
+def pod_selector(job_name: str) -> dict[str, str]:
+    """Labels that select the pods of the SFTJob ``job_name``, and nothing else."""
+    return {JOB_LABEL: job_name}

@@ -1,0 +1,100 @@
+"""Why a pod was lost, whether that is held against the run, and what the user can do about it."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sft_api.failures import ExitCode, FailureClass, failure_class
+
+from ..observed import Pod, Terminated
+
+ADVICE = {
+    FailureClass.CONFIG_ERROR: "correct the spec and submit a new SFTJob",
+    FailureClass.DATA_ERROR: "correct spec.data or the data and submit a new SFTJob",
+    FailureClass.MODEL_ERROR: "check spec.model.uri and submit a new SFTJob",
+    FailureClass.ACCESS_DENIED: "check the Secrets that spec.model.tokenSecretRef and spec.checkpoint.s3 name",
+    FailureClass.STORAGE_NOT_FOUND: "create the bucket or claim that spec.checkpoint.uri names",
+    FailureClass.STORAGE_FULL: "free room in the checkpoint store, or lower spec.checkpoint.keep",
+    FailureClass.NON_FINITE_LOSS: "lower spec.training.optimizer.learningRate, or look at the data of that step",
+    FailureClass.RESTARTS_EXHAUSTED: "see the last failure; spec.runPolicy.maxRestarts sets the limit",
+    FailureClass.OUT_OF_MEMORY: "lower the micro-batch, set spec.training.activationCheckpointing: full, or give the "
+    "pods more memory",
+    FailureClass.HANG: "see the stacks in the log; spec.runPolicy.progressDeadlineSeconds sets the limit",
+    FailureClass.WORKER_CRASHED: "see the log of the pod",
+    FailureClass.STORAGE_UNAVAILABLE: "check the object store and the network to it",
+}
+"""What to change, for messages that do not say so themselves."""
+
+HOST_MEMORY = (
+    "host memory ran out and the kernel killed the container: raise spec.compute.resources.limits.memory, lower "
+    "spec.data.workers, or set spec.checkpoint.async: false"
+)
+
+# status.reason of pods that the kubelet or a controller ended for the node's sake.
+_NODE_REASONS = frozenset(
+    {
+        "Evicted", "Preempting", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity",
+        "OutOfcpu", "OutOfmemory", "OutOfpods", "UnexpectedAdmissionError",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One pod that ended before the run was complete."""
+
+    pod: Pod
+    reason: str
+    """A failure class, or the cluster's own word for a disruption."""
+    message: str
+    disruption: bool
+    """True when it is nobody's fault, and free."""
+    failure: FailureClass
+    time: datetime | None
+
+
+def with_advice(failure: FailureClass, message: str) -> str:
+    """``message``, and what to change unless it is empty."""
+    advice = ADVICE.get(failure)
+    if not message:
+        message = failure.value
+    return message if advice is None or advice in message else f"{message}; {advice}"
+
+
+def loss(pod: Pod, *, gone: bool) -> Loss | None:
+    """Why ``pod`` was lost; None when it was not (it lives, or is complete). ``gone``: it was deleted."""
+    if pod.phase == "Succeeded" or (not gone and pod.phase != "Failed"):
+        return None
+    ended = pod.terminated
+    if ended and ended.exit_code == ExitCode.COMPLETE and pod.phase != "Failed":
+        return None
+    time = ended.finished if ended else None
+    where = f"pod {pod.name}" + (f" on node {pod.node}" if pod.node else "")
+    target = pod.conditions.get("DisruptionTarget")
+    if target and target.status:
+        message = f"{where} was disrupted: {target.message or target.reason}"
+        return Loss(pod, target.reason or "Disrupted", message, True, FailureClass.PEER_LOST, time or target.time)
+    if pod.reason in _NODE_REASONS:
+        message = f"{where} was ended by its node ({pod.reason}): {pod.message}".rstrip(": ")
+        return Loss(pod, pod.reason, message, True, FailureClass.PEER_LOST, time)
+    if ended is None:
+        return Loss(pod, "PodLost", f"{where} went away", True, FailureClass.PEER_LOST, time or pod.deletion_began)
+    failure, message = cause(ended)
+    if failure is FailureClass.INTERRUPTED:
+        return Loss(pod, failure.value, f"{where} was asked to stop, and saved before it did", True, failure, time)
+    return Loss(pod, failure.value, with_advice(failure, f"{where}: {message}"), False, failure, time)
+
+
+def cause(ended: Terminated) -> tuple[FailureClass, str]:
+    """Failure class and message of a container's end."""
+    if ended.reason == "OOMKilled":
+        return FailureClass.OUT_OF_MEMORY, HOST_MEMORY
+    report = ended.report
+    if report and report.failure:
+        return report.failure, report.message
+    failure = failure_class(ended.exit_code)
+    said = ended.message.strip() if report is None else ""
+    return failure, said[:1000] or f"exited with code {ended.exit_code}{_signal(ended.exit_code)}"
+
+
+def _signal(code: int) -> str:
+    return f" (killed by signal {code - 128})" if 128 < code < 160 else ""

@@ -1,0 +1,166 @@
+"""Where a job stands: one state, one reason, one sentence, from everything that is observed."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sft_api.failures import NO_RETRY_EXIT_CODES
+from sft_api.progress import Phase, TrainingProgress
+from sft_api.v1alpha1 import RestartsStatus, SFTJob, SFTJobStatus
+from sft_api.v1alpha1.status import State
+
+from ..names import QUEUE_LABEL
+from ..observed import ChildJob, Observed, Pod, Terminated
+from .children import queued
+from .failures import cause, with_advice
+from .restarts import exhausted
+from .troubles import Trouble, find_trouble
+
+FRESH = timedelta(seconds=60)
+"""A report that is older says nothing about now."""
+
+LAST_WORDS = timedelta(seconds=10)
+"""The ends of pods are waited for no longer than this after the end of their Job."""
+
+_TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
+_WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where the job stands."""
+
+    state: State
+    reason: str
+    """CamelCase, stable."""
+    message: str = ""
+    stalled: bool = False
+    """True when someone has to change something."""
+    completed: datetime | None = None
+    """When the run ended, if it has."""
+
+
+def find_situation(
+    job: SFTJob, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
+) -> Situation:
+    """The situation of a run that had not ended so far."""
+    child = observed.job
+    if child and child.complete:
+        return Situation("Complete", "TrainingComplete", completed=child.completed or child.complete.time or now)
+    if child and child.failed:
+        reason, message = why_job_failed(job, child, (*observed.pods, *observed.gone_pods))
+        return Situation("Failed", reason, message, stalled=True, completed=child.failed.time or now)
+    enough = exhausted(restarts, job.spec.run_policy.max_restarts)
+    if enough:
+        return Situation("Failed", "RestartsExhausted", enough, stalled=True, completed=now)
+    if job.spec.suspend:
+        return _suspended(child, observed)
+    if child is None or child.deleting:
+        return _without_job(observed)
+    if child.suspended:
+        return _held_back(job, observed)
+    return _active(job, previous, observed, now)
+
+
+def last_words_missing(observed: Observed, now: datetime) -> bool:
+    """Whether the Job has ended and the ends of its pods, which are watched apart, have not been seen yet."""
+    child = observed.job
+    ended = (child.complete or child.failed) if child else None
+    if child is None or ended is None or (ended.time and now - ended.time > LAST_WORDS):
+        return False
+    if child.complete:
+        return bool(observed.active_pods)
+    return ended.reason == "PodFailurePolicy" and not _fatal_ends((*observed.pods, *observed.gone_pods))
+
+
+def _suspended(child: ChildJob | None, observed: Observed) -> Situation:
+    saving = len(observed.active_pods)
+    if saving or (child and not child.suspended):
+        return Situation("Suspending", "SuspendRequested", f"{saving} pod(s) save their state and end")
+    return Situation("Suspended", "SuspendRequested", "spec.suspend is true; set it to false to go on")
+
+
+def _without_job(observed: Observed) -> Situation:
+    trouble = find_trouble(observed, pods_wanted=0)
+    if trouble:
+        return Situation("Preparing", trouble.reason, trouble.message, trouble.stalled)
+    return Situation("Preparing", "CreatingJob")
+
+
+def _held_back(job: SFTJob, observed: Observed) -> Situation:
+    if observed.active_pods:
+        return Situation("Suspending", "Preempted", "the queue takes the place back; the pods save their state")
+    if queued(job):
+        return Situation(
+            "Queued", "WaitingForQueue", f"waiting for admission by queue {job.metadata.labels[QUEUE_LABEL]}"
+        )
+    return Situation("Queued", "JobSuspended", "the Job is being resumed")
+
+
+def _active(job: SFTJob, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
+    wanted = job.spec.compute.nodes
+    before: State = "Recovering" if previous.first_step_time else "Starting"
+    trouble = find_trouble(observed, pods_wanted=wanted)
+    if trouble:
+        return Situation(_state_in(trouble, before), trouble.reason, trouble.message, trouble.stalled)
+    live = [pod for pod in observed.active_pods if pod.deletion is None]
+    if len(live) < wanted:
+        return Situation(before, "PodsMissing", _missing(observed, len(live), wanted))
+    training = fresh_training(observed, now)
+    ready = sum(pod.ready for pod in live)
+    if training and training.phase in _TRAINING:
+        return Situation("Running", training.phase.value, training.phase_detail)
+    if training is None and previous.state == "Running" and ready == len(live):
+        since = previous.progress.update_time if previous.progress else None
+        return Situation("Running", "NoProgressReport", f"the supervisor of index 0 has not answered since {since}")
+    if ready < wanted:
+        return Situation(before, "PodsNotReady", f"{ready} of {wanted} pods are ready{_slowest(live)}")
+    if training is None:
+        return Situation(before, "PodsReady", "waiting for the first progress report")
+    return Situation(before, training.phase.value, training.phase_detail)
+
+
+def _state_in(trouble: Trouble, before: State) -> State:
+    return "Queued" if before == "Starting" and trouble.reason in _WAITING_FOR_ROOM else before
+
+
+def _missing(observed: Observed, live: int, wanted: int) -> str:
+    ending = len(observed.active_pods) - live
+    message = f"{live} of {wanted} pods exist"
+    return f"{message}; {ending} still end(s), and a replacement waits for that" if ending else message
+
+
+def _slowest(pods: Iterable[Pod]) -> str:
+    """What a pod that is not ready says of itself."""
+    for pod in pods:
+        if not pod.ready and pod.waiting_reason:
+            return f"; {pod.name}: {pod.waiting_reason} {pod.waiting_message}".rstrip()
+    return ""
+
+
+def fresh_training(observed: Observed, now: datetime) -> TrainingProgress | None:
+    """What the trainer last reported, when the report is of the present pod with index 0 and not old."""
+    report, coordinator = observed.report, observed.coordinator
+    if report is None or coordinator is None or report.pod_uid != coordinator.uid or now - report.received > FRESH:
+        return None
+    return report.progress.training
+
+
+def why_job_failed(job: SFTJob, child: ChildJob, pods: Iterable[Pod]) -> tuple[str, str]:
+    """Reason and message of a failed Job: of the pod that failed it, else of the Job itself."""
+    condition = child.failed
+    assert condition is not None  # noqa: S101 -- the caller looked
+    if condition.reason == "DeadlineExceeded":
+        limit = job.spec.run_policy.active_deadline_seconds
+        return "DeadlineExceeded", f"the run was active for longer than spec.runPolicy.activeDeadlineSeconds ({limit})"
+    ends = _fatal_ends(pods)
+    if not ends:
+        return condition.reason or "JobFailed", condition.message or "the Job failed"
+    first = min(ends, key=lambda end: end.finished.timestamp() if end.finished else math.inf)
+    failure, message = cause(first)
+    return failure.value, with_advice(failure, message)
+
+
+def _fatal_ends(pods: Iterable[Pod]) -> list[Terminated]:
+    return [pod.terminated for pod in pods if pod.terminated and pod.terminated.exit_code in NO_RETRY_EXIT_CODES]

@@ -1,0 +1,116 @@
+"""What keeps the pods from running, in the cluster's own words, and what the user can change."""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from ..observed import ChildJob, Observed, Pod, Refusal, Warning
+
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
+
+SLOW_START = timedelta(seconds=10)
+"""A container that is being created for longer deserves a look at its events."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One thing that keeps the job from running."""
+
+    reason: str
+    message: str
+    stalled: bool
+    """True when it will not pass by itself: someone has to change something."""
+
+
+def find_trouble(observed: Observed, *, pods_wanted: int) -> Trouble | None:
+    """The worst trouble of a Job that is meant to run, or None."""
+    found = [trouble for pod in observed.active_pods if (trouble := _pod_trouble(pod, observed.warnings))]
+    if observed.refusal:
+        found.append(refusal_trouble(observed.refusal))
+    elif observed.job and len(observed.active_pods) < pods_wanted:
+        found += _creation_troubles(observed.job, observed.pods, observed.warnings)
+    # One missing Secret explains more than a hundred pods that wait for the rest of the group.
+    return max(found, key=lambda trouble: trouble.stalled, default=None)
+
+
+def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list[str]:
+    """Uids of the Job and pods whose events may say why nothing moves; empty when all is well."""
+    job = observed.job
+    if job is None or job.suspended or job.deleting or job.complete or job.failed:
+        return []
+    if len(observed.active_pods) < pods_wanted:
+        return [job.uid]
+    slow = (
+        pod
+        for pod in observed.pods
+        if pod.node
+        and not pod.started
+        and not pod.finished
+        and pod.created
+        and now - pod.created > SLOW_START
+        # These say it in the pod's own status.
+        and pod.waiting_reason not in _IMAGE | _CONFIG
+    )
+    return [pod.uid for pod in slow][:1]
+
+
+def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
+    scheduled = pod.conditions.get("PodScheduled")
+    if scheduled and not scheduled.status and scheduled.message:
+        return _unscheduled(pod, scheduled.message)
+    if pod.waiting_reason in _IMAGE:
+        return Trouble(
+            "ImagePull",
+            f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; check spec.compute.image and "
+            "spec.compute.imagePullSecrets",
+            True,
+        )
+    if pod.waiting_reason in _CONFIG:
+        return Trouble(
+            "PodConfig",
+            f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; create what is missing in this namespace, "
+            "or correct the name in the spec",
+            True,
+        )
+    for warning in warnings:
+        if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not pod.started:
+            return Trouble(warning.reason, f"pod {pod.name}: {warning.message}", True)
+    return None
+
+
+def _unscheduled(pod: Pod, message: str) -> Trouble:
+    missing_claim = re.search(r'persistentvolumeclaim "[^"]*" not found', message)
+    if missing_claim:
+        advice = "create the claim in this namespace, or correct the pvc:// URI in the spec"
+        return Trouble("ClaimMissing", f"pod {pod.name}: {message}; {advice}", True)
+    return Trouble("Unschedulable", f"pod {pod.name} cannot be placed: {message}", False)
+
+
+def _creation_troubles(job: ChildJob, pods: tuple[Pod, ...], warnings: tuple[Warning, ...]) -> list[Trouble]:
+    """Pods that the Job controller could not create: its events have the API server's words."""
+    newest = max((pod.created for pod in pods if pod.created), default=job.started)
+    for warning in warnings:  # newest first
+        if newest and warning.time and warning.time < newest:
+            break
+        if warning.subject == f"Job/{job.name}" and warning.reason == "FailedCreate":
+            return [_forbidden(warning.message)]
+    return []
+
+
+def refusal_trouble(refusal: Refusal) -> Trouble:
+    """A child that the API server refused."""
+    if refusal.code == 409:
+        return Trouble("NameTaken", refusal.message, not refusal.passing)
+    return _forbidden(f"the API server refused the {refusal.kind}: {refusal.message}")
+
+
+def _forbidden(message: str) -> Trouble:
+    if "exceeded quota" in message:
+        return Trouble("QuotaExceeded", f"{message}; it goes on when others free their share", False)
+    if "failed quota" in message:
+        return Trouble("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
+    if "violates PodSecurity" in message:
+        return Trouble("PodSecurity", f"{message}; the namespace's pod security level must allow it", True)
+    return Trouble("Refused", message, True)

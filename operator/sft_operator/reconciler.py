@@ -1,0 +1,408 @@
+"""One SFTJob, from what is seen to what should be: read ``reconcile`` from top to bottom."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import aiohttp
+
+from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
+
+from .builders import trainer_config
+from .cache import Cache, Key
+from .cluster import ApiError, Cluster
+from .config import Settings
+from .events import build_event, news
+from .metrics import OperatorMetrics
+from .observed import Manifest, Observed, Pod, Refusal, Report, Warning, owner_uid, parse_time
+from .policies.children import Changes, is_finished, plan_changes, time_to_live
+from .policies.situation import last_words_missing
+from .policies.troubles import wants_events
+from .progress_client import ProgressClient, UnusableReport
+from .spec import InvalidSpec, read_spec
+from .status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
+from .workqueue import RetryLater
+
+logger = logging.getLogger(__name__)
+
+_FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
+_LONGEST_REFUSAL_SECONDS = 300.0
+_NAMESPACE_SECONDS = 5.0
+_FIRST_EVENTS_SECONDS, _LAST_EVENTS_SECONDS = 2.0, 30.0
+_SOON_SECONDS = 0.5
+
+
+def utc_now() -> datetime:
+    """The wall clock."""
+    return datetime.now(UTC)
+
+
+@dataclass
+class _Memory:
+    """What is worth remembering between two looks; nothing is lost when it is lost."""
+
+    spec: tuple[str, int] | None = None
+    """Uid and generation of ``job``."""
+    job: SFTJob | None = None
+    written: float = -1e9
+    """When the status was last written; all times are of the event loop's clock."""
+    next_poll: float = 0.0
+    poll: asyncio.Task[None] | None = None
+    next_events: float | None = None
+    events_pause: float = _FIRST_EVENTS_SECONDS
+    next_namespace: float = 0.0
+    refusals: int = 0
+    next_creation: float = 0.0
+    looks: list[float] = field(default_factory=list)
+    """Seconds after which this look wants another."""
+
+
+class Reconciler:
+    """Brings one SFTJob after the other to where its spec wants it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: Cache,
+        progress: ProgressClient,
+        settings: Settings,
+        metrics: OperatorMetrics,
+        *,
+        look_again: Callable[[Key], None],
+        now: Callable[[], datetime] = utc_now,
+    ) -> None:
+        """``look_again`` queues a key; it is called when a progress report has arrived."""
+        self._cluster = cluster
+        self._cache = cache
+        self._progress = progress
+        self._settings = settings
+        self._metrics = metrics
+        self._look_again = look_again
+        self._now = now
+        self._memories: dict[Key, _Memory] = {}
+        self._instance = socket.gethostname()
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Look at one SFTJob, and do what has to be done; the seconds after which to look again, None for never.
+
+        Raises ``RetryLater`` when the API server cannot answer now.
+        """
+        try:
+            with self._metrics.seconds.time():
+                return await self._reconcile(key)
+        except ApiError as error:
+            raise RetryLater(error.retry_after or 0.0, str(error)) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RetryLater(0.0, f"the API server cannot be reached: {type(error).__name__}: {error}") from error
+
+    async def _reconcile(self, key: Key) -> float | None:
+        manifest = self._cache.manifest(key)
+        # Gone: its children follow by their owner references.
+        if manifest is None:
+            self._forget(key)
+            return None
+        memory = self._memories.setdefault(key, _Memory())
+        memory.looks = []
+
+        # Going: its Job must not hold the pods, nor the namespace.
+        if "deletionTimestamp" in manifest["metadata"]:
+            await self._release(key, manifest)
+            return None
+
+        # Read the spec; what is wrong with it is said once, and not retried.
+        now = self._now()
+        previous = read_status(manifest)
+        try:
+            job = _remembered_spec(memory, manifest)
+        except InvalidSpec as error:
+            return await self._refuse(key, manifest, previous, "InvalidSpec", str(error), now)
+
+        # Ended: clean up, and leave everything else as it is.
+        if is_finished(previous) and previous.completion_time is not None:
+            return await self._finish(key, manifest, job, previous, now)
+
+        # Look closer where something is missing.
+        await self._look_at_namespace(key, memory)
+        await self._look_at_events(key, memory, job)
+        observed = self._cache.observed(key)
+        if last_words_missing(observed, now):
+            return _SOON_SECONDS
+
+        # Create what is missing, suspend, resume.
+        try:
+            changes = plan_changes(job, previous, observed, self._settings)
+        except ValueError as error:
+            return await self._refuse(key, manifest, previous, "NotConfigured", str(error), now)
+        await self._apply(key, memory, job, changes)
+
+        # Ask the trainer how it is getting on; the answer queues the key again.
+        self._poll(key, memory, self._cache.observed(key), previous)
+
+        # Say where it stands.
+        observed = self._cache.observed(key)
+        export_uri = trainer_config(job, self._settings.store).export_uri if observed.job else None
+        status = compute_status(job, previous, observed, now, export_uri=export_uri)
+        await self._write(key, memory, manifest, previous, status, observed)
+        return min(memory.looks, default=None)
+
+    def _forget(self, key: Key) -> None:
+        memory = self._memories.pop(key, None)
+        if memory and memory.poll:
+            memory.poll.cancel()
+
+    async def _release(self, key: Key, manifest: Manifest) -> None:
+        """Delete the Job of an SFTJob that is going, unless its children are to stay (``--cascade=orphan``)."""
+        child = self._cache.observed(key).job
+        if child and not child.deleting and "orphan" not in (manifest["metadata"].get("finalizers") or ()):
+            await self._cluster.delete("Job", key.namespace, child.name, uid=child.uid)
+
+    async def _refuse(
+        self, key: Key, manifest: Manifest, previous: SFTJobStatus, reason: str, message: str, now: datetime
+    ) -> float | None:
+        memory = self._memories[key]
+        observed = self._cache.observed(key)
+        generation = manifest["metadata"].get("generation", 0)
+        status = refused_status(generation, previous, reason, message, now, runs=observed.job is not None)
+        await self._write(key, memory, manifest, previous, status, observed)
+        return None
+
+    async def _finish(
+        self, key: Key, manifest: Manifest, job: SFTJob, previous: SFTJobStatus, now: datetime
+    ) -> float | None:
+        observed = self._cache.observed(key)
+        memory = self._memories[key]
+        if plan_changes(job, previous, observed, self._settings).delete_job and observed.job:
+            await self._cluster.delete("Job", key.namespace, observed.job.name, uid=observed.job.uid)
+        status = compute_status(job, previous, observed, now)
+        await self._write(key, memory, manifest, previous, status, observed)
+        left = time_to_live(job, previous, now)
+        if left is None:
+            return None
+        if left > timedelta():
+            return min(left.total_seconds() + 0.1, 3600.0)
+        await self._cluster.delete(KIND, key.namespace, key.name, uid=manifest["metadata"]["uid"])
+        return None
+
+    async def _look_at_namespace(self, key: Key, memory: _Memory) -> None:
+        """Pods that end although nobody asked may be the first sign of a namespace that is going."""
+        observed = self._cache.observed(key)
+        ending = any(pod.deletion for pod in observed.active_pods)
+        if not ending or observed.job is None or observed.job.suspended:
+            return
+        memory.looks.append(_NAMESPACE_SECONDS)
+        if (clock := _clock()) < memory.next_namespace:
+            return
+        memory.next_namespace = clock + _NAMESPACE_SECONDS
+        try:
+            namespace = await self._cluster.get("Namespace", None, key.namespace)
+        except ApiError as error:
+            logger.debug("namespace %s cannot be read: %s", key.namespace, error)
+            return
+        terminating = (namespace.get("status") or {}).get("phase") == "Terminating"
+        self._cache.entry(key).namespace_terminating = terminating
+
+    async def _look_at_events(self, key: Key, memory: _Memory, job: SFTJob) -> None:
+        """Read the events of what does not move, at first often, then ever more rarely."""
+        entry, now = self._cache.entry(key), self._now()
+        subjects = wants_events(self._cache.observed(key), pods_wanted=job.spec.compute.nodes, now=now)
+        if not subjects:
+            memory.next_events, memory.events_pause = None, _FIRST_EVENTS_SECONDS
+            entry.warnings = ()
+            return
+        clock = _clock()
+        if memory.next_events is None:
+            memory.next_events = clock + _FIRST_EVENTS_SECONDS
+        elif clock >= memory.next_events:
+            found: list[Warning] = []
+            for uid in subjects:
+                items, _ = await self._cluster.list("CoreEvent", key.namespace, fields=f"involvedObject.uid={uid}")
+                found += _warnings(items)
+            entry.warnings = tuple(sorted(found, key=lambda item: item.time or now, reverse=True)[:20])
+            memory.events_pause = min(2 * memory.events_pause, _LAST_EVENTS_SECONDS)
+            memory.next_events = clock + memory.events_pause
+        memory.looks.append(memory.next_events - clock)
+
+    async def _apply(self, key: Key, memory: _Memory, job: SFTJob, changes: Changes) -> None:
+        """Make the changes; what the API server refuses for good is remembered, shown, and tried again later."""
+        child = self._cache.observed(key).job
+        entry = self._cache.entry(key)
+        if changes.delete_job and child:
+            await self._cluster.delete("Job", key.namespace, child.name, uid=child.uid)
+            return
+        if not changes.create and not changes.patch_job:
+            entry.refusal, memory.refusals = None, 0
+            return
+        if (clock := _clock()) < memory.next_creation:
+            memory.looks.append(memory.next_creation - clock)
+            return
+        kind = "Job"
+        try:
+            for manifest in changes.create:
+                kind = manifest["kind"]
+                await self._create(key, kind, manifest, job.metadata.uid)
+            if changes.patch_job and child:
+                answer = await self._cluster.patch("Job", key.namespace, child.name, changes.patch_job)
+                self._cache.store("Job", answer)
+            entry.refusal, memory.refusals = None, 0
+        except _NameTakenError as error:
+            self._refused(key, memory, Refusal(kind, 409, str(error), self._now(), passing=error.passing))
+        except ApiError as error:
+            if error.code not in _FINAL_REFUSALS:
+                raise
+            if "being terminated" in error.message:
+                entry.namespace_terminating = True
+            self._refused(key, memory, Refusal(kind, error.code, error.message, self._now()))
+
+    def _refused(self, key: Key, memory: _Memory, refusal: Refusal) -> None:
+        memory.refusals += 1
+        pause = 2.0 if refusal.passing else min(_LONGEST_REFUSAL_SECONDS, 5.0 * 2.0 ** (memory.refusals - 1))
+        memory.next_creation = _clock() + pause
+        memory.looks.append(pause)
+        self._cache.entry(key).refusal = refusal
+
+    async def _create(self, key: Key, kind: str, manifest: Manifest, uid: str) -> None:
+        """Create a child; one that exists already is fine when it is ours."""
+        try:
+            created = await self._cluster.create(kind, key.namespace, manifest)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+            name = manifest["metadata"]["name"]
+            created = await self._cluster.get(kind, key.namespace, name)
+            owner = owner_uid(created, KIND)
+            if owner != uid:
+                raise _NameTakenError(kind, name, of_earlier=owner is not None) from error
+        if kind == "Job":
+            self._cache.store("Job", created)
+
+    def _poll(self, key: Key, memory: _Memory, observed: Observed, previous: SFTJobStatus) -> None:
+        pod = observed.coordinator
+        if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
+            return
+        running = previous.state == "Running"
+        pause = self._settings.poll_seconds if running else self._settings.poll_seconds_starting
+        clock = _clock()
+        # A change of pace counts from now on, not from the next poll.
+        memory.next_poll = min(memory.next_poll, clock + pause)
+        if clock >= memory.next_poll:
+            memory.next_poll = clock + pause
+            if memory.poll is None:
+                memory.poll = asyncio.create_task(self._read_progress(key, memory, pod), name=f"progress of {key}")
+        memory.looks.append(memory.next_poll - clock)
+
+    async def _read_progress(self, key: Key, memory: _Memory, pod: Pod) -> None:
+        entry = self._cache.entry(key)
+        try:
+            progress = await self._progress.read(address=pod.ip or "", namespace=key.namespace, name=key.name)
+        except UnusableReport as error:
+            logger.debug("%s: %s", key, error)
+            entry.unanswered += 1
+            self._metrics.reports.labels("failed").inc()
+            return
+        finally:
+            memory.poll = None
+        self._metrics.reports.labels("read").inc()
+        if memory.job and progress.job_uid in ("", memory.job.metadata.uid):
+            entry.report = Report(progress, self._now(), pod.uid)
+            entry.unanswered = 0
+            self._look_again(key)
+
+    async def _write(
+        self,
+        key: Key,
+        memory: _Memory,
+        manifest: Manifest,
+        previous: SFTJobStatus,
+        status: SFTJobStatus,
+        observed: Observed,
+    ) -> None:
+        """Write the status when it changed; figures alone not too often. Then tell the news."""
+        patch = merge_patch(manifest.get("status") or {}, write_status(status))
+        if patch and not is_transition(previous, status):
+            wait = memory.written + self._settings.status_seconds - _clock()
+            if wait > 0:
+                memory.looks.append(wait)
+                return
+        if patch:
+            memory.written = _clock()
+            if not await self._patch_status(key, manifest, patch):
+                memory.looks.append(0.0)
+                return
+        self._seen(key, observed)
+        for item in news(previous, status):
+            event = build_event(manifest, item, instance=self._instance, now=self._now())
+            try:
+                await self._cluster.create("Event", key.namespace, event)
+            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("%s: event %s was not written: %s", key, item.reason, error)
+
+    async def _patch_status(self, key: Key, manifest: Manifest, patch: dict[str, Any]) -> bool:
+        """False when the object has changed meanwhile: the status must be computed anew."""
+        version = manifest["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version}, "status": patch}
+        try:
+            answer = await self._cluster.patch(KIND, key.namespace, key.name, body, subresource="status")
+        except ApiError as error:
+            if error.code == 404:
+                self._cache.remove(KIND, manifest)
+                return False
+            if error.code != 409:
+                raise
+            answer = await self._cluster.get(KIND, key.namespace, key.name)
+            self._cache.store(KIND, answer)
+            return False
+        self._cache.store(KIND, answer)
+        return True
+
+    def _seen(self, key: Key, observed: Observed) -> None:
+        """Pods that are gone have been taken into the status."""
+        gone = self._cache.entry(key).gone_pods
+        for pod in observed.gone_pods:
+            gone.pop(pod.uid, None)
+
+
+class _NameTakenError(Exception):
+    """A child's name belongs to another object."""
+
+    def __init__(self, kind: str, name: str, *, of_earlier: bool) -> None:
+        self.passing = of_earlier
+        if of_earlier:
+            super().__init__(f"the {kind} {name} of an earlier SFTJob of this name is still being deleted")
+        else:
+            super().__init__(
+                f"a {kind} {name} exists that does not belong to this SFTJob: delete it, or choose another name"
+            )
+
+
+def _remembered_spec(memory: _Memory, manifest: Manifest) -> SFTJob:
+    """The parsed job, parsed once a generation."""
+    metadata = manifest["metadata"]
+    identity = (metadata.get("uid", ""), metadata.get("generation", 0))
+    if memory.spec != identity or memory.job is None:
+        memory.job, memory.spec = read_spec(manifest), identity
+    return memory.job
+
+
+def _warnings(events: list[Manifest]) -> list[Warning]:
+    found = []
+    for event in events:
+        subject = event.get("involvedObject") or {}
+        if event.get("type") == "Warning":
+            time = event.get("lastTimestamp") or (event.get("series") or {}).get("lastObservedTime")
+            found.append(
+                Warning(
+                    subject=f"{subject.get('kind')}/{subject.get('name')}",
+                    reason=event.get("reason") or "",
+                    message=event.get("message") or "",
+                    time=parse_time(time or event.get("eventTime")),
+                )
+            )
+    return found
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,166 @@
+"""Pure: takes the trainer's reports and last words into the status. Nothing moves backwards in (attempt, step)."""
+
+from datetime import datetime, timedelta
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase, TerminationMessage, TrainingProgress
+from sft_api.report import progress_status, timestamp
+from sft_api.v1alpha1 import (
+    CheckpointsStatus,
+    CheckpointStatus,
+    ExportStatus,
+    ProgressStatus,
+    RestartsStatus,
+    SFTJobStatus,
+)
+
+from .observed import Observed, parse_time
+
+_BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
+_KEPT_CHECKPOINTS = 10
+_KEPT_WARNINGS = 20
+_CLOCK_DIFFERENCE = timedelta(seconds=2)
+"""Container end times are whole seconds, and the trainer's last report may come just after."""
+_LAST_PHASE = {None: Phase.COMPLETE, FailureClass.INTERRUPTED: Phase.WAITING}
+
+
+def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
+    """``status`` with what the last progress report says."""
+    if observed.report is None:
+        return status
+    training = observed.report.progress.training
+    status = status.model_copy(update={"warnings": _warnings(status, training)})
+    known = status.progress
+    if known is None:
+        return _adopt(status, training)
+    if training.attempt > status.attempt and training.phase in _BEFORE_TRAINING:
+        # The new attempt has not said yet where it goes on from: the figures of the old one still tell most.
+        return status.model_copy(update={"progress": _phase_only(known, training)})
+    if (training.attempt, training.step) < (status.attempt, known.step):
+        return status.model_copy(update={"progress": _phase_only(known, training)})
+    if training.attempt > status.attempt > 0:
+        status = _settle_attempt(status, training, observed)
+    return _adopt(status, training)
+
+
+def _phase_only(known: ProgressStatus, training: TrainingProgress) -> ProgressStatus:
+    return known.model_copy(
+        update={"phase": training.phase.value, "remaining": "", "update_time": timestamp(training.update_time)}
+    )
+
+
+def _adopt(status: SFTJobStatus, training: TrainingProgress) -> SFTJobStatus:
+    first_step = status.first_step_time
+    if first_step is None and training.step > (training.resumed_from_step or 0):
+        first_step = timestamp(training.update_time)
+    return status.model_copy(
+        update={
+            "attempt": max(status.attempt, training.attempt),
+            "progress": progress_status(training),
+            "checkpoints": _newer(status.checkpoints, training),
+            "export": training.export or status.export,
+            "first_step_time": first_step,
+        }
+    )
+
+
+def _newer(known: CheckpointsStatus | None, training: TrainingProgress) -> CheckpointsStatus | None:
+    """The report's checkpoints; the known ones while it has none, or only older ones of its own attempt."""
+    reported = training.checkpoints
+    if reported.latest is None:
+        return known
+    if known and known.latest and known.latest.attempt == training.attempt:
+        older = (reported.latest.attempt, reported.latest.step) < (known.latest.attempt, known.latest.step)
+        return known if older else reported
+    return reported
+
+
+def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: Observed) -> SFTJobStatus:
+    """Steps that a lost index 0 cost: its supervisor can no longer tell."""
+    told = observed.report.progress.incidents if observed.report else []
+    if any(incident.attempt == status.attempt for incident in told) or status.progress is None:
+        return status
+    restarts = status.restarts or RestartsStatus()
+    lost = max(0, status.progress.step - (training.resumed_from_step or 0))
+    update: dict[str, object] = {"lost_steps": restarts.lost_steps + lost}
+    happened = parse_time(restarts.last_time)
+    if happened and training.update_time > happened:
+        update["recovery_seconds"] = round((training.update_time - happened).total_seconds(), 1)
+    return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
+
+
+def _warnings(status: SFTJobStatus, training: TrainingProgress) -> list[str]:
+    merged = dict.fromkeys([*status.warnings, *(warning[:1000] for warning in training.warnings)])
+    return list(merged)[:_KEPT_WARNINGS]
+
+
+def merge_last_words(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
+    """``status`` with what pods left behind when they ended: nobody can be asked any more."""
+    for pod in (*observed.pods, *observed.gone_pods):
+        ended = pod.terminated
+        words = ended.report if ended else None
+        if ended and words and words.attempt > 0 and _is_news(status, words, ended.finished):
+            status = _with_last_words(status, words, ended.finished)
+    return status
+
+
+def _is_news(status: SFTJobStatus, words: TerminationMessage, time: datetime | None) -> bool:
+    """Whether they are of the newest attempt, and no younger report has been seen."""
+    progress = status.progress
+    if progress is None:
+        return True
+    reported = parse_time(progress.update_time)
+    if time and reported and reported > time + _CLOCK_DIFFERENCE:
+        return False
+    return (words.attempt, words.step) >= (status.attempt, progress.step)
+
+
+def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: datetime | None) -> SFTJobStatus:
+    known = status.progress or ProgressStatus()
+    total = words.total_steps or known.total_steps
+    update: dict[str, object] = {
+        "step": words.step,
+        "total_steps": total,
+        "summary": f"{words.step}/{total}" if total else str(words.step),
+        "percent": words.step * 100 // total if total else None,
+        "phase": _LAST_PHASE.get(words.failure, Phase.FAILED).value,
+        "remaining": "",
+    }
+    if time:
+        update["update_time"] = timestamp(time)
+    if words.loss is not None or words.step > known.step:
+        update["loss"] = words.loss
+    if words.eval_loss is not None:
+        update["eval_loss"] = words.eval_loss
+    export = ExportStatus(uri=words.export_uri, step=words.step) if words.export_uri else status.export
+    return status.model_copy(
+        update={
+            "attempt": words.attempt,
+            "progress": known.model_copy(update=update),
+            "checkpoints": _with_checkpoint(status.checkpoints, words, time),
+            "export": export,
+        }
+    )
+
+
+def _with_checkpoint(
+    known: CheckpointsStatus | None, words: TerminationMessage, time: datetime | None
+) -> CheckpointsStatus | None:
+    if words.checkpoint_step is None or words.checkpoint_uri is None:
+        return known
+    known = known or CheckpointsStatus()
+    if known.latest and (known.latest.uri == words.checkpoint_uri or known.latest.step > words.checkpoint_step):
+        return known
+    committed = words.checkpoint_time or time
+    if committed is None:
+        return known
+    latest = CheckpointStatus(
+        step=words.checkpoint_step,
+        attempt=words.attempt,
+        uri=words.checkpoint_uri,
+        time=timestamp(committed),
+        size_bytes=words.checkpoint_bytes or 0,
+        # Rank 0 checks every file before it commits, and tells only of what it committed.
+        verified=True,
+    )
+    return known.model_copy(update={"latest": latest, "kept": [latest, *known.kept][:_KEPT_CHECKPOINTS]})

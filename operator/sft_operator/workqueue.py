@@ -1,0 +1,123 @@
+"""A queue of keys to look at: each key once at a time, coalesced, with delays and back-off. Knows nothing else."""
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+KeyType = TypeVar("KeyType", bound=Hashable)
+
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 120.0
+
+
+class RetryLater(Exception):
+    """Raised by the work to be run again after ``seconds`` at least; the back-off may make it longer."""
+
+    def __init__(self, seconds: float, why: str) -> None:
+        super().__init__(why)
+        self.seconds = seconds
+
+
+class WorkQueue(Generic[KeyType]):
+    """``work`` runs for every key that is added; it returns the seconds after which to run again, or None."""
+
+    def __init__(
+        self,
+        work: Callable[[KeyType], Awaitable[float | None]],
+        *,
+        concurrency: int,
+        on_error: Callable[[KeyType, Exception], None] = lambda key, error: None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._work = work
+        self._concurrency = concurrency
+        self._on_error = on_error
+        self._jitter = jitter
+        self._due: dict[KeyType, float] = {}
+        self._heap: list[tuple[float, int, KeyType]] = []
+        self._sequence = itertools.count()
+        self._running: set[KeyType] = set()
+        self._failures: dict[KeyType, int] = {}
+        self._wakeup = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Keys that are due now and wait for a worker."""
+        now = _now()
+        return sum(1 for due in self._due.values() if due <= now)
+
+    def add(self, key: KeyType, delay_seconds: float = 0.0) -> None:
+        """Look at ``key`` after the delay, or when it is due already, if that is sooner."""
+        due = _now() + delay_seconds
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            if key not in self._running:
+                heapq.heappush(self._heap, (due, next(self._sequence), key))
+                self._wakeup.set()
+
+    def forget(self, key: KeyType) -> None:
+        """Drop what is planned for ``key``."""
+        self._due.pop(key, None)
+        self._failures.pop(key, None)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            free = asyncio.Semaphore(self._concurrency)
+            while True:
+                await free.acquire()
+                key = await self._next()
+                self._running.add(key)
+                task = tasks.create_task(self._run_one(key), name=f"work on {key}")
+                task.add_done_callback(lambda _: free.release())
+
+    async def _next(self) -> KeyType:
+        while True:
+            self._wakeup.clear()
+            wait: float | None = None
+            while self._heap:
+                due, _, key = self._heap[0]
+                if self._due.get(key) != due or key in self._running:
+                    heapq.heappop(self._heap)  # planned anew, forgotten, or put back when the run ends
+                    continue
+                wait = due - _now()
+                if wait <= 0:
+                    heapq.heappop(self._heap)
+                    del self._due[key]
+                    return key
+                break
+            try:
+                async with asyncio.timeout(wait):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                pass
+
+    async def _run_one(self, key: KeyType) -> None:
+        delay: float | None
+        try:
+            delay = await self._work(key)
+            self._failures.pop(key, None)
+            if delay is not None:
+                delay *= 0.9 + 0.2 * self._jitter()
+        except Exception as error:  # one key's trouble never stops the others
+            self._on_error(key, error)
+            delay = self._backoff(key, error)
+        finally:
+            self._running.discard(key)
+        if delay is not None:
+            self.add(key, delay)
+        if key in self._due:
+            heapq.heappush(self._heap, (self._due[key], next(self._sequence), key))
+            self._wakeup.set()
+
+    def _backoff(self, key: KeyType, error: Exception) -> float:
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        pause = min(LAST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 16))
+        asked = error.seconds if isinstance(error, RetryLater) else 0.0
+        return max(pause, asked) * (0.75 + 0.5 * self._jitter())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
