@@ -37,7 +37,7 @@ def chart_template(definition: dict[str, Any]) -> str:
     metadata = {**definition["metadata"], "annotations": {"helm.sh/resource-policy": "keep"}}
     # Helm would read double braces in a description as its own.
     text = to_yaml({**definition, "metadata": metadata}).replace("{{", '{{ "{{" }}')
-    return f"{_HEADER}{{{{- if .Values.crds.install }}}}\n{text}{{{{- end }}}}\n"
+    return f"{{{{- if .Values.crds.install }}}}\n{_HEADER}{text}{{{{- end }}}}\n"
 
 
 def differing_files(root: Path) -> list[str]:

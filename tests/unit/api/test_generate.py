@@ -39,9 +39,9 @@ def test_the_chart_installs_the_same_crd_and_keeps_it() -> None:
     text = generated_files()["charts/sft-operator/templates/crd.yaml"]
     lines = text.splitlines()
 
-    assert lines[1] == "{{- if .Values.crds.install }}"
+    assert lines[0] == "{{- if .Values.crds.install }}"
     assert lines[-1] == "{{- end }}"
-    template = yaml.safe_load("\n".join(lines[2:-1]))
+    template = yaml.safe_load("\n".join(lines[1:-1]))
     assert template["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
     assert template == definition
 
