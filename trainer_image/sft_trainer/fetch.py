@@ -7,6 +7,7 @@ renamed when complete. The hub's files go into the hub library's own cache (``HF
 import errno
 import fcntl
 import fnmatch
+import glob
 import hashlib
 import os
 import shutil
@@ -41,6 +42,7 @@ Kind = Literal["model", "tokenizer", "dataset"]
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -72,7 +74,8 @@ def _nothing(kind: Kind, message: str) -> TrainingError:
 
 
 def _existing(uri: str, path: Path, kind: Kind) -> Path:
-    if not path.exists():
+    # Data may be named by the beginning that its files' paths share.
+    if not path.exists() and not (kind == "dataset" and any(path.parent.glob(f"{glob.escape(path.name)}*"))):
         raise _nothing(kind, f"{uri}: there is no {path} here; check the path and where the volume is mounted")
     return path
 
@@ -96,14 +99,17 @@ def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind) -> Path:
 
 
 def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[StoredObject]:
-    """The object ``name`` itself, or those below the folder ``name``; of a model only the files it is made of."""
+    """The object ``name`` itself, or those below the folder ``name``; of a model only the files it is made of.
+
+    Data may also be named by the beginning that its keys share.
+    """
     single = [entry for entry in objects if entry.key == name]
     if single:
         return single
     inside = [entry for entry in objects if not name or entry.key.startswith(f"{name}/")]
     files = [entry for entry in inside if not entry.key.endswith("/")]  # consoles make empty "folders"
     if kind == "dataset":
-        return files
+        return files or list(objects)
     patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
     return [entry for entry in files if any(fnmatch.fnmatch(entry.key, pattern) for pattern in patterns)]
 
@@ -145,8 +151,8 @@ def _download(store: Store, objects: Sequence[StoredObject], target: Path) -> No
         for done in [pool.submit(fetch, entry, start) for entry, start in blocks]:
             done.result()
     for entry in objects:
-        with (partial / entry.key).open("rb") as file:
-            os.fsync(file.fileno())
+        with (partial / entry.key).open("rb") as written:
+            os.fsync(written.fileno())
     partial.rename(target)
 
 
@@ -229,6 +235,6 @@ def _hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
             f"{uri}: the hub refuses access: accept the terms on its page, and set model.tokenSecretRef "
             "(HF_TOKEN with sft run) to a token of that account"
         )
-    if isinstance(cause, OSError) and cause.errno is not None:
+    if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
         return _disk_error(cause, constants.HF_HUB_CACHE)
     return StorageUnavailableError(f"{uri}: the hub does not answer ({type(cause).__name__}: {cause}); try again later")

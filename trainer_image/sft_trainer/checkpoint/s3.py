@@ -1,5 +1,6 @@
 """S3 as a store: conditional creates, parallel multipart uploads in bounded memory, ranged reads."""
 
+import functools
 import io
 import os
 import threading
@@ -40,6 +41,13 @@ def part_size(size_hint: int) -> int:
     """
     megabytes = -(-size_hint // (MOST_PARTS * 9 // 10 * 2**20))
     return max(PART_SIZE, megabytes * 2**20)
+
+
+@functools.cache
+def _descriptions() -> Any:
+    import botocore.session
+
+    return botocore.session.get_session().get_component("data_loader")
 
 
 def _endpoint_from_environment() -> str:
@@ -90,10 +98,14 @@ class S3Store:
 
     def _new_client(self) -> Any:
         import boto3
+        import botocore.session
         from botocore.config import Config
 
         try:
-            return boto3.session.Session().client(
+            session = botocore.session.get_session()
+            # The descriptions of the API are megabytes of JSON: read once for all stores of the process.
+            session.register_component("data_loader", _descriptions())
+            return boto3.session.Session(botocore_session=session).client(
                 "s3",
                 endpoint_url=self.settings.endpoint,
                 region_name=self.settings.region,

@@ -1,0 +1,260 @@
+"""Models and data become local paths: whole, verified, once per machine, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from sft_trainer import fetch
+from sft_trainer.checkpoint import store as store_module
+from sft_trainer.checkpoint.s3 import S3Store
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    DataError,
+    ModelError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from sft_trainer.fetch import localise
+from tests.integration.checkpoint.s3_servers import BUCKET, S3Server
+
+MODEL = {
+    "config.json": b"{}",
+    "model.safetensors": os.urandom(1000),
+    "sub/tokenizer.json": b"tokens",
+    "pytorch_model.bin": b"a pickle",
+}
+
+
+@pytest.fixture
+def model_uri(s3_store: S3Store) -> str:
+    for name, data in MODEL.items():
+        s3_store.put(f"models/tiny/{name}", data)
+    s3_store.put("models/tiny-other/config.json", b"not this one")
+    return f"{s3_store.uri}/models/tiny"
+
+
+def files_below(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_model_from_a_bucket(s3_server: S3Server, model_uri: str, tmp_path: Path) -> None:
+    path = localise(model_uri, tmp_path, s3_server.settings, kind="model")
+    assert files_below(path) == {name: data for name, data in MODEL.items() if not name.endswith(".bin")}
+    tokenizer = localise(model_uri, tmp_path, s3_server.settings, kind="tokenizer")
+    assert set(files_below(tokenizer)) == {"config.json", "sub/tokenizer.json"}
+
+
+def test_what_is_there_is_not_downloaded_again(
+    s3_server: S3Server, model_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = localise(model_uri, tmp_path, s3_server.settings, kind="model")
+    reads: list[str] = []
+    plain = S3Store.read_range
+    monkeypatch.setattr(S3Store, "read_range", lambda self, key, *span: reads.append(key) or plain(self, key, *span))
+    assert localise(model_uri, tmp_path, s3_server.settings, kind="model") == first
+    assert reads == []
+
+    (first / "model.safetensors").write_bytes(b"truncated by a full disk")
+    assert localise(model_uri, tmp_path, s3_server.settings, kind="model") == first
+    assert files_below(first)["model.safetensors"] == MODEL["model.safetensors"]
+
+
+def test_changed_content_gets_another_folder(
+    s3_server: S3Server, s3_store: S3Store, model_uri: str, tmp_path: Path
+) -> None:
+    before = localise(model_uri, tmp_path, s3_server.settings, kind="model")
+    s3_store.put("models/tiny/model.safetensors", bytes(1000))  # the same size
+    after = localise(model_uri, tmp_path, s3_server.settings, kind="model")
+    assert after != before
+    assert files_below(after)["model.safetensors"] == bytes(1000)
+
+
+def test_large_files_come_in_blocks(
+    s3_server: S3Server, s3_store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_BLOCK", 1000)
+    data = os.urandom(7001)
+    s3_store.put("data/train.jsonl", data)
+    path = localise(f"{s3_store.uri}/data/train.jsonl", tmp_path, s3_server.settings, kind="dataset")
+    assert path.name == "train.jsonl"
+    assert path.read_bytes() == data
+
+
+def test_data_named_by_a_shared_beginning(s3_server: S3Server, s3_store: S3Store, tmp_path: Path) -> None:
+    for name in ("train-1.jsonl", "train-2.jsonl", "test.jsonl"):
+        s3_store.put(f"data/{name}", name.encode())
+    path = localise(f"{s3_store.uri}/data/train-", tmp_path, s3_server.settings, kind="dataset")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["train-1.jsonl", "train-2.jsonl"]
+    for name in ("train-1.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("{}")
+    assert localise(f"file://{tmp_path}/train-", tmp_path, kind="dataset") == tmp_path / "train-"
+
+
+def _localise_in_child(uri: str, cache: Path, settings: store_module.S3Settings, results: object) -> None:
+    reads = []
+    plain = S3Store.read_range
+    S3Store.read_range = lambda self, key, *span: reads.append(key) or plain(self, key, *span)  # type: ignore[method-assign]
+    path = localise(uri, cache, settings, kind="model")
+    results.put((str(path), len(reads)))  # type: ignore[attr-defined]
+
+
+def test_one_process_downloads_for_all(s3_server: S3Server, model_uri: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    children = [
+        context.Process(target=_localise_in_child, args=(model_uri, tmp_path, s3_server.settings, results))
+        for _ in range(4)
+    ]
+    for child in children:
+        child.start()
+    answers = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.join()
+    assert len({path for path, _ in answers}) == 1
+    assert sorted(reads for _, reads in answers) == [0, 0, 0, 3]
+
+
+def test_nothing_there(s3_server: S3Server, s3_store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="nothing under this key"):
+        localise(f"{s3_store.uri}/no/model", tmp_path, s3_server.settings, kind="model")
+    with pytest.raises(DataError, match="'no-such-bucket' is not there"):
+        localise("s3://no-such-bucket/data", tmp_path, s3_server.settings, kind="dataset")
+    with pytest.raises(ModelError, match="there is no"):
+        localise(f"file://{tmp_path}/absent", tmp_path, kind="model")
+    monkeypatch.setattr(store_module, "PVC_MOUNTS", tmp_path)
+    with pytest.raises(DataError, match="claim 'data' is not mounted"):
+        localise("pvc://data/train.jsonl", tmp_path, kind="dataset")
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="there is no"):
+        localise("pvc://data/train.jsonl", tmp_path, kind="dataset")
+    (tmp_path / "data/train.jsonl").write_text("{}")
+    assert localise("pvc://data/train.jsonl", tmp_path, kind="dataset") == tmp_path / "data/train.jsonl"
+    with pytest.raises(ConfigError, match="no known scheme"):
+        localise("./model", tmp_path, kind="model")
+
+
+def test_keys_that_lead_outside_are_refused(s3_server: S3Server, tmp_path: Path) -> None:
+    if s3_server.name == "versitygw":
+        return  # its objects are files: such a key cannot exist there
+    prefix = f"evil-{uuid.uuid4().hex}"
+    s3_server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/../../../config.json", Body=b"x")
+    with pytest.raises(ConfigError, match="is no key"):
+        localise(f"s3://{BUCKET}/{prefix}", tmp_path, s3_server.settings, kind="model")
+
+
+def test_full_cache_disk(s3_server: S3Server, model_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = fetch.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(StorageFullError, match=r"enlarge compute\.cache"):
+        localise(model_uri, tmp_path, s3_server.settings, kind="model")
+
+
+@dataclass
+class Hub:
+    """The few routes of the hub that a snapshot needs."""
+
+    endpoint: str = ""
+    status: int = 200
+    error_code: str = ""
+    requests: list[str] = field(default_factory=list)
+
+
+COMMIT = "a" * 40
+HUB_FILES = {**MODEL, "README.md": b"card"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    state = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            state.requests.append(self.path)
+            if state.status != 200:
+                self.answer(b"{}", {"X-Error-Code": state.error_code}, state.status)
+            elif "/revision/" in self.path:
+                self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
+            elif "/tree/" in self.path:
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in HUB_FILES.items()
+                ]
+                self.answer(json.dumps(tree).encode())
+            else:
+                data = HUB_FILES[self.path.partition(f"/resolve/{COMMIT}/")[2]]
+                etag = f'"{hashlib.sha1(data).hexdigest()}"'
+                self.answer(data, {"ETag": etag, "X-Repo-Commit": COMMIT})
+
+        def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    state.endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", state.endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield state
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    path = localise("hf://org/tiny@v1", tmp_path, token="hf_secret", kind="model")
+    assert files_below(path) == {
+        name: HUB_FILES[name] for name in ("config.json", "model.safetensors", "sub/tokenizer.json")
+    }
+    assert any("/revision/v1" in request for request in hub.requests)
+
+
+def test_the_hub_is_not_needed_twice(hub: Hub, tmp_path: Path) -> None:
+    path = localise("hf://org/tiny", tmp_path, kind="model")
+    hub.status = 503
+    assert localise("hf://org/tiny", tmp_path, kind="model") == path
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "match"),
+    [
+        (404, "RepoNotFound", ModelError, "not on the hub"),
+        (401, "RepoNotFound", ModelError, "not on the hub"),
+        (404, "RevisionNotFound", ModelError, "no such revision"),
+        (403, "GatedRepo", AccessDeniedError, "accept the terms"),
+        (403, "", AccessDeniedError, "refuses access"),
+        (503, "", StorageUnavailableError, "does not answer"),
+    ],
+)
+def test_the_hub_says_no(
+    hub: Hub, tmp_path: Path, status: int, code: str, expected: type[Exception], match: str
+) -> None:
+    hub.status, hub.error_code = status, code
+    with pytest.raises(expected, match=match):
+        localise("hf://org/tiny@v2", tmp_path, kind="model")
+
+
+def test_malformed_hub_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hf://org/name"):
+        localise("hf://a/b/c", tmp_path, kind="model")
