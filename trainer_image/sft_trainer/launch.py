@@ -24,6 +24,7 @@ import os  # noqa: E402
 import shlex  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
+import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from pydantic import ValidationError  # noqa: E402
@@ -96,8 +97,8 @@ def termination_json(end: TerminationMessage) -> str:
     """``end`` as JSON of at most 4096 bytes, its message cut where needed."""
     text = end.model_dump_json(by_alias=True, exclude_none=True)
     while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0:
-        # A character takes one byte at least, so cutting as many as there is excess gets there soon.
-        end = end.model_copy(update={"message": end.message[: max(0, len(end.message) - excess - 1)]})
+        # A character takes one to six bytes in JSON: cut the least that can be enough, and look again.
+        end = end.model_copy(update={"message": end.message[: max(0, len(end.message) - excess // 6 - 1)]})
         text = end.model_dump_json(by_alias=True, exclude_none=True)
     return text
 
@@ -107,13 +108,17 @@ def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessag
     run_dir = Path(tempfile.mkdtemp(prefix="sft-run-")) if made else options.run_dir.absolute()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        settings = _settings(options, run_dir)
+        try:
+            settings = _settings(options, run_dir)
+        except ValueError as problem:
+            return TerminationMessage(failure=FailureClass.CONFIG_ERROR, message=str(problem)[:2000])
         loop = asyncio.new_event_loop()
         return loop.run_until_complete(Node(settings, output).run(_early_signals))
-    except ValueError as problem:
-        return TerminationMessage(failure=FailureClass.CONFIG_ERROR, message=str(problem)[:2000])
-    except OSError as problem:
-        return TerminationMessage(failure=FailureClass.UNKNOWN, message=f"the supervisor failed: {problem}"[:2000])
+    except Exception as problem:
+        # Its workers die with this process; the pod's end must say why.
+        traceback.print_exc()
+        message = f"the supervisor failed: {type(problem).__name__}: {problem}"
+        return TerminationMessage(failure=FailureClass.UNKNOWN, message=message[:2000])
     finally:
         if made:
             shutil.rmtree(run_dir, ignore_errors=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 RUN_DIR = Path(os.environ["SFT_RUN_DIR"])
 SCRIPT = json.loads(Path(sys.argv[1]).read_text())
+RECORDED = ("SFT_", "MASTER_", "OMP_", "RANK", "LOCAL_", "WORLD_", "GROUP_", "TORCH_")
 FOLDER = Path(SCRIPT["folder"])
 """Stands for the object store: shared by all pods."""
 
@@ -102,7 +103,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     starts = FOLDER / f"starts-{RANK}"
     with starts.open("a") as record:
-        record.write(json.dumps({key: os.environ[key] for key in sorted(os.environ)}) + "\n")
+        mine = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(RECORDED)}
+        record.write(json.dumps({"time": time.time(), **mine}) + "\n")
     start = len(starts.read_text().splitlines())
     saved = FOLDER / "checkpoint"
     step = resumed = int(saved.read_text()) if saved.exists() else 0

@@ -132,7 +132,7 @@ def test_sigterm_right_after_the_start_is_heard(group: Group) -> None:
     pod.signal(signal.SIGTERM)
 
     assert pod.wait() == 30
-    assert pod.termination.message == "asked to stop; no workers were running"
+    assert pod.termination.message == "asked to stop; there was nothing to save"
 
 
 def test_workers_that_do_not_leave_are_killed_before_the_grace_time_ends(group: Group) -> None:

@@ -50,9 +50,11 @@ def classify(end: WorkerExit, *, memory_ran_out: bool) -> Failure | None:
     """
     if end.error is not None:
         error = end.error
+        # A data loader or tokeniser process was killed, not the worker itself.
+        child_killed = memory_ran_out and error.failure is FailureClass.UNKNOWN
         return Failure(
-            failure=error.failure,
-            message=error.message,
+            failure=FailureClass.OUT_OF_MEMORY if child_killed else error.failure,
+            message=f"{HOST_OUT_OF_MEMORY} ({error.message})" if child_killed else error.message,
             time=end.time,
             rank=end.rank,
             step=error.step,

@@ -38,7 +38,6 @@ class Coordinator:
         self._progress_version: tuple[int, int] | None = None
         self._reported: TrainingProgress | None = None
         """By the workers of this generation."""
-        self._last_generation = 0
         self.group = Group(
             size=settings.nodes,
             incarnation=instance,
@@ -57,6 +56,8 @@ class Coordinator:
                 self.group.hang(hang)
         else:
             self._watch.reset()
+        if _nothing_to_save(self._reported):
+            self.group.nothing_to_save()
         self._hear(report, now)
         return self.group.order_for(report)
 
@@ -167,8 +168,16 @@ class Coordinator:
         self.group.ledger.observe(training, datetime.now(UTC))
 
     def _new_generation(self) -> Generation:
-        self._last_generation = max(self._last_generation + 1, time.time_ns() // 1_000_000)
-        return Generation(id=self._last_generation, number=self.group.starts + 1, master_port=_free_port())
+        # Time makes it new for workers of pods that nobody here has heard of.
+        new = max(self.group.highest_generation + 1, time.time_ns() // 1_000_000)
+        return Generation(id=new, number=self.group.starts + 1, master_port=_free_port())
+
+
+def _nothing_to_save(training: TrainingProgress | None) -> bool:
+    if training is None:
+        return True
+    before_training = (Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING, Phase.EVALUATING)
+    return training.phase in before_training and training.step <= (training.resumed_from_step or 0)
 
 
 def _free_port() -> int:

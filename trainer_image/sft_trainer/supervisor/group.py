@@ -41,7 +41,7 @@ class _Part:
     first_interrupted: float | None = None
     stop_was_asked: bool = False
     verdict: Failure | None = None
-    """Set when the group itself was at fault: it hung."""
+    """Set when the group as a whole was ended: it hung, or had nothing to save when it was asked to stop."""
 
 
 class Group:
@@ -64,6 +64,8 @@ class Group:
         """Newest report of rank 0."""
         self.ledger = ledger
         self.starts = 0
+        self.highest_generation = 0
+        """That any member has heard of, from this index 0 or one before it."""
         self._incarnation = incarnation
         self._grace = grace_seconds
         self._new_generation = new_generation
@@ -87,6 +89,8 @@ class Group:
         if before is not None and before.report.instance != report.instance:
             self._lose(node, f"pod {node} was replaced")
             self._retired.add(before.report.instance)
+        last = report.ended.generation if report.ended else 0
+        self.highest_generation = max(self.highest_generation, last, report.running or 0)
         self._note_end(report, now)
         if report.leaving:
             self.members.pop(node, None)
@@ -121,6 +125,15 @@ class Group:
                 failure=FailureClass.HANG, message=message, time=self._wall_clock(), step=self.training.step
             )
 
+    def nothing_to_save(self) -> None:
+        """The running generation has made no step: when a pod was asked to stop, waiting would gain nothing."""
+        part = self._part
+        if part is not None and self.order.kind is OrderKind.RUN and part.stop_was_asked:
+            message = "asked to stop before the first new step; there was nothing to save"
+            part.verdict = Failure(
+                failure=FailureClass.INTERRUPTED, message=message, time=self._wall_clock(), step=self.training.step
+            )
+
     # What follows
 
     def order_for(self, report: Report) -> Order:
@@ -151,7 +164,8 @@ class Group:
             self._exit(termination(None, "the run is complete", self.training), now)
             return
         if reason := self._why_end(part, now):
-            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=part.verdict is not None)
+            hangs = part.verdict is not None and part.verdict.failure is FailureClass.HANG
+            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=hangs)
 
     def _why_end(self, part: _Part, now: float) -> str | None:
         if part.verdict is not None:

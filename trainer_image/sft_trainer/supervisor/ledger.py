@@ -122,12 +122,19 @@ def termination(
 ) -> TerminationMessage:
     """How the run ended, with where it stood."""
     latest = training.checkpoints.latest
+    export = training.export
     return TerminationMessage(
         failure=failure,
         message=message[:2000],
         rank=rank,
         attempt=training.attempt,
         step=training.step,
+        total_steps=training.total_steps,
+        loss=training.loss,
+        eval_loss=training.eval_loss,
         checkpoint_step=latest.step if latest else None,
         checkpoint_uri=latest.uri if latest and len(latest.uri) <= 1000 else None,
+        checkpoint_time=datetime.fromisoformat(latest.time) if latest else None,
+        checkpoint_bytes=latest.size_bytes if latest else None,
+        export_uri=export.uri if export and len(export.uri) <= 500 else None,
     )

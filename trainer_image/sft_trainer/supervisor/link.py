@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from .clock import AwakeClock
 from .http import Client, MalformedError
 from .output import Output
-from .protocol import EXCHANGE_SECONDS, LOST_SECONDS, RETRY_SECONDS, Order, Report
+from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, LOST_SECONDS, RETRY_SECONDS, Order, Report
 
 _FAILURES = (OSError, EOFError, TimeoutError, MalformedError, ValidationError, asyncio.LimitOverrunError)
 
@@ -64,12 +64,14 @@ class Link:
                 await asyncio.wait({exchange, changed})
 
     async def say_goodbye(self, report: Report) -> None:
-        """Send the last report, three times at most."""
+        """Send the last report; gives up after some seconds."""
         self._report = report
-        for _ in range(3):
-            if await self._exchange() is not None:
-                return
-            await asyncio.sleep(RETRY_SECONDS)
+        try:
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                while await self._exchange() is None:
+                    await asyncio.sleep(RETRY_SECONDS)
+        except TimeoutError:
+            return
 
     async def _exchange(self) -> Order | None:
         body = self._report.model_dump_json(by_alias=True).encode() if self._report else b""

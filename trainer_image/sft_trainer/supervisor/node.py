@@ -188,8 +188,8 @@ class Node:
         ends = workers.ends
         if cause is None and len(ends) == self._settings.processes and all(end.code == 0 for end in ends):
             return Ended(generation=workers.generation, outcome=Outcome.COMPLETE)
-        if cause is None and self._stop_since is not None:
-            seconds = self._settings.kill_after_seconds
+        if cause is None and (self._kill_now or self._past_grace(time.monotonic())):
+            seconds = time.monotonic() - (self._stop_since or 0.0)
             message = f"asked to stop; the workers had not left after {seconds:.0f} s and were killed"
             cause = Failure(failure=FailureClass.INTERRUPTED, message=message, time=datetime.now(UTC))
         elif cause is None and self._link is not None and self._link.lost:
@@ -226,7 +226,7 @@ class Node:
             return
         last = self._ended.failure if self._ended else None
         if last is None:
-            message = "asked to stop; no workers were running"
+            message = "asked to stop; there was nothing to save"
         elif last.failure is FailureClass.INTERRUPTED:
             message = last.message
         else:
@@ -258,14 +258,14 @@ class Node:
         self._failures, self._not_started = [], []
         self._first_failure = self._kill_since = None
         self._memory_kills = self._cgroup.out_of_memory_kills()
-        self._workers = Workers(generation.id, run_dir)
+        self._workers = Workers(generation.id, run_dir, self._output)
         world = settings.nodes * settings.processes
         for local_rank in range(settings.processes):
             rank = settings.node * settings.processes + local_rank
             prefix = f"[rank {rank}] ".encode() if world > 1 else b""
             environment = self._environment(generation, local_rank)
             try:
-                self._workers.start(settings.command, environment, rank, self._output, prefix)
+                self._workers.start(settings.command, environment, rank, prefix)
             except OSError as problem:
                 lasting = problem.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
                 self._not_started = [

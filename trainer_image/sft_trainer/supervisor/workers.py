@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,17 +70,16 @@ class _Worker:
 class Workers:
     """Workers of ``generation`` on this machine, from their start until all are gone with all they started."""
 
-    def __init__(self, generation: int, run_dir: Path) -> None:
+    def __init__(self, generation: int, run_dir: Path, output: Output) -> None:
         self.generation = generation
+        self._output = output
         self.killed = False
         self.stacks_wanted: float | None = None
         """When stacks were asked for."""
         self._errors = run_dir / ERRORS_FOLDER
         self._workers: dict[int, _Worker] = {}
 
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], rank: int, output: Output, prefix: bytes
-    ) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], rank: int, prefix: bytes) -> None:
         """Start one worker in a session of its own that dies with this process. Raises OSError when it cannot."""
         parent = os.getpid()
 
@@ -108,7 +106,7 @@ class Workers:
         finally:
             for _, write_end in pipes:
                 os.close(write_end)
-        stdout, stderr = (Forwarder(pipe[0], output, to, prefix) for pipe, to in zip(pipes, (1, 2), strict=True))
+        stdout, stderr = (Forwarder(pipe[0], self._output, to, prefix) for pipe, to in zip(pipes, (1, 2), strict=True))
         self._workers[process.pid] = _Worker(rank, process, stdout, stderr)
 
     def note(self, ended: Mapping[int, int]) -> None:
@@ -186,5 +184,5 @@ class Workers:
         except FileNotFoundError:
             return None, None
         except (OSError, ValidationError) as problem:
-            print(f"[supervisor] {path} is not readable: {problem}", file=sys.stderr)
+            self._output.say(f"{path} is not readable: {problem}")
             return None, None

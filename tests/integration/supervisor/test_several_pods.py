@@ -1,0 +1,161 @@
+"""Several pods: they start together, end together, and survive the loss of any of them."""
+
+import signal
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase
+
+from .pods import Group, wait_for
+
+
+def test_pods_start_together_and_are_complete_together(group: Group) -> None:
+    group.nodes, group.processes = 3, 2
+    pods = group.start_all()
+
+    assert [pod.wait() for pod in pods] == [0, 0, 0]
+    ranks = [group.starts(rank)[0] for rank in range(6)]
+    assert [(each["RANK"], each["LOCAL_RANK"], each["GROUP_RANK"]) for each in ranks] == [
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+        ("4", "0", "2"),
+        ("5", "1", "2"),
+    ]
+    assert len({each["SFT_GENERATION"] for each in ranks}) == 1
+    assert all(pod.termination.failure is None and pod.termination.step == 5 for pod in pods)
+
+
+def test_nothing_starts_until_all_pods_are_there(group: Group) -> None:
+    group.nodes = 2
+    first = group.start(0)
+    wait_for(lambda: first.progress.training.phase_detail == "1/2 pods, waiting for 1", first)
+    assert first.progress.training.phase is Phase.WAITING
+    assert not (group.folder / "starts-0").exists()
+    second = group.start(1)
+
+    assert [first.wait(), second.wait()] == [0, 0]
+
+
+def test_a_crash_in_one_pod_restarts_the_workers_of_all(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 50
+    group.faults = [{"rank": 1, "start": 1, "step": 3, "do": "signal SIGSEGV"}]
+    first, second = group.start_all()
+    wait_for(lambda: first.progress.generation == 2, first)
+    progress = first.wait_for_step(4)
+
+    (incident,) = progress.incidents
+    assert (incident.failure, incident.rank, incident.step) == (FailureClass.WORKER_CRASHED, 1, 3)
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert len(group.starts(0)) == len(group.starts(1)) == 2
+
+
+def test_an_error_that_no_retry_mends_ends_all_pods_with_its_code(group: Group) -> None:
+    group.nodes = 2
+    group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "fail StorageFull,15"}]
+    first, second = group.start_all()
+
+    assert [first.wait(), second.wait()] == [15, 15]
+    assert first.termination.message == second.termination.message == "StorageFull on purpose"
+
+
+def test_a_lost_pod_is_waited_for_and_free(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 10_000
+    group.run_policy = {"maxRestarts": 0}
+    first, second = group.start_all()
+    first.wait_for_step(3)
+    second.signal(signal.SIGKILL)
+    second.wait()
+    group.start(1)
+    wait_for(lambda: first.progress.generation == 2 and first.progress.training.phase is Phase.TRAINING, first)
+
+    (incident,) = first.progress.incidents
+    assert incident.disruption
+    assert incident.failure is FailureClass.PEER_LOST
+    assert incident.message == "pod 1 was replaced"
+    assert len(group.starts(0)) == 2
+
+
+def test_a_pod_that_is_not_heard_is_lost_even_without_a_replacement(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 10_000
+    first, second = group.start_all()
+    first.wait_for_step(1)
+    # Like a node without a network: it lives, and nothing comes of it.
+    second.signal(signal.SIGSTOP)
+    wait_for(lambda: first.progress.training.phase is Phase.WAITING, first, seconds=14)
+    assert first.progress.incidents[0].message == "pod 1 was not heard for 10 s"
+    second.signal(signal.SIGCONT)
+
+    wait_for(lambda: first.progress.generation == 2 and first.progress.training.phase is Phase.TRAINING, first)
+
+
+def test_another_index_0_takes_over_without_memory(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 100
+    first, second = group.start_all()
+    first.wait_for_step(3)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    replacement = group.start(0)
+
+    assert [replacement.wait(), second.wait()] == [0, 0]
+    before, after = group.starts(1)
+    assert int(before["SFT_GENERATION"]) < int(after["SFT_GENERATION"])
+    assert len(group.starts(0)) == 2
+
+
+def test_sigterm_of_one_pod_saves_all_and_the_others_wait_for_its_replacement(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 100
+    first, second = group.start_all()
+    first.wait_for_step(3)
+    second.signal(signal.SIGTERM)
+
+    assert second.wait() == 30
+    assert second.termination.failure is FailureClass.INTERRUPTED
+    wait_for(lambda: len(first.progress.incidents) == 1, first)
+    (incident,) = first.progress.incidents
+    assert incident.disruption
+    assert incident.failure is FailureClass.INTERRUPTED
+    assert "saved step" in first.log
+    replacement = group.start(1)
+    assert [first.wait(), replacement.wait()] == [0, 0]
+
+
+def test_sigterm_of_all_pods_ends_all_with_the_retryable_code(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 10_000
+    pods = group.start_all()
+    pods[0].wait_for_step(3)
+    for pod in pods:
+        pod.signal(signal.SIGTERM)
+
+    assert [pod.wait() for pod in pods] == [30, 30]
+    assert "saved step" in pods[0].log
+
+
+def test_a_hang_in_one_pod_prints_the_stacks_of_all(group: Group) -> None:
+    group.nodes = 2
+    group.run_policy = {"progressDeadlineSeconds": 1}
+    group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
+    first, second = group.start_all()
+
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert "Hang: no new step" in first.log
+    assert "in receive\n" in first.log
+    assert "in do\n" in second.log
+
+
+def test_a_pod_of_another_job_is_refused(group: Group) -> None:
+    group.nodes = 2
+    first = group.start(0)
+    config = (group.folder / "config.json").read_text()
+    wait_for(lambda: first.get("/healthz") == "ok\n", first)
+    (group.folder / "config.json").write_text(config.replace("uid-1", "uid-2"))
+    second = group.start(1)
+
+    wait_for(lambda: "this is the group of job 'uid-1', not 'uid-2'" in second.log, second)
+    assert first.progress.members == 1

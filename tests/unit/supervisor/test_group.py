@@ -1,0 +1,406 @@
+"""The table of members: every way in which a group starts, ends, and starts again."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.progress import TrainingProgress
+from sft_trainer.supervisor.group import TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, Group
+from sft_trainer.supervisor.ledger import Ledger
+from sft_trainer.supervisor.protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+GRACE = 30.0
+
+
+class World:
+    """A group with members that obey at once, unless a test says otherwise."""
+
+    def __init__(self, size: int, *, max_restarts: int = 10) -> None:
+        self.now = 0.0
+        self.ports = 20_000
+        self.group = Group(
+            size=size,
+            incarnation="one",
+            grace_seconds=GRACE,
+            ledger=Ledger(run="one", max_restarts=max_restarts, jitter=lambda: 0.5),
+            new_generation=self.new_generation,
+            wall_clock=lambda: START + timedelta(seconds=self.now),
+        )
+        self.reports = {node: self.report(node, f"instance-{node}") for node in range(size)}
+
+    def new_generation(self) -> Generation:
+        self.ports += 1
+        return Generation(id=self.ports, number=self.group.starts + 1, master_port=self.ports)
+
+    @staticmethod
+    def report(node: int, instance: str) -> Report:
+        return Report(job_uid="uid", node=node, processes=1, instance=instance)
+
+    def say(self, node: int, **changes: object) -> Order:
+        """``node`` reports with ``changes``; the order it gets."""
+        self.reports[node] = self.reports[node].model_copy(update=changes)
+        self.group.hear(self.reports[node], self.now)
+        while self.group.advance(self.now):
+            pass
+        return self.group.order_for(self.reports[node])
+
+    def obey(self, *nodes: int) -> None:
+        """``nodes`` (all by default) do what they are told, and say so, until nothing changes."""
+        nodes = nodes or tuple(self.reports)
+        for _ in range(4):
+            for node in nodes:
+                order = self.say(node)
+                running = order.generation.id if order.generation else None
+                ended = self.reports[node].ended
+                if ended is not None and ended.generation == running:
+                    running = None
+                self.say(node, received=order.id, running=running)
+
+    def ends(self, node: int, failure: FailureClass | None = None, *, after: float = 0.0) -> Order:
+        """The workers of ``node`` end by themselves."""
+        generation = self.reports[node].running
+        assert generation is not None
+        cause = failure and Failure(
+            failure=failure, message=f"{failure} on {node}", time=START + timedelta(seconds=self.now + after), rank=node
+        )
+        outcome = Outcome.FAILED if cause else Outcome.COMPLETE
+        ended = Ended(generation=generation, outcome=outcome, failure=cause)
+        return self.say(node, running=None, ended=ended)
+
+    def replace(self, node: int, instance: str = "new") -> None:
+        """Another pod for ``node``."""
+        self.reports[node] = self.report(node, instance)
+        self.say(node)
+
+    def passes(self, seconds: float, *silent: int) -> None:
+        """Time goes by; all but ``silent`` members go on reporting."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            for node in self.reports:
+                if node not in silent:
+                    self.say(node)
+
+    @property
+    def kind(self) -> OrderKind:
+        return self.group.order.kind
+
+    @property
+    def incidents(self) -> list[tuple[FailureClass, bool]]:
+        return [(incident.failure, incident.disruption) for incident in self.group.ledger.incidents]
+
+
+@pytest.fixture
+def running() -> World:
+    """Three pods that train."""
+    world = World(3)
+    world.obey()
+    assert world.kind is OrderKind.RUN
+    assert [report.running for report in world.reports.values()] == [20_001] * 3
+    return world
+
+
+def test_one_pod_needs_nobody() -> None:
+    world = World(1)
+    world.obey()
+    assert world.kind is OrderKind.RUN
+
+
+def test_nothing_starts_while_a_pod_is_missing() -> None:
+    world = World(3)
+    world.obey(0, 2)
+
+    assert world.kind is OrderKind.IDLE
+    assert world.group.waiting_for == [1]
+
+
+def test_nothing_starts_while_a_pod_still_has_workers_of_an_earlier_index_0() -> None:
+    world = World(2)
+    world.obey(0)
+    order = world.say(1, running=7, received="before.3")
+    world.say(1, received=order.id)
+    assert world.kind is OrderKind.IDLE
+    world.say(1, running=None)
+
+    assert world.kind is OrderKind.RUN
+    assert world.group.highest_generation == 7
+
+
+def test_nothing_starts_with_a_pod_that_is_being_stopped() -> None:
+    world = World(2)
+    world.obey(0)
+    order = world.say(1, stopping=True)
+    world.say(1, received=order.id)
+
+    assert world.kind is OrderKind.IDLE
+
+
+def test_complete_only_when_all_are(running: World) -> None:
+    running.ends(0)
+    running.ends(2)
+    assert running.kind is OrderKind.RUN
+    running.ends(1)
+
+    assert running.kind is OrderKind.EXIT
+    assert running.group.order.end is not None
+    assert running.group.order.end.failure is None
+
+
+def test_a_failure_anywhere_makes_all_idle_and_then_start_again(running: World) -> None:
+    order = running.ends(1, FailureClass.OUT_OF_MEMORY)
+    assert order.kind is OrderKind.IDLE
+    assert "OutOfMemory on 1" in order.reason
+    # Nothing new before the last of the old workers is gone.
+    running.obey(0, 1)
+    assert running.kind is OrderKind.IDLE
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+    assert [report.running for report in running.reports.values()] == [20_002] * 3
+    assert running.incidents == [(FailureClass.OUT_OF_MEMORY, False)]
+
+
+def test_the_cause_counts_even_when_it_is_told_last(running: World) -> None:
+    running.ends(0, FailureClass.PEER_LOST)
+    running.ends(1, FailureClass.PEER_LOST)
+    running.ends(2, FailureClass.STORAGE_UNAVAILABLE, after=0.5)
+    running.obey()
+
+    assert running.incidents == [(FailureClass.STORAGE_UNAVAILABLE, False)]
+
+
+def test_a_failure_that_no_retry_mends_ends_the_run(running: World) -> None:
+    running.ends(1, FailureClass.DATA_ERROR)
+    running.obey()
+
+    end = running.group.order.end
+    assert end is not None
+    assert (end.failure, end.message, end.rank) == (FailureClass.DATA_ERROR, "DataError on 1", 1)
+
+
+def test_too_many_failures_end_the_run() -> None:
+    world = World(2, max_restarts=1)
+    for _ in range(2):
+        world.obey()
+        world.ends(1, FailureClass.HANG)
+    world.obey()
+
+    end = world.group.order.end
+    assert end is not None
+    assert end.failure is FailureClass.RESTARTS_EXHAUSTED
+
+
+def test_a_pause_before_the_second_restart(running: World) -> None:
+    for _ in range(2):
+        running.ends(1, FailureClass.UNKNOWN)
+        running.obey()
+    assert running.kind is OrderKind.IDLE
+    running.passes(1.0)
+    running.obey()
+    assert running.kind is OrderKind.RUN
+
+
+def test_a_replaced_pod_ends_the_generation_and_is_free(running: World) -> None:
+    running.replace(2)
+    assert running.kind is OrderKind.IDLE
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+    assert running.incidents == [(FailureClass.PEER_LOST, True)]
+    assert running.group.ledger.incidents[0].message == "pod 2 was replaced"
+    assert running.group.ledger.failures == 0
+
+
+def test_the_replaced_pod_is_sent_away_and_changes_nothing(running: World) -> None:
+    old = running.reports[2]
+    running.replace(2)
+    running.obey()
+    running.group.hear(old, running.now)
+
+    assert running.kind is OrderKind.RUN
+    assert running.group.order_for(old).kind is OrderKind.EXIT
+    assert running.group.order_for(running.reports[2]).kind is OrderKind.RUN
+
+
+def test_a_silent_pod_is_lost_after_ten_seconds(running: World) -> None:
+    running.passes(9.0, 1)
+    assert running.kind is OrderKind.RUN
+    running.passes(2.0, 1)
+    assert running.kind is OrderKind.IDLE
+    running.obey(0, 2)
+
+    assert running.incidents == [(FailureClass.PEER_LOST, True)]
+    assert running.group.waiting_for == [1]
+
+
+def test_a_pod_that_comes_back_after_a_break_takes_part_again(running: World) -> None:
+    running.passes(11.0, 1)
+    running.obey(0, 2)
+    # It had not heard that its generation was over.
+    assert running.say(1).kind is OrderKind.IDLE
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+    assert running.reports[1].running == 20_002
+
+
+def test_peers_that_notice_a_lost_pod_first_are_not_the_cause(running: World) -> None:
+    running.ends(0, FailureClass.PEER_LOST)
+    running.ends(2, FailureClass.PEER_LOST)
+    running.obey(0, 2)
+    assert running.incidents == []
+    running.passes(11.0, 1)
+    running.obey(0, 2)
+
+    assert running.incidents == [(FailureClass.PEER_LOST, True)]
+    assert running.group.ledger.incidents[0].message == "pod 1 was not heard for 10 s"
+
+
+def test_peers_that_lose_each_other_while_all_pods_live_are_a_failure(running: World) -> None:
+    running.ends(0, FailureClass.PEER_LOST)
+    running.obey()
+
+    assert running.incidents == [(FailureClass.PEER_LOST, False)]
+
+
+def test_index_0_itself_is_never_silent(running: World) -> None:
+    running.passes(30.0, 0)
+    assert running.kind is OrderKind.RUN
+
+
+def test_sigterm_of_one_pod_waits_for_all_to_leave(running: World) -> None:
+    running.say(1, stopping=True)
+    running.ends(1, FailureClass.INTERRUPTED)
+    running.say(1, leaving=True)
+    running.ends(2, FailureClass.INTERRUPTED)
+    # Rank 0 is still committing what all have saved.
+    running.passes(GRACE - 5, 1)
+    assert running.kind is OrderKind.RUN
+    running.ends(0, FailureClass.INTERRUPTED)
+    running.obey(0, 2)
+    assert running.kind is OrderKind.IDLE
+    assert running.incidents == [(FailureClass.INTERRUPTED, True)]
+    running.replace(1)
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+
+
+def test_the_wait_for_the_others_is_bounded_by_the_grace_time(running: World) -> None:
+    running.say(1, stopping=True)
+    running.ends(1, FailureClass.INTERRUPTED)
+    running.passes(GRACE + 1)
+
+    assert running.kind is OrderKind.IDLE
+
+
+def test_a_pod_that_dies_while_it_is_stopped_is_a_loss(running: World) -> None:
+    running.say(1, stopping=True)
+    running.say(1, running=None, leaving=True)
+    running.obey(0, 2)
+
+    assert running.incidents == [(FailureClass.PEER_LOST, True)]
+    assert running.group.ledger.incidents[0].message == "pod 1 was stopped"
+
+
+def test_workers_that_leave_unasked_are_a_failure(running: World) -> None:
+    for node in range(3):
+        running.ends(node, FailureClass.INTERRUPTED)
+    running.obey()
+
+    assert running.incidents == [(FailureClass.INTERRUPTED, False)]
+
+
+def test_asked_to_stop_with_nothing_to_save_all_end_at_once(running: World) -> None:
+    running.group.nothing_to_save()
+    running.say(0)
+    assert running.kind is OrderKind.RUN
+    running.say(1, stopping=True)
+    running.group.nothing_to_save()
+    order = running.say(0)
+    assert order.kind is OrderKind.IDLE
+    assert not order.dump_stacks
+    running.obey()
+
+    assert running.incidents == [(FailureClass.INTERRUPTED, True)]
+
+
+def test_a_hang_prints_stacks_and_counts(running: World) -> None:
+    running.group.training = TrainingProgress(step=12)
+    running.group.hang("no new step for 200 s")
+    order = running.say(0)
+    assert order.kind is OrderKind.IDLE
+    assert order.dump_stacks
+    # What the others say while they are killed is not the cause.
+    running.ends(2, FailureClass.PEER_LOST, after=-60)
+    running.obey()
+
+    assert running.incidents == [(FailureClass.HANG, False)]
+    assert running.group.ledger.incidents[0].step == 12
+    assert running.kind is OrderKind.RUN
+    assert not running.group.order.dump_stacks
+
+
+def test_a_pod_lost_after_it_was_complete_does_not_end_the_others(running: World) -> None:
+    running.ends(1)
+    running.replace(1)
+    # The newcomer must not join a generation it has no peers in.
+    order = running.say(1)
+    assert order.kind is OrderKind.IDLE
+    running.say(1, received=order.id)
+    running.passes(20)
+    assert running.kind is OrderKind.RUN
+    running.ends(0)
+    running.ends(2)
+
+    assert running.kind is OrderKind.EXIT
+    assert running.say(1).kind is OrderKind.EXIT
+
+
+def test_a_newcomer_takes_part_once_the_others_have_failed(running: World) -> None:
+    running.ends(1)
+    running.replace(1)
+    running.obey(1)
+    running.ends(0, FailureClass.HANG)
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+    assert running.reports[1].running == 20_002
+
+
+def test_index_0_leaves_after_all_were_told(running: World) -> None:
+    for node in range(3):
+        running.ends(node)
+    exit_order = running.group.order.id
+    running.say(1, received=exit_order, leaving=True)
+    assert not running.group.everyone_told(running.now)
+    # Stopped before it was told: its replacement must be.
+    running.say(2, leaving=True)
+    running.passes(300, 1, 2)
+    assert not running.group.everyone_told(running.now)
+    running.replace(2)
+    running.say(2, received=exit_order, leaving=True)
+
+    assert running.group.everyone_told(running.now)
+
+
+@pytest.mark.parametrize(
+    ("failure", "patience"), [(None, TELL_COMPLETE_SECONDS), (FailureClass.CONFIG_ERROR, TELL_FAILED_SECONDS)]
+)
+def test_index_0_does_not_wait_for_ever(running: World, failure: FailureClass | None, patience: float) -> None:
+    for node in range(3):
+        running.ends(node, failure)
+    running.obey(0, 1, 2)
+    assert running.kind is OrderKind.EXIT
+    assert not running.group.everyone_told(running.now + patience)
+    assert running.group.everyone_told(running.now + patience + 1)
+
+
+def test_reports_of_an_old_generation_change_nothing(running: World) -> None:
+    old = Ended(generation=19_999, outcome=Outcome.COMPLETE)
+    for node in range(3):
+        running.say(node, ended=old)
+
+    assert running.kind is OrderKind.RUN

@@ -1,0 +1,122 @@
+"""What is read from the machine: control groups, the clock, lines of output, the termination message."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.progress import TerminationMessage
+from sft_trainer.launch import termination_json
+from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
+from sft_trainer.supervisor.clock import AwakeClock
+from sft_trainer.supervisor.output import MAX_LINE_BYTES, Forwarder, Output
+
+
+def control_group(folder: Path, membership: str, files: dict[str, str]) -> Cgroup:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "membership").write_text(membership)
+    return Cgroup(folder, folder / "membership")
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota", "kills"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n", "memory.events": "low 0\noom 3\noom_kill 2\n"}, 1.5, 2),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/b/memory.events": "oom_kill 0\n"}, None, 0),
+        (
+            "4:memory:/pod\n1:cpu,cpuacct:/pod\n",
+            {
+                "cpu/pod/cpu.cfs_quota_us": "400000\n",
+                "cpu/pod/cpu.cfs_period_us": "100000\n",
+                "memory/pod/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+            },
+            4.0,
+            5,
+        ),
+        # Inside a container the path names a group that only the host sees.
+        (
+            "4:memory:/host/pod\n1:cpu:/host/pod\n",
+            {
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.oom_control": "oom_kill 1\n",
+            },
+            None,
+            1,
+        ),
+        ("", {}, None, 0),
+    ],
+)
+def test_control_groups(
+    tmp_path: Path, membership: str, files: dict[str, str], quota: float | None, kills: int
+) -> None:
+    group = control_group(tmp_path, membership, files)
+
+    assert group.cpu_quota() == quota
+    assert group.out_of_memory_kills() == kills
+
+
+def test_cpus_are_cut_by_the_quota_but_never_to_none(tmp_path: Path) -> None:
+    affinity = len(os.sched_getaffinity(0))
+    unlimited = control_group(tmp_path, "0::/\n", {"cpu.max": "max 100000"})
+    assert available_cpus(unlimited) == affinity
+    half = control_group(tmp_path, "0::/\n", {"cpu.max": "50000 100000"})
+    assert available_cpus(half) == 1
+
+
+def test_the_clock_does_not_count_times_asleep() -> None:
+    times = iter([100.0, 101.0, 500.0, 500.5])
+    clock = AwakeClock(lambda: next(times))
+
+    assert [clock.now(), clock.now(), clock.now()] == [1.0, 3.0, 3.5]
+
+
+def test_lines_arrive_whole_with_their_prefix(tmp_path: Path) -> None:
+    output = Output()
+    target = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    pipes = [os.pipe() for _ in range(2)]
+    forwarders = [Forwarder(read, output, target, f"[{index}] ".encode()) for index, (read, _) in enumerate(pipes)]
+    os.write(pipes[0][1], b"be")
+    os.write(pipes[1][1], b"whole\n\nlast words\n")
+    os.write(pipes[0][1], b"gin\nno newline")
+    for _, write in pipes:
+        os.close(write)
+    for forwarder in forwarders:
+        forwarder.join(2)
+    output.flush(2)
+
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("[0]")] == ["[0] begin", "[0] no newline"]
+    assert [line for line in lines if line.startswith("[1]")] == ["[1] whole", "[1] ", "[1] last words"]
+    assert [forwarder.last_line for forwarder in forwarders] == ["no newline", "last words"]
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    output = Output()
+    target = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    read, write = os.pipe()
+    forwarder = Forwarder(read, output, target, b"")
+    for _ in range(40):
+        os.write(write, b"x" * 4096)
+    os.close(write)
+    forwarder.join(2)
+    output.flush(2)
+
+    lines = (tmp_path / "log").read_bytes().splitlines()
+    assert sum(map(len, lines)) == 40 * 4096
+    assert max(map(len, lines)) < 2 * MAX_LINE_BYTES
+
+
+def test_the_termination_message_fits_whatever_it_says() -> None:
+    end = TerminationMessage(
+        failure=FailureClass.UNKNOWN, message="\N{SNOWMAN}\n" * 1000, checkpoint_uri="s3://" + "\N{SNOWMAN}" * 990
+    )
+    text = termination_json(end)
+
+    assert len(text.encode()) <= 4096
+    read = TerminationMessage.model_validate_json(text)
+    assert read.failure is FailureClass.UNKNOWN
+    assert read.message.startswith("\N{SNOWMAN}\n\N{SNOWMAN}")
