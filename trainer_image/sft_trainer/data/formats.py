@@ -189,9 +189,9 @@ def _read_flag(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
 
 
 def _read_tools(value: Any, column: str) -> list[Any] | None:
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value) if value.strip() else None
         except ValueError as error:
             raise DataError(f"column '{column}' is no valid JSON ({error}): {_quoted(value)}") from error
     if not value:

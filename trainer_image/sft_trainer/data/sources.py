@@ -19,7 +19,8 @@ from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableE
 from .readers import OPENERS, HubRows, Reader, Row
 
 if TYPE_CHECKING:
-    from sft_api.v1alpha1 import DataSource, S3Spec
+    from sft_api.v1alpha1 import DataSource
+    from sft_trainer.checkpoint.store import S3Settings
 
 # Files beside the data that have a data suffix.
 _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -63,7 +64,7 @@ def open_source(
     source: "DataSource",
     *,
     cache_dir: Path,
-    s3: "S3Spec | None" = None,
+    s3: "S3Settings | None" = None,
     token: str | None = None,
 ) -> SourceRows:
     """The rows of ``source``; files of buckets and hub data sets are brought to ``cache_dir`` first.

@@ -38,7 +38,8 @@ from .tokenizer import load_tokenizer as load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from sft_api.v1alpha1 import DataSource, DataSpec, S3Spec
+    from sft_api.v1alpha1 import DataSource, DataSpec
+    from sft_trainer.checkpoint.store import S3Settings
 
 VERSION = 1
 """To be raised with every change of this package that changes tokens or masks: caches of older versions are left."""
@@ -66,7 +67,7 @@ def tokenize_source(
     tokenizer: "PreTrainedTokenizerFast",
     *,
     cache_dir: Path,
-    s3: "S3Spec | None" = None,
+    s3: "S3Settings | None" = None,
     token: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TokenizedSource:

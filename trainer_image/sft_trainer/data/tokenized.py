@@ -168,7 +168,8 @@ class ExamplesWriter:
         self._schema = pa.schema(fields)
         self._file = (folder / EXAMPLES_FILE).open("wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
-        self._hashed = hashlib.sha256()
+        # One for each array, so that the digest does not depend on where chunks begin.
+        self._hashed = [hashlib.sha256() for _ in range(3)]
 
     def write(self, chunk: Chunk) -> None:
         """Append ``chunk``; chunks without examples leave no trace."""
@@ -183,8 +184,9 @@ class ExamplesWriter:
             pa.array(chunk.trained),
         ]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        for array in (chunk.lengths, chunk.input_ids, chunk.loss_mask):
-            self._hashed.update(np.ascontiguousarray(array).data)
+        arrays = (chunk.lengths, chunk.input_ids, chunk.loss_mask)
+        for hashed, array in zip(self._hashed, arrays, strict=True):
+            hashed.update(np.ascontiguousarray(array).data)
 
     def close(self, report: TokenizationReport, folder: Path) -> None:
         """Finish the file and write the report; both are on the disk when this returns."""
@@ -192,7 +194,8 @@ class ExamplesWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        content = {"digest": self._hashed.hexdigest(), "report": report.to_json()}
+        digest = hashlib.sha256(b"".join(hashed.digest() for hashed in self._hashed)).hexdigest()
+        content = {"digest": digest, "report": report.to_json()}
         (folder / REPORT_FILE).write_text(json.dumps(content, indent=2))
 
     def __enter__(self) -> Self:

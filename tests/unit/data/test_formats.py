@@ -1,0 +1,167 @@
+"""Rows of all formats as conversations, and the errors for rows that fit none."""
+
+from typing import Any
+
+import pytest
+
+from sft_trainer.data.formats import Columns, Conversation, conversation, detect_format
+from sft_trainer.errors import DataError
+
+QUESTION = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Yo"}
+
+
+def read(*messages: Any, **columns: Any) -> Conversation:
+    return conversation({"messages": list(messages), **columns}, "messages", Columns())
+
+
+@pytest.mark.parametrize(
+    ("columns", "names", "expected"),
+    [
+        (["id", "messages"], Columns(), "messages"),
+        (["conversations", "id"], Columns(messages="conversations"), "messages"),
+        (["instruction", "output"], Columns(), "alpaca"),
+        (["instruction", "input", "output", "messages"], Columns(), "messages"),
+    ],
+)
+def test_format_is_found_from_the_columns(columns: list[str], names: Columns, expected: str) -> None:
+    assert detect_format(columns, names) == expected
+
+
+@pytest.mark.parametrize("columns", [["text", "id"], ["conversations"], [], ["instruction", "response"]])
+def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_format(columns, Columns())
+    for word in (*columns, "messages", "alpaca", "instruction"):
+        assert word in str(caught.value)
+    assert ("messagesKey: conversations" in str(caught.value)) == (columns == ["conversations"])
+
+
+def test_a_chosen_format_that_does_not_fit_names_the_missing_column() -> None:
+    with pytest.raises(DataError, match="format alpaca needs column output, found instruction, text"):
+        conversation({"instruction": "a", "text": "b"}, "alpaca", Columns())
+
+
+def test_alpaca_with_and_without_input() -> None:
+    row = {"instruction": "Add.", "input": "2 2", "output": "4"}
+    with_input = conversation(row, "alpaca", Columns())
+    assert with_input.messages == [
+        {"role": "user", "content": "Add.\n\n2 2"},
+        {"role": "assistant", "content": "4"},
+    ]
+    for empty in ("", None):
+        assert conversation({**row, "input": empty}, "alpaca", Columns()).messages[0]["content"] == "Add."
+
+
+def test_messages_keep_what_templates_read_and_lose_flags_and_nulls() -> None:
+    given = read(
+        {**QUESTION, "name": "ann", "tool_calls": None, "weight": None},
+        {**ANSWER, "train": False},
+    )
+    assert given.messages == [{**QUESTION, "name": "ann"}, ANSWER]
+    assert given.flags == [None, False]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [({"weight": 0}, False), ({"weight": 1.0}, True), ({"train": True}, True), ({"train": 0, "weight": 0}, False)],
+)
+def test_flags_of_a_message(flags: dict[str, Any], expected: bool) -> None:
+    assert read(QUESTION, {**ANSWER, **flags}).flags == [None, expected]
+
+
+def test_weight_one_on_a_user_turn_means_nothing() -> None:
+    assert read({**QUESTION, "weight": 1}, ANSWER).flags == [None, None]
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read({"role": "user", "content": parts}, ANSWER).messages[0]["content"] == "ab"
+
+
+def test_system_prompt_of_the_row_comes_first_unless_there_is_one() -> None:
+    prompt = {"role": "system", "content": "Be kind."}
+    given = read(QUESTION, {**ANSWER, "train": False}, system="Be kind.")
+    assert given.messages[0] == prompt
+    assert given.flags == [None, None, False]
+    assert read({**prompt, "content": "Own."}, QUESTION, ANSWER, system="Be kind.").messages[0]["content"] == "Own."
+
+
+@pytest.mark.parametrize("tools", [[{"name": "sky"}], '[{"name": "sky"}]'])
+def test_tools_as_list_or_json(tools: Any) -> None:
+    assert read(QUESTION, ANSWER, tools=tools).tools == [{"name": "sky"}]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", " ", "[]"])
+def test_no_tools(tools: Any) -> None:
+    assert read(QUESTION, ANSWER, tools=tools).tools is None
+
+
+def test_arguments_of_tool_calls_written_as_json_become_objects() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Rome"}'}}]
+    given = read(QUESTION, {"role": "assistant", "content": None, "tool_calls": calls})
+    assert given.messages[1]["tool_calls"][0]["function"] == {"name": "sky", "arguments": {"city": "Rome"}}
+    assert "content" not in given.messages[1]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_the_names_that_templates_read(key: str) -> None:
+    message = read(QUESTION, {**ANSWER, key: "Hm."}).messages[1]
+    assert message["reasoning_content"] == message["thinking"] == "Hm."
+
+
+WRONG = [
+    ([], "list of one turn or more, not []"),
+    ("Hi", "must be a list of one turn or more, not 'Hi'"),
+    (["Hi"], "message 1 must have role and content, not be 'Hi'"),
+    ([{"role": "human", "content": "Hi"}], "message 1 has role 'human'; known are system, user, assistant, tool"),
+    ([{"from": "human", "value": "Hi"}], "rename 'from' and 'value' to role and content"),
+    ([{"role": "user", "content": 7}], "message 1: content must be text or a list of text parts, not 7"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "text parts only, not {'type': 'image'}"),
+    ([{"role": "user", "content": None}], "message 1 (user) has neither content nor tool_calls"),
+    ([QUESTION, {**ANSWER, "train": "no"}], "message 2: train must be true or false, not 'no'"),
+    ([QUESTION, {**ANSWER, "weight": 0.5}], "message 2: weight must be 0 or 1, not 0.5"),
+    ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "train is False but weight says True"),
+    ([{**QUESTION, "train": True}, ANSWER], "only assistant messages can be trained"),
+    ([QUESTION, {**ANSWER, "tool_calls": "x"}], "message 2: tool_calls must be a list of calls, not 'x'"),
+    ([QUESTION, {**ANSWER, "tool_calls": [{"name": 1}]}], "a tool call needs a function with a name"),
+    (
+        [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "{x"}]}],
+        "arguments of tool call 'f' are no valid JSON",
+    ),
+    ([QUESTION, {**ANSWER, "reasoning": 1}], "message 2: reasoning must be text, not 1"),
+]
+
+
+@pytest.mark.parametrize(("messages", "sentence"), WRONG)
+def test_wrong_messages_are_quoted(messages: Any, sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        conversation({"messages": messages}, "messages", Columns())
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"tools": "[x"}, "column 'tools' is no valid JSON"),
+        ({"tools": ["sky"]}, "column 'tools' must be a list of tools or its JSON, not ['sky']"),
+        ({"system": 3}, "column 'system' must be text, not 3"),
+    ],
+)
+def test_wrong_columns_are_quoted(columns: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read(QUESTION, ANSWER, **columns)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"instruction": None}, {"output": 4}, {"input": ["x"]}])
+def test_wrong_alpaca_columns_are_quoted(wrong: dict[str, Any]) -> None:
+    row = {"instruction": "Add.", "input": "2 2", "output": "4"} | wrong
+    with pytest.raises(DataError, match=f"column '{next(iter(wrong))}' must be text, not"):
+        conversation(row, "alpaca", Columns())
+
+
+def test_long_values_are_quoted_in_part() -> None:
+    with pytest.raises(DataError) as caught:
+        read({"role": "user", "content": {"x": "y" * 10_000}})
+    assert len(str(caught.value)) < 300

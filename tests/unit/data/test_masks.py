@@ -1,0 +1,231 @@
+"""Loss masks against spans marked by hand, and the conversations that must be refused."""
+
+import dataclasses
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft_trainer.data.chat import ChatTemplate, TemplateRefusal, split_marks
+from sft_trainer.data.formats import Columns, Conversation, conversation
+from sft_trainer.data.masks import foreign_control_token, mark, token_mask
+from sft_trainer.data.tokenizer import Codec
+from tests.parity.mask_cases import (
+    ALL,
+    CASES,
+    LAST,
+    TWO,
+    MaskCase,
+    actual_mask,
+    assistant,
+    call,
+    expected_mask,
+    mask_mismatches,
+    system,
+    user,
+)
+from tests.parity.mask_tokenizers import Kind, chat_tokenizer
+
+CASE_NAMES = [f"{case.family}-{case.name}" for case in CASES]
+
+
+def turns(*messages: dict[str, Any], tools: list[Any] | None = None) -> Conversation:
+    return conversation({"messages": list(messages), "tools": tools}, "messages", Columns())
+
+
+def template_of(family: str) -> ChatTemplate:
+    return Codec.of(chat_tokenizer(family)).template(None)
+
+
+@pytest.mark.parametrize("kind", ["words", "crossing"])
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+def test_mask_is_the_one_marked_by_hand(case: MaskCase, kind: Kind) -> None:
+    text, ids, mask, _ = actual_mask(case, kind)
+    assert text == case.text
+    assert (ids, mask) == expected_mask(case, kind)
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+def test_text_is_what_transformers_renders(case: MaskCase) -> None:
+    given = turns(*case.messages, tools=case.tools)
+    tokenizer = chat_tokenizer(case.family)
+    theirs = tokenizer.apply_chat_template(given.messages, tools=case.tools, tokenize=False)
+    ours = template_of(case.family).render(given.messages, case.tools)
+    assert ours == theirs.replace(datetime.now().strftime("%d %b %Y"), "26 Jul 2024")
+
+
+def test_a_wrong_mask_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a case whose marks claim that the end-of-turn token is not trained
+    wrong = dataclasses.replace(CASES[0], expected=CASES[0].expected.replace("<|im_end|>⟧", "⟧<|im_end|>"))
+    monkeypatch.setattr("tests.parity.mask_cases.CASES", [wrong])
+    # then it is one token in each of the two tokenizers
+    assert mask_mismatches() == 2
+
+
+def test_straddling_token_is_trained_and_counted() -> None:
+    case = next(case for case in CASES if "share a token" in case.name)
+    tokenizer = chat_tokenizer(case.family, "crossing")
+    _, ids, mask, straddling = actual_mask(case, "crossing")
+    first = mask.index(1)
+    assert tokenizer.decode([ids[first]]) == "\nThe"
+    assert straddling == 1
+    assert actual_mask(case, "words")[3] == 0
+
+
+def test_white_space_taken_in_by_the_end_of_turn_token_is_no_straddling() -> None:
+    case = next(case for case in CASES if case.family == "phi3")
+    assert actual_mask(case, "words")[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "trained"),
+    [("First 🙂.", " First 🙂.</s>"), ("你好", " 你好</s>"), ("", " </s>"), (" \n x", "  \n x</s>")],
+)
+def test_sentencepiece_tokenizer(content: str, trained: str) -> None:
+    # given a tokenizer whose offsets come from "▁" for spaces and from bytes of unknown characters
+    case = MaskCase("", "mistral", [user("é 🙂"), assistant(content)], "")
+    tokenizer = chat_tokenizer("mistral", "sentencepiece")
+    text, ids, mask, straddling = actual_mask(case, "sentencepiece")
+    assert text == f"<s>[INST] é 🙂[/INST]{trained}"
+    first = mask.index(1)
+    assert mask == [0] * first + [1] * (len(ids) - first)
+    # "▁" before the first word after a control token is the tokenizer's own
+    assert tokenizer.decode(ids[first:]).lstrip() == trained.lstrip()
+    assert tokenizer.decode(ids[:first]).endswith("[/INST]")
+    assert straddling == 0
+
+
+def test_first_token_is_never_trained() -> None:
+    mask, _ = token_mask("ab", [(0, 1), (1, 2)], [(0, 2)])
+    assert mask.tolist() == [0, 1]
+    assert mask.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected", "straddling"),
+    [
+        ([(2, 4)], [0, 1, 0, 0], 0),
+        ([(3, 4)], [0, 1, 0, 0], 1),
+        ([(3, 5)], [0, 1, 1, 0], 2),
+        ([(2, 4), (6, 8)], [0, 1, 0, 1], 0),
+        ([(2, 2)], [0, 0, 0, 0], 0),
+    ],
+)
+def test_spans_to_tokens(spans: list[tuple[int, int]], expected: list[int], straddling: int) -> None:
+    mask, count = token_mask("aabbccdd", [(0, 2), (2, 4), (4, 6), (6, 8)], spans)
+    assert mask.tolist() == expected
+    assert count == straddling
+
+
+def test_characters_without_a_token_are_passed_over() -> None:
+    # given a tokenizer that has no token for characters 2 and 5
+    mask, straddling = token_mask("aa bb c", [(0, 2), (3, 5), (6, 7)], [(2, 6)])
+    assert (mask.tolist(), straddling) == ([0, 1, 0], 0)
+
+
+REFUSED = [
+    ("gemma", (system("Be kind."), user("Hi"), assistant("Yo")), LAST, "System role not supported.*remove it"),
+    ("gemma", (user("Hi"), user("Hi"), assistant("Yo")), LAST, "must alternate"),
+    ("deepseek_r1", (user("Hi"), assistant("Yo")), LAST, "generation prompt is not how.*'<think>"),
+    (
+        "qwen3",
+        (user("One?"), assistant("First.", reasoning_content="Hm."), user("Two?"), assistant("Second.")),
+        ALL,
+        "rewrites message 2",
+    ),
+    ("harmony", TWO, ALL, "rewrites message 2"),
+    ("chatml", (assistant("I begin."),), LAST, "does not accept this conversation"),
+    ("phi3", (user("Sky?"), assistant("", **call("sky"))), LAST, "does not write the tool call 'sky' of message 2"),
+]
+
+
+@pytest.mark.parametrize(("family", "messages", "train_on", "reason"), REFUSED)
+def test_refused_with_the_reason(family: str, messages: Any, train_on: Any, reason: str) -> None:
+    with pytest.raises(TemplateRefusal, match=reason):
+        mark(template_of(family), turns(*messages), train_on)
+
+
+def test_rewritten_history_is_fine_when_only_the_last_answer_is_trained() -> None:
+    _, messages, _, _ = REFUSED[3]
+    marked = mark(template_of("qwen3"), turns(*messages), LAST)
+    assert marked is not None
+    assert len(marked.spans) == 1
+
+
+def test_a_turn_whose_prompt_changes_later_is_refused() -> None:
+    # given a template that writes its empty reasoning block, part of the prompt, in the newest answer only
+    source = (
+        "{% for m in messages %}[{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}[<think></think>{% endif %}"
+    )
+    template = ChatTemplate(source, {}, ("<|im_end|>",))
+    with pytest.raises(TemplateRefusal, match="changes what stands before message 2"):
+        mark(template, turns(*TWO), ALL)
+    assert mark(template, turns(*TWO), LAST) is not None
+
+
+def test_conversation_without_trained_turn_gives_nothing() -> None:
+    template = template_of("chatml")
+    assert mark(template, turns(user("Hi")), ALL) is None
+    assert mark(template, turns(user("Hi"), assistant("Yo", train=False)), LAST) is None
+
+
+def test_reasoning_that_the_template_drops_is_counted() -> None:
+    marked = mark(template_of("gemma"), turns(user("Hi"), assistant("Yo", reasoning="Hm.")), LAST)
+    assert marked is not None
+    assert marked.incomplete == 1
+
+
+@pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
+def test_generation_prompt_of_another_thinking_mode_is_tried(variable: str) -> None:
+    # given a template whose default prompt opens a reasoning block that plain answers do not have
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
+        f"<|im_start|>{{% if {variable} is not defined or {variable} %}}<think>{{% endif %}}{{% endif %}}"
+    )
+    marked = mark(ChatTemplate(source, {}, ("<|im_start|>", "<|im_end|>")), turns(user("Hi"), assistant("Yo")), LAST)
+    assert marked is not None
+    assert [marked.text[start:end] for start, end in marked.spans] == ["Yo<|im_end|>"]
+
+
+def test_markers_of_all_turns_in_one_block_cannot_be_told_apart() -> None:
+    source = "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% endgeneration %}"
+    template = ChatTemplate(source, {}, ("<|im_end|>",))
+    with pytest.raises(TemplateRefusal, match="trained and of untrained turns"):
+        mark(template, turns(*TWO), LAST)
+
+
+def test_markers_whose_text_is_trimmed_later_are_refused() -> None:
+    source = (
+        "{% for m in messages %}{% set text %}{% generation %} {{ m.content }} {% endgeneration %}{% endset %}"
+        "{{ text | trim }}<|im_end|>{% endfor %}"
+    )
+    template = ChatTemplate(source, {}, ("<|im_end|>",))
+    with pytest.raises(TemplateRefusal, match="changes the text of its"):
+        mark(template, turns(user("Hi"), assistant("Yo")), LAST)
+
+
+def test_nested_marks_are_refused() -> None:
+    with pytest.raises(TemplateRefusal, match="nested"):
+        split_marks("a\ufdd0b\ufdd0c\ufdd1\ufdd1")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (turns(user("a <|im_end|> b"), assistant("c")), "message 1 (user) contains the control token '<|im_end|>'"),
+        (turns(user("a"), assistant("<|endoftext|>")), "message 2 (assistant) contains"),
+        (turns(user("a"), assistant("c", **call("sky", x=["<|im_start|>"]))), "message 2 (assistant) contains"),
+        (turns(user("a"), assistant("c"), tools=[{"name": "<|im_end|>"}]), "the tools contain"),
+    ],
+)
+def test_control_tokens_in_the_data_are_found(given: Conversation, sentence: str) -> None:
+    found = foreign_control_token(given, Codec.of(chat_tokenizer("chatml")).control_tokens)
+    assert found is not None
+    assert found.startswith(sentence)
+
+
+def test_added_tokens_that_are_not_special_may_be_in_answers() -> None:
+    given = turns(user("a"), assistant("<think>\nb\n</think>\n\nc"))
+    assert foreign_control_token(given, Codec.of(chat_tokenizer("qwen3")).control_tokens) is None

@@ -1,0 +1,239 @@
+"""Rows of local files, folders, prefixes and saved data sets; splits, slices, identity and errors."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sft_api.v1alpha1 import DataSource
+from sft_trainer.data.readers import JsonLines
+from sft_trainer.data.sources import SourceRows, open_path
+from sft_trainer.errors import DataError
+
+ROWS = [{"n": i, "text": f"é{i}"} for i in range(10)]
+
+
+def open_rows(path: Path, **fields: Any) -> SourceRows:
+    return open_path(path, DataSource(uri=f"file://{path}", **fields))
+
+
+def numbers(rows: SourceRows) -> list[int]:
+    return [row["n"] for _, row in rows.read(0, len(rows))]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    return path
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]], stream: bool) -> Path:
+    table = pa.Table.from_pylist(rows)
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path
+
+
+@pytest.fixture(params=["jsonl", "json lines", "json array", "parquet", "arrow file", "arrow stream"])
+def one_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    match request.param:
+        case "jsonl":
+            return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+        case "json lines":
+            return write_jsonl(tmp_path / "rows.json", ROWS)
+        case "json array":
+            (tmp_path / "rows.json").write_text(json.dumps(ROWS, indent=1))
+            return tmp_path / "rows.json"
+        case "parquet":
+            return write_parquet(tmp_path / "rows.parquet", ROWS)
+        case kind:
+            return write_arrow(tmp_path / "rows.arrow", ROWS, stream=kind == "arrow stream")
+
+
+def test_every_kind_of_file_gives_its_rows_in_order(one_file: Path) -> None:
+    rows = open_rows(one_file)
+    assert [row for _, row in rows.read(0, 10)] == ROWS
+    # also from the middle on, across the pieces that the file is stored in, and in another process
+    copy: SourceRows = pickle.loads(pickle.dumps(rows))
+    for start, stop in [(0, 0), (1, 2), (2, 8), (9, 10)]:
+        assert [row for _, row in copy.read(start, stop)] == ROWS[start:stop]
+
+
+def test_places_count_from_one_and_lines_count_empty_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"n": 0}\n  \n\n{"n": 1}')
+    rows = open_rows(path)
+    assert [place for place, _ in rows.read(0, 2)] == [f"{path} line 2", f"{path} line 5"]
+    table = open_rows(write_parquet(tmp_path / "rows.parquet", ROWS))
+    assert [place for place, _ in table.read(4, 5)] == [f"{tmp_path}/rows.parquet row 5"]
+
+
+def test_reading_starts_at_any_line_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"n": {i}}}\n' + "\n" * (i % 3) for i in range(2000)))
+    reader = JsonLines.open(path)
+    lines = path.read_text().split("\n")
+    for start in (0, 511, 512, 513, 1023, 1999):
+        place, row = next(reader.read(start, start + 1))
+        assert row == {"n": start}
+        assert json.loads(lines[int(place.rsplit(" ", 1)[1]) - 1]) == row
+
+
+def test_nulls_of_struct_columns_are_left_out(tmp_path: Path) -> None:
+    rows = [{"n": 0, "m": [{"role": "user", "content": "a"}]}, {"n": 1, "m": [{"role": "tool", "name": "b"}]}]
+    read = open_rows(write_parquet(tmp_path / "rows.parquet", rows))
+    assert [row for _, row in read.read(0, 2)] == rows
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", "0123456789"),
+        ("train[:3]", "012"),
+        ("train[-3:]", "789"),
+        ("train[10%:20%]", "1"),
+        ("train[:25%]", "01"),
+        ("train[:35%]", "0123"),
+        ("train[-25%:]", "89"),
+        ("train[2:-2]", "234567"),
+        ("train[:500]", "0123456789"),
+        ("train[:2]+train[8:]", "0189"),
+        ("train[5:2]", ""),
+        ("train[:1_0]", "0123456789"),
+    ],
+)
+def test_slices_are_those_of_the_hub_library(tmp_path: Path, split: str, expected: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert "".join(map(str, numbers(open_rows(path, split=split)))) == expected
+    absolute = datasets.ReadInstruction.from_spec(split).to_absolute({"train": 10})
+    assert expected == "".join(str(n) for part in absolute for n in range(part.from_, part.to))
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ROWS[5:])
+    write_jsonl(tmp_path / "a" / "x.jsonl", ROWS[:5])
+    write_jsonl(tmp_path / ".cache" / "y.jsonl", ROWS)
+    (tmp_path / "README.md").write_text("# rows")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert numbers(open_rows(tmp_path)) == list(range(10))
+    # slices go across files
+    assert numbers(open_rows(tmp_path, split="train[4:6]")) == [4, 5]
+
+
+def test_a_prefix_takes_the_files_that_begin_with_it(tmp_path: Path) -> None:
+    for name in ("part-1", "part-2", "other"):
+        write_jsonl(tmp_path / f"{name}.jsonl", ROWS[:2])
+    assert len(open_rows(tmp_path / "part-")) == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (("train.jsonl", "test.jsonl"), None, ["train.jsonl"]),
+        (("train.jsonl", "test.jsonl"), "test", ["test.jsonl"]),
+        (("train/1.jsonl", "dev/1.jsonl"), "validation", ["dev/1.jsonl"]),
+        (
+            ("train_sft-00000-of-00001.jsonl", "test_sft-00000-of-00001.jsonl"),
+            "test_sft",
+            ["test_sft-00000-of-00001.jsonl"],
+        ),
+        (("1.jsonl", "2.jsonl"), "train", ["1.jsonl", "2.jsonl"]),
+        (("only-test.jsonl",), None, ["only-test.jsonl"]),
+    ],
+)
+def test_splits_of_a_folder(tmp_path: Path, names: tuple[str, ...], split: str | None, expected: list[str]) -> None:
+    for name in names:
+        write_jsonl(tmp_path / name, [{"name": name}])
+    rows = open_rows(tmp_path, split=split)
+    assert [row["name"] for _, row in rows.read(0, len(rows))] == expected
+
+
+def test_one_file_is_read_whatever_its_name_says(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "test.jsonl", ROWS)
+    for split in (None, "train", "test"):
+        assert len(open_rows(path, split=split)) == 10
+    with pytest.raises(DataError, match="no split 'validation', found test"):
+        open_rows(path, split="validation")
+
+
+def test_saved_data_sets(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one", num_shards=3)
+    (tmp_path / "one" / "cache-1.arrow").write_bytes(b"not a part of it")
+    assert numbers(open_rows(tmp_path / "one")) == list(range(10))
+    datasets.DatasetDict(train=saved, test=saved.select([7])).save_to_disk(tmp_path / "both")
+    assert numbers(open_rows(tmp_path / "both", split="test")) == [7]
+    assert numbers(open_rows(tmp_path / "both", split="train[:1]+test")) == [0, 7]
+
+
+def test_identity_is_content_and_slice_not_place(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    copy = write_jsonl(tmp_path / "copy" / "b.jsonl", ROWS)
+    digest = open_rows(path).digest
+    assert open_rows(copy).digest == digest
+    assert open_rows(path, split="train[:10]").digest == digest
+    assert open_rows(path, split="train[:9]").digest != digest
+    write_jsonl(path, [*ROWS[:9], {"n": 9, "text": "changed"}])
+    assert open_rows(path).digest != digest
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": 0}\n\n{"n": 1\n')
+    with pytest.raises(DataError, match=r"rows.jsonl line 3 is not valid JSON .*'\{\"n\": 1'; correct or remove"):
+        list(open_rows(path).read(0, 2))
+    path.write_text("[1]\n")
+    with pytest.raises(DataError, match="line 1 is not a JSON object but list"):
+        list(open_rows(path).read(0, 1))
+    path.write_bytes(b'{"n": "\xff"}\n')
+    with pytest.raises(DataError, match="line 1 is not valid JSON"):
+        list(open_rows(path).read(0, 1))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.json"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"[broken")
+    with pytest.raises(DataError, match=name):
+        open_rows(tmp_path / name)
+
+
+def test_a_parquet_file_damaged_inside_is_named_with_its_rows(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", ROWS)
+    content = bytearray(path.read_bytes())
+    content[4:40] = b"\0" * 36
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows.parquet rows 1 to 3 cannot be read"):
+        list(open_rows(path).read(0, 10))
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "sentence"),
+    [
+        ([], {}, "no data files, found nothing; known are .jsonl"),
+        (["notes.txt"], {}, "no data files, found notes.txt"),
+        (["a.jsonl", "b.parquet"], {}, "files of several kinds (.jsonl, .parquet)"),
+        (["dev.jsonl", "test.jsonl"], {}, "several splits (test, validation) and none called train; set split"),
+        (["a.jsonl"], {"split": "test"}, "no split 'test', found train"),
+        (["a.jsonl"], {"split": "train[1"}, "split 'train[1' is no split or slice"),
+        (["a.jsonl"], {"subset": "x"}, "subset 'x' is for hf:// only"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, files: list[str], fields: dict[str, Any], sentence: str
+) -> None:
+    for name in files:
+        write_jsonl(tmp_path / name, ROWS)
+    with pytest.raises(DataError) as caught:
+        open_rows(tmp_path, **fields)
+    assert sentence in str(caught.value)
