@@ -92,14 +92,17 @@ class Reporter:
                 duration(self.progress.remaining_seconds),
             )
 
-    def take_records(self) -> bytes:
-        """The step records since the last call, one JSON line each; numbers as exactly as Python prints them."""
+    def records(self) -> bytes:
+        """The step records not yet forgotten, one JSON line each; numbers as exactly as Python prints them."""
         lines = [
             json.dumps({key: finite(value) if isinstance(value, float) else value for key, value in record.items()})
             for record in self._records
         ]
-        self._records.clear()
         return "".join(f"{line}\n" for line in lines).encode()
+
+    def forget_records(self) -> None:
+        """Drop the records: they are in the store."""
+        self._records.clear()
 
     def annotate_step(self, **fields: Any) -> None:
         """Add fields (evaluation losses) to the record of the step done last, or of step 0."""

@@ -20,7 +20,12 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tens
 
     Numbers of the optimizer that are no tensors (rates, decays) come from the configuration and are left out.
     """
+    fresh = not optimizer.state
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    if fresh:
+        # torch made the missing state by a step with rate 0, and counted it: the bias correction would be off by one.
+        for state in optimizer.state.values():
+            state["step"].zero_()
     return _tensors(_MODEL, model_state) | _tensors(_OPTIMIZER, optimizer_state)
 
 
@@ -55,3 +60,14 @@ def environment_facts(device: torch.device, world_size: int) -> dict[str, str | 
         "cpuCapability": torch.backends.cpu.get_cpu_capability(),
         "deterministic": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if on_gpu else "yes",
     }
+
+
+def changed_fields(before: Any, now: Any, path: str = "") -> list[str]:
+    """Paths at which two nested dictionaries differ, each with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            change
+            for key in sorted({*before, *now})
+            for change in changed_fields(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if before == now else [f"{path}: {before!r} -> {now!r}"]

@@ -11,25 +11,25 @@ from typing import Any
 
 import torch
 
-from sft_api.checkpoints import STATUS_KEY, RunState
+from sft_api.checkpoints import RunState
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
 
 from . import export
-from .checkpoint.manager import CheckpointManager
 from .checkpoint.store import S3Settings, Store, open_store
 from .data.batches import MicroBatch, Step, empty_micro_batch, micro_batch
 from .distributed import Ranks, device_for, join_group, sum_over_ranks
-from .errors import ConfigError, NonFiniteLossError, StopRequested
+from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
 from .flops import peak_flops, training_flops
 from .models.weights import load_weights
 from .optim import build_optimizer, learning_rate
 from .preparation import Prepared, prepare
 from .reporting import Reporter, finite
-from .state import environment_facts, restore, training_tensors
+from .saving import Saving
+from .state import changed_fields, environment_facts
 from .strategies.fsdp import build_model, clip_gradients
 
 log = logging.getLogger("sft_trainer")
@@ -54,7 +54,6 @@ class Trainer:
         self._examples_seen = 0
         self._skipped_in_a_row = 0
         self._evaluated_at = -1
-        self._last_save = time.monotonic()
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -77,15 +76,15 @@ class Trainer:
             if self._due(self.spec.training.evaluation.every_steps):
                 self._evaluate()
             if stop:
-                self._save(wait=True)
+                self._save(final=True)
                 raise StopRequested(f"stopped after step {self.step}, which is saved")
             if save or self._due(self.spec.checkpoint.every_steps):
-                self._save(wait=not self.spec.checkpoint.asynchronous)
+                self._save()
         self._evaluate()
-        self._save(wait=True)
+        self._save(final=True)
         self._export()
         self.reporter.phase(Phase.COMPLETE)
-        self._publish_status()
+        self.saving.publish_status()
 
     # Before the first step
 
@@ -106,9 +105,8 @@ class Trainer:
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
-        self.manager = CheckpointManager(self.store, device=self.device)
-        attempt = self.manager.claim_attempt(self.config.job.uid)
-        self.reporter.update(attempt=attempt)
+        self.saving = Saving(self.config, self.store, self.reporter, device=self.device, is_first=self.is_first)
+        self.reporter.update(attempt=self.saving.claim_attempt())
         self.model = build_model(self.config, self.prepared.model_path, self.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.spec, self.config.plan.learning_rate)
         huggingface: Any = self.model.huggingface
@@ -125,41 +123,25 @@ class Trainer:
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
-        template = training_tensors(self.model, self.optimizer)
-        loaded = self.manager.load_newest(template, accept=self._check_same_run)
-        if loaded is None:
+        manifest = self.saving.resume(self.model, self.optimizer)
+        if manifest is None:
             return False
-        restore(self.model, self.optimizer, template)
-        self.step = loaded.step
+        self.step = manifest.step
+        extra: Any = manifest.run.model_extra or {}
+        self._examples_seen = extra.get("examples_seen", 0)
         here = environment_facts(self.device, self.ranks.world_size)
-        changed = [
-            f"{key} {then!r} -> {here.get(key)!r}"
-            for key, then in loaded.run.environment.items()
-            if here.get(key) != then
-        ]
-        if changed:
+        if changed := changed_fields(manifest.run.environment, here):
             self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
         self.reporter.update(
             step=self.step,
             resumed_from_step=self.step,
-            eval_loss=loaded.run.metrics.get("evalLoss"),
-            checkpoints=self.manager.status(),
-            **{key: (loaded.run.model_extra or {}).get(key, 0) for key in ("tokens_seen", "trained_tokens_seen")},
+            eval_loss=manifest.run.metrics.get("evalLoss"),
+            tokens_seen=extra.get("tokens_seen", 0),
+            trained_tokens_seen=extra.get("trained_tokens_seen", 0),
         )
         if self.is_first:
-            log.info("resumed from step %s (%s)", loaded.step, loaded.id.folder)
+            log.info("resumed from step %s (%s)", manifest.step, manifest.id.folder)
         return True
-
-    def _check_same_run(self, run: RunState) -> None:
-        """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
-        before: Any = (run.model_extra or {}).get("numbers")
-        now = self.config.numbers()
-        if before is not None and before != now:
-            changed = ", ".join(_changed_fields(before, now))
-            raise ConfigError(
-                f"{self.config.checkpoint_uri} holds checkpoints of a run with other settings ({changed}): give this "
-                "run another metadata.name or checkpoint.uri, or restore the settings"
-            )
 
     # One step
 
@@ -170,11 +152,14 @@ class Trainer:
         loss_sum, flops = self._forward_backward(step)
         norm = clip_gradients(self.model, self.spec.training.optimizer.max_grad_norm)
         stop_here = self._stop_file.exists()
-        save_here = self.is_first and time.monotonic() - self._last_save >= self.spec.checkpoint.every_seconds
+        save_here = self.is_first and self.saving.seconds_since_save >= self.spec.checkpoint.every_seconds
         # One collective and one host synchronisation carry everything the processes must agree on.
-        total, stop, save, norm_sum, flops_sum = sum_over_ranks(
-            [loss_sum, float(stop_here), float(save_here), norm, flops], self.device
+        save_failed_here = self.saving.failed_here()
+        total, norm_sum, flops_sum, stop, save, save_failed = sum_over_ranks(
+            [loss_sum, norm, flops, float(stop_here), float(save_here), float(save_failed_here)], self.device
         )
+        if save_failed:
+            self.saving.settle()
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.ranks.world_size
         rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
         self._update(rate, is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
@@ -279,50 +264,23 @@ class Trainer:
         if self.is_first:
             log.info("evaluation after step %s: loss %.4f", self.step, result.loss)
 
-    def _save(self, *, wait: bool) -> None:
-        if self.reporter.progress.checkpoints.latest and self.reporter.progress.checkpoints.latest.step == self.step:
-            return
-        self.reporter.phase(Phase.SAVING)
+    def _save(self, *, final: bool = False) -> None:
         progress = self.reporter.progress
+        eval_loss = progress.eval_loss if self._evaluated_at == self.step else None
         run = RunState.model_validate(
             {
                 "cursor": self.step,
-                "metrics": {"loss": progress.loss, "evalLoss": self._eval_loss_here()},
+                "metrics": {"loss": progress.loss, "evalLoss": eval_loss},
                 "plan": self.config.plan.model_dump(mode="json"),
                 "environment": environment_facts(self.device, self.ranks.world_size),
                 "config_digest": self.config.numbers_digest(),
                 "numbers": self.config.numbers(),
+                "examples_seen": self._examples_seen,
                 "tokens_seen": progress.tokens_seen,
                 "trained_tokens_seen": progress.trained_tokens_seen,
             }
         )
-        self._write_records()
-        keep = self.spec.checkpoint.keep
-        self.manager.save(
-            self.step,
-            training_tensors(self.model, self.optimizer),
-            run,
-            asynchronous=not wait,
-            keep_last=keep.last,
-            keep_best=keep.best,
-        )
-        if wait:
-            self.manager.wait()
-        self._last_save = time.monotonic()
-        self.reporter.update(checkpoints=self.manager.status())
-        self._publish_status()
-
-    def _eval_loss_here(self) -> float | None:
-        return self.reporter.progress.eval_loss if self._evaluated_at == self.step else None
-
-    def _write_records(self) -> None:
-        records = self.reporter.take_records()
-        if self.is_first and records:
-            self.store.put(f"metrics/step-{self.step:08d}-a{self.reporter.progress.attempt:05d}.jsonl", records)
-
-    def _publish_status(self) -> None:
-        if self.is_first:
-            self.store.put(STATUS_KEY, self.reporter.progress.model_dump_json(by_alias=True).encode())
+        self.saving.save(self.step, self.model, self.optimizer, run, final=final)
 
     def _export(self) -> None:
         uri = self.config.export_uri
@@ -352,14 +310,3 @@ class Trainer:
             rank=self.ranks.rank,
         )
         self.reporter.update(export=ExportStatus(uri=uri, step=self.step))
-
-
-def _changed_fields(before: Any, now: Any, path: str = "") -> list[str]:
-    """Paths at which two nested dictionaries differ, with both values."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return [
-            change
-            for key in sorted({*before, *now})
-            for change in _changed_fields(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-        ]
-    return [] if before == now else [f"{path}: {before!r} -> {now!r}"]

@@ -1,0 +1,150 @@
+"""When the trainer's state reaches the store, and what happens when it does not."""
+
+import logging
+import time
+
+import torch
+from torch import nn
+
+from sft_api.checkpoints import STATUS_KEY, Manifest, RunState
+from sft_api.progress import Phase
+from sft_api.trainer_config import TrainerConfig
+
+from .checkpoint.catalog import KeepPolicy
+from .checkpoint.errors import CheckpointSaveError
+from .checkpoint.manager import CheckpointManager, SaveOutcome
+from .checkpoint.store import Store
+from .errors import ConfigError, StorageUnavailableError, TrainingError
+from .reporting import Reporter
+from .state import changed_fields, restore, training_tensors
+
+log = logging.getLogger("sft_trainer")
+
+
+class Saving:
+    """Checkpoints, step records and ``status.json`` of one run, on every process."""
+
+    def __init__(
+        self, config: TrainerConfig, store: Store, reporter: Reporter, *, device: torch.device, is_first: bool
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._reporter = reporter
+        self._is_first = is_first
+        self._manager = CheckpointManager(store, device=device)
+        self._last_save = time.monotonic()
+        self._resumed_at = 0
+        self._outcome: SaveOutcome | None = None
+        """How the last save ended, until it was acted on."""
+
+    def claim_attempt(self) -> int:
+        """Claim the next attempt of this job; a collective call."""
+        return self._manager.claim_attempt(self._config.job.uid)
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
+        """Fill model and optimizer from the newest verified checkpoint of this job; None when there is none.
+
+        Raises ``ConfigError`` when it was made with other settings. A collective call.
+        """
+        template = training_tensors(model, optimizer)
+        manifest = self._manager.load_newest(template, accept=self._check_same_run)
+        if manifest is not None:
+            restore(model, optimizer, template)
+            self._resumed_at = manifest.step
+            self._reporter.update(checkpoints=self._manager.status())
+        return manifest
+
+    def _check_same_run(self, run: RunState) -> None:
+        """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
+        before = (run.model_extra or {}).get("numbers")
+        now = self._config.numbers()
+        if before is not None and before != now:
+            raise ConfigError(
+                f"{self._config.checkpoint_uri} holds checkpoints of a run with other settings "
+                f"({', '.join(changed_fields(before, now))}): give this run another metadata.name or checkpoint.uri, "
+                "or restore the settings"
+            )
+
+    @property
+    def seconds_since_save(self) -> float:
+        return time.monotonic() - self._last_save
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, run: RunState, *, final: bool = False
+    ) -> None:
+        """Save ``step``; in the background when the spec says so, unless nothing comes after it (``final``).
+
+        A collective call. Storage that does not answer is worth another try at the next save, unless this is the
+        final one; everything else ends the run.
+        """
+        if step == self._resumed_at:
+            return
+        self.settle()
+        self._reporter.phase(Phase.SAVING)
+        self._write_records(step)
+        keep = self._config.spec.checkpoint.keep
+        try:
+            self._outcome = self._manager.save(
+                step,
+                training_tensors(model, optimizer),
+                run,
+                asynchronous=self._config.spec.checkpoint.asynchronous and not final,
+                keep=KeepPolicy(last=keep.last, best=keep.best),
+            )
+        except TrainingError as error:
+            self._act_on(error, final=final)
+        self._last_save = time.monotonic()
+        if self._outcome is not None:
+            self._show()
+
+    def failed_here(self) -> bool:
+        """Whether the save in the background is known to have failed; other processes may learn it steps later."""
+        if (outcome := self._manager.poll()) is not None:
+            self._outcome = outcome
+            if outcome.error is None:
+                self._show()
+        return self._outcome is not None and self._outcome.error is not None
+
+    def settle(self) -> None:
+        """Wait for the save in the background and act on its error, the same on all processes; a collective call."""
+        error: TrainingError | None
+        try:
+            outcome, self._outcome = self._outcome or self._manager.wait(), None
+            error = outcome.error if outcome else None
+        except TrainingError as raised:
+            error = raised
+        if error is not None:
+            self._act_on(error, final=False)
+        elif outcome is not None:
+            self._show()
+
+    def publish_status(self) -> None:
+        """Write ``status.json``, the durable copy of the progress."""
+        if not self._is_first:
+            return
+        try:
+            self._store.put(STATUS_KEY, self._reporter.progress.model_dump_json(by_alias=True).encode())
+        except StorageUnavailableError as error:
+            # The next save writes it again; no run ends for it.
+            log.warning("status.json was not written: %s", error)
+
+    def _act_on(self, error: TrainingError, *, final: bool) -> None:
+        if final or not isinstance(error, StorageUnavailableError | CheckpointSaveError):
+            raise error
+        self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
+
+    def _show(self) -> None:
+        if self._is_first:
+            self._reporter.update(checkpoints=self._manager.status())
+            self.publish_status()
+
+    def _write_records(self, step: int) -> None:
+        """Write what was recorded of the steps since the last save, beside the checkpoints."""
+        if not self._is_first or not (records := self._reporter.records()):
+            return
+        try:
+            self._store.put(f"metrics/step-{step:08d}-a{self._reporter.progress.attempt:05d}.jsonl", records)
+        except StorageUnavailableError as error:
+            log.warning("the step records were not written, they go with the next save: %s", error)
+        else:
+            self._reporter.forget_records()
