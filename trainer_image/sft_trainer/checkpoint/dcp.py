@@ -8,7 +8,6 @@ import hashlib
 import math
 import os
 import secrets
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,32 +83,35 @@ class StoreWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # A name of its own for every try: an upload left over from a failed one can never replace a file.
         token = secrets.token_hex(4)
-        stop = threading.Event()
         buckets = _buckets(plan.items)
+        failures: list[BaseException] = []
 
         def write(number: int) -> list[WriteResult]:
+            name = f"r{self._rank:05d}-{number}-{token}.bin"
             try:
-                return self._write_file(f"r{self._rank:05d}-{number}-{token}.bin", buckets[number], planner, stop)
-            except BaseException:
-                stop.set()
-                raise
+                return self._write_file(name, buckets[number], planner, lambda: bool(failures))
+            except BaseException as error:
+                failures.append(error)
+                return []
 
         results: list[WriteResult] = []
         if buckets:
             with ThreadPoolExecutor(len(buckets), thread_name_prefix="save") as pool:
-                for written in [pool.submit(write, number) for number in range(len(buckets))]:
-                    results += written.result()
+                for written in pool.map(write, range(len(buckets))):
+                    results += written
+        if failures:
+            raise failures[0]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _write_file(
-        self, name: str, items: Sequence[WriteItem], planner: SavePlanner, stop: threading.Event
+        self, name: str, items: Sequence[WriteItem], planner: SavePlanner, given_up: Callable[[], bool]
     ) -> list[WriteResult]:
         stored: list[tuple[WriteItem, StoredItem]] = []
         with self._store.open_write(f"{self._prefix}{name}", sum(map(_item_bytes, items))) as stream:
             for item in items:
-                if stop.is_set():
+                if given_up():
                     raise CheckpointSaveError(f"{name}: given up because another file of this rank failed")
                 offset, digest = stream.tell(), hashlib.sha256()
                 tensor = planner.resolve_data(item)
