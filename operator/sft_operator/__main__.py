@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from .cluster import ConfigError
 from .config import load_settings
-from .leadership import LeadershipLost
 from .controller import run
+from .leadership import LeadershipLost
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,13 +42,16 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
     return told
 
 
-def build_event(job: Manifest, item: News, *, instance: str, now: datetime) -> Manifest:
-    """The event for ``item`` about the SFTJob in the manifest ``job``; ``instance`` names this operator's pod."""
+def build_event(job: Manifest, item: News, *, instance: str, unique: str, now: datetime) -> Manifest:
+    """The event for ``item`` about the SFTJob in the manifest ``job``.
+
+    ``instance`` names this operator's pod; ``unique`` makes the name of the event, and is never used twice.
+    """
     metadata = job["metadata"]
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
+        "metadata": {"name": f"{metadata['name']}.{unique}", "namespace": metadata["namespace"]},
         "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         "type": item.type,
         "reason": item.reason[:128],

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -147,6 +148,8 @@ class Reconciler:
         export_uri = trainer_config(job, self._settings.store).export_uri if observed.job else None
         status = compute_status(job, previous, observed, now, export_uri=export_uri)
         await self._write(key, memory, manifest, previous, status, observed)
+        if is_finished(status):
+            memory.looks.append(0.0)
         return min(memory.looks, default=None)
 
     def _forget(self, key: Key) -> None:
@@ -334,7 +337,8 @@ class Reconciler:
                 return
         self._seen(key, observed)
         for item in news(previous, status):
-            event = build_event(manifest, item, instance=self._instance, now=self._now())
+            unique = secrets.token_hex(8)
+            event = build_event(manifest, item, instance=self._instance, unique=unique, now=self._now())
             try:
                 await self._cluster.create("Event", key.namespace, event)
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:

@@ -34,7 +34,18 @@ def read_status(manifest: Manifest) -> SFTJobStatus:
 
 def write_status(status: SFTJobStatus) -> dict[str, Any]:
     """``status`` as JSON for the API server."""
-    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    document = status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"conditions"})
+    conditions = [item.model_dump(mode="json", by_alias=True) for item in status.conditions]
+    written: dict[str, Any] = _without_empty(document)
+    return {**written, "conditions": conditions} if conditions else written
+
+
+def _without_empty(value: Any) -> Any:
+    """``value`` without empty strings, lists and objects inside of objects: they say nothing."""
+    if not isinstance(value, dict):
+        return value
+    cleaned = {key: _without_empty(item) for key, item in value.items()}
+    return {key: item for key, item in cleaned.items() if item not in ("", [], {})}
 
 
 def compute_status(
@@ -131,15 +142,17 @@ def _steps_at_risk(status: SFTJobStatus, situation: Situation) -> int | None:
 
 def _conditions(previous: SFTJobStatus, job: SFTJob, situation: Situation, now: datetime) -> list[Condition]:
     state, reason, message = situation.state, situation.reason, situation.message
+    moving = state in _MOVING and not situation.stalled
+    # What does not hold needs no explanation, but for Running: there people look for what holds the job up.
     table: tuple[tuple[ConditionType, bool, str, str], ...] = (
         ("Accepted", True, "Valid", ""),
         ("Running", state == "Running", reason, message),
-        ("Suspended", state == "Suspended", reason, message),
-        ("Complete", state == "Complete", reason, message),
-        ("Failed", state == "Failed", reason, message),
+        ("Suspended", state == "Suspended", *((reason, message) if state == "Suspended" else ("NotSuspended", ""))),
+        ("Complete", state == "Complete", *((reason, message) if state == "Complete" else ("NotComplete", ""))),
+        ("Failed", state == "Failed", *((reason, message) if state == "Failed" else ("NotFailed", ""))),
         # kstatus: the first holds while it is on its way, the second when it needs someone.
-        ("Reconciling", state in _MOVING and not situation.stalled, reason, message),
-        ("Stalled", situation.stalled, reason, message),
+        ("Reconciling", moving, *((reason, message) if moving else ("Settled", ""))),
+        ("Stalled", situation.stalled, *((reason, message) if situation.stalled else ("AsExpected", ""))),
     )
     return [
         _condition(previous, kind, holds, why, text, job.metadata.generation, now) for kind, holds, why, text in table

@@ -9,7 +9,7 @@ in the annotations of its replacement, where the Job controller counts the losse
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
-from sft_api.failures import FailureClass
+from sft_api.failures import FailureClass, is_retryable
 from sft_api.progress import Incident
 from sft_api.report import timestamp
 from sft_api.v1alpha1 import RestartsStatus
@@ -76,7 +76,8 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, step: int, n
 
 
 def _count_incident(count: _Count, incident: Incident) -> None:
-    fault = not incident.disruption and incident.failure not in _CONSEQUENCES
+    # What no retry can mend is no restart: it ends the run.
+    fault = not incident.disruption and incident.failure not in _CONSEQUENCES and is_retryable(incident.failure)
     if fault and count.once(incident.id):
         message = with_advice(incident.failure, incident.message)
         count.failure(incident.failure.value, message, incident.time, incident.step)
@@ -105,7 +106,7 @@ def _count_loss(
     if item.disruption:
         count.add(disruptions=count.status.disruptions + 1)
         count.happened(item.reason, item.message, time)
-    elif not _already_reported(item, incidents, time):
+    elif is_retryable(item.failure) and not _already_reported(item, incidents, time):
         count.failure(item.reason, item.message, time, step)
 
 

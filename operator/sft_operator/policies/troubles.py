@@ -57,6 +57,8 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
 
 
 def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
+    if pod.started:
+        return None
     scheduled = pod.conditions.get("PodScheduled")
     if scheduled and not scheduled.status and scheduled.message:
         return _unscheduled(pod, scheduled.message)
@@ -75,7 +77,7 @@ def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
             True,
         )
     for warning in warnings:
-        if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not pod.started:
+        if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME:
             return Trouble(warning.reason, f"pod {pod.name}: {warning.message}", True)
     return None
 
