@@ -87,28 +87,6 @@ def test_the_last_words_of_a_worker_that_says_nothing_else(group: Group) -> None
     assert "runPolicy.maxRestarts is 0" in pod.termination.message
 
 
-def test_restarts_that_get_nowhere_end_the_run(group: Group) -> None:
-    group.faults = [{"rank": 0, "start": start, "step": 1, "do": "fail OutOfMemory,32"} for start in range(1, 9)]
-    pod = group.start()
-
-    assert pod.wait() == 17
-    assert "3 restarts in a row got no further than step 1" in pod.termination.message
-    assert "OutOfMemory on purpose" in pod.termination.message
-    assert len(group.starts(0)) == 4
-
-
-def test_a_hang_is_noticed_its_stacks_are_printed_and_training_goes_on(group: Group) -> None:
-    group.processes = 2
-    group.run_policy = {"progressDeadlineSeconds": 1}
-    group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
-    pod = group.start()
-
-    assert pod.wait() == 0
-    assert "failure at step 2: Hang: no new step for 1 s after step 2" in pod.log
-    assert '[rank 1]   File "' in pod.log
-    assert "in do\n" in pod.log
-
-
 def test_sigterm_saves_and_leaves_with_the_retryable_code(group: Group) -> None:
     group.processes = 2
     group.steps = 10_000

@@ -137,14 +137,15 @@ def test_sigterm_of_all_pods_ends_all_with_the_retryable_code(group: Group) -> N
     assert "saved step" in pods[0].log
 
 
-def test_a_hang_in_one_pod_prints_the_stacks_of_all(group: Group) -> None:
+def test_a_hang_in_one_pod_prints_the_stacks_of_all_and_training_goes_on(group: Group) -> None:
     group.nodes = 2
     group.run_policy = {"progressDeadlineSeconds": 1}
     group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
     first, second = group.start_all()
 
     assert [first.wait(), second.wait()] == [0, 0]
-    assert "Hang: no new step" in first.log
+    assert "failure at step 2: Hang: no new step for 1 s after step 2" in first.log
+    assert '[rank 0]   File "' in first.log
     assert "in receive\n" in first.log
     assert "in do\n" in second.log
 

@@ -54,10 +54,8 @@ class Coordinator:
         if self.group.order.kind is OrderKind.RUN:
             if hang := self._watch.observe(self._reported, now):
                 self.group.hang(hang)
-        else:
-            self._watch.reset()
-        if _nothing_to_save(self._reported):
-            self.group.nothing_to_save()
+            if _nothing_to_save(self._reported):
+                self.group.nothing_to_save()
         self._hear(report, now)
         return self.group.order_for(report)
 
@@ -146,6 +144,7 @@ class Coordinator:
         order = self.group.order
         if order.kind is OrderKind.RUN and order.generation is not None:
             self._reported = None
+            self._watch.reset()
             world = self._settings.nodes * self._settings.processes
             self._output.say(f"start {order.generation.number}: {world} workers on {self._settings.nodes} pods")
         elif order.kind is OrderKind.IDLE:

@@ -29,6 +29,8 @@ STACKS_SECONDS = 2.0
 """Time for workers that hang to print their stacks."""
 EXIT_SECONDS = 5.0
 """A worker that has written its error report must be gone after so long: NCCL's clean-up may block for ever."""
+DRAIN_SECONDS = 0.5
+"""The last lines of workers come before whatever follows them, unless nobody reads our output."""
 UNKILLABLE_SECONDS = 60.0
 """A process that survives SIGKILL for so long is stuck in the kernel; only another node can help."""
 
@@ -156,6 +158,7 @@ class Node:
                 workers.kill()
                 self._give_up_on_unkillable()
         elif workers.kill_leftovers():
+            workers.drain(DRAIN_SECONDS)
             self._ended = self._judge(workers)
             self._workers = None
         else:

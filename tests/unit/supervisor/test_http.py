@@ -1,0 +1,103 @@
+"""The small HTTP server and client: what they say to each other, and to what is no HTTP."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from sft_trainer.supervisor.http import MAX_BODY_BYTES, Client, Request, Response, serve
+
+Talk = Callable[[int], Awaitable[None]]
+
+
+async def echo(request: Request) -> Response:
+    if request.path == "/slow":
+        await asyncio.sleep(30)
+    content = {"method": request.method, "path": request.path, "body": request.body.decode()}
+    return Response(200, json.dumps(content).encode(), "application/json")
+
+
+def with_server(talk: Talk) -> None:
+    async def run() -> None:
+        async with await serve("127.0.0.1", 0, echo) as server:
+            await talk(server.sockets[0].getsockname()[1])
+
+    asyncio.run(run())
+
+
+async def raw(port: int, message: bytes) -> str:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message)
+    writer.write_eof()
+    async with asyncio.timeout(5):
+        answer = (await reader.read()).decode()
+    writer.close()
+    return answer
+
+
+def test_one_connection_carries_many_requests() -> None:
+    async def talk(port: int) -> None:
+        client = Client("127.0.0.1", port)
+        for number in range(3):
+            response = await client.post("/v1/group?x=1", f"report {number}".encode(), 5)
+            assert response.status == 200
+            assert json.loads(response.body) == {"method": "POST", "path": "/v1/group", "body": f"report {number}"}
+        assert client.peer == "127.0.0.1"
+
+        both = b"GET /a HTTP/1.1\r\nHost: h\r\n\r\nGET /b HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        answer = await raw(port, both)
+        assert answer.count("HTTP/1.1 200 OK") == 2
+        assert answer.index('"/a"') < answer.index('"/b"')
+
+    with_server(talk)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"hello\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: many\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1),
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_what_cannot_be_understood_is_refused(message: bytes) -> None:
+    async def talk(port: int) -> None:
+        answer = await raw(port, message)
+        assert answer.startswith("HTTP/1.1 400 Bad Request")
+        assert "Connection: close" in answer
+
+    with_server(talk)
+
+
+@pytest.mark.parametrize("message", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nX: " + b"x" * 40_000 + b"\r\n\r\n"])
+def test_half_a_request_or_an_endless_one_gets_no_answer_and_harms_nobody(message: bytes) -> None:
+    async def talk(port: int) -> None:
+        with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread
+            assert await raw(port, message) == ""
+        assert (await Client("127.0.0.1", port).post("/", b"", 5)).status == 200
+
+    with_server(talk)
+
+
+def test_a_client_gives_up_in_time_and_connects_anew() -> None:
+    async def talk(port: int) -> None:
+        client = Client("127.0.0.1", port)
+        with pytest.raises(TimeoutError):
+            await client.post("/slow", b"", 0.05)
+        assert (await client.post("/", b"", 5)).status == 200
+
+    with_server(talk)
+
+
+def test_nobody_listens() -> None:
+    async def talk(port: int) -> None:
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        free = server.sockets[0].getsockname()[1]
+        server.close()
+        with pytest.raises(OSError, match="Connect call failed"):
+            await Client("127.0.0.1", free).post("/", b"", 5)
+
+    with_server(talk)
