@@ -1,3 +1,3 @@
 """Fixtures shared by all tests; heavy ones live beside what they start."""
 
-pytest_plugins = ["tests.cluster.fixtures"]
+pytest_plugins = ["tests.cluster.fixtures", "tests.fixtures_inputs"]
