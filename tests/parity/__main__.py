@@ -1,6 +1,6 @@
 """``make parity``: are the numbers right? Prints its figures as key=value, exits non-zero when they are not.
 
-max_rel_error    worst relative error of loss, gradients and gradient norm: against a plain Hugging Face loop, of
+max_rel_error    worst relative error of loss, gradient and gradient norm: against a plain Hugging Face loop, of
                  accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model); at most 1e-6
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
