@@ -8,7 +8,7 @@ from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class
 from sft_api.plan import Plan
 from sft_api.progress import Phase, Progress, TerminationMessage
 from sft_api.report import progress_status, restarts_status, timestamp
-from sft_api.v1alpha1.status import Condition, SFTJobStatus, State
+from sft_api.v1alpha1.status import Condition, ConditionType, SFTJobStatus, State
 
 MAX_WARNINGS = 20
 
@@ -73,52 +73,58 @@ def ending_of(returncode: int, termination: TerminationMessage | None, *, interr
 
 
 def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> SFTJobStatus:
-    """``status`` of a run on this machine that has ended."""
+    """``status`` of a run on this machine that has ended, as the operator would write it."""
     training = progress.training
-    if ending.failure is not FailureClass.INTERRUPTED:
-        phase = Phase.FAILED if ending.failure else Phase.COMPLETE
-        training = training.model_copy(update={"phase": phase})
-    end = timestamp(times.end)
-
-    def condition(kind: str, status: str, reason: str, message: str = "", time: str = end) -> Condition:
-        return Condition.model_validate(
-            {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": time}
-        )
-
-    state: State
-    conditions = [condition("Accepted", "True", "Valid", time=timestamp(times.start))]
-    if ending.failure is None:
-        state = "Complete"
-        conditions += [condition("Running", "False", "Complete"), condition("Complete", "True", "Complete")]
-    elif ending.failure is FailureClass.INTERRUPTED:
-        state = "Suspended"
-        conditions += [
-            condition("Running", "False", "Suspended"),
-            condition("Suspended", "True", ending.failure.value, ending.message),
-        ]
-    else:
-        state = "Failed"
-        reason = ending.failure.value
-        conditions += [
-            condition("Running", "False", "Failed"),
-            condition("Failed", "True", reason, ending.message),
-        ]
+    state, reason = _state(ending.failure)
+    if state == "Complete":
+        training = training.model_copy(update={"phase": Phase.COMPLETE, "remaining_seconds": None})
+    elif state == "Failed":
+        training = training.model_copy(update={"phase": Phase.FAILED})
     return SFTJobStatus(
         state=state,
         message=ending.message,
-        conditions=conditions,
+        conditions=_conditions(state, reason, ending.message, times),
         attempt=training.attempt,
         progress=progress_status(training),
         checkpoints=training.checkpoints,
         steps_at_risk=training.steps_at_risk,
-        restarts=restarts_status(progress.incidents),
+        restarts=restarts_status(progress.incidents) if progress.incidents else None,
         plan=plan,
         export=training.export,
         warnings=training.warnings[:MAX_WARNINGS],
         start_time=timestamp(times.start),
         first_step_time=timestamp(times.first_step) if times.first_step else None,
-        completion_time=end if ending.failure is not FailureClass.INTERRUPTED else None,
+        completion_time=timestamp(times.end) if state != "Suspended" else None,
     )
+
+
+def _state(failure: FailureClass | None) -> tuple[State, str]:
+    """State of the run, and its reason in one word."""
+    if failure is None:
+        return "Complete", "TrainingComplete"
+    return "Suspended" if failure is FailureClass.INTERRUPTED else "Failed", failure.value
+
+
+def _conditions(state: State, reason: str, message: str, times: Times) -> list[Condition]:
+    """All conditions of a run that has ended; what does not hold needs no explanation."""
+    start, end = timestamp(times.start), timestamp(times.end)
+    ends: tuple[tuple[ConditionType, bool, str], ...] = (
+        ("Suspended", state == "Suspended", "NotSuspended"),
+        ("Complete", state == "Complete", "NotComplete"),
+        ("Failed", state == "Failed", "NotFailed"),
+        ("Stalled", state == "Failed", "AsExpected"),
+    )
+    return [
+        Condition(type="Accepted", status="True", reason="Valid", last_transition_time=start),
+        Condition(type="Running", status="False", reason=reason, message=message, last_transition_time=end),
+        Condition(type="Reconciling", status="False", reason="Settled", last_transition_time=end),
+        *(
+            Condition(type=kind, status="True", reason=reason, message=message, last_transition_time=end)
+            if holds
+            else Condition(type=kind, status="False", reason=otherwise, last_transition_time=start)
+            for kind, holds, otherwise in ends
+        ),
+    ]
 
 
 def advice(status: SFTJobStatus, ending: Ending) -> str:

@@ -19,12 +19,10 @@ from .console import say
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def progress_line(progress: Progress | None, now: datetime) -> str:
-    """The state of the run in one line; None is a supervisor that has not answered yet."""
-    if progress is None:
-        return "Starting"
+def progress_line(progress: Progress, now: datetime) -> str:
+    """The state of the run in one line."""
     training = progress.training
-    parts = [f"{training.phase.value} {training.phase_detail}".rstrip()]
+    parts = [f"{training.phase.value}: {training.phase_detail}" if training.phase_detail else training.phase.value]
     if training.step or training.phase is Phase.TRAINING:
         total = f"/{training.total_steps:,}" if training.total_steps else ""
         parts.append(f"step {training.step:,}{total}")
@@ -55,7 +53,7 @@ def incident_line(incident: Incident) -> str:
 class Display(Protocol):
     """Where progress is shown."""
 
-    def show(self, progress: Progress | None) -> None:
+    def show(self, progress: Progress) -> None:
         """Show the state of now."""
 
     def say(self, message: str, **style: Any) -> None:
@@ -73,7 +71,7 @@ class TerminalDisplay:
         self._live = Live(self._spinner, console=console, refresh_per_second=8, transient=True)
         self._live.start()
 
-    def show(self, progress: Progress | None) -> None:
+    def show(self, progress: Progress) -> None:
         line = progress_line(progress, datetime.now(UTC))
         self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
 
@@ -93,9 +91,7 @@ class PlainDisplay:
         self._step = 0
         self._time = clock()
 
-    def show(self, progress: Progress | None) -> None:
-        if progress is None:
-            return
+    def show(self, progress: Progress) -> None:
         training = progress.training
         phase = (training.attempt, training.phase)
         stepped = training.step != self._step and self._clock() - self._time >= _SECONDS_BETWEEN_LINES

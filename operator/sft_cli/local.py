@@ -1,6 +1,5 @@
 """From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
 
-import glob
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -121,8 +120,7 @@ def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
         if written or not uri.startswith(FILE_SCHEME):
             continue
         file = Path(uri.removeprefix(FILE_SCHEME))
-        # A URI of data may be the beginning of the names of several files.
-        if not any(file.parent.glob(f"{glob.escape(file.name)}*")):
+        if not file.exists():
             yield f"{path}: there is no {file} on this machine: correct the path, or put the files there"
 
 

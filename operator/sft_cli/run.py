@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Progress
+from sft_api.progress import Phase, Progress
 from sft_api.rundir import write_atomically
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import SFTJobStatus
@@ -122,11 +122,12 @@ class Follower:
         if self._tail is not None:
             for line in self._tail.new_lines():
                 self._display.say(line, dim=True)
-        self._display.show(progress)
         if progress is None:
             return
         self.progress = progress
         training = progress.training
+        if training.phase not in (Phase.COMPLETE, Phase.FAILED):  # then more is said at the end
+            self._display.show(progress)
         if self.first_step is None and training.step > (training.resumed_from_step or 0):
             self.first_step = training.update_time
         for warning in training.warnings:

@@ -112,7 +112,7 @@ def test_a_run_to_its_end(runs: Runs) -> None:
     assert code == 0, err
     status = status_of(out)
     assert status.state == "Complete"
-    assert conditions(status) == {"Accepted": "Valid", "Complete": "Complete"}
+    assert conditions(status) == {"Accepted": "Valid", "Complete": "TrainingComplete"}
     assert status.progress is not None
     assert (status.progress.summary, status.progress.loss, status.progress.phase) == ("4/4", 1.0, "Complete")
     assert status.checkpoints is not None

@@ -43,8 +43,12 @@ def test_a_complete_run() -> None:
     assert shown.state == "Complete"
     assert conditions(shown) == {
         "Accepted": ("True", "Valid"),
-        "Running": ("False", "Complete"),
-        "Complete": ("True", "Complete"),
+        "Running": ("False", "TrainingComplete"),
+        "Suspended": ("False", "NotSuspended"),
+        "Complete": ("True", "TrainingComplete"),
+        "Failed": ("False", "NotFailed"),
+        "Reconciling": ("False", "Settled"),
+        "Stalled": ("False", "AsExpected"),
     }
     assert shown.progress is not None
     assert shown.progress.summary == "10/20"
@@ -72,7 +76,7 @@ def test_an_interrupted_run_is_suspended_not_over() -> None:
 
     assert shown.state == "Suspended"
     assert conditions(shown)["Suspended"] == ("True", "Interrupted")
-    assert "Failed" not in conditions(shown)
+    assert conditions(shown)["Failed"] == ("False", "NotFailed")
     assert shown.completion_time is None
 
 

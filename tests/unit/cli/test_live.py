@@ -46,8 +46,7 @@ def test_a_line_holds_all_that_is_known() -> None:
 def test_a_line_leaves_out_what_is_not_known() -> None:
     tokenizing = TrainingProgress(phase=Phase.TOKENIZING, phase_detail="1200/5000 rows")
 
-    assert progress_line(None, NOW) == "Starting"
-    assert progress_line(Progress(training=tokenizing), NOW) == "Tokenizing 1200/5000 rows"
+    assert progress_line(Progress(training=tokenizing), NOW) == "Tokenizing: 1200/5000 rows"
 
 
 def test_an_incident_says_what_where_and_when() -> None:
@@ -58,7 +57,6 @@ def test_plain_lines_come_with_new_phases_and_with_time(capsys: pytest.CaptureFi
     time = 0.0
     display = PlainDisplay(clock=lambda: time)
 
-    display.show(None)
     display.show(training(1))
     display.show(training(2))
     display.show(training(2, Phase.SAVING))

@@ -1,0 +1,92 @@
+"""`sft data` and `sft run` with the real trainer, a real (tiny) model and real data, on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from safetensors import safe_open
+
+from sft_cli.main import cli
+
+SFT = str(Path(sys.executable).with_name("sft"))
+
+
+@pytest.fixture
+def job(tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The manifest of a run in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SFT_CACHE_DIR", str(tmp_path / "cache"))
+    document = {
+        "apiVersion": "sftjob.dev/v1alpha1",
+        "kind": "SFTJob",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "model": {"uri": f"file://{tiny_inputs.model}"},
+            "data": {
+                "train": [{"uri": f"file://{tiny_inputs.train}", "split": "train[:40]"}],
+                "eval": [{"uri": f"file://{tiny_inputs.eval}", "name": "held-out"}],
+                "maxLength": 256,
+                "workers": 1,
+            },
+            "training": {"steps": 3, "globalBatchTokens": 512, "optimizer": {"learningRate": 1e-3}},
+            "compute": {"gpusPerNode": 0},
+        },
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def data(job: Path, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["data", str(job), *options])
+
+
+def test_rows_as_the_model_sees_them(tiny_inputs: Any, job: Path) -> None:
+    answer = json.loads(tiny_inputs.train.read_text().splitlines()[0])["messages"][-1]["content"]
+
+    shown = data(job, "--rows", "2")
+
+    assert shown.exit_code == 0, shown.stderr
+    assert f"⟦{answer}<|im_end|>⟧" in shown.stdout
+    assert shown.stdout.count("⟦") == 2
+    assert "40 rows, format messages" in shown.stdout
+    assert "2 rows shown: " in shown.stdout
+
+
+def test_rows_for_machines(job: Path) -> None:
+    rows = [json.loads(line) for line in data(job, "--eval", "--rows", "2", "--output", "jsonl").stdout.splitlines()]
+
+    assert len(rows) == 2
+    assert all(set(row) == {"text", "input_ids", "loss_mask"} for row in rows)
+    assert all(len(row["input_ids"]) == len(row["loss_mask"]) > sum(row["loss_mask"]) > 0 for row in rows)
+
+
+def test_rows_that_cannot_be_read_are_an_error_of_their_class(tiny_inputs: Any, job: Path) -> None:
+    odd = job.with_name("odd.jsonl")
+    odd.write_text('{"turns": []}\n')
+    job.write_text(job.read_text().replace(str(tiny_inputs.train), str(odd)))
+
+    shown = data(job)
+
+    assert shown.exit_code == 11
+    assert "turns match no known format" in shown.stderr
+
+
+def test_a_real_run_trains_evaluates_and_exports(job: Path) -> None:
+    done = subprocess.run([SFT, "run", str(job), "--output", "json"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert status["state"] == "Complete"
+    assert status["progress"]["summary"] == "3/3"
+    assert 0 < status["progress"]["evalLoss"] < 7
+    assert status["checkpoints"]["latest"]["step"] == 3
+    assert status["checkpoints"]["latest"]["verified"] is True
+    assert status["plan"]["globalBatchTokens"] == 512
+    with safe_open(Path(status["export"]["uri"].removeprefix("file://")) / "model.safetensors", "pt") as weights:
+        assert any("embed_tokens" in name for name in weights.keys())  # noqa: SIM118 - not a dict
