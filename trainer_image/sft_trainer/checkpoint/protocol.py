@@ -19,7 +19,7 @@ from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Verified, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.errors import StorageUnavailableError
+from sft_trainer.errors import StorageNotFoundError, StorageUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,18 @@ class Protocol:
 
     def claim(self, job_uid: str) -> int:
         """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished."""
-        number = self._catalog.newest_attempt() + 1
+        number = self._first_free()
         while not self._store.create(attempt_key(number), _claim(number, job_uid)):
             number += 1
         dropped = self._store.abort_incomplete_uploads(CHECKPOINTS_PREFIX)
         logger.info("Claimed attempt %d in %s; dropped %d unfinished uploads", number, self._store.uri, dropped)
         return number
+
+    def _first_free(self) -> int:
+        try:
+            return self._catalog.newest_attempt() + 1
+        except StorageNotFoundError:  # a folder that the claim itself creates; a missing bucket fails there
+            return 1
 
     def commit(self, manifest: Manifest) -> None:
         """Check that all files arrived and that the attempt is still the newest, then write the manifest.

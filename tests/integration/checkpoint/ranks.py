@@ -1,0 +1,80 @@
+"""Processes that import torch once between them: single ones, and groups of ranks over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "sft_trainer.checkpoint.manager", "boto3"])
+
+
+class RankFailed(AssertionError):
+    """A process raised; the message is its traceback."""
+
+
+def _child(
+    connection: Connection,
+    environment: Mapping[str, str],
+    rendezvous: str | None,
+    rank: int,
+    size: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if rendezvous is not None:
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+        connection.send((True, function(*arguments)))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+    finally:
+        # Without waiting for peers that may be dead; results are sent.
+        os._exit(0)
+
+
+def start(
+    function: Callable[..., Any], *arguments: Any, rank: int = 0, size: int = 1, rendezvous: str | None = None
+) -> tuple[BaseProcess, Connection]:
+    """One process that calls ``function``; its answer comes through the connection, unless it is killed."""
+    ours, theirs = _CONTEXT.Pipe()
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    process = _CONTEXT.Process(
+        target=_child, args=(theirs, environment, rendezvous, rank, size, function, arguments), daemon=True
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def answer(process: BaseProcess, connection: Connection, seconds: float = 60) -> Any:
+    """What the process sent; None when it was killed before."""
+    try:
+        if not connection.poll(seconds):
+            process.kill()
+            raise RankFailed(f"no answer within {seconds} s")
+        fine, value = connection.recv()
+    except EOFError:
+        value, fine = None, True
+    process.join(10)
+    if not fine:
+        raise RankFailed(value)
+    return value
+
+
+def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Answers of ``size`` ranks that call ``function`` together; ``folder`` is used to meet."""
+    rendezvous = folder / f"rendezvous-{len(list(folder.glob('rendezvous-*')))}"
+    ranks = [start(function, *arguments, rank=rank, size=size, rendezvous=str(rendezvous)) for rank in range(size)]
+    return [answer(*rank) for rank in ranks]
