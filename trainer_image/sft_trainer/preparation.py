@@ -33,8 +33,10 @@ class Prepared:
 
 
 def cache_directory() -> Path:
-    """Where models and tokenised data are kept on this machine."""
-    return Path(os.environ.get("SFT_CACHE_DIR") or Path.home() / ".cache" / "sft")
+    """Where models and tokenised data are kept on this machine: ``SFT_CACHE_DIR``, or ``sft`` in the user's cache."""
+    if given := os.environ.get("SFT_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft"
 
 
 def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:

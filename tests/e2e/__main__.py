@@ -1,0 +1,50 @@
+"""``make e2e``: the product on a real node, disturbed in every way the acceptance names.
+
+failed            scenarios that did not end Complete, or ended wrong
+curve_mismatch    steps whose numbers differ from the undisturbed run
+max_lost_steps    most steps that had to be computed twice
+crash_to_step_s   from a killed worker to the next new step
+pod_to_step_s     from a lost or deleted pod to the next new step, the longest
+"""
+
+import sys
+
+from . import bad_jobs, campaign, exported
+from .stage import open_stage
+
+
+def main() -> int:
+    chosen = sys.argv[1:]
+    scenarios = [one for one in campaign.SCENARIOS if not chosen or one.name in chosen]
+    with open_stage() as stage:
+        expected = campaign.run_undisturbed(stage)
+        difference = exported.loss_difference(stage, "undisturbed")
+        print(f"undisturbed: Complete, {len(expected)} steps, export_loss_difference={difference:.2e}", flush=True)
+        results = []
+        for scenario in scenarios:
+            result = campaign.run_disturbed(stage, scenario, expected)
+            results.append(result)
+            print(
+                f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} "
+                f"lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} {' '.join(result.problems)}",
+                flush=True,
+            )
+        refused = bad_jobs.run_all(stage) if not chosen else []
+        for bad in refused:
+            print(f"bad job {bad.name}: {bad.seconds:.1f} s {bad.problem or 'ok'}: {bad.message}", flush=True)
+    failed = sum(result.failed for result in results) + sum(bool(bad.problem) for bad in refused)
+    failed += difference > exported.LIMIT
+    by_name = {result.name: result for result in results}
+    print(f"bad_jobs={len(refused)}")
+    print(f"failed={failed}")
+    print(f"curve_mismatch={sum(result.curve_mismatch for result in results)}")
+    print(f"max_lost_steps={max((result.lost_steps for result in results), default=0)}")
+    if "worker-killed" in by_name:
+        print(f"crash_to_step_s={by_name['worker-killed'].away_seconds:.1f}")
+    pods = [by_name[one.name].away_seconds for one in scenarios if one.loses_pod]
+    print(f"pod_to_step_s={max(pods, default=0):.1f}")
+    return 0 if failed == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Jobs that cannot work: each must say why, and what to change, within half a minute, and leave nothing behind."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from .stage import BUCKET, Stage
+
+WITHIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class BadJob:
+    """``words`` must all be in status.message; ``fails``: a retry cannot help, so the job must end at once.
+
+    ``starts``: the trainer itself finds out, so the clock runs from the start of its container.
+    """
+
+    name: str
+    spec: dict[str, Any]
+    words: tuple[str, ...]
+    fails: bool = False
+    starts: bool = False
+
+
+@dataclass
+class BadResult:
+    """What the user saw, and after how long."""
+
+    name: str
+    seconds: float
+    message: str
+    problem: str = ""
+
+
+JOBS = (
+    BadJob(
+        "no-claim",
+        {"checkpoint": {"uri": "pvc://not-there/run"}},
+        ("not-there", "persistentvolumeclaim"),
+    ),
+    BadJob(
+        "no-secret",
+        {"checkpoint": {"s3": {"credentialsSecretRef": "not-there"}}},
+        ("not-there", "secret"),
+    ),
+    BadJob(
+        "no-image",
+        {"compute": {"image": "localhost:1/not/there:1", "imagePullPolicy": "IfNotPresent"}},
+        ("localhost:1/not/there:1",),
+    ),
+    BadJob(
+        "too-many-gpus",
+        {"compute": {"gpusPerNode": 8, "processesPerNode": None}},
+        ("nvidia.com/gpu",),
+    ),
+    BadJob(
+        "no-bucket",
+        {"checkpoint": {"uri": "s3://not-there/run"}},
+        ("not-there",),
+        fails=True,
+        starts=True,
+    ),
+    BadJob(
+        "bad-data",
+        {"data": {"train": [{"uri": f"s3://{BUCKET}/quickstart/data/train.jsonl", "messagesKey": "conversation"}]}},
+        ("conversation",),
+        fails=True,
+        starts=True,
+    ),
+)
+
+
+def run_all(stage: Stage) -> list[BadResult]:
+    """All bad jobs, a quota that is too small, and the deletion of a namespace while a job runs."""
+    results = [run(stage, job) for job in JOBS]
+    results.append(_quota(stage))
+    results.append(_namespace(stage))
+    return results
+
+
+def run(stage: Stage, job: BadJob) -> BadResult:
+    """Apply the job, wait for the message, see that nothing is left when it is deleted."""
+    said = stage.apply(stage.manifest(job.name, **job.spec))
+    result = BadResult(job.name, 0.0, "")
+    if job.starts:
+        stage.wait_for(job.name, "start of its container", lambda: _started(stage, job.name), seconds=120)
+    _expect_message(stage, job, result, said)
+    if job.fails and not result.problem:
+        state = stage.status(job.name).get("state")
+        condition = stage.condition(job.name, "Failed")
+        if state != "Failed" or condition.get("status") != "True":
+            result.problem = f"state {state}, Failed condition {condition}: no retry can help here"
+    stage.delete(job.name)
+    return result
+
+
+def _expect_message(stage: Stage, job: BadJob, result: BadResult, said: str = "") -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < WITHIN_SECONDS:
+        result.message = str(stage.status(job.name).get("message") or "")
+        result.seconds = time.monotonic() - began
+        if all(word.lower() in result.message.lower() for word in job.words):
+            return
+        time.sleep(0.25)
+    result.problem = f"no message with {job.words} within {WITHIN_SECONDS:.0f} s ({said.strip()})\n" + stage.explain(
+        job.name
+    )
+
+
+def _started(stage: Stage, name: str) -> bool:
+    selector = f"sftjob.dev/job={name}"
+    path = "-o=jsonpath={.items[*].status.containerStatuses[*].state}"
+    found = stage.kubectl("get", "pods", f"--selector={selector}", path)
+    return "running" in found or "terminated" in found
+
+
+def _quota(stage: Stage) -> BadResult:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small", "namespace": stage.namespace},
+        "spec": {"hard": {"requests.memory": "1Gi"}},
+    }
+    stage.cluster.apply(quota)
+    try:
+        return run(stage, BadJob("over-quota", {}, ("exceeded quota", "small")))
+    finally:
+        stage.kubectl("delete", "resourcequota", "small")
+
+
+def _namespace(stage: Stage) -> BadResult:
+    """kubectl delete namespace while a job runs: it must be gone, Job finalizers and all."""
+    name = f"{stage.namespace}-doomed"
+    stage.cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    other = Stage(stage.cluster, stage.store, name)
+    for kind in ("secret", "service", "endpointslice"):
+        _copy(stage, other, kind)
+    other.apply(other.manifest("doomed", training={"steps": 100000}))
+    other.wait_for("doomed", "first steps", lambda: other.step("doomed") > 0, seconds=180)
+    began = time.monotonic()
+    done = stage.cluster.kubectl("delete", "namespace", name, "--timeout=120s", check=False)
+    result = BadResult("namespace-deleted", time.monotonic() - began, (done.stdout + done.stderr).strip())
+    if done.returncode != 0:
+        result.problem = "the namespace is not gone\n" + other.explain("doomed")
+    return result
+
+
+def _copy(source: Stage, target: Stage, kind: str) -> None:
+    found = source.cluster.get(kind, "object-store", f"--namespace={source.namespace}")
+    kept = {key: found["metadata"][key] for key in ("name", "labels") if key in found["metadata"]}
+    found["metadata"] = {**kept, "namespace": target.namespace}
+    if kind == "service":
+        found["spec"] = {"ports": found["spec"]["ports"]}
+    target.cluster.apply(found)

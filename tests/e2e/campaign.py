@@ -1,0 +1,130 @@
+"""The disturbances, one job each, against an undisturbed run: which steps were lost, and is the curve the same?"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tests.parity.runs import step_records
+
+from . import disturbances
+from .stage import Stage
+
+STEPS = 200
+SAVE_EVERY = 10
+DISTURB_AFTER = 45
+
+Disturbance = Callable[[Stage, str], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``loses_pod``: the group waits for a replacement, rather than starting again inside living pods."""
+
+    name: str
+    disturb: Disturbance
+    restarts: bool = True
+    loses_pod: bool = False
+    saves_first: bool = False
+    """The workers are asked to stop, and save the step they are at: nothing at all may be lost."""
+
+
+SCENARIOS = (
+    Scenario("worker-killed", disturbances.kill_worker),
+    Scenario("pod-deleted", disturbances.delete_pod, loses_pod=True, saves_first=True),
+    Scenario("pod-lost", disturbances.lose_pod, loses_pod=True),
+    Scenario("first-pod-evicted", disturbances.evict_first_pod, loses_pod=True, saves_first=True),
+    Scenario("operator-killed", disturbances.kill_operator, restarts=False),
+    Scenario("suspended", disturbances.suspend_and_resume, saves_first=True),
+    Scenario("api-server-restarted", disturbances.restart_api_server, restarts=False),
+)
+
+
+@dataclass
+class Result:
+    """What became of one job."""
+
+    name: str
+    state: str
+    curve_mismatch: int
+    lost_steps: int = 0
+    """Steps computed twice."""
+    away_seconds: float = 0.0
+    """From the disturbance to the first new step after it."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.state != "Complete" or self.curve_mismatch > 0 or bool(self.problems)
+
+
+def quickstart(stage: Stage, name: str, **spec: Any) -> dict[str, Any]:
+    """The quickstart's job, long enough to be disturbed."""
+    training = {"steps": STEPS, **spec.pop("training", {})}
+    checkpoint = {"everySteps": SAVE_EVERY, **spec.pop("checkpoint", {})}
+    return stage.manifest(name, training=training, checkpoint=checkpoint, **spec)
+
+
+def run_undisturbed(stage: Stage, name: str = "undisturbed") -> dict[int, dict[str, Any]]:
+    """Step records of a run that nothing happens to; its status must rise while it runs."""
+    stage.apply(quickstart(stage, name))
+    seen = set()
+
+    def watch() -> bool:
+        seen.add(stage.step(name))
+        return stage.status(name).get("state") in ("Complete", "Failed")
+
+    stage.wait_for(name, "end of the run", watch, seconds=400)
+    if stage.status(name)["state"] != "Complete":
+        raise AssertionError(f"the undisturbed run failed\n{stage.explain(name)}")
+    rising = [step for step in seen if 0 < step < STEPS]
+    if len(rising) < 2:
+        raise AssertionError(f"status.progress.step did not rise while the job ran, seen: {sorted(seen)}")
+    return step_records(stage.folder(name))
+
+
+def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str, Any]]) -> Result:
+    """Start a job, do to it what the scenario says, and compare it with the undisturbed one."""
+    name = scenario.name
+    stage.apply(quickstart(stage, name))
+    stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
+    scenario.disturb(stage, name)
+    state = stage.wait_for_end(name)
+    records = step_records(stage.folder(name))
+    result = Result(name, state, curve_mismatch(records, expected))
+    if state != "Complete":
+        result.problems.append(stage.explain(name))
+    _judge_restarts(stage, scenario, result)
+    stage.delete(name)
+    return result
+
+
+def curve_mismatch(records: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> int:
+    """Steps whose numbers are not exactly those of the undisturbed run."""
+    keys = ("loss", "gradNorm", "learningRate", "tokens", "trainedTokens")
+    return sum(
+        any(records.get(step, {}).get(key) != wanted.get(key) for key in keys) for step, wanted in expected.items()
+    ) + len(set(records) - set(expected))
+
+
+def _judge_restarts(stage: Stage, scenario: Scenario, result: Result) -> None:
+    """Lost steps and the time away, from what the attempts left in the store."""
+    attempts = _attempts(stage.folder(scenario.name))
+    if scenario.restarts != (len(attempts) > 1):
+        result.problems.append(f"{len(attempts)} attempts")
+    restarts = stage.status(scenario.name).get("restarts") or {}
+    result.lost_steps = int(restarts.get("lostSteps") or 0)
+    # A save in the background may be one interval behind.
+    limit = 1 if scenario.saves_first else 2 * SAVE_EVERY
+    if result.lost_steps > limit:
+        result.problems.append(f"{result.lost_steps} steps lost, more than {limit}")
+    if scenario.restarts:
+        result.away_seconds = float(restarts.get("recoverySeconds") or math.nan)
+
+
+def _attempts(folder: Path) -> list[datetime]:
+    files = sorted((folder / "attempts").glob("*.json"))
+    return [datetime.fromisoformat(json.loads(file.read_text())["time"]) for file in files]
