@@ -62,7 +62,7 @@ def compute_status(
         status.restarts or RestartsStatus(), observed, step=status.progress.step if status.progress else 0, now=now
     )
     situation = find_situation(job, previous, observed, restarts, now)
-    if situation.state == "Queued" and previous.state in ("Running", "Recovering") and not job.spec.suspend:
+    if situation.reason in ("Preempted", "WaitingForQueue") and previous.state in ("Running", "Recovering"):
         restarts = _preempted(restarts, situation, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)

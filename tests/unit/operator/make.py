@@ -1,0 +1,185 @@
+"""Small SFTJobs, Jobs, pods and reports for tests, as the API server would send them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Incident, Phase, Progress, TerminationMessage, TrainingProgress
+from sft_api.v1alpha1 import SFTJob
+from sft_operator.observed import ChildJob, Observed, Pod, Report
+from sft_operator.spec import read_spec
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
+JOB_UID = "job-uid"
+Object = dict[str, Any]
+
+
+def at(seconds: float) -> datetime:
+    """So many seconds after NOW."""
+    return NOW + timedelta(seconds=seconds)
+
+
+def stamp(seconds: float) -> str:
+    return at(seconds).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def job_manifest(*, labels: dict[str, str] | None = None, uid: str = "sft-uid", **spec: Any) -> Object:
+    return {
+        "apiVersion": "sftjob.dev/v1alpha1",
+        "kind": "SFTJob",
+        "metadata": {
+            "name": "tulu",
+            "namespace": "team",
+            "uid": uid,
+            "generation": 1,
+            "resourceVersion": "5",
+            "labels": labels or {},
+        },
+        "spec": {
+            "model": {"uri": "hf://Qwen/Qwen3-0.6B"},
+            "data": {"train": [{"uri": "hf://org/rows"}]},
+            "compute": {"nodes": 2, "gpusPerNode": 8},
+            "checkpoint": {"uri": "s3://bucket/runs"},
+            **spec,
+        },
+    }
+
+
+def make_job(*, labels: dict[str, str] | None = None, **spec: Any) -> SFTJob:
+    return read_spec(job_manifest(labels=labels, **spec))
+
+
+def child_manifest(
+    *,
+    suspend: bool = False,
+    conditions: dict[str, tuple[str, str]] | None = None,
+    started: float | None = -600,
+    owner: str = "sft-uid",
+    version: str = "7",
+) -> Object:
+    """A batch Job; ``conditions`` maps the types that hold to reason and message."""
+    status: Object = {
+        "conditions": [
+            {"type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": stamp(0)}
+            for kind, (reason, message) in (conditions or {}).items()
+        ]
+    }
+    if started is not None:
+        status["startTime"] = stamp(started)
+    return {
+        "metadata": {
+            "name": "tulu",
+            "namespace": "team",
+            "uid": JOB_UID,
+            "resourceVersion": version,
+            "labels": {"sftjob.dev/job": "tulu"},
+            "ownerReferences": [{"kind": "SFTJob", "uid": owner, "controller": True}],
+        },
+        "spec": {"suspend": suspend},
+        "status": status,
+    }
+
+
+def make_child(**fields: Any) -> ChildJob:
+    return ChildJob.from_manifest(child_manifest(**fields))
+
+
+def pod_manifest(
+    index: int = 0,
+    *,
+    uid: str | None = None,
+    phase: str = "Running",
+    ready: bool = True,
+    exit_code: int | None = None,
+    words: TerminationMessage | str | None = None,
+    ended_reason: str = "Error",
+    conditions: list[Object] | None = None,
+    waiting: tuple[str, str] | None = None,
+    deletion: float | None = None,
+    reason: str = "",
+    replaced: tuple[int, int] = (0, 0),
+    created: float = -500,
+    finished: float = -1,
+    node: str | None = "node-a",
+    version: str = "9",
+) -> Object:
+    """A pod; ``replaced`` are the failures and ignored failures of its index before it."""
+    state: Object = {}
+    if exit_code is not None:
+        text = words.model_dump_json(by_alias=True) if isinstance(words, TerminationMessage) else words or ""
+        state["terminated"] = {
+            "exitCode": exit_code,
+            "reason": ended_reason,
+            "message": text,
+            "finishedAt": stamp(finished),
+        }
+    elif waiting:
+        state["waiting"] = {"reason": waiting[0], "message": waiting[1]}
+    elif phase == "Running":
+        state["running"] = {"startedAt": stamp(created)}
+    metadata: Object = {
+        "name": f"tulu-{index}-{uid or 'aaaaa'}",
+        "namespace": "team",
+        "uid": uid or f"pod-{index}",
+        "resourceVersion": version,
+        "creationTimestamp": stamp(created),
+        "labels": {"sftjob.dev/job": "tulu"},
+        "annotations": {
+            "batch.kubernetes.io/job-completion-index": str(index),
+            "batch.kubernetes.io/job-index-failure-count": str(replaced[0]),
+            "batch.kubernetes.io/job-index-ignored-failure-count": str(replaced[1]),
+        },
+        "ownerReferences": [{"kind": "Job", "uid": JOB_UID, "controller": True}],
+    }
+    if deletion is not None:
+        metadata["deletionTimestamp"] = stamp(deletion + 30)
+        metadata["deletionGracePeriodSeconds"] = 30
+    status_conditions = [{"type": "Ready", "status": "True" if ready and phase == "Running" else "False"}]
+    return {
+        "metadata": metadata,
+        "spec": {"nodeName": node} if node else {},
+        "status": {
+            "phase": phase,
+            "reason": reason,
+            "podIP": "10.0.0.1",
+            "conditions": [*status_conditions, *(conditions or [])],
+            "containerStatuses": [{"name": "trainer", "state": state}] if state else [],
+        },
+    }
+
+
+def make_pod(index: int = 0, **fields: Any) -> Pod:
+    return Pod.from_manifest(pod_manifest(index, **fields))
+
+
+def disruption(reason: str = "EvictionByEvictionAPI") -> list[Object]:
+    return [{"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "evicted"}]
+
+
+def training(step: int, *, attempt: int = 1, phase: Phase = Phase.TRAINING, **fields: Any) -> TrainingProgress:
+    values = {"total_steps": 100, "update_time": NOW, **fields}
+    return TrainingProgress(attempt=attempt, step=step, phase=phase, **values)
+
+
+def report(
+    progress: TrainingProgress | None = None, *incidents: Incident, pod_uid: str = "pod-0", received: float = 0
+) -> Report:
+    body = Progress(job_uid="sft-uid", training=progress or TrainingProgress(), incidents=list(incidents))
+    return Report(body, at(received), pod_uid)
+
+
+def incident(number: int, failure: FailureClass, *, step: int = 0, seconds: float = 0, **fields: Any) -> Incident:
+    values = {"message": "it broke", "attempt": number, **fields}
+    return Incident(id=f"run-{number}", time=at(seconds), failure=failure, step=step, **values)
+
+
+def words(failure: FailureClass | None, step: int = 5, *, attempt: int = 1, **fields: Any) -> TerminationMessage:
+    return TerminationMessage(failure=failure, attempt=attempt, step=step, **fields)
+
+
+def running(**fields: Any) -> Observed:
+    """Two ready pods of a running Job."""
+    values: dict[str, Any] = {"job": make_child(), "pods": (make_pod(0), make_pod(1)), **fields}
+    return Observed(**values)

@@ -1,0 +1,332 @@
+"""The children of an SFTJob, field by field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sft_api.trainer_config import TrainerConfig
+from sft_operator.builders import build_config_map, build_job, build_network_policy, build_service
+from sft_operator.builders.resources import quantity
+from sft_operator.config import NetworkPolicySettings, PodSettings, Settings, StoreSettings
+from tests.unit.operator.make import make_job
+
+SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
+STORE = StoreSettings.model_validate(
+    {
+        "uri": "s3://platform/sft/",
+        "s3": {"endpoint": "http://minio:9000", "forcePathStyle": True, "credentialsSecretRef": "sft-store"},
+    }
+)
+
+
+def pod_spec(settings: Settings = SETTINGS, **spec: Any) -> dict[str, Any]:
+    found: dict[str, Any] = build_job(make_job(**spec), settings)["spec"]["template"]["spec"]
+    return found
+
+
+def container(settings: Settings = SETTINGS, **spec: Any) -> dict[str, Any]:
+    found: dict[str, Any] = pod_spec(settings, **spec)["containers"][0]
+    return found
+
+
+def environment(settings: Settings = SETTINGS, **spec: Any) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container(settings, **spec)["env"]}
+
+
+def compute(**fields: Any) -> dict[str, Any]:
+    return {"nodes": 2, "gpusPerNode": 8, **fields}
+
+
+def test_the_job_keeps_one_pod_a_node_and_leaves_counting_to_us() -> None:
+    spec = build_job(make_job(), SETTINGS)["spec"]
+
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (2**31 - 1, 0)
+    assert spec["podReplacementPolicy"] == "Failed"
+    fail, ignore = spec["podFailurePolicy"]["rules"]
+    assert fail["action"] == "FailJob"
+    assert fail["onExitCodes"] == {"containerName": "trainer", "operator": "In", "values": list(range(10, 30))}
+    assert ignore == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert spec["suspend"] is False
+    assert "activeDeadlineSeconds" not in spec
+    assert "backoffLimit" not in spec
+
+
+@pytest.mark.parametrize(
+    ("labels", "suspend", "expected"),
+    [({}, False, False), ({}, True, True), ({"kueue.x-k8s.io/queue-name": "gpus"}, False, True)],
+)
+def test_a_job_starts_suspended_when_asked_to_or_queued(labels: dict[str, str], suspend: bool, expected: bool) -> None:
+    manifest = build_job(make_job(labels=labels, suspend=suspend), SETTINGS)
+
+    assert manifest["spec"]["suspend"] is expected
+    assert manifest["metadata"]["labels"].get("kueue.x-k8s.io/queue-name") == labels.get("kueue.x-k8s.io/queue-name")
+
+
+def test_children_belong_to_the_sftjob() -> None:
+    job = make_job()
+    for child in (
+        build_job(job, SETTINGS),
+        build_config_map(job, None),
+        build_service(job),
+        build_network_policy(job, NetworkPolicySettings()),
+    ):
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("SFTJob", "sft-uid", True)
+        assert child["metadata"]["namespace"] == "team"
+        assert child["metadata"]["labels"]["sftjob.dev/job"] == "tulu"
+        assert child["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "sft-operator"
+
+
+def test_pods_meet_the_restricted_standard_and_get_no_token() -> None:
+    spec = pod_spec()
+    (trainer,) = spec["containers"]
+
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 1000
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert trainer["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert all("hostPath" not in volume for volume in spec["volumes"])
+
+
+def test_everything_written_to_is_a_volume() -> None:
+    spec = pod_spec(compute=compute(cacheSize="7Gi", sharedMemorySize="2Gi"))
+    mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+
+    assert volumes[mounts["/var/cache/sft"]]["emptyDir"] == {"sizeLimit": "7Gi"}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": str(2 * 2**30)}
+    assert volumes[mounts["/tmp"]]["emptyDir"] == {}
+    assert volumes[mounts["/run/sft"]]["emptyDir"] == {}
+    assert volumes[mounts["/etc/sft"]]["configMap"]["name"] == "tulu-config"
+
+
+def test_pods_find_one_another() -> None:
+    spec = pod_spec()
+    variables = environment()
+
+    assert spec["subdomain"] == "tulu"
+    assert variables["SFT_COORDINATOR"] == "tulu-0.tulu"
+    assert variables["SFT_NODES"] == "2"
+    service = build_service(make_job())["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    assert (
+        service["selector"].items() <= build_job(make_job(), SETTINGS)["spec"]["template"]["metadata"]["labels"].items()
+    )
+
+
+def test_the_supervisor_is_probed_and_its_last_words_are_read() -> None:
+    trainer = container()
+
+    assert trainer["command"] == ["python", "-m", "sft_trainer.launch"]
+    assert trainer["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "progress"}
+    assert trainer["ports"] == [{"name": "progress", "containerPort": 8471, "protocol": "TCP"}]
+    assert trainer["terminationMessagePolicy"] == "File"
+    assert "livenessProbe" not in trainer
+
+
+def test_gpus_and_extended_resources_are_asked_for_as_limits_and_requests() -> None:
+    resources = container(
+        compute=compute(
+            resources={"requests": {"cpu": "8", "memory": "64Gi", "rdma/hca": 1}, "limits": {"memory": "128Gi"}}
+        )
+    )["resources"]
+
+    assert resources["limits"] == {"memory": "128Gi", "nvidia.com/gpu": 8, "rdma/hca": 1}
+    assert resources["requests"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 8, "rdma/hca": 1}
+
+
+def test_a_cpu_job_asks_for_no_gpu() -> None:
+    assert container(compute={"gpusPerNode": 0})["resources"] == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 8 * 2**30),
+        ({"sharedMemorySize": "3Gi"}, 3 * 2**30),
+        ({"resources": {"limits": {"memory": "8Gi"}}}, 4 * 2**30),
+        ({"sharedMemorySize": "64Gi", "resources": {"limits": {"memory": "10Gi"}}}, 5 * 2**30),
+    ],
+)
+def test_shared_memory_is_one_gibibyte_a_process_and_at_most_half(fields: dict[str, Any], expected: int) -> None:
+    volumes = {volume["name"]: volume for volume in pod_spec(compute=compute(**fields))["volumes"]}
+
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == str(expected)
+
+
+def test_secrets_are_referred_to_and_never_copied() -> None:
+    variables = environment(
+        model={"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}},
+        checkpoint={"uri": "s3://bucket/runs", "s3": {"credentialsSecretRef": "keys"}},
+    )
+
+    assert variables["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert variables["AWS_ACCESS_KEY_ID"] == {"secretKeyRef": {"name": "keys", "key": "AWS_ACCESS_KEY_ID"}}
+    assert variables["AWS_SECRET_ACCESS_KEY"]["secretKeyRef"]["name"] == "keys"
+    assert variables["AWS_SESSION_TOKEN"]["secretKeyRef"]["optional"] is True
+
+
+def test_without_credentials_none_are_asked_for() -> None:
+    assert not {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"} & environment().keys()
+
+
+def test_the_users_environment_wins_over_ours() -> None:
+    variables = environment(
+        compute=compute(
+            env=[
+                {"name": "HF_HOME", "value": "/elsewhere"},
+                {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+            ]
+        )
+    )
+
+    assert variables["HF_HOME"] == "/elsewhere"
+    assert variables["KEY"] == {"secretKeyRef": {"name": "s", "key": "k"}}
+    assert [entry["name"] for entry in container()["env"]].count("HF_HOME") == 1
+
+
+def test_claims_of_all_uris_are_mounted_once_each() -> None:
+    spec = pod_spec(
+        model={"uri": "pvc://models.v1/qwen"},
+        data={
+            "train": [{"uri": "pvc://data/a"}, {"uri": "pvc://data/b"}],
+            "eval": [{"uri": "pvc://eval/x", "name": "e"}],
+        },
+        checkpoint={"uri": "pvc://models-v1/runs"},
+    )
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in spec["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    mounts = {
+        claims[mount["name"]]: mount["mountPath"]
+        for mount in spec["containers"][0]["volumeMounts"]
+        if mount["name"] in claims
+    }
+
+    assert mounts == {name: f"/mnt/pvc/{name}" for name in ("models.v1", "models-v1", "data", "eval")}
+
+
+def test_scheduling_fields_pass_through_and_absent_ones_are_left_out() -> None:
+    spec = pod_spec(
+        compute=compute(
+            nodeSelector={"gpu": "h100"},
+            tolerations=[{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            priorityClassName="high",
+            runtimeClassName="nvidia",
+            serviceAccountName="trainer",
+            imagePullSecrets=["mine"],
+        ),
+        runPolicy={"terminationGracePeriodSeconds": 77},
+    )
+
+    assert spec["nodeSelector"] == {"gpu": "h100"}
+    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert spec["priorityClassName"] == "high"
+    assert spec["runtimeClassName"] == "nvidia"
+    assert spec["serviceAccountName"] == "trainer"
+    assert spec["imagePullSecrets"] == [{"name": "mine"}]
+    assert spec["terminationGracePeriodSeconds"] == 77
+    assert not {"nodeSelector", "tolerations", "priorityClassName", "serviceAccountName"} & pod_spec().keys()
+
+
+def test_the_spec_wins_over_the_settings() -> None:
+    settings = Settings(pods=PodSettings(image="default:1", image_pull_policy="Always", image_pull_secrets=["shared"]))
+
+    assert container(settings)["image"] == "default:1"
+    assert container(settings)["imagePullPolicy"] == "Always"
+    own = container(settings, compute=compute(image="own:2", imagePullPolicy="Never"))
+    assert (own["image"], own["imagePullPolicy"]) == ("own:2", "Never")
+    assert pod_spec(settings, compute=compute(imagePullSecrets=["mine"]))["imagePullSecrets"] == [
+        {"name": "mine"},
+        {"name": "shared"},
+    ]
+
+
+def test_our_labels_cannot_be_taken_over() -> None:
+    job = make_job(compute=compute(labels={"sftjob.dev/job": "other", "team": "a"}, annotations={"a/b": "c"}))
+    metadata = build_job(job, SETTINGS)["spec"]["template"]["metadata"]
+
+    assert metadata["labels"]["sftjob.dev/job"] == "tulu"
+    assert metadata["labels"]["team"] == "a"
+    assert metadata["annotations"] == {"a/b": "c"}
+
+
+def test_no_image_at_all_is_an_error_that_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"spec\.compute\.image is missing"):
+        build_job(make_job(), Settings())
+
+
+def test_the_configuration_is_complete_and_holds_no_defaults_to_fill_in() -> None:
+    config_map = build_config_map(make_job(), None)
+    config = TrainerConfig.model_validate_json(config_map["data"]["config.json"])
+
+    assert config.job.uid == "sft-uid"
+    assert config.checkpoint_uri == "s3://bucket/runs"
+    assert config.export_uri == "s3://bucket/runs/export"
+    assert config.plan.processes == 16
+    assert json.loads(config_map["data"]["config.json"])["spec"]["data"]["maxLength"] == 4096
+
+
+def test_the_platforms_store_is_used_when_the_spec_names_none() -> None:
+    config_map = build_config_map(make_job(checkpoint={}), STORE)
+    config = TrainerConfig.model_validate_json(config_map["data"]["config.json"])
+
+    assert config.checkpoint_uri == "s3://platform/sft/team/tulu-sft-uid"
+    assert config.spec.checkpoint.s3.endpoint == "http://minio:9000"
+    variables = environment(SETTINGS.model_copy(update={"store": STORE}), checkpoint={})
+    assert variables["AWS_ACCESS_KEY_ID"]["secretKeyRef"]["name"] == "sft-store"
+
+
+def test_settings_of_the_spec_win_over_the_platforms_store() -> None:
+    job = make_job(checkpoint={"uri": "s3://own/x", "s3": {"region": "eu-1"}})
+    config = TrainerConfig.model_validate_json(build_config_map(job, STORE)["data"]["config.json"])
+
+    assert config.checkpoint_uri == "s3://own/x"
+    assert config.spec.checkpoint.s3.endpoint is None
+    assert config.spec.checkpoint.s3.region == "eu-1"
+
+
+def test_no_place_for_checkpoints_is_an_error_that_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"spec\.checkpoint\.uri is missing"):
+        build_config_map(make_job(checkpoint={}), None)
+
+
+def test_only_the_group_the_operator_and_prometheus_reach_the_pods() -> None:
+    settings = NetworkPolicySettings(operator_namespace="sys", metrics_namespaces=["monitoring"])
+    spec = build_network_policy(make_job(), settings)["spec"]
+    group, others = spec["ingress"]
+
+    assert spec["policyTypes"] == ["Ingress"]
+    assert spec["podSelector"]["matchLabels"] == {"sftjob.dev/job": "tulu"}
+    assert group == {"from": [{"podSelector": {"matchLabels": {"sftjob.dev/job": "tulu"}}}]}
+    assert others["ports"] == [{"protocol": "TCP", "port": 8471}]
+    names = [peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for peer in others["from"]]
+    assert names == ["sys", "monitoring"]
+    assert others["from"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "sft-operator"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1Gi", 2**30), ("500m", 0.5), ("2", 2), (3, 3), ("1.5M", 1.5e6), ("4Ki", 4096)],
+)
+def test_quantities(text: int | str, number: float) -> None:
+    assert quantity(text) == number
+
+
+def test_no_quantity_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'1Zi' is no quantity"):
+        quantity("1Zi")

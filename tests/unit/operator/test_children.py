@@ -1,0 +1,115 @@
+"""What is created, changed and deleted."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_operator.config import PodSettings, Settings
+from sft_operator.observed import Observed
+from sft_operator.policies.children import plan_changes, time_to_live
+from sft_operator.policies.situation import last_words_missing
+from tests.unit.operator.make import at, make_child, make_job, make_pod, running, stamp
+
+SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
+QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
+RUNNING = SFTJobStatus(state="Running")
+FAILED = SFTJobStatus(state="Failed", completion_time=stamp(0))
+
+
+def test_missing_children_are_created_the_job_last() -> None:
+    changes = plan_changes(make_job(), SFTJobStatus(), Observed(), SETTINGS)
+
+    assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "NetworkPolicy", "Job"]
+
+
+def test_the_network_policy_can_be_left_to_the_administrator() -> None:
+    settings = SETTINGS.model_copy(
+        update={"network_policy": SETTINGS.network_policy.model_copy(update={"enabled": False})}
+    )
+    changes = plan_changes(make_job(), SFTJobStatus(), Observed(), settings)
+
+    assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "Job"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "child", "patch"),
+    [
+        ({}, {}, None),
+        ({"suspend": True}, {}, {"suspend": True}),
+        ({}, {"suspend": True}, {"suspend": False}),
+        ({"suspend": True}, {"suspend": True}, None),
+        # Kueue alone resumes and suspends what it has queued.
+        ({"labels": QUEUE}, {"suspend": True}, None),
+        ({"labels": QUEUE, "suspend": True}, {}, None),
+        ({"runPolicy": {"activeDeadlineSeconds": 9}}, {}, {"activeDeadlineSeconds": 9}),
+        # Nothing is changed in a Job that has ended.
+        ({"suspend": True}, {"conditions": {"Complete": ("", "")}}, None),
+        ({"suspend": True}, {"conditions": {"FailureTarget": ("", "")}}, None),
+    ],
+)
+def test_an_existing_job_is_only_suspended_resumed_and_limited(
+    spec: dict[str, Any], child: dict[str, Any], patch: dict[str, Any] | None
+) -> None:
+    observed = running(job=make_child(**child))
+    changes = plan_changes(make_job(**spec), RUNNING, observed, SETTINGS)
+
+    assert changes.create == []
+    assert changes.delete_job is False
+    assert changes.patch_job == (None if patch is None else {"spec": patch})
+
+
+def test_a_failed_run_loses_its_job_when_that_still_works() -> None:
+    assert plan_changes(make_job(), FAILED, running(), SETTINGS).delete_job is True
+    ended = running(job=make_child(conditions={"FailureTarget": ("", "")}))
+    assert plan_changes(make_job(), FAILED, ended, SETTINGS).delete_job is False
+    assert plan_changes(make_job(), FAILED, Observed(), SETTINGS).create == []
+
+
+def test_a_namespace_that_is_going_gets_its_pods_back() -> None:
+    going = running(namespace_terminating=True)
+
+    assert plan_changes(make_job(), RUNNING, going, SETTINGS).delete_job is True
+    assert plan_changes(make_job(), RUNNING, Observed(namespace_terminating=True), SETTINGS).create == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "expected"),
+    [
+        (None, FAILED, None),
+        (60, RUNNING, None),
+        (60, FAILED, timedelta(seconds=40)),
+        (20, FAILED, timedelta(0)),
+        (0, FAILED, timedelta(seconds=-20)),
+    ],
+)
+def test_finished_jobs_live_for_as_long_as_asked(
+    seconds: int | None, status: SFTJobStatus, expected: timedelta | None
+) -> None:
+    policy = {} if seconds is None else {"ttlSecondsAfterFinished": seconds}
+
+    assert time_to_live(make_job(runPolicy=policy), status, at(20)) == expected
+
+
+@pytest.mark.parametrize(
+    ("child", "pods", "seconds", "expected"),
+    [
+        ({}, (make_pod(0),), 1, False),
+        # The Job is complete, its pods seem to run: their end is on another watch, and on its way.
+        ({"conditions": {"Complete": ("", "")}}, (make_pod(0),), 1, True),
+        ({"conditions": {"Complete": ("", "")}}, (make_pod(0),), 30, False),
+        ({"conditions": {"Complete": ("", "")}}, (make_pod(0, phase="Succeeded", exit_code=0),), 1, False),
+        ({"conditions": {"Failed": ("PodFailurePolicy", "")}}, (make_pod(0),), 1, True),
+        ({"conditions": {"Failed": ("PodFailurePolicy", "")}}, (make_pod(0, phase="Failed", exit_code=10),), 1, False),
+        ({"conditions": {"Failed": ("DeadlineExceeded", "")}}, (make_pod(0),), 1, False),
+    ],
+)
+def test_the_end_of_a_job_waits_for_the_ends_of_its_pods(
+    child: dict[str, Any], pods: tuple[Any, ...], seconds: float, expected: bool
+) -> None:
+    observed = running(job=make_child(**child), pods=pods)
+
+    assert last_words_missing(observed, at(seconds)) is expected

@@ -1,0 +1,77 @@
+"""Why a pod was lost, and whether it is held against the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_operator.policies.failures import loss
+from tests.unit.operator.make import disruption, make_pod, words
+
+OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("pod", "gone", "expected"),
+    [
+        # A disruption, whatever the container said.
+        ({"phase": "Failed", "exit_code": 30, "conditions": disruption()}, False, ("EvictionByEvictionAPI", True)),
+        (
+            {"phase": "Failed", "exit_code": 137, "conditions": disruption("DeletionByTaintManager")},
+            False,
+            ("DeletionByTaintManager", True),
+        ),
+        ({"phase": "Failed", "exit_code": 137, "reason": "Evicted"}, False, ("Evicted", True)),
+        ({"phase": "Failed", "reason": "UnexpectedAdmissionError"}, False, ("UnexpectedAdmissionError", True)),
+        # Asked to stop without a reason given (kubectl delete pod): it saved, so nothing is held against it.
+        ({"phase": "Failed", "exit_code": 30}, False, ("Interrupted", True)),
+        # Nothing is known of its end.
+        ({"phase": "Failed"}, False, ("PodLost", True)),
+        ({"phase": "Running"}, True, ("PodLost", True)),
+        # Its own fault.
+        ({"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled"}, False, ("OutOfMemory", False)),
+        ({"phase": "Failed", "exit_code": 32, "words": OOM}, False, ("OutOfMemory", False)),
+        ({"phase": "Failed", "exit_code": 139}, False, ("WorkerCrashed", False)),
+        ({"phase": "Failed", "exit_code": 34}, False, ("StorageUnavailable", False)),
+        ({"phase": "Failed", "exit_code": 11}, False, ("DataError", False)),
+        # No loss at all.
+        ({"phase": "Running"}, False, None),
+        ({"phase": "Pending"}, False, None),
+        ({"phase": "Succeeded", "exit_code": 0}, False, None),
+        ({"phase": "Succeeded", "exit_code": 0}, True, None),
+        ({"phase": "Running", "exit_code": 0}, True, None),
+    ],
+)
+def test_losses(pod: dict[str, Any], gone: bool, expected: tuple[str, bool] | None) -> None:
+    found = loss(make_pod(**pod), gone=gone)
+
+    assert (found and (found.reason, found.disruption)) == expected
+
+
+def test_the_message_names_pod_and_node_quotes_the_trainer_and_says_what_to_change() -> None:
+    found = loss(make_pod(1, phase="Failed", exit_code=32, words=OOM, node="node-b"), gone=False)
+
+    assert found
+    assert "tulu-1-aaaaa on node node-b" in found.message
+    assert "rank 3: CUDA out of memory" in found.message
+    assert "activationCheckpointing" in found.message
+
+
+def test_a_container_that_says_nothing_is_told_by_its_code_and_signal() -> None:
+    found = loss(make_pod(phase="Failed", exit_code=139, words="not json"), gone=False)
+    silent = loss(make_pod(phase="Failed", exit_code=139), gone=False)
+
+    assert found
+    assert "not json" in found.message
+    assert silent
+    assert "exited with code 139 (killed by signal 11)" in silent.message
+
+
+def test_words_with_nan_are_still_read() -> None:
+    text = '{"failure": "Hang", "message": "no step", "step": 3, "attempt": 1, "loss": NaN}'
+    found = loss(make_pod(phase="Failed", exit_code=33, words=text), gone=False)
+
+    assert found
+    assert found.failure is FailureClass.HANG

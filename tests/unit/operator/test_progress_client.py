@@ -1,0 +1,140 @@
+"""Reports come from code of tenants: nothing that they answer can do harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from sft_api.progress import Progress
+from sft_api.report import progress_status
+from sft_operator.progress_client import MAX_BYTES, ProgressClient, UnusableReport, parse_report
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def pod(handler: Handler) -> AsyncIterator[str]:
+    application = web.Application()
+    application.router.add_get("/{path:.*}", handler)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        yield f"http://{{address}}:{port}/v1/progress"
+    finally:
+        await runner.cleanup()
+
+
+def read_from(handler: Handler) -> Progress:
+    async def scenario() -> Progress:
+        async with pod(handler) as url:
+            client = ProgressClient(url, concurrency=2)
+            try:
+                return await client.read(address="127.0.0.1", namespace="team", name="tulu")
+            finally:
+                await client.close()
+
+    return asyncio.run(scenario())
+
+
+def test_a_report_is_read() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        assert request.path == "/v1/progress"
+        assert "Authorization" not in request.headers
+        return web.json_response({"jobUid": "u", "training": {"step": 3, "attempt": 1}})
+
+    progress = read_from(answer)
+
+    assert (progress.job_uid, progress.training.step) == ("u", 3)
+
+
+def test_redirects_are_not_followed() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        raise web.HTTPFound("http://169.254.169.254/latest/meta-data")
+
+    with pytest.raises(UnusableReport, match="answered 302"):
+        read_from(answer)
+
+
+def test_an_endless_answer_is_cut() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(MAX_BYTES // 1024 + 70):
+            await response.write(b" " * 1024)
+        return response
+
+    with pytest.raises(UnusableReport, match="larger than"):
+        read_from(answer)
+
+
+def test_nobody_there_is_an_answer_too() -> None:
+    async def scenario() -> None:
+        client = ProgressClient("http://{address}:1/", concurrency=1)
+        try:
+            await client.read(address="127.0.0.1", namespace="n", name="n")
+        finally:
+            await client.close()
+
+    with pytest.raises(UnusableReport, match=r"127\.0\.0\.1:1"):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"[" * 100_000,
+        b'{"training": {"step": "many"}}',
+        b'{"training": {"phase": "Invented"}}',
+        json.dumps({"incidents": [{}] * 101}).encode(),
+        b"\xff\xfe",
+    ],
+)
+def test_rubbish_is_refused(body: bytes) -> None:
+    with pytest.raises(UnusableReport):
+        parse_report(body)
+
+
+def test_figures_that_fit_no_status_become_none_or_are_cut() -> None:
+    body = b'{"training": {"loss": NaN, "gradNorm": Infinity, "learningRate": 1e999, "tokensSeen": ' + b"9" * 24 + b"}}"
+
+    training = parse_report(body).training
+
+    assert (training.loss, training.grad_norm, training.learning_rate) == (None, None, None)
+    assert training.tokens_seen == 2**63 - 1
+    assert json.loads(progress_status(training).model_dump_json(by_alias=True))["loss"] is None
+
+
+def test_times_get_a_time_zone_and_checkpoints_without_a_time_are_dropped() -> None:
+    def checkpoint(time: str) -> dict[str, Any]:
+        return {"step": 1, "attempt": 1, "uri": "s3://b/1", "time": time, "sizeBytes": 1, "verified": True}
+
+    report = {
+        "training": {
+            "updateTime": "2026-01-01T00:00:00",
+            "checkpoints": {
+                "latest": checkpoint("yesterday"),
+                "kept": [checkpoint("2026-01-01T01:00:00+01:00"), checkpoint("")],
+            },
+        },
+        "incidents": [{"id": "x" * 500, "time": "2026-01-01T00:00:00", "failure": "Hang", "message": "m"}],
+    }
+
+    progress = parse_report(json.dumps(report).encode())
+
+    assert progress.training.update_time.tzinfo is not None
+    assert progress.training.checkpoints.latest is None
+    assert [item.time for item in progress.training.checkpoints.kept] == ["2026-01-01T00:00:00Z"]
+    assert progress.incidents[0].time.tzinfo is not None
+    assert len(progress.incidents[0].id) == 100

@@ -1,0 +1,213 @@
+"""Everything that went wrong is counted once, whoever saw it and however often the operator restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.v1alpha1 import RestartsStatus
+from sft_operator.observed import Observed
+from sft_operator.policies.restarts import count_restarts, exhausted
+from tests.unit.operator.make import NOW, at, disruption, incident, make_child, make_pod, report, running, training
+
+HANG, OOM = FailureClass.HANG, FailureClass.OUT_OF_MEMORY
+
+
+def count(observed: Observed, previous: RestartsStatus | None = None, *, step: int = 50) -> RestartsStatus:
+    """As the operator does, through a status that is written and read."""
+    before = RestartsStatus.model_validate((previous or RestartsStatus()).model_dump(by_alias=True))
+    return count_restarts(before, observed, step=step, now=NOW)
+
+
+def test_incidents_count_once() -> None:
+    observed = running(report=report(training(60), incident(1, HANG, step=10), incident(2, OOM, step=20)))
+
+    once = count(observed)
+    twice = count(observed, once)
+
+    assert (once.failures, once.disruptions) == (2, 0)
+    assert twice == once
+    assert once.last_reason == "OutOfMemory"
+    assert "activationCheckpointing" in once.last_message
+
+
+def test_incidents_of_a_new_supervisor_add_up() -> None:
+    first = count(running(report=report(training(60), incident(1, HANG, step=10))))
+    second = count(running(report=report(training(70), incident(2, HANG, step=20))), first)
+    third = count(running(report=report(training(70))), second)
+
+    assert [status.failures for status in (first, second, third)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"failure": FailureClass.PEER_LOST, "disruption": True},
+        {"failure": FailureClass.INTERRUPTED, "disruption": True},
+        {"failure": FailureClass.PEER_LOST},
+        {"failure": FailureClass.WORKER_CRASHED, "disruption": True},
+        # Ends the run: no restart.
+        {"failure": FailureClass.DATA_ERROR},
+        {"failure": FailureClass.RESTARTS_EXHAUSTED},
+    ],
+)
+def test_what_pods_show_or_what_ends_the_run_is_not_counted_from_incidents(fields: dict[str, Any]) -> None:
+    counted = count(running(report=report(training(5), incident(1, **fields))))
+
+    assert (counted.failures, counted.disruptions) == (0, 0)
+
+
+def test_lost_steps_are_added_when_the_run_has_recovered() -> None:
+    open_incident = incident(1, HANG, step=40, seconds=-20)
+    closed = open_incident.model_copy(update={"recovered_time": at(-6), "lost_steps": 12})
+
+    first = count(running(report=report(training(40), open_incident)))
+    second = count(running(report=report(training(41), closed)), first)
+    third = count(running(report=report(training(42), closed)), second)
+
+    assert [status.lost_steps for status in (first, second, third)] == [0, 12, 12]
+    assert third.recovery_seconds == 14
+    assert third.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("pod", "failures", "disruptions"),
+    [
+        ({"phase": "Failed", "exit_code": 30, "conditions": disruption()}, 0, 1),
+        ({"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled"}, 1, 0),
+        ({"phase": "Failed", "exit_code": 11}, 0, 0),
+        ({"phase": "Succeeded", "exit_code": 0}, 0, 0),
+    ],
+)
+def test_lost_pods_count_once(pod: dict[str, Any], failures: int, disruptions: int) -> None:
+    observed = running(pods=(make_pod(0), make_pod(1, **pod)))
+
+    once = count(observed)
+    twice = count(observed, once)
+
+    assert (once.failures, once.disruptions) == (failures, disruptions)
+    assert twice == once
+
+
+def test_a_pod_that_failed_and_then_went_counts_once() -> None:
+    lost = make_pod(1, phase="Failed", exit_code=30, conditions=disruption())
+    seen = count(running(pods=(make_pod(0), lost)))
+    gone = count(running(pods=(make_pod(0),), gone_pods=(lost,)), seen)
+    replaced = count(running(pods=(make_pod(0), make_pod(1, uid="new", replaced=(0, 1)))), gone)
+
+    assert [status.disruptions for status in (seen, gone, replaced)] == [1, 1, 1]
+    assert replaced.counted == []
+
+
+def test_a_pod_that_vanished_while_running_is_a_disruption() -> None:
+    counted = count(running(pods=(make_pod(0),), gone_pods=(make_pod(1),)))
+
+    assert counted.disruptions == 1
+    assert counted.last_reason == "PodLost"
+
+
+def test_pods_lost_and_replaced_while_no_operator_looked_are_found_in_the_annotations() -> None:
+    replacements = (make_pod(0), make_pod(1, uid="third", replaced=(1, 1)))
+
+    counted = count(running(pods=replacements))
+    again = count(running(pods=replacements), counted)
+
+    assert counted.disruptions == 2
+    assert again == counted
+
+
+def test_annotations_do_not_count_again_what_was_seen() -> None:
+    first = make_pod(1, phase="Failed", exit_code=30, conditions=disruption())
+    second = make_pod(1, uid="b", phase="Failed", exit_code=30, conditions=disruption(), replaced=(0, 1))
+    status = count(running(pods=(make_pod(0), first)))
+    status = count(running(pods=(make_pod(0), first, second)), status)
+    status = count(running(pods=(make_pod(0), make_pod(1, uid="c", replaced=(0, 2)))), status)
+
+    assert status.disruptions == 2
+
+
+def test_pods_that_end_because_of_a_suspension_do_not_count() -> None:
+    ended = tuple(make_pod(index, phase="Failed", exit_code=30, deletion=-5) for index in (0, 1))
+
+    suspended = count(running(job=make_child(suspend=True), pods=ended))
+    # Resumed: the Job starts anew, and counts the old pods in its annotations.
+    fresh = tuple(make_pod(index, uid=f"n{index}", replaced=(1, 0)) for index in (0, 1))
+    resumed = count(running(job=make_child(started=0), pods=(*ended, *fresh)), suspended)
+
+    assert (suspended.disruptions, suspended.failures) == (0, 0)
+    assert (resumed.disruptions, resumed.failures) == (0, 0)
+
+
+def test_pods_that_still_ended_when_the_job_was_resumed_do_not_count() -> None:
+    resumed_soon = running(
+        job=make_child(started=0), pods=(make_pod(0), make_pod(1, phase="Failed", exit_code=30, deletion=-5))
+    )
+
+    assert count(resumed_soon).disruptions == 0
+
+
+@pytest.mark.parametrize("conditions", [{"Complete": ("", "")}, {"Failed": ("", "")}, {"FailureTarget": ("", "")}])
+def test_nothing_counts_after_the_end(conditions: dict[str, tuple[str, str]]) -> None:
+    lost = make_pod(1, phase="Failed", exit_code=137)
+
+    assert count(running(job=make_child(conditions=conditions), pods=(lost,))).failures == 0
+
+
+def test_a_new_job_counts_its_pods_from_zero() -> None:
+    before = count(running(pods=(make_pod(0), make_pod(1, uid="b", replaced=(0, 3)))))
+    without = count(Observed(), before)
+    after = count(running(pods=(make_pod(0), make_pod(1, uid="c", replaced=(0, 1)))), without)
+
+    assert [status.disruptions for status in (before, without, after)] == [3, 3, 4]
+
+
+def test_a_failure_the_supervisor_reported_before_its_pod_ended_counts_once() -> None:
+    pod = make_pod(0, phase="Failed", exit_code=34, finished=-1)
+    told = report(training(50), incident(1, FailureClass.STORAGE_UNAVAILABLE, step=50, seconds=-3))
+
+    assert count(running(pods=(pod, make_pod(1)), report=told)).failures == 1
+
+
+def test_an_older_failure_does_not_hide_a_pods_own() -> None:
+    pod = make_pod(0, phase="Failed", exit_code=34, finished=-1)
+    told = report(training(50), incident(1, FailureClass.STORAGE_UNAVAILABLE, step=50, seconds=-300))
+
+    assert count(running(pods=(pod, make_pod(1)), report=told)).failures == 2
+
+
+def test_the_last_one_shown_is_the_latest() -> None:
+    told = report(training(9), incident(2, HANG, seconds=-5), incident(1, OOM, seconds=-50))
+
+    assert count(running(report=told)).last_reason == "Hang"
+
+
+def test_too_many_failures_end_the_run() -> None:
+    status = RestartsStatus(failures=3, last_reason="Hang", last_message="no step for 180 s")
+
+    assert exhausted(status, 3) is None
+    sentence = exhausted(status, 2)
+    assert sentence is not None
+    assert "3 failures" in sentence
+    assert "maxRestarts is 2" in sentence
+    assert "no step for 180 s" in sentence
+
+
+def test_restarts_without_progress_end_the_run_early() -> None:
+    status = RestartsStatus()
+    verdicts = []
+    for number in range(1, 5):
+        told = report(training(7), *(incident(n, OOM, step=7, seconds=n) for n in range(1, number + 1)))
+        status = count(running(report=told), status)
+        verdicts.append(exhausted(status, 10))
+
+    assert verdicts[:3] == [None, None, None]
+    assert verdicts[3] is not None
+    assert "no further than step 7" in verdicts[3]
+
+
+def test_restarts_with_progress_do_not() -> None:
+    told = report(training(90), *(incident(number, OOM, step=10 * number, seconds=number) for number in range(1, 8)))
+
+    assert exhausted(count(running(report=told)), 10) is None

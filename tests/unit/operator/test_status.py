@@ -1,0 +1,371 @@
+"""The whole status from what is observed: states, conditions, figures, and that nothing moves backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase
+from sft_api.report import timestamp
+from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, ExportStatus, SFTJobStatus
+from sft_operator.observed import Observed, Refusal
+from sft_operator.status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
+from tests.unit.operator.make import (
+    NOW,
+    at,
+    disruption,
+    incident,
+    make_child,
+    make_job,
+    make_pod,
+    report,
+    running,
+    stamp,
+    training,
+    words,
+)
+
+TRAINED = SFTJobStatus(state="Running", first_step_time=stamp(-300), attempt=1)
+QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
+
+
+def status_of(
+    observed: Observed, previous: SFTJobStatus | None = None, *, seconds: float = 0, **spec: Any
+) -> SFTJobStatus:
+    """As the operator does, through what is written and read."""
+    labels = spec.pop("labels", None)
+    before = read_status({"status": write_status(previous or SFTJobStatus())})
+    job = make_job(labels=labels, **spec)
+    return compute_status(job, before, observed, at(seconds), export_uri="s3://bucket/runs/export")
+
+
+def held(status: SFTJobStatus) -> dict[str, str]:
+    """Reasons of the conditions that hold."""
+    return {item.type: item.reason for item in status.conditions if item.status == "True"}
+
+
+def checkpoint(step: int, attempt: int = 1) -> CheckpointStatus:
+    return CheckpointStatus(
+        step=step, attempt=attempt, uri=f"s3://b/step-{step}", time=stamp(-60), size_bytes=9, verified=True
+    )
+
+
+def checkpoints(step: int, attempt: int = 1) -> CheckpointsStatus:
+    return CheckpointsStatus(latest=checkpoint(step, attempt), kept=[checkpoint(step, attempt)])
+
+
+PENDING = (make_pod(0, phase="Pending"), make_pod(1, phase="Pending"))
+UNREADY = (make_pod(0), make_pod(1, ready=False))
+NO_ROOM = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
+UNPLACED = (make_pod(0, phase="Pending", node=None, conditions=NO_ROOM), make_pod(1))
+NO_IMAGE = (make_pod(0, phase="Pending", waiting=("ImagePullBackOff", "not found")), make_pod(1))
+LOST = (make_pod(0), make_pod(1, phase="Failed", exit_code=30, conditions=disruption()))
+BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DATA_ERROR, 0, message="no column x"))
+
+
+@pytest.mark.parametrize(
+    ("observed", "previous", "spec", "state", "reason"),
+    [
+        # On the way
+        (Observed(), None, {}, "Preparing", "CreatingJob"),
+        (Observed(refusal=Refusal("Job", 403, "denied by policy", NOW)), None, {}, "Preparing", "Refused"),
+        (Observed(refusal=Refusal("Job", 409, "taken", NOW)), None, {}, "Preparing", "NameTaken"),
+        (running(job=make_child(suspend=True), pods=()), None, {"labels": QUEUE}, "Queued", "WaitingForQueue"),
+        (running(pods=()), None, {}, "Starting", "PodsMissing"),
+        (running(pods=PENDING), None, {}, "Starting", "PodsNotReady"),
+        (running(pods=UNPLACED), None, {}, "Queued", "Unschedulable"),
+        (running(pods=NO_IMAGE), None, {}, "Starting", "ImagePull"),
+        (running(pods=UNREADY), None, {}, "Starting", "PodsNotReady"),
+        (running(), None, {}, "Starting", "PodsReady"),
+        (running(report=report(training(0, phase=Phase.TOKENIZING))), None, {}, "Starting", "Tokenizing"),
+        # At work
+        (running(report=report(training(5))), None, {}, "Running", "Training"),
+        (running(report=report(training(5, phase=Phase.SAVING))), None, {}, "Running", "Saving"),
+        (running(report=report(training(5)), pods=UNREADY), None, {}, "Running", "Training"),
+        (running(report=report(training(5), received=-90)), TRAINED, {}, "Running", "NoProgressReport"),
+        # Interrupted
+        (running(report=report(training(5)), pods=LOST), TRAINED, {}, "Recovering", "PodsMissing"),
+        (running(pods=UNPLACED), TRAINED, {}, "Recovering", "Unschedulable"),
+        (running(report=report(training(0, attempt=2, phase=Phase.LOADING))), TRAINED, {}, "Recovering", "Loading"),
+        (running(report=report(training(5), pod_uid="older")), None, {}, "Starting", "PodsReady"),
+        (running(job=make_child(suspend=True)), TRAINED, {"labels": QUEUE}, "Suspending", "Preempted"),
+        # Suspended by the user
+        (running(), TRAINED, {"suspend": True}, "Suspending", "SuspendRequested"),
+        (running(job=make_child(suspend=True)), TRAINED, {"suspend": True}, "Suspending", "SuspendRequested"),
+        (running(job=make_child(suspend=True), pods=()), TRAINED, {"suspend": True}, "Suspended", "SuspendRequested"),
+        (
+            running(job=make_child(suspend=True), pods=(make_pod(0, phase="Failed", exit_code=30, deletion=-5),)),
+            TRAINED,
+            {"suspend": True},
+            "Suspended",
+            "SuspendRequested",
+        ),
+        # Ended
+        (running(job=make_child(conditions={"Complete": ("", "")})), TRAINED, {}, "Complete", "TrainingComplete"),
+        (
+            running(job=make_child(conditions={"FailureTarget": ("PodFailurePolicy", "")}), pods=(BAD_DATA,)),
+            TRAINED,
+            {},
+            "Failed",
+            "DataError",
+        ),
+        (
+            running(job=make_child(conditions={"Failed": ("DeadlineExceeded", "")})),
+            TRAINED,
+            {"runPolicy": {"activeDeadlineSeconds": 60}},
+            "Failed",
+            "DeadlineExceeded",
+        ),
+        (
+            running(job=make_child(conditions={"Failed": ("MaxFailedIndexesExceeded", "words")})),
+            TRAINED,
+            {},
+            "Failed",
+            "MaxFailedIndexesExceeded",
+        ),
+        (
+            running(report=report(training(5), incident(1, FailureClass.HANG))),
+            TRAINED,
+            {"runPolicy": {"maxRestarts": 0}},
+            "Failed",
+            "RestartsExhausted",
+        ),
+    ],
+)
+def test_states(
+    observed: Observed, previous: SFTJobStatus | None, spec: dict[str, Any], state: str, reason: str
+) -> None:
+    status = status_of(observed, previous, **spec)
+
+    by_type = {item.type: item for item in status.conditions}
+    telling = {"Complete": "Complete", "Failed": "Failed", "Suspended": "Suspended"}.get(state, "Running")
+    assert (status.state, by_type[telling].reason) == (state, reason)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("observed", "spec", "expected"),
+    [
+        (Observed(), {}, {"Accepted", "Reconciling"}),
+        (running(pods=UNPLACED), {}, {"Accepted", "Reconciling"}),
+        (running(pods=NO_IMAGE), {}, {"Accepted", "Stalled"}),
+        (running(report=report(training(5))), {}, {"Accepted", "Running"}),
+        (running(job=make_child(suspend=True), pods=()), {"suspend": True}, {"Accepted", "Suspended"}),
+        (running(job=make_child(conditions={"Complete": ("", "")})), {}, {"Accepted", "Complete"}),
+        (running(job=make_child(conditions={"Failed": ("x", "")})), {}, {"Accepted", "Failed", "Stalled"}),
+    ],
+)
+def test_conditions_as_kstatus_reads_them(observed: Observed, spec: dict[str, Any], expected: set[str]) -> None:
+    assert held(status_of(observed, **spec)).keys() == expected
+
+
+def test_a_condition_keeps_its_time_while_it_does_not_change() -> None:
+    first = status_of(running(report=report(training(5))))
+    second = status_of(running(report=report(training(6, phase=Phase.SAVING))), first, seconds=30)
+    third = status_of(running(pods=UNREADY), second, seconds=60)
+
+    times = [next(c for c in s.conditions if c.type == "Running").last_transition_time for s in (first, second, third)]
+    assert times == [stamp(0), stamp(0), stamp(60)]
+
+
+@pytest.mark.parametrize("state", ["Complete", "Failed"])
+def test_what_has_ended_stays(state: str) -> None:
+    kind = {state: ("", "")}
+    ended = status_of(running(job=make_child(conditions=kind), report=report(training(9))))
+
+    later = status_of(running(report=report(training(50, attempt=2))), ended, seconds=99)
+
+    assert later == ended
+    assert ended.completion_time == stamp(0)
+
+
+def test_figures_never_move_backwards() -> None:
+    first = status_of(running(report=report(training(50, loss=1.0))))
+    late = status_of(running(report=report(training(49, loss=9.0))), first)
+    older_attempt = status_of(
+        running(report=report(training(70, attempt=1))),
+        status_of(running(report=report(training(60, attempt=2))), first),
+    )
+
+    assert late.progress
+    assert (late.progress.step, late.progress.loss) == (50, 1.0)
+    assert older_attempt.progress
+    assert (older_attempt.attempt, older_attempt.progress.step) == (2, 60)
+
+
+def test_figures_of_an_attempt_show_once_it_trains() -> None:
+    first = status_of(running(report=report(training(50))))
+    loading = status_of(running(report=report(training(0, attempt=2, phase=Phase.LOADING))), first)
+    going_on = status_of(running(report=report(training(41, attempt=2, resumed_from_step=40))), loading)
+
+    assert loading.progress
+    assert (loading.attempt, loading.progress.step, loading.progress.phase) == (1, 50, "Loading")
+    assert going_on.progress
+    assert (going_on.attempt, going_on.progress.step) == (2, 41)
+
+
+def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
+    """Its new supervisor knows of no incident: the old one could not tell any more."""
+    first = status_of(running(report=report(training(50, update_time=at(-60)))))
+    lost = status_of(
+        running(pods=(make_pod(1), make_pod(0, phase="Failed", exit_code=137, conditions=disruption()))), first
+    )
+    told = training(41, attempt=2, resumed_from_step=40, update_time=at(30))
+    recovered = status_of(running(report=report(told, received=30)), lost, seconds=30)
+    later = status_of(running(report=report(told.model_copy(update={"step": 45}), received=40)), recovered, seconds=40)
+
+    assert recovered.restarts
+    assert recovered.restarts.lost_steps == 10
+    assert recovered.restarts.recovery_seconds == 31
+    assert later.restarts
+    assert later.restarts.lost_steps == 10
+
+
+def test_steps_at_risk_are_those_since_the_last_checkpoint() -> None:
+    status = status_of(running(report=report(training(57, checkpoints=checkpoints(40)))))
+
+    assert status.steps_at_risk == 17
+    assert status.checkpoints
+    assert status.checkpoints.latest == checkpoint(40)
+
+
+def test_checkpoints_stay_known_while_a_new_attempt_has_none_to_tell() -> None:
+    first = status_of(running(report=report(training(57, checkpoints=checkpoints(40)))))
+    second = status_of(running(report=report(training(41, attempt=2, resumed_from_step=40))), first)
+
+    assert second.checkpoints
+    assert second.checkpoints.latest == checkpoint(40)
+    assert second.steps_at_risk == 1
+
+
+def test_a_finished_run_is_told_by_its_last_words() -> None:
+    end = words(None, 100, checkpoint_step=100, checkpoint_uri="s3://b/step-100", loss=0.5)
+    pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
+    before = status_of(running(report=report(training(80, loss=0.9, checkpoints=checkpoints(80)))))
+
+    done = running(job=make_child(conditions={"Complete": ("", "")}), pods=pods)
+    status = status_of(done, before, seconds=12)
+
+    assert status.progress
+    assert (status.progress.summary, status.progress.percent, status.progress.loss) == ("100/100", 100, 0.5)
+    assert status.progress.phase == "Complete"
+    assert status.checkpoints
+    assert status.checkpoints.latest
+    assert (status.checkpoints.latest.step, status.checkpoints.latest.uri) == (100, "s3://b/step-100")
+    assert [item.step for item in status.checkpoints.kept] == [100, 80]
+    assert status.steps_at_risk == 0
+    assert status.export == ExportStatus(uri="s3://bucket/runs/export", step=100)
+
+
+def test_last_words_of_a_pod_do_not_hide_what_its_replacement_reports() -> None:
+    old = make_pod(0, phase="Failed", exit_code=30, words=words(FailureClass.INTERRUPTED, 50), finished=-30)
+    new = make_pod(0, uid="new")
+    told = report(training(0, attempt=0, phase=Phase.WAITING), pod_uid="new")
+    before = status_of(running(report=report(training(50, update_time=at(-40)))))
+
+    status = status_of(running(pods=(old, new, make_pod(1)), report=told), before)
+
+    assert status.progress
+    assert (status.progress.step, status.progress.phase) == (50, "Waiting")
+
+
+def test_the_first_step_is_timed_once() -> None:
+    none_yet = status_of(running(report=report(training(0))))
+    first = status_of(running(report=report(training(1, update_time=at(5)))), none_yet)
+    second = status_of(running(report=report(training(2, update_time=at(9)))), first)
+
+    assert none_yet.first_step_time is None
+    assert first.first_step_time == second.first_step_time == timestamp(at(5))
+
+
+def test_being_preempted_by_the_queue_is_a_disruption() -> None:
+    saving = running(job=make_child(suspend=True))
+    queued = running(job=make_child(suspend=True), pods=())
+
+    once = status_of(saving, TRAINED, labels=QUEUE)
+    twice = status_of(queued, once, labels=QUEUE)
+
+    assert once.restarts
+    assert (once.state, once.restarts.disruptions, once.restarts.last_reason) == ("Suspending", 1, "Preempted")
+    assert twice.state == "Queued"
+    assert twice.restarts
+    assert twice.restarts.disruptions == 1
+
+
+def test_warnings_are_kept_once_and_bounded() -> None:
+    first = status_of(running(report=report(training(1, warnings=["a", "b" * 5000]))))
+    second = status_of(running(report=report(training(2, warnings=["b" * 5000, "c"]))), first)
+
+    assert second.warnings == ["a", "b" * 1000, "c"]
+
+
+def test_the_plan_is_shown_from_the_start() -> None:
+    plan = status_of(Observed()).plan
+
+    assert plan
+    assert (plan.processes, plan.learning_rate) == (16, 1e-5)
+
+
+def test_a_spec_that_cannot_be_run_is_refused_and_not_final() -> None:
+    status = refused_status(3, SFTJobStatus(), "InvalidSpec", "spec.data.train[0].uri: bad", NOW, runs=False)
+    accepted = status_of(running(report=report(training(5))), status)
+
+    assert status.state == "Failed"
+    assert held(status) == {"Failed": "InvalidSpec", "Stalled": "InvalidSpec"}
+    assert next(c for c in status.conditions if c.type == "Accepted").status == "False"
+    assert status.completion_time is None
+    assert accepted.state == "Running"
+    assert held(accepted).keys() == {"Accepted", "Running"}
+
+
+def test_a_running_job_is_left_alone_when_its_spec_is_no_longer_understood() -> None:
+    before = status_of(running(report=report(training(5))))
+
+    status = refused_status(1, before, "InvalidSpec", "words", NOW, runs=True)
+
+    assert status.state == "Running"
+    assert held(status).keys() == {"Running", "Stalled"}
+
+
+def test_a_status_written_by_a_newer_version_is_read_as_far_as_it_is_understood() -> None:
+    status = read_status({"status": {"state": "Running", "attempt": 2, "invented": {"a": 1}, "progress": {"new": 1}}})
+
+    assert (status.state, status.attempt, status.progress) == ("Running", 2, None)
+    assert read_status({}) == SFTJobStatus()
+
+
+def test_what_is_written_is_read_back_the_same() -> None:
+    status = status_of(
+        running(report=report(training(57, checkpoints=checkpoints(40)), incident(1, FailureClass.HANG)))
+    )
+
+    assert read_status({"status": write_status(status)}) == status
+    assert '""' not in str({key: value for key, value in write_status(status).items() if key != "conditions"})
+
+
+def test_news_cannot_wait_figures_can() -> None:
+    first = status_of(running(report=report(training(5))))
+    figures = status_of(running(report=report(training(6, loss=3.0))), first)
+    saving = status_of(running(report=report(training(6, phase=Phase.SAVING))), first)
+    lost = status_of(running(report=report(training(6)), pods=LOST), first)
+
+    assert not is_transition(first, figures)
+    assert is_transition(first, saving)
+    assert is_transition(first, lost)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "patch"),
+    [
+        ({}, {"a": 1}, {"a": 1}),
+        ({"a": 1}, {"a": 1}, {}),
+        ({"a": 1, "b": 2}, {"a": 1}, {"b": None}),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}}, {"a": {"y": 3}}),
+        ({"a": {"x": 1}}, {"a": {}}, {"a": {"x": None}}),
+        ({"a": [1, 2]}, {"a": [1]}, {"a": [1]}),
+        ({"a": {"x": 1}}, {"a": 3}, {"a": 3}),
+    ],
+)
+def test_merge_patches(before: dict[str, Any], after: dict[str, Any], patch: dict[str, Any]) -> None:
+    assert merge_patch(before, after) == patch

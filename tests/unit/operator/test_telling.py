@@ -1,0 +1,116 @@
+"""What is told to people and to Prometheus: events, metrics, errors of the spec, settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from pydantic import ValidationError
+
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
+from sft_operator.config import Settings, load_settings
+from sft_operator.events import build_event, news
+from sft_operator.metrics import OperatorMetrics
+from sft_operator.spec import InvalidSpec, read_spec
+from sft_operator.status import compute_status
+from tests.unit.operator.make import NOW, job_manifest, make_job, make_pod, report, running, training
+
+
+def test_every_change_of_state_is_news() -> None:
+    before = SFTJobStatus(state="Starting")
+    after = compute_status(make_job(), before, running(report=report(training(5))), NOW)
+
+    assert [(item.type, item.reason) for item in news(before, after)] == [("Normal", "Running")]
+    assert news(after, after) == []
+
+
+def test_trouble_is_a_warning_once() -> None:
+    pods = (make_pod(0, phase="Pending", waiting=("ErrImagePull", "no such image")), make_pod(1))
+    fresh = SFTJobStatus(state="Starting")
+    first = compute_status(make_job(), fresh, running(pods=pods), NOW)
+    second = compute_status(make_job(), first, running(pods=pods), NOW)
+
+    assert [(item.type, item.reason) for item in news(fresh, first)] == [("Warning", "ImagePull")]
+    assert news(first, second) == []
+
+
+def test_restarts_and_disruptions_are_news() -> None:
+    before = SFTJobStatus(state="Running", restarts=RestartsStatus())
+    failed = SFTJobStatus(state="Running", restarts=RestartsStatus(failures=1, last_reason="Hang", last_message="m"))
+    evicted = SFTJobStatus(state="Running", restarts=RestartsStatus(disruptions=1, last_reason="Evicted"))
+
+    assert [(item.type, item.reason, item.note) for item in news(before, failed)] == [
+        ("Warning", "Restarting", "Hang: m")
+    ]
+    assert [(item.type, item.reason) for item in news(before, evicted)] == [("Normal", "Disrupted")]
+
+
+def test_an_event_points_at_the_sftjob_and_stays_within_limits() -> None:
+    (item,) = news(SFTJobStatus(), SFTJobStatus(state="Failed", message="x" * 4000))
+    event = build_event(job_manifest(), item, instance="pod-1", unique="abc", now=NOW)
+
+    assert event["regarding"]["kind"] == "SFTJob"
+    assert event["regarding"]["uid"] == "sft-uid"
+    assert event["type"] == "Warning"
+    assert len(event["note"]) == 1000
+    assert event["metadata"] == {"name": "tulu.abc", "namespace": "team"}
+    assert event["eventTime"] == "2026-01-01T12:00:00.000000Z"
+
+
+def test_metrics_of_a_job_come_and_go_with_it() -> None:
+    manifest = job_manifest()
+    manifest["status"] = {
+        "state": "Running",
+        "progress": {"step": 7, "loss": 1.5},
+        "restarts": {"failures": 2},
+        "checkpoints": {"latest": {"time": "2026-01-01T00:00:00Z"}},
+    }
+    jobs = [manifest]
+    metrics = OperatorMetrics(lambda: jobs, lambda: 3)
+    metrics.answered("patch", "SFTJob", 409)
+
+    text = generate_latest(metrics.registry).decode()
+
+    assert 'sft_job_state{name="tulu",namespace="team",state="Running"} 1.0' in text
+    assert 'sft_job_step{name="tulu",namespace="team"} 7.0' in text
+    assert 'sft_job_loss{name="tulu",namespace="team"} 1.5' in text
+    assert 'sft_job_restarts{kind="failures",name="tulu",namespace="team"} 2.0' in text
+    assert 'sft_job_checkpoint_timestamp_seconds{name="tulu",namespace="team"} 1.7672256e+09' in text
+    assert 'sft_operator_api_calls_total{code="409",kind="SFTJob",verb="patch"} 1.0' in text
+    assert "sft_operator_queue_depth 3.0" in text
+    jobs.clear()
+    assert "tulu" not in generate_latest(metrics.registry).decode()
+
+
+def test_errors_of_the_spec_name_the_field() -> None:
+    manifest = job_manifest(training={"steps": 0}, invented=1)
+
+    with pytest.raises(InvalidSpec) as caught:
+        read_spec(manifest)
+
+    assert "spec.training.steps" in str(caught.value)
+    assert "spec.invented" in str(caught.value)
+
+
+def test_metadata_of_newer_api_servers_and_a_strange_status_do_not_matter() -> None:
+    manifest = job_manifest()
+    manifest["metadata"]["somethingNew"] = {"a": 1}
+    manifest["status"] = {"state": "Invented"}
+
+    assert read_spec(manifest).metadata.name == "tulu"
+
+
+def test_settings_are_read_and_misspelt_ones_refused(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("pollSeconds: 3\nstore: {uri: 's3://b/p', s3: {forcePathStyle: true}}\n")
+    bad.write_text("pollSecond: 3\n")
+
+    settings = load_settings(good)
+
+    assert settings.poll_seconds == 3
+    assert settings.store
+    assert settings.store.s3.force_path_style is True
+    assert load_settings(None) == Settings()
+    with pytest.raises(ValidationError, match="pollSecond"):
+        load_settings(bad)

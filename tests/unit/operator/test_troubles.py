@@ -1,0 +1,144 @@
+"""What keeps pods from running, in the cluster's own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_operator.observed import Observed, Refusal, Warning
+from sft_operator.policies.troubles import find_trouble, wants_events
+from tests.unit.operator.make import NOW, at, make_child, make_pod, running
+
+QUOTA = 'Error creating: pods "tulu-0-x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=8'
+
+
+def unscheduled(message: str) -> list[dict[str, Any]]:
+    return [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]
+
+
+def waiting(index: int, reason: str, message: str = "words") -> Any:
+    return make_pod(index, phase="Pending", waiting=(reason, message))
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason", "stalled", "words"),
+    [
+        (waiting(0, "ImagePullBackOff"), "ImagePull", True, "spec.compute.image"),
+        (waiting(0, "ErrImagePull"), "ImagePull", True, "words"),
+        (waiting(0, "InvalidImageName"), "ImagePull", True, "words"),
+        (
+            waiting(0, "CreateContainerConfigError", 'secret "keys" not found'),
+            "PodConfig",
+            True,
+            'secret "keys" not found',
+        ),
+        (
+            make_pod(0, phase="Pending", node=None, conditions=unscheduled("0/3 nodes: insufficient nvidia.com/gpu")),
+            "Unschedulable",
+            False,
+            "0/3 nodes: insufficient nvidia.com/gpu",
+        ),
+        (
+            make_pod(0, phase="Pending", node=None, conditions=unscheduled('persistentvolumeclaim "data" not found')),
+            "ClaimMissing",
+            True,
+            "create the claim",
+        ),
+    ],
+)
+def test_pods_in_trouble(pod: Any, reason: str, stalled: bool, words: str) -> None:
+    trouble = find_trouble(running(pods=(pod, make_pod(1))), pods_wanted=2)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == (reason, stalled)
+    assert words in trouble.message
+
+
+def test_healthy_pods_are_in_no_trouble() -> None:
+    starting = make_pod(1, phase="Pending", waiting=("ContainerCreating", ""))
+
+    assert find_trouble(running(), pods_wanted=2) is None
+    assert find_trouble(running(pods=(make_pod(0), starting)), pods_wanted=2) is None
+
+
+def test_what_someone_has_to_change_is_shown_first() -> None:
+    pods = (
+        make_pod(0, phase="Pending", node=None, conditions=unscheduled("no room")),
+        waiting(1, "CreateContainerConfigError", 'secret "keys" not found'),
+    )
+
+    trouble = find_trouble(running(pods=pods), pods_wanted=2)
+
+    assert trouble
+    assert trouble.reason == "PodConfig"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "stalled"),
+    [
+        (QUOTA, "QuotaExceeded", False),
+        ("Error creating: pods is forbidden: failed quota: q: must specify limits.cpu", "QuotaExceeded", True),
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest"', "PodSecurity", True),
+        ('pods "x" is forbidden: ValidatingAdmissionPolicy denied it', "Refused", True),
+    ],
+)
+def test_pods_that_cannot_be_created(message: str, reason: str, stalled: bool) -> None:
+    warning = Warning("Job/tulu", "FailedCreate", message, at(-1))
+
+    trouble = find_trouble(running(pods=(), warnings=(warning,)), pods_wanted=2)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == (reason, stalled)
+    assert message in trouble.message
+
+
+def test_old_creation_trouble_is_over_when_pods_were_created_since() -> None:
+    warning = Warning("Job/tulu", "FailedCreate", QUOTA, at(-100))
+    observed = running(pods=(make_pod(0, created=-50),), warnings=(warning,))
+
+    assert find_trouble(observed, pods_wanted=2) is None
+
+
+def test_a_refused_child_is_shown_with_the_servers_words() -> None:
+    refusal = Refusal("Job", 403, "jobs.batch is forbidden: exceeded quota: count/jobs.batch=1", NOW)
+
+    trouble = find_trouble(Observed(refusal=refusal), pods_wanted=2)
+
+    assert trouble
+    assert trouble.reason == "QuotaExceeded"
+    assert "the API server refused the Job" in trouble.message
+
+
+def test_a_volume_that_cannot_be_mounted_is_shown_for_its_pod() -> None:
+    pod = make_pod(0, phase="Pending", waiting=("ContainerCreating", ""))
+    warning = Warning(f"Pod/{pod.name}", "FailedMount", "configmap not found", at(-1))
+
+    trouble = find_trouble(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
+
+    assert trouble
+    assert trouble.reason == "FailedMount"
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [
+        (running(), []),
+        (running(pods=(make_pod(0),)), ["job-uid"]),
+        (running(pods=(), job=make_child(suspend=True)), []),
+        (running(pods=(), job=make_child(conditions={"Failed": ("", "")})), []),
+        (Observed(), []),
+        (
+            running(pods=(make_pod(0), make_pod(1, phase="Pending", waiting=("ContainerCreating", ""), created=-60))),
+            ["pod-1"],
+        ),
+        (
+            running(pods=(make_pod(0), make_pod(1, phase="Pending", waiting=("ContainerCreating", ""), created=-2))),
+            [],
+        ),
+        (running(pods=(make_pod(0), waiting(1, "ImagePullBackOff"))), []),
+        (running(pods=(make_pod(0), make_pod(1, phase="Pending", node=None))), []),
+    ],
+)
+def test_events_are_read_only_when_something_does_not_move(observed: Observed, expected: list[str]) -> None:
+    assert wants_events(observed, pods_wanted=2, now=NOW) == expected

@@ -1,0 +1,162 @@
+"""The queue: one run a key at a time, coalesced, delayed, backing off; one key's trouble never stops another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from sft_operator.workqueue import RetryLater, WorkQueue
+
+Work = Callable[[str], Awaitable[float | None]]
+
+
+async def run(queue: WorkQueue[str], seconds: float) -> None:
+    task = asyncio.create_task(queue.run())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def make(work: Work, concurrency: int = 4, errors: list[Exception] | None = None) -> WorkQueue[str]:
+    seen = errors if errors is not None else []
+    return WorkQueue(work, concurrency=concurrency, on_error=lambda key, error: seen.append(error), jitter=lambda: 0.5)
+
+
+def test_many_additions_are_one_run() -> None:
+    runs: list[str] = []
+
+    async def work(key: str) -> None:
+        runs.append(key)
+
+    async def scenario() -> None:
+        queue = make(work)
+        for _ in range(100):
+            queue.add("a")
+        queue.add("b")
+        assert len(queue) == 2
+        await run(queue, 0.05)
+        assert len(queue) == 0
+
+    asyncio.run(scenario())
+    assert sorted(runs) == ["a", "b"]
+
+
+def test_a_key_added_while_it_runs_runs_again_afterwards_and_never_beside_itself() -> None:
+    running: set[str] = set()
+    runs = 0
+
+    async def work(key: str) -> None:
+        nonlocal runs
+        assert key not in running
+        running.add(key)
+        runs += 1
+        if runs == 1:
+            queue.add(key)
+            queue.add(key)
+        await asyncio.sleep(0.02)
+        running.discard(key)
+
+    async def scenario() -> None:
+        nonlocal queue
+        queue = make(work)
+        queue.add("a")
+        await run(queue, 0.15)
+
+    queue: WorkQueue[str]
+    asyncio.run(scenario())
+    assert runs == 2
+
+
+def test_no_more_keys_at_a_time_than_allowed() -> None:
+    most = now = 0
+
+    async def work(key: str) -> None:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+
+    async def scenario() -> None:
+        queue = make(work, concurrency=3)
+        for number in range(12):
+            queue.add(str(number))
+        await run(queue, 0.2)
+
+    asyncio.run(scenario())
+    assert most == 3
+
+
+def test_the_work_says_when_to_look_again_and_an_event_comes_first() -> None:
+    times: list[float] = []
+
+    async def work(key: str) -> float | None:
+        times.append(asyncio.get_running_loop().time())
+        return {1: 0.05, 2: 60.0}.get(len(times))
+
+    async def scenario() -> None:
+        queue = make(work)
+        queue.add("a")
+        asyncio.get_running_loop().call_later(0.15, queue.add, "a")
+        await run(queue, 0.3)
+
+    asyncio.run(scenario())
+    assert len(times) == 3
+    assert 0.04 <= times[1] - times[0] <= 0.12
+    assert times[2] - times[0] >= 0.14
+
+
+def test_errors_back_off_and_do_not_stop_others() -> None:
+    runs: dict[str, list[float]] = {"bad": [], "good": []}
+    errors: list[Exception] = []
+
+    async def work(key: str) -> None:
+        runs[key].append(asyncio.get_running_loop().time())
+        if key == "bad":
+            raise ValueError("broken")
+
+    async def scenario() -> None:
+        queue = make(work, errors=errors)
+        queue.add("bad")
+        queue.add("good")
+        await run(queue, 1.8)
+
+    asyncio.run(scenario())
+    assert len(runs["good"]) == 1
+    first, second, third = runs["bad"]
+    assert 0.45 <= second - first <= 0.8
+    assert 0.9 <= third - second <= 1.3
+    assert [str(error) for error in errors] == ["broken"] * 3
+
+
+def test_the_server_may_ask_for_a_longer_pause() -> None:
+    runs = 0
+
+    async def work(key: str) -> None:
+        nonlocal runs
+        runs += 1
+        raise RetryLater(30.0, "429")
+
+    async def scenario() -> None:
+        queue = make(work)
+        queue.add("a")
+        await run(queue, 1.0)
+
+    asyncio.run(scenario())
+    assert runs == 1
+
+
+def test_what_is_forgotten_does_not_run() -> None:
+    runs: list[str] = []
+
+    async def work(key: str) -> None:
+        runs.append(key)
+
+    async def scenario() -> None:
+        queue = make(work)
+        queue.add("a", 0.02)
+        queue.forget("a")
+        await run(queue, 0.1)
+
+    asyncio.run(scenario())
+    assert runs == []
