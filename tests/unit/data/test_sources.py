@@ -131,12 +131,6 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert numbers(open_rows(tmp_path, split="train[4:6]")) == [4, 5]
 
 
-def test_a_prefix_takes_the_files_that_begin_with_it(tmp_path: Path) -> None:
-    for name in ("part-1", "part-2", "other"):
-        write_jsonl(tmp_path / f"{name}.jsonl", ROWS[:2])
-    assert len(open_rows(tmp_path / "part-")) == 4
-
-
 @pytest.mark.parametrize(
     ("names", "split", "expected"),
     [

@@ -7,11 +7,20 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .masks import token_mask
 from .readers import Row
-from .tokenize import Settings, mark_row
+from .sources import open_source
+from .tokenize import Settings, mark_row, settings_for
 from .tokenizer import Codec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from sft_api.v1alpha1 import DataSource, DataSpec
+    from sft_trainer.checkpoint.store import S3Settings
 
 _TRAINED, _CONTEXT, _RESET = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 
@@ -62,6 +71,22 @@ class Preview:
             Segment(self.text[start:stop], trained)
             for start, stop, trained in zip(bounds, bounds[1:], flags, strict=False)
         ]
+
+
+def preview_source(
+    source: "DataSource",
+    data: "DataSpec",
+    tokenizer: "PreTrainedTokenizerFast",
+    count: int,
+    *,
+    cache_dir: Path,
+    s3: "S3Settings | None" = None,
+    token: str | None = None,
+) -> list[Preview]:
+    """The first ``count`` rows of ``source``. Raises what ``tokenize_source`` raises."""
+    rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token)
+    settings, codec = settings_for(rows, source, data), Codec.of(tokenizer)
+    return [preview_row(place, row, settings, codec) for place, row in rows.read(0, min(count, len(rows)))]
 
 
 def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Preview:

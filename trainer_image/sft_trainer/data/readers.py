@@ -147,7 +147,7 @@ class TableFile:
                         f"{self.path} rows {low + 1} to {high} cannot be read: {error}; write the file again"
                     ) from error
                 for i, row in enumerate(rows, low + 1):
-                    yield f"{self.path} row {i}", without_nulls(row)
+                    yield f"{self.path} row {i}", {name: without_nulls(value) for name, value in row.items()}
             piece_start = piece_end
 
 
@@ -223,8 +223,8 @@ class HubRows:
             return
         columns = self.dataset[start:stop]
         for i in range(stop - start):
-            row = {name: values[i] for name, values in columns.items()}
-            yield f"{self.name} row {start + i + 1}", without_nulls(row)
+            row = {name: without_nulls(values[i]) for name, values in columns.items()}
+            yield f"{self.name} row {start + i + 1}", row
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,0 +1,184 @@
+"""hf:// data sources against a server with the few routes of the hub that a data set needs."""
+
+import hashlib
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import datasets.config
+import huggingface_hub.constants
+import pytest
+
+from sft_api.v1alpha1 import DataSource
+from sft_trainer.data.sources import SourceRows, open_source
+from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError
+
+COMMIT = "b" * 40
+README = b"""---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: data/train.jsonl}
+  - {split: test, path: data/test.jsonl}
+- config_name: other
+  data_files: data/other.jsonl
+---
+"""
+CHAT = {
+    "README.md": README,
+    "data/train.jsonl": b"".join(b'{"n": %d, "m": [{"role": "user"}]}\n' % i for i in range(10)),
+    "data/test.jsonl": b'{"n": 99, "m": [{"role": "user", "name": "ann"}]}\n{"n": 98, "m": [{"role": "tool"}]}\n',
+    "data/other.jsonl": b'{"n": 5}\n',
+}
+# csv is not among the kinds that we read ourselves
+TABLE = {"table.csv": b"n,instruction,output\n7,Add.,\n8,Add.,4\n"}
+
+
+@dataclass
+class Hub:
+    commit: str = COMMIT
+    status: int = 200
+    downloaded: set[str] = field(default_factory=set)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    state = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            files = TABLE if "org/table" in path else CHAT
+            if state.status != 200:
+                self.answer(b"{}", state.status)
+            elif "/resolve/" in path:
+                data = files.get(path.partition(f"/resolve/{state.commit}/")[2])
+                if data is None:
+                    self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
+                else:
+                    state.downloaded.add(path.partition(f"/resolve/{state.commit}/")[2])
+                    etag = hashlib.sha1(data).hexdigest()
+                    self.answer(data, 200, {"ETag": f'"{etag}"', "X-Repo-Commit": state.commit})
+            elif "/tree/" in path:
+                folder = path.partition(f"/tree/{state.commit}")[2].strip("/")
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in files.items()
+                    if name.startswith(f"{folder}/" if folder else "")
+                ]
+                self.answer(json.dumps(tree).encode())
+            else:
+                siblings = [{"rfilename": name} for name in files]
+                self.answer(json.dumps({"id": "org/chat", "sha": state.commit, "siblings": siblings}).encode())
+
+        def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield state
+    server.shutdown()
+    server.server_close()
+
+
+def open_hub(tmp_path: Path, uri: str = "hf://org/chat", **fields: Any) -> SourceRows:
+    return open_source(DataSource(uri=uri, **fields), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({}, list(range(10))),
+        ({"split": "train[:3]"}, [0, 1, 2]),
+        ({"split": "test"}, [99, 98]),
+        ({"split": "train[-1:]+test[:50%]"}, [9, 99]),
+        ({"subset": "other"}, [5]),
+        ({"uri": "hf://org/table", "split": "train[-1:]"}, [8]),
+    ],
+)
+def test_splits_slices_and_subsets(hub: Hub, tmp_path: Path, fields: dict[str, Any], numbers: list[int]) -> None:
+    rows = open_hub(tmp_path, **fields)
+    assert len(rows) == len(numbers)
+    # in this process and in another
+    for copy in (rows, pickle.loads(pickle.dumps(rows))):
+        assert [row["n"] for _, row in copy.read(0, len(rows))] == numbers
+
+
+def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    rows = open_hub(tmp_path, split="test")
+    assert hub.downloaded == {"README.md", "data/test.jsonl"}
+    place, row = next(rows.read(0, 1))
+    assert place.endswith(f"{COMMIT}/data/test.jsonl line 1")
+    # and read as they are, though the rows of the splits differ in the keys of their messages
+    assert row["m"] == [{"role": "user", "name": "ann"}]
+
+
+def test_files_that_only_the_hub_library_reads(hub: Hub, tmp_path: Path) -> None:
+    rows = open_hub(tmp_path, "hf://org/table")
+    assert list(rows.read(0, 1)) == [("hf://org/table row 1", {"n": 7, "instruction": "Add.", "output": None})]
+
+
+def test_identity_is_the_commit_the_subset_and_the_split(hub: Hub, tmp_path: Path) -> None:
+    digest = open_hub(tmp_path).digest
+    assert open_hub(tmp_path, "hf://org/chat@main").digest == digest
+    assert open_hub(tmp_path, f"hf://org/chat@{COMMIT}").digest == digest
+    assert open_hub(tmp_path, split="test").digest != digest
+    assert open_hub(tmp_path, subset="other").digest != digest
+    hub.commit = "c" * 40
+    assert open_hub(tmp_path).digest != digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"split": "nope"}, "hf://org/chat: no split 'nope', found test, train"),
+        ({"subset": "nope"}, "hf://org/chat: BuilderConfig 'nope' not found. Available: .*'other'"),
+    ],
+)
+def test_unknown_splits_and_subsets_are_named(hub: Hub, tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        open_hub(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (401, AccessDeniedError),
+        (403, AccessDeniedError),
+        (404, DataError),
+        (503, StorageUnavailableError),
+    ],
+)
+@pytest.mark.parametrize("uri", ["hf://org/chat", "hf://org/chat@v1"])
+def test_the_hub_says_no(hub: Hub, tmp_path: Path, uri: str, status: int, expected: type[Exception]) -> None:
+    hub.status = status
+    with pytest.raises(expected, match=uri):
+        open_hub(tmp_path, uri)
+
+
+def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(StorageUnavailableError, match="the hub does not answer"):
+        open_hub(tmp_path)

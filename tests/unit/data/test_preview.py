@@ -1,0 +1,94 @@
+"""What people are shown of single rows is what is trained."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_api.v1alpha1 import DataSpec, TrainSource
+from sft_trainer.data.preview import Preview, preview_source, render_text, render_tokens, to_jsonl
+from sft_trainer.data.tokenize import tokenize_source
+from tests.parity.mask_tokenizers import Kind, chat_tokenizer
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "é 🙂"}, {"role": "assistant", "content": "The 🙂\nway"}]},
+    {"messages": [{"role": "user", "content": "long " * 60}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "user", "content": "nobody answers"}]},
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSpec:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return DataSpec(train=[TrainSource(uri=f"file://{path}")], max_length=100)
+
+
+def previews(data: DataSpec, tmp_path: Path, count: int = 9, kind: Kind = "words") -> list[Preview]:
+    tokenizer = chat_tokenizer("chatml", kind)
+    return preview_source(data.train[0], data, tokenizer, count, cache_dir=tmp_path / "cache")
+
+
+def test_verdicts(data: DataSpec, tmp_path: Path) -> None:
+    shown = previews(data, tmp_path)
+    assert [preview.place.rsplit("/", 1)[1] for preview in shown] == [f"rows.jsonl line {i}" for i in (1, 2, 3)]
+    assert shown[0].verdict == "kept"
+    assert re.fullmatch(r"dropped: \d+ tokens, data.maxLength is 100", shown[1].verdict)
+    assert shown[2].verdict == "dropped: no turn of it is trained"
+    assert len(previews(data, tmp_path, count=2)) == 2
+    truncating = data.model_copy(update={"overlong": "truncate"})
+    assert previews(truncating, tmp_path)[1].verdict.startswith("truncated: ")
+
+
+@pytest.mark.parametrize("kind", ["words", "crossing"])
+def test_tokens_are_those_of_training(data: DataSpec, tmp_path: Path, kind: Kind) -> None:
+    examples = tokenize_source(data.train[0], data, chat_tokenizer("chatml", kind), cache_dir=tmp_path / "cache")
+    [line] = list(to_jsonl(previews(data, tmp_path, count=1, kind=kind)))
+    written: dict[str, Any] = json.loads(line)
+    ids, mask = examples.example(0)
+    assert written["input_ids"] == ids.tolist()
+    assert written["loss_mask"] == mask.tolist()
+    assert written["text"].endswith("assistant\nThe 🙂\nway<|im_end|>\n")
+
+
+def test_segments_are_the_whole_text(data: DataSpec, tmp_path: Path) -> None:
+    [preview] = previews(data, tmp_path, count=1)
+    assert "".join(segment.text for segment in preview.segments) == preview.text
+    assert [(segment.text, segment.trained) for segment in preview.segments][1:] == [
+        ("The 🙂\nway<|im_end|>", True),
+        ("\n", False),
+    ]
+
+
+def test_a_straddling_token_is_shown_as_trained(data: DataSpec, tmp_path: Path) -> None:
+    [preview] = previews(data, tmp_path, count=1, kind="crossing")
+    assert [segment.text for segment in preview.segments if segment.trained] == ["\nThe 🙂\nway<|im_end|>"]
+    assert ", 1 of them begin before the answer" in render_text(preview, color=False)
+
+
+def test_text_with_brackets_and_with_colours(data: DataSpec, tmp_path: Path) -> None:
+    [preview] = previews(data, tmp_path, count=1)
+    plain = render_text(preview, color=False)
+    assert "<|im_start|>assistant\n⟦The 🙂\nway<|im_end|>⟧\n" in plain
+    assert f"line 1: kept, {len(preview.tokens)} tokens, {preview.trained} trained" in plain
+    coloured = render_text(preview, color=True)
+    assert "\x1b[1;32mThe 🙂\nway<|im_end|>\x1b[0m" in coloured
+    assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == re.sub("[⟦⟧]", "", plain)
+
+
+def test_a_line_per_token(data: DataSpec, tmp_path: Path) -> None:
+    [preview] = previews(data, tmp_path, count=1)
+    lines = render_tokens(preview, color=False).splitlines()
+    assert len(lines) == len(preview.tokens)
+    assert lines[0].split() == ["0", str(preview.tokens[0].token_id), "'<|im_start|>'"]
+    assert sum(" + " in line for line in lines) == preview.trained
+    assert "\x1b[1;32m" in render_tokens(preview, color=True)
+
+
+def test_a_row_without_text_is_shown_too(data: DataSpec, tmp_path: Path) -> None:
+    shown = previews(data, tmp_path)[2]
+    assert render_text(shown, color=False).startswith(f"{shown.place}: dropped: no turn of it is trained, 0 tokens")
+    assert shown.segments == []
+    assert render_tokens(shown, color=False) == ""

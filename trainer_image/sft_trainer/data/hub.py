@@ -1,0 +1,96 @@
+"""Data sets of the hub.
+
+The hub library says which files make up a split of a subset; where they are of a kind that we read ourselves, only
+those of the wanted splits are downloaded, and read as they are. (``load_dataset`` downloads every split, writes all
+of it a second time as Arrow, and fails when the rows of two splits or files differ in their nested columns, as tool
+calls do.) Other kinds, such as csv and compressed files, go through ``load_dataset``.
+"""
+
+import glob
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
+
+from .readers import OPENERS, HubRows
+from .sources import SourceRows, cut, open_file
+from .splits import Slice, choose
+
+if TYPE_CHECKING:
+    from sft_api.v1alpha1 import DataSource
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def open_hub(source: "DataSource", cache_dir: Path, token: str | None) -> SourceRows:
+    """The rows of an ``hf://`` source; its identity is the repository, the commit, the subset and the slices.
+
+    Raises DataError (no such data set, subset or split; an unreadable file), AccessDeniedError, or
+    StorageUnavailableError when the hub does not answer.
+    """
+    from datasets import load_dataset_builder
+    from datasets.exceptions import DatasetGenerationError
+    from huggingface_hub import HfApi
+
+    repository, _, revision = source.uri.removeprefix("hf://").partition("@")
+    try:
+        # A branch or tag may point elsewhere tomorrow; the commit is the identity.
+        commit = revision if _COMMIT.fullmatch(revision) else _commit(HfApi(token=token), repository, revision)
+        builder = load_dataset_builder(
+            repository, name=source.subset, revision=commit, token=token, cache_dir=str(cache_dir / "hub-datasets")
+        )
+        identity = f"{repository} {commit} {source.subset}"
+        files = _files_of(builder, f"hf://datasets/{repository}@{commit}/")
+        if files is None:
+            builder.download_and_prepare()
+            slices = choose(source.split, [*builder.info.splits])
+            prepared = {s.split: [HubRows(source.uri, builder.as_dataset(split=s.split))] for s in slices}
+            return cut(source.uri, identity, prepared, slices)
+        slices = choose(source.split, [*files])
+        folder = _download(repository, commit, files, slices, token)
+    except DataError as error:
+        raise DataError(f"data source {source.uri}: {error}") from error
+    except (DatasetGenerationError, ValueError) as error:  # a bad file; an unknown subset
+        raise DataError(f"data source {source.uri}: {error.__cause__ or error}") from error
+    except Exception as error:  # the hub's libraries raise many classes, those of their HTTP library among them
+        raise _hub_error(error, source.uri) from error
+    readers = {piece.split: [open_file(folder / name) for name in files[piece.split]] for piece in slices}
+    return cut(source.uri, identity, readers, slices)
+
+
+def _commit(api: Any, repository: str, revision: str) -> str:
+    return str(api.dataset_info(repository, revision=revision or None).sha)
+
+
+def _files_of(builder: Any, root: str) -> dict[str, list[str]] | None:
+    """Paths below ``root`` by split, None unless all are there and of a kind that we read."""
+    splits = {
+        str(split): [url.removeprefix(root) for url in urls]
+        for split, urls in (builder.config.data_files or {}).items()
+    }
+    paths = [path for group in splits.values() for path in group]
+    readable = all(PurePosixPath(path).suffix.lower() in OPENERS and "://" not in path for path in paths)
+    return splits if paths and readable else None
+
+
+def _download(
+    repository: str, commit: str, files: dict[str, list[str]], slices: list[Slice], token: str | None
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    needed = [glob.escape(path) for piece in slices for path in files[piece.split]]
+    return Path(snapshot_download(repository, repo_type="dataset", revision=commit, allow_patterns=needed, token=token))
+
+
+def _hub_error(error: Exception, uri: str) -> TrainingError:
+    response = getattr(error.__cause__ if isinstance(error, FileNotFoundError) else error, "response", None)
+    status = getattr(response, "status_code", None)
+    if status in (401, 403):
+        return AccessDeniedError(
+            f"data source {uri} is not on the hub, or this token may not read it: check the name, accept its terms on "
+            "the hub, and set model.tokenSecretRef (HF_TOKEN with sft run)"
+        )
+    if status == 404 or isinstance(error, FileNotFoundError):
+        return DataError(f"data source {uri} is not on the hub, or has no such revision; check the name ({error})")
+    return StorageUnavailableError(f"data source {uri}: the hub does not answer ({type(error).__name__}: {error})")
