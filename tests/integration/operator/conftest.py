@@ -267,6 +267,18 @@ class Scene:
         pods: list[Object] = self.until(lambda: found if len(found := self.pods(job)) == count else None, seconds)
         return pods
 
+    def bind(self, pod: Object) -> None:
+        """Play the scheduler: ``pod`` goes to the node of the scene."""
+        name = pod["metadata"]["name"]
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": name},
+            "target": {"name": self.namespace},
+        }
+        answer = self.request("POST", self.path("pods", name, "binding"), binding)
+        assert answer.accepted or answer.code == 409, answer.body
+
     def run_pod(self, pod: Object, *, ready: bool = True) -> None:
         """Play scheduler and kubelet: the container of ``pod`` runs."""
         now = _now()

@@ -1,0 +1,262 @@
+"""What goes wrong with children is shown within seconds, in the cluster's own words, and mended when it can be."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import Any
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Progress
+from tests.integration.kubernetes_api import KubernetesApi
+from tests.integration.operator.conftest import (
+    OperatorProcess,
+    Scene,
+    StartOperator,
+    Supervisors,
+    new_scene,
+)
+from tests.integration.operator.test_lifecycle import last_words, training
+
+
+def quota(hard: dict[str, str]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}}
+
+
+def until_reason(scene: Scene, name: str, reason: str, seconds: float = 15) -> str:
+    """Wait for the reason; its message."""
+    scene.until(lambda: scene.condition(name, "Running").get("reason") == reason, seconds)
+    message: str = scene.status(name)["message"]
+    return message
+
+
+def test_pods_over_quota(scene: Scene) -> None:
+    scene.create("resourcequotas", quota({"pods": "0"}))
+    scene.until(lambda: (scene.get("resourcequotas", "small") or {}).get("status", {}).get("hard"))
+
+    scene.submit("big")
+
+    message = until_reason(scene, "big", "QuotaExceeded")
+    assert "exceeded quota: small" in message
+    assert scene.status("big")["state"] == "Queued"
+    assert scene.condition("big", "Stalled")["status"] == "False"
+
+
+def test_jobs_over_quota_and_then_not(scene: Scene) -> None:
+    scene.create("resourcequotas", quota({"count/jobs.batch": "0"}))
+    scene.until(lambda: (scene.get("resourcequotas", "small") or {}).get("status", {}).get("hard"))
+
+    scene.submit("many")
+    message = until_reason(scene, "many", "QuotaExceeded")
+    assert "the API server refused the Job" in message
+    assert "count/jobs.batch" in message
+    assert scene.status("many")["state"] == "Preparing"
+
+    scene.delete("resourcequotas", "small")
+    scene.until_pods("many", 2)
+    scene.until_state("many", "Queued")  # no node has room
+
+
+def test_pods_that_find_no_room_say_why(scene: Scene) -> None:
+    scene.submit("gpus", compute={"nodes": 1, "gpusPerNode": 8})
+
+    message = until_reason(scene, "gpus", "Unschedulable")
+    assert "cannot be placed" in message
+    assert scene.status("gpus")["state"] == "Queued"
+
+
+def test_a_namespace_that_forbids_pods_as_they_are(scene: Scene) -> None:
+    policy = {
+        "apiVersion": "v1",
+        "kind": "LimitRange",
+        "metadata": {"name": "tiny"},
+        "spec": {"limits": [{"type": "Pod", "max": {"cpu": "1m"}}]},
+    }
+    scene.create("limitranges", policy)
+
+    scene.submit("refused")
+
+    message = until_reason(scene, "refused", "Refused")
+    assert "maximum cpu usage per Pod" in message
+    assert scene.condition("refused", "Stalled")["status"] == "True"
+    assert scene.condition("refused", "Reconciling")["status"] == "False"
+
+
+def test_our_pods_meet_the_restricted_pod_security_standard(scene: Scene) -> None:
+    labels = {
+        "pod-security.kubernetes.io/enforce": "restricted",
+        "pod-security.kubernetes.io/enforce-version": "latest",
+    }
+    answer = scene.request(
+        "PATCH",
+        f"/api/v1/namespaces/{scene.namespace}",
+        {"metadata": {"labels": labels}},
+        "application/merge-patch+json",
+    )
+    assert answer.accepted
+
+    scene.submit("strict", compute={"nodes": 1, "gpusPerNode": 1})
+
+    scene.until_pods("strict", 1)
+
+
+def test_a_missing_secret_is_named(scene: Scene) -> None:
+    scene.submit("keyless", model={"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}})
+    pod = scene.until_pods("keyless", 2)[0]
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}
+    container = {
+        "name": "trainer",
+        "image": "x",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"waiting": waiting},
+    }
+    scene.bind(pod)
+    scene.patch("pods", pod["metadata"]["name"], {"status": {"containerStatuses": [container]}}, "status")
+
+    message = until_reason(scene, "keyless", "PodConfig")
+    assert 'secret "hub" not found' in message
+
+
+def test_a_job_of_someone_else_with_our_name(scene: Scene) -> None:
+    template = {"spec": {"restartPolicy": "Never", "containers": [{"name": "c", "image": "x"}]}}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "mine"},
+        "spec": {"suspend": True, "template": template},
+    }
+    scene.create("jobs", job)
+
+    scene.submit("mine")
+    message = until_reason(scene, "mine", "NameTaken")
+    assert "a Job mine exists that does not belong to this SFTJob" in message
+    assert scene.condition("mine", "Stalled")["status"] == "True"
+
+    scene.delete("jobs", "mine")
+    scene.until_pods("mine", 2)
+
+
+def test_the_same_name_can_be_used_again_at_once(scene: Scene) -> None:
+    scene.submit("again")
+    first = scene.until_pods("again", 2)
+
+    scene.delete("sftjobs", "again")
+    scene.submit("again")
+
+    def replaced() -> bool:
+        uids = {pod["metadata"]["uid"] for pod in scene.pods("again")}
+        return len(uids) == 2 and uids.isdisjoint(pod["metadata"]["uid"] for pod in first)
+
+    scene.until(replaced, seconds=40)
+    config = scene.get("configmaps", "again-config")
+    job = scene.get("sftjobs", "again")
+    assert config
+    assert job
+    assert json.loads(config["data"]["config.json"])["job"]["uid"] == job["metadata"]["uid"]
+
+
+def test_a_deleted_job_is_made_again(scene: Scene) -> None:
+    scene.submit("phoenix")
+    scene.until_pods("phoenix", 2)
+    before = scene.get("jobs", "phoenix")
+    assert before
+
+    scene.delete("jobs", "phoenix")
+
+    scene.until(
+        lambda: (job := scene.get("jobs", "phoenix")) and job["metadata"]["uid"] != before["metadata"]["uid"],
+        seconds=30,
+    )
+
+
+def test_rubbish_from_a_pod_harms_nobody(scene: Scene) -> None:
+    scene.submit("rubbish")
+    scene.submit("neat")
+    scene.start("rubbish")
+    scene.start("neat")
+    scene.supervisors.report(scene.namespace, "rubbish", b'{"training": {"step": "x"}}' + b" " * 300_000)
+    scene.supervisors.report(scene.namespace, "neat", Progress(training=training(3)))
+
+    scene.until_state("neat", "Running")
+    assert scene.status("rubbish")["state"] == "Starting"
+    scene.supervisors.report(
+        scene.namespace, "rubbish", b'{"training": {"step": 4, "attempt": 1, "loss": NaN, "phase": "Training"}}'
+    )
+    status = scene.until_state("rubbish", "Running")
+    assert "loss" not in status["progress"]
+
+
+def test_a_report_of_another_run_is_not_believed(scene: Scene) -> None:
+    scene.submit("honest")
+    scene.start("honest")
+    scene.supervisors.report(scene.namespace, "honest", Progress(job_uid="another", training=training(99)))
+    before = len(scene.supervisors.reads)
+
+    scene.until(lambda: len(scene.supervisors.reads) > before + 4)
+
+    assert "progress" not in scene.status("honest")
+
+
+def test_an_operator_that_was_away_counts_what_happened(
+    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+) -> None:
+    """Only this test's operator serves the namespace: the session's is stopped for the time."""
+    with new_scene(api, supervisors) as scene:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            first = start_operator(namespace=scene.namespace)
+            scene.submit("away")
+            pods = scene.start("away")
+            supervisors.report(scene.namespace, "away", Progress(training=training(5)))
+            scene.until_state("away", "Running")
+
+            first.stop(signal.SIGKILL)
+            scene.end_pod(
+                pods[1], 30, message=last_words(FailureClass.INTERRUPTED, 5), disruption="PreemptionByScheduler"
+            )
+            replacement = scene.until_pods("away", 2, seconds=40)[1]
+            scene.run_pod(replacement)
+            supervisors.report(scene.namespace, "away", Progress(training=training(6, attempt=2)))
+            assert scene.status("away")["attempt"] == 1
+
+            second = start_operator(namespace=scene.namespace)
+            status = scene.until(lambda: (s := scene.status("away"))["attempt"] == 2 and s)
+            assert status["restarts"]["disruptions"] == 1
+
+            # Once only, also for the next one.
+            second.stop()
+            start_operator(namespace=scene.namespace)
+            time.sleep(2)
+            assert scene.status("away")["restarts"]["disruptions"] == 1
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
+
+
+def test_a_second_replica_takes_over(
+    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+) -> None:
+    with new_scene(api, supervisors) as scene:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            election = {"enabled": True, "namespace": scene.namespace, "leaseSeconds": 3, "renewSeconds": 0.5}
+            first = start_operator(namespace=scene.namespace, leaderElection=election)
+            scene.until(lambda: scene.get("leases", "sft-operator"))
+            second = start_operator(namespace=scene.namespace, leaderElection=election)
+            assert "sft_operator_leader 1.0" in first.get("/metrics")
+            assert "sft_operator_leader 0.0" in second.get("/metrics")
+
+            first.stop(signal.SIGKILL)
+            scene.submit("handed-over")
+            scene.until_pods("handed-over", 2, seconds=30)
+            assert "sft_operator_leader 1.0" in second.get("/metrics")
+
+            # Asked to end, it lets go at once.
+            second.stop()
+            lease = scene.get("leases", "sft-operator")
+            assert lease
+            assert not lease["spec"].get("holderIdentity")
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
