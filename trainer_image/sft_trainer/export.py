@@ -92,7 +92,7 @@ def _header(entries: list[_Entry], dtype: torch.dtype) -> bytes:
 def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     on_host = whole.to(dtype).cpu().contiguous()
-    return memoryview(on_host.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(on_host.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _index(names: list[str], shards: list[list[_Entry]]) -> bytes:

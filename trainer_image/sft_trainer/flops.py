@@ -35,5 +35,5 @@ def training_flops(config: Any, parameters: int, embedding_parameters: int, docu
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
-    attention = 6.0 * config.num_hidden_layers * heads * head_size * sum(length * length for length in lengths)
+    attention: float = 6.0 * config.num_hidden_layers * heads * head_size * sum(length * length for length in lengths)
     return 6.0 * matrices * sum(lengths) + attention

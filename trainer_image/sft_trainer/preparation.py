@@ -13,7 +13,8 @@ from sft_api.v1alpha1 import DataSource
 from .checkpoint.store import S3Settings
 from .data.batches import ExampleBatches, PackedBatches, StepSchedule
 from .data.stream import ExampleStream
-from .data.tokenize import TokenizedSource, tokenize_source
+from .data.tokenize import tokenize_source
+from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .fetch import localise
 from .reporting import Reporter

@@ -60,4 +60,4 @@ def _release(block: torch.Tensor) -> None:
 
 
 def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()

@@ -51,8 +51,8 @@ class ExampleStream:
         """Source index and row index of the positions ``start`` to ``stop - 1``; two arrays of that length."""
         if self._shares is None:
             flat = self._draw(0, self.epoch_size, np.arange(start, stop, dtype=np.int64))
-            sources = np.searchsorted(self._ends, flat, side="right")
-            return sources.astype(np.int32), flat - (self._ends - self._sizes)[sources]
+            owners = np.searchsorted(self._ends, flat, side="right")
+            return owners.astype(np.int32), flat - (self._ends - self._sizes)[owners]
         sources, draws = self._interleave(self._shares, start, stop)
         rows = np.empty(stop - start, dtype=np.int64)
         for source in range(len(self._sizes)):

@@ -68,7 +68,8 @@ def load_weights(model: CausalLM, path: Path) -> None:
 def _read_slice(stored: Any, name: str, parameter: torch.Tensor) -> None:
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise ModelError(
-            f"tensor {name!r} has shape {tuple(stored.get_shape())} in the file, but {tuple(parameter.shape)} in the config"
+            f"tensor {name!r} has shape {tuple(stored.get_shape())} in the file, but {tuple(parameter.shape)} in the "
+            "config"
         )
     if not isinstance(parameter, DTensor):
         parameter.copy_(stored[:])
