@@ -6,6 +6,7 @@ No registry is asked. buildah keeps its layers in the cache, so a change of code
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ TRAINER_IMAGE = "docker.io/sft-operator/trainer:dev"
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEBIAN_RELEASE = "bookworm"
-DEBIAN_PACKAGES = ("python3", "python3-venv", "ca-certificates")
+DEBIAN_PACKAGES = ("python3", "python3-venv", "libpython3-dev", "ca-certificates")
 
 
 class ImageError(RuntimeError):
@@ -34,9 +35,7 @@ class ImageError(RuntimeError):
 def load_base() -> None:
     """Base and pause image, built when missing, in the node's containerd."""
     with _build_lock():
-        if not _exists(BASE_IMAGE):
-            _build_base()
-        if not _exists(PAUSE_IMAGE):
+        if _ensure_base() or not _exists(PAUSE_IMAGE):
             _derive(PAUSE_IMAGE, BASE_IMAGE, '--entrypoint=["sleep", "infinity"]', "--cmd=")
         for name in (BASE_IMAGE, PAUSE_IMAGE):
             import_image(storage(), name, _inspect(name))
@@ -59,8 +58,7 @@ def storage() -> Path:
 
 def _load(name: str, dockerfile: str, *arguments: str) -> str:
     with _build_lock():
-        if not _exists(BASE_IMAGE):
-            _build_base()
+        _ensure_base()
         _buildah(
             "bud",
             "--isolation=chroot",
@@ -90,20 +88,28 @@ def _wheel_cache() -> list[str]:
     ]
 
 
-def _build_base() -> None:
+def _ensure_base() -> bool:
+    """Build the base image when it is missing or holds other packages than it should; True when it was built."""
+    packages = ",".join(DEBIAN_PACKAGES)
+    if _exists(BASE_IMAGE) and _labels(BASE_IMAGE).get("packages") == packages:
+        return False
+    _build_base(packages)
+    return True
+
+
+def _build_base(packages: str) -> None:
     """debootstrap straight into the first layer, without documentation and package lists."""
     install_packages()
     container = _buildah("from", "scratch").strip()
     try:
         root = Path(_buildah("mount", container).strip())
-        packages = ",".join(DEBIAN_PACKAGES)
         _run(["debootstrap", "--variant=minbase", f"--include={packages}", DEBIAN_RELEASE, str(root)])
         for pattern in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
             shutil.rmtree(root / pattern, ignore_errors=True)
         (root / "var/cache/apt/archives/partial").mkdir(parents=True)
         (root / "var/lib/apt/lists/partial").mkdir(parents=True)
         _buildah("umount", container)
-        _buildah("config", "--cmd=python3", f"--env=PATH={SEARCH_PATH}", container)
+        _buildah("config", "--cmd=python3", f"--env=PATH={SEARCH_PATH}", f"--label=packages={packages}", container)
         _buildah("commit", container, BASE_IMAGE)
     finally:
         _buildah("rm", container)
@@ -119,22 +125,25 @@ def _derive(name: str, base: str, *settings: str) -> None:
 
 
 def _exists(name: str) -> bool:
-    return subprocess.run([*_COMMAND, *_places(), "inspect", "--type=image", name], capture_output=True).returncode == 0
+    command = _command("inspect", "--type=image", name)
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _labels(name: str) -> dict[str, str]:
+    return json.loads(json.loads(_inspect(name))["Config"])["config"].get("Labels") or {}
 
 
 def _inspect(name: str) -> str:
     return _buildah("inspect", "--type=image", name)
 
 
-_COMMAND = ("buildah",)
-
-
-def _places() -> list[str]:
-    return [f"--root={storage()}", "--runroot=/run/sft-test-buildah", "--storage-driver=overlay"]
+def _command(*arguments: str) -> list[str]:
+    places = [f"--root={storage()}", "--runroot=/run/sft-test-buildah", "--storage-driver=overlay"]
+    return ["buildah", *places, *arguments]
 
 
 def _buildah(*arguments: str) -> str:
-    return _run([*_COMMAND, *_places(), *arguments])
+    return _run(_command(*arguments))
 
 
 def _run(command: Sequence[str]) -> str:
