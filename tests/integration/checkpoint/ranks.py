@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "sft_trainer.checkpoint.manager", "boto3"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch._dynamo",  # the first step of any optimizer imports it, which takes seconds
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "sft_trainer.checkpoint.manager",
+        "boto3",
+        "pytest",
+    ]
+)
 
 
 class RankFailed(AssertionError):

@@ -1,0 +1,124 @@
+"""How long saves and loads take, and how long they keep training waiting.
+
+    python -m tests.bench.checkpoint [--parameters 50_000_000] [--store folder|s3|URI] [--repeats 5]
+
+Saves 12 bytes a parameter (fp32 weights and both moments of AdamW) from one process. ``s3`` starts versitygw over a
+temporary folder; a URI is used as it is, with the AWS environment of the shell. The stall of an asynchronous save is
+measured twice: the call itself, and the whole: a loop of steps with saves in it minus the same loop without.
+Prints medians as key=value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import boto3
+import torch
+
+from sft_api.checkpoints import RunState
+from sft_trainer.checkpoint.catalog import KeepPolicy
+from sft_trainer.checkpoint.manager import CheckpointManager
+from sft_trainer.checkpoint.store import S3Settings, Store, open_store
+from tests.cluster.object_store import object_store
+
+Tensors = dict[str, torch.Tensor]
+
+
+def state(parameters: int) -> Tensors:
+    """Layers of at most 16 Mi parameters each, as in a transformer."""
+    tensors: Tensors = {}
+    for number, start in enumerate(range(0, parameters, 2**24)):
+        rows = max(1, min(2**24, parameters - start) // 1024)
+        for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+            tensors[f"{kind}.{number}"] = torch.randn(rows, 1024)
+    return tensors
+
+
+@contextmanager
+def a_store(name: str) -> Iterator[Store]:
+    if "://" in name:
+        yield open_store(name, S3Settings(os.environ.get("AWS_ENDPOINT_URL_S3")))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "folder":
+            yield open_store(f"file://{folder}")
+            return
+        with object_store(Path(folder)) as server:
+            os.environ.update(server.environment())
+            boto3.client("s3").create_bucket(Bucket="bench")
+            yield open_store("s3://bench/run", S3Settings(server.endpoint, server.region, force_path_style=True))
+
+
+def step_loop(steps: int, weight: torch.Tensor) -> float:
+    """Seconds of ``steps`` steps of arithmetic, as training would do them."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        weight = (weight @ weight).tanh_()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=50_000_000)
+    parser.add_argument("--store", default="folder")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    tensors = state(options.parameters)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    weight = torch.randn(512, 512)
+    with a_store(options.store) as store:
+        manager = CheckpointManager(store)
+        manager.claim_attempt("bench")
+        keep = KeepPolicy(last=1)
+        sync, load, call, total, stall = [], [], [], [], []
+        number = 0
+        for _ in range(options.repeats):
+            outcome = manager.save(number := number + 1, tensors, RunState(), asynchronous=False, keep=keep)
+            assert outcome is not None
+            sync.append(outcome.seconds)
+
+            began = time.perf_counter()
+            manager.load_newest(loaded)
+            load.append(time.perf_counter() - began)
+
+            # About as many steps as one save takes, so that the loop sees all of it.
+            steps = max(1, int(outcome.seconds / (step_loop(20, weight) / 20)))
+            plain = step_loop(steps, weight)
+            began = time.perf_counter()
+            manager.save(number := number + 1, tensors, RunState(), asynchronous=True, keep=keep)
+            call.append(time.perf_counter() - began)
+            step_loop(steps, weight)
+            stall.append(time.perf_counter() - began - plain)
+            outcome = manager.wait()
+            assert outcome is not None
+            total.append(outcome.seconds)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+    print(f"store={options.store}")
+    print(f"parameters={options.parameters}")
+    print(f"mebibytes={size / 2**20:.0f}")
+    for name, seconds in (
+        ("save_sync", sync),
+        ("load", load),
+        ("save_async_call", call),
+        ("save_async_stall", stall),
+        ("save_async_total", total),
+    ):
+        print(f"{name}_seconds={statistics.median(seconds):.3f}")
+    print(f"save_mebibytes_per_second={size / 2**20 / statistics.median(sync):.0f}")
+    print(f"load_mebibytes_per_second={size / 2**20 / statistics.median(load):.0f}")
+
+
+if __name__ == "__main__":
+    main()
