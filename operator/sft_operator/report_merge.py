@@ -84,8 +84,11 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     lost = max(0, status.progress.step - (training.resumed_from_step or 0))
     update: dict[str, object] = {"lost_steps": restarts.lost_steps + lost}
     happened = parse_time(restarts.last_time)
-    if happened and training.update_time > happened:
-        update["recovery_seconds"] = round((training.update_time - happened).total_seconds(), 1)
+    # Reports are read now and then: the first new step lies back by the steps made since.
+    later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
+    first_step = training.update_time - timedelta(seconds=later_steps * (training.median_step_seconds or 0.0))
+    if happened and first_step > happened:
+        update["recovery_seconds"] = round((first_step - happened).total_seconds(), 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
 
 

@@ -64,8 +64,8 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, step: int, n
     job = observed.job
     for incident in sorted(incidents, key=lambda item: item.time):
         _count_incident(count, incident)
-    if job is None or job.deleting:
-        # The next Job counts the pods of each index from zero.
+    if job is None or job.deleting or (job.suspended and not observed.pods):
+        # A new Job, or one that is resumed, counts the pods of each index from zero.
         count.add(replaced_pods=0)
     elif not job.complete and not job.failed:
         for item in _losses(observed):

@@ -26,9 +26,12 @@ import yaml
 from sft_api.generate import ROOT
 from sft_api.progress import Progress
 from tests.cluster.access import Cluster
+from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
 
 Object = dict[str, Any]
+OPERATOR_NAMESPACE = "sft-system"
+CHART = ROOT / "charts" / "sft-operator"
 MERGE_PATCH = "application/merge-patch+json"
 
 PATHS = {
@@ -87,6 +90,36 @@ def server(control_plane: Cluster) -> Cluster:
 
 
 @pytest.fixture(scope="session")
+def operator_kubeconfig(server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Access with just the rights that the chart gives to the operator."""
+    server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}})
+    rights = [item for item in render_chart() if "rbac" in item["apiVersion"] or item["kind"] == "ServiceAccount"]
+    server.apply(*rights)
+    token = server.kubectl(
+        "create", "token", "sft-operator", f"--namespace={OPERATOR_NAMESPACE}", "--duration=6h"
+    ).stdout.strip()
+    config = json.loads(server.kubectl("config", "view", "--raw", "--minify", "--flatten", "--output=json").stdout)
+    config["users"][0]["user"] = {"token": token}
+    path = tmp_path_factory.mktemp("operator-access") / "kubeconfig"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(config))
+    return path
+
+
+def render_chart(*settings: str) -> list[Object]:
+    """Objects of the chart, without the CRD."""
+    values = [f"--set={setting}" for setting in ("crds.install=false", *settings)]
+    done = subprocess.run(
+        [str(binary("helm")), "template", "sft-operator", str(CHART), f"--namespace={OPERATOR_NAMESPACE}", *values],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
+@pytest.fixture(scope="session")
 def api(server: Cluster) -> Iterator[KubernetesApi]:
     with kubernetes_api(server) as opened:
         yield opened
@@ -115,12 +148,12 @@ StartOperator = Callable[..., OperatorProcess]
 
 @pytest.fixture(scope="session")
 def start_operator(
-    server: Cluster, supervisors: Supervisors, tmp_path_factory: pytest.TempPathFactory
+    operator_kubeconfig: Path, supervisors: Supervisors, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartOperator]:
     """Starts an operator with settings suited to tests, and ends it with the session."""
     started: list[OperatorProcess] = []
 
-    def start(*, wait_ready: bool = True, **settings: Any) -> OperatorProcess:
+    def start(*, kubeconfig: Path = operator_kubeconfig, **settings: Any) -> OperatorProcess:
         folder = tmp_path_factory.mktemp("operator")
         port = _free_port()
         config = {
@@ -137,14 +170,13 @@ def start_operator(
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "sft_operator", "--config", str(folder / "config.yaml")],
-                env={"KUBECONFIG": str(server.kubeconfig), "PATH": "/usr/bin:/bin"},
+                env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
         operator = OperatorProcess(process, f"http://127.0.0.1:{port}", log)
         started.append(operator)
-        if wait_ready:
-            _wait_ready(operator)
+        _wait_ready(operator)
         return operator
 
     yield start

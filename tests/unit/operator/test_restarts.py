@@ -163,6 +163,14 @@ def test_a_new_job_counts_its_pods_from_zero() -> None:
     assert [status.disruptions for status in (before, without, after)] == [3, 3, 4]
 
 
+def test_a_resumed_job_counts_its_pods_from_zero() -> None:
+    before = count(running(pods=(make_pod(0), make_pod(1, uid="b", replaced=(0, 3)))))
+    suspended = count(running(job=make_child(suspend=True), pods=()), before)
+    after = count(running(pods=(make_pod(0), make_pod(1, uid="c", replaced=(0, 1)))), suspended)
+
+    assert [status.disruptions for status in (before, suspended, after)] == [3, 3, 4]
+
+
 def test_a_failure_the_supervisor_reported_before_its_pod_ended_counts_once() -> None:
     pod = make_pod(0, phase="Failed", exit_code=34, finished=-1)
     told = report(training(50), incident(1, FailureClass.STORAGE_UNAVAILABLE, step=50, seconds=-3))

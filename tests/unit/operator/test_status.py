@@ -211,7 +211,7 @@ def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
     lost = status_of(
         running(pods=(make_pod(1), make_pod(0, phase="Failed", exit_code=137, conditions=disruption()))), first
     )
-    told = training(41, attempt=2, resumed_from_step=40, update_time=at(30))
+    told = training(43, attempt=2, resumed_from_step=40, update_time=at(34), median_step_seconds=2.0)
     recovered = status_of(running(report=report(told, received=30)), lost, seconds=30)
     later = status_of(running(report=report(told.model_copy(update={"step": 45}), received=40)), recovered, seconds=40)
 

@@ -1,0 +1,74 @@
+{{- define "sft.name" -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "sft.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (include "sft.name" .) -}}
+{{- end -}}
+
+{{- define "sft.selector" -}}
+app.kubernetes.io/name: sft-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "sft.labels" -}}
+{{ include "sft.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: sft
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* The operator's settings: names as in operator/sft_operator/config.py. Empty values are left out. */}}
+{{- define "sft.settings" -}}
+{{- $pods := dict -}}
+{{- range $key, $value := .Values.pods }}{{ if $value }}{{ $_ := set $pods $key $value }}{{ end }}{{ end -}}
+{{- $settings := dict
+  "pods" $pods
+  "networkPolicy" (dict
+    "enabled" .Values.networkPolicy.enabled
+    "operatorNamespace" .Release.Namespace
+    "operatorLabels" (fromYaml (include "sft.selector" .))
+    "metricsNamespaces" .Values.networkPolicy.metricsNamespaces)
+  "leaderElection" (dict "enabled" true "namespace" .Release.Namespace "name" (include "sft.name" .))
+  "httpPort" 8080
+  "logLevel" .Values.logLevel -}}
+{{- if .Values.watchNamespace }}{{ $_ := set $settings "namespace" .Values.watchNamespace }}{{ end -}}
+{{- if .Values.store.uri -}}
+{{- $s3 := dict -}}
+{{- range $key, $value := .Values.store.s3 }}{{ if $value }}{{ $_ := set $s3 $key $value }}{{ end }}{{ end -}}
+{{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3) -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $settings (deepCopy .Values.settings)) -}}
+{{- end -}}
+
+{{/* What the operator may do where it serves jobs. No Secrets, no wildcards. */}}
+{{- define "sft.rules" -}}
+- apiGroups: [sftjob.dev]
+  resources: [sftjobs]
+  verbs: [get, list, watch, delete]  # delete: ttlSecondsAfterFinished
+- apiGroups: [sftjob.dev]
+  resources: [sftjobs/status]
+  verbs: [patch]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch]
+- apiGroups: [""]
+  resources: [configmaps, services]
+  verbs: [get, create]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, create]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]  # why pods are not created or not started
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [namespaces]
+  verbs: [get]  # whether a namespace is being deleted
+{{- end -}}
