@@ -11,7 +11,7 @@ from tests.cluster import binaries, lifecycle, state
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
-    parser.add_argument("command", choices=("up", "down", "status", "kubeconfig", "binaries", "clean"))
+    parser.add_argument("command", choices=("up", "down", "status", "kubeconfig", "binaries"))
     parser.add_argument("--tier", choices=state.TIERS, default="api", help="how much of a cluster (up, binaries)")
     parser.add_argument(
         "--folder",
@@ -58,18 +58,12 @@ def _binaries(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _clean(_: argparse.Namespace) -> int:
-    binaries.remove_go_caches()
-    return 0
-
-
 _COMMANDS = {
     "up": _up,
     "down": _down,
     "status": _status,
     "kubeconfig": _kubeconfig,
     "binaries": _binaries,
-    "clean": _clean,
 }
 
 if __name__ == "__main__":

@@ -94,17 +94,9 @@ def ensure(names: Iterable[str]) -> dict[str, Path]:
             for program in wanted.values():
                 if not _path(program).exists() and not _on_path(program):
                     _build(program)
+            if all(_path(PROGRAMS[name]).exists() or _on_path(PROGRAMS[name]) for name in TIER_PROGRAMS["node"]):
+                _remove_go_caches()  # several GB, and nothing is left to build
     return {name: _on_path(program) or _path(program) for name, program in wanted.items()}
-
-
-def remove_go_caches() -> None:
-    """Remove the modules and objects that the builds left behind (several GB); programs stay."""
-    go_caches = cache_folder() / "go"
-    if go_caches.exists():
-        with _build_lock():
-            for folder, _, _ in os.walk(go_caches):  # the module cache is read-only
-                os.chmod(folder, 0o755)
-            shutil.rmtree(go_caches)
 
 
 def _path(program: Program) -> Path:
@@ -123,6 +115,13 @@ def _build_lock() -> Iterator[None]:
     with (cache_folder() / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _remove_go_caches() -> None:
+    go_caches = cache_folder() / "go"
+    for folder, _, _ in os.walk(go_caches):  # the module cache is read-only
+        os.chmod(folder, 0o755)
+    shutil.rmtree(go_caches, ignore_errors=True)
 
 
 def _build(program: Program) -> None:

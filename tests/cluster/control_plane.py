@@ -20,7 +20,7 @@ from tests.cluster.state import (
 
 
 def components(state: ClusterState, tier: str, node_name: str) -> list[Component]:
-    """The control plane of a tier, in the order in which to start it."""
+    """The control plane of a tier: etcd, API server, and what needs both."""
     plane = [_etcd(state), _api_server(state, tier, node_name)]
     if tier != "api":
         plane += [_controller_manager(state), _scheduler(state)]

@@ -64,7 +64,7 @@ def trainer_image(cluster: access.Cluster) -> str:
 
 @pytest.fixture(scope="session")
 def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """An S3 server over a temporary folder. Ask for `cluster` first when pods are to reach it."""
+    """An S3 server over a temporary folder, for this machine and for pods of `cluster`."""
     with object_store(tmp_path_factory.mktemp("versitygw")) as store:
         yield store
 

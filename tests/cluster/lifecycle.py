@@ -34,11 +34,13 @@ def up(folder: Path, tier: str = "api", *, die_with_parent: bool = False) -> Clu
             tier = max(tier, state.tier, key=TIERS.index)
         if tier == "node":
             _prepare_node(folder)
-        for component in control_plane.components(state, tier, node.NODE_NAME):
-            supervisor.start(component)
+        etcd, api_server, *controllers = control_plane.components(state, tier, node.NODE_NAME)
+        supervisor.start(etcd)
+        supervisor.start(api_server)
         if tier == "node":
-            for component in node.components(state):
-                node.supervisor().start(component)
+            node.supervisor().start(*node.components(state))
+        supervisor.start(*controllers)
+        if tier == "node":
             node.wait_until_ready(_access(state))
         state.tier = tier
         state.save()

@@ -20,13 +20,13 @@ REGION = "us-east-1"
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """`endpoint` is for this machine, `pod_endpoint` for pods of the node tier (None without that tier).
+    """`endpoint` is for this machine, `pod_endpoint` for pods of the test node.
 
     `folder` holds a folder for every bucket, with the objects as plain files.
     """
 
     endpoint: str
-    pod_endpoint: str | None
+    pod_endpoint: str
     access_key: str
     secret_key: str
     region: str
@@ -47,17 +47,17 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
     """Run one server on free ports until the block ends; it dies with this process too."""
     buckets = folder / "buckets"
     buckets.mkdir(parents=True)
+    port = _free_port()
     store = ObjectStore(
-        endpoint=f"http://127.0.0.1:{_free_port('127.0.0.1')}",
-        pod_endpoint=f"http://{BRIDGE_ADDRESS}:{_free_port(BRIDGE_ADDRESS)}" if _bridge_is_up() else None,
+        endpoint=f"http://127.0.0.1:{port}",
+        pod_endpoint=f"http://{BRIDGE_ADDRESS}:{port}",
         access_key=f"test{secrets.token_hex(8)}",
         secret_key=secrets.token_hex(20),
         region=REGION,
         folder=buckets,
     )
-    addresses = [url.removeprefix("http://") for url in (store.endpoint, store.pod_endpoint) if url]
-    argv = [str(binary("versitygw")), "--quiet", "--keep-alive", f"--region={store.region}"]
-    argv += [f"--port={address}" for address in addresses]
+    # every address, because the bridge of the node may come up later; the keys are random
+    argv = [str(binary("versitygw")), "--quiet", "--keep-alive", f"--region={store.region}", f"--port=0.0.0.0:{port}"]
     argv += ["posix", str(buckets)]
     keys = {"ROOT_ACCESS_KEY": store.access_key, "ROOT_SECRET_KEY": store.secret_key}
     supervisor = Supervisor(folder, die_with_parent=True)
@@ -79,17 +79,8 @@ def _answers(endpoint: str) -> str | None:
         return f"GET {endpoint}: {error}"
 
 
-def _bridge_is_up() -> bool:
+def _free_port() -> int:
     with socket.socket() as probe:
-        try:
-            probe.bind((BRIDGE_ADDRESS, 0))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
+        probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port

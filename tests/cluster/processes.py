@@ -56,14 +56,26 @@ class Supervisor:
         pid = int(record["pid"])
         return pid if record["started"] == _start_time(pid) else None
 
-    def start(self, component: Component) -> bool:
-        """Bring one component up and wait until it is ready; False when it ran already, unchanged."""
+    def start(self, *components: Component) -> bool:
+        """Bring components up side by side and wait for all; False when all ran already, unchanged."""
+        launched = {component.name for component in components if self._launch(component)}
+        for component in components:
+            try:
+                self.wait_ready(component)
+            except ExitedError:
+                if component.name in launched:
+                    raise
+                launched.add(component.name)  # it was just dying when we looked
+                self._launch(component)
+                self.wait_ready(component)
+        return bool(launched)
+
+    def _launch(self, component: Component) -> bool:
+        """Start the process, or find it running with the same command line: then False."""
         digest = hashlib.sha256(json.dumps([list(component.argv), dict(component.environment)]).encode()).hexdigest()
         running = self.pid(component.name)
         if running and json.loads(self._record(component.name).read_text())["digest"] == digest:
-            with contextlib.suppress(ExitedError):  # it was just dying: start it anew
-                self.wait_ready(component)
-                return False
+            return False
         self.stop(component.name)
         self._record(component.name).parent.mkdir(parents=True, exist_ok=True)
         log = self.log(component.name)
@@ -85,7 +97,6 @@ class Supervisor:
         temporary = self._record(component.name).with_suffix(".new")
         temporary.write_text(json.dumps(record))
         temporary.rename(self._record(component.name))
-        self.wait_ready(component)
         return True
 
     def wait_ready(self, component: Component) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.access import Cluster
 from tests.cluster.images import BASE_IMAGE
+from tests.cluster.object_store import ObjectStore
 
 pytestmark = pytest.mark.cluster
 
@@ -85,6 +86,24 @@ def test_indexed_pods_find_each_other_and_the_api(cluster: Cluster, namespace: s
         "logs", "--selector=batch.kubernetes.io/job-completion-index=1", f"--namespace={namespace}"
     ).stdout
     assert said.splitlines()[-3:] == ["peer pair-0", "api 200", "uid 65532"]
+
+
+def test_pods_reach_the_object_store(cluster: Cluster, namespace: str, versitygw: ObjectStore) -> None:
+    job = _job("store")
+    program = f"""
+import urllib.error, urllib.request
+try:
+    urllib.request.urlopen({versitygw.pod_endpoint!r}, timeout=10)
+except urllib.error.HTTPError as refused:
+    print("unsigned request:", refused.code)
+"""
+    job["spec"]["template"]["spec"]["containers"][0]["command"] = ["python3", "-c", program]
+    job["spec"] |= {"completions": 1, "parallelism": 1}
+    cluster.apply(job, namespace=namespace)
+
+    cluster.kubectl("wait", "job/store", "--for=condition=Complete", "--timeout=60s", f"--namespace={namespace}")
+
+    assert cluster.kubectl("logs", "job/store", f"--namespace={namespace}").stdout == "unsigned request: 403\n"
 
 
 def test_root_pods_are_refused(cluster: Cluster, namespace: str) -> None:
