@@ -17,6 +17,8 @@ class CheckpointCorruptError(TrainingError):
 class NoUsableCheckpointError(TrainingError):
     """There are checkpoints, but none can be loaded; the tensors to load into have undefined values now."""
 
+    failure: ClassVar[FailureClass] = FailureClass.CONFIG_ERROR
+
 
 class CheckpointSaveError(TrainingError):
     """A save failed for a reason without a failure class of its own; nothing was committed."""
