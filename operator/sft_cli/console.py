@@ -14,9 +14,9 @@ def coloured(stream: TextIO) -> bool:
 
 def result(text: str, **style: Any) -> None:
     """A line of what the command was asked for; ``style`` as of ``click.style``."""
-    click.secho(text, color=coloured(sys.stdout), **style)
+    click.echo(click.style(text, **style) if style else text, color=coloured(sys.stdout))
 
 
 def say(text: str, **style: Any) -> None:
     """A line of progress, a warning, an error; ``style`` as of ``click.style``."""
-    click.secho(text, err=True, color=coloured(sys.stderr), **style)
+    click.echo(click.style(text, **style) if style else text, err=True, color=coloured(sys.stderr))

@@ -4,16 +4,16 @@ import signal
 from dataclasses import dataclass
 from datetime import datetime
 
-from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class
+from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, is_retryable
 from sft_api.plan import Plan
-from sft_api.progress import Phase, Progress, TerminationMessage
+from sft_api.progress import Incident, Phase, Progress, TerminationMessage
 from sft_api.report import progress_status, restarts_status, timestamp
 from sft_api.v1alpha1.status import Condition, ConditionType, SFTJobStatus, State
 
 MAX_WARNINGS = 20
 
 _ADVICE = {
-    FailureClass.CONFIG_ERROR: "Change the manifest, then run the same command again.",
+    FailureClass.CONFIG_ERROR: "Change the manifest, then run again; --fresh starts anew and sets aside what is there.",
     FailureClass.DATA_ERROR: "Look at the rows with sft data, mend the data or data.* in the manifest, then run again.",
     FailureClass.MODEL_ERROR: "Check model.uri and that the folder or revision is complete, then run again.",
     FailureClass.ACCESS_DENIED: "Check HF_TOKEN or the AWS_* variables of this shell, then run again.",
@@ -54,6 +54,11 @@ class Times:
     end: datetime
 
 
+def is_retried(incident: Incident) -> bool:
+    """Whether the run went on after ``incident``, or would have but for maxRestarts: not when it was asked to stop."""
+    return is_retryable(incident.failure) and incident.failure is not FailureClass.INTERRUPTED
+
+
 def ending_of(returncode: int, termination: TerminationMessage | None, *, interrupted: bool) -> Ending:
     """How a supervisor ended that returned ``returncode`` (negative: killed by that signal).
 
@@ -76,6 +81,7 @@ def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> 
     """``status`` of a run on this machine that has ended, as the operator would write it."""
     training = progress.training
     state, reason = _state(ending.failure)
+    incidents = [incident for incident in progress.incidents if is_retried(incident)]
     if state == "Complete":
         training = training.model_copy(update={"phase": Phase.COMPLETE, "remaining_seconds": None})
     elif state == "Failed":
@@ -88,7 +94,7 @@ def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> 
         progress=progress_status(training),
         checkpoints=training.checkpoints,
         steps_at_risk=training.steps_at_risk,
-        restarts=restarts_status(progress.incidents) if progress.incidents else None,
+        restarts=restarts_status(incidents) if incidents else None,
         plan=plan,
         export=training.export,
         warnings=training.warnings[:MAX_WARNINGS],

@@ -8,22 +8,28 @@ from typing import Any, Protocol
 import click
 from rich.console import Console
 from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
 from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
 
 from .console import say
+from .ending import is_retried
+from .words import counted
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_SIGNS_PER_SECOND = 8
 
 
 def progress_line(progress: Progress, now: datetime) -> str:
-    """The state of the run in one line."""
+    """The state of the run in one line, what matters most first: a narrow terminal cuts the end."""
     training = progress.training
-    parts = [f"{training.phase.value}: {training.phase_detail}" if training.phase_detail else training.phase.value]
-    if training.step or training.phase is Phase.TRAINING:
+    parts = []
+    if training.phase is not Phase.TRAINING or not training.step:
+        detail = f": {training.phase_detail}" if training.phase_detail else ""
+        parts.append(f"{training.phase.value}{detail}")
+    if training.step:
         total = f"/{training.total_steps:,}" if training.total_steps else ""
         parts.append(f"step {training.step:,}{total}")
     if training.loss is not None:
@@ -32,15 +38,14 @@ def progress_line(progress: Progress, now: datetime) -> str:
         parts.append(f"eval {training.eval_loss:.4f}")
     if training.tokens_per_second is not None:
         parts.append(f"{training.tokens_per_second:,.0f} tok/s")
-    if training.remaining_seconds is not None and training.phase is not Phase.COMPLETE:
+    if training.remaining_seconds is not None:
         parts.append(f"{duration(training.remaining_seconds)} left")
     latest = training.checkpoints.latest
     if latest is not None:
         age = max(0.0, (now - datetime.fromisoformat(latest.time)).total_seconds())
-        parts.append(f"checkpoint {latest.step:,} {duration(age)} ago")
-    if progress.incidents:
-        count = len(progress.incidents)
-        parts.append(f"{count} restart{'s' if count > 1 else ''}")
+        parts.append(f"saved {latest.step:,}, {duration(age)} ago")
+    if restarts := sum(is_retried(incident) for incident in progress.incidents):
+        parts.append(counted(restarts, "restart"))
     return " · ".join(parts)
 
 
@@ -63,17 +68,27 @@ class Display(Protocol):
         """No more of it."""
 
 
+class _Line:
+    """A moving sign and a text, never longer than the terminal is wide."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich__(self) -> Text:
+        sign = _SIGNS[int(time.monotonic() * _SIGNS_PER_SECOND) % len(_SIGNS)]
+        return Text(f"{sign} {self.text}", no_wrap=True, overflow="ellipsis")
+
+
 class TerminalDisplay:
-    """A line with a spinner that is overwritten in place."""
+    """A line that is overwritten in place."""
 
     def __init__(self, console: Console) -> None:
-        self._spinner = Spinner("dots", Text("Starting", no_wrap=True, overflow="ellipsis"))
-        self._live = Live(self._spinner, console=console, refresh_per_second=8, transient=True)
+        self._line = _Line("Starting")
+        self._live = Live(self._line, console=console, refresh_per_second=_SIGNS_PER_SECOND, transient=True)
         self._live.start()
 
     def show(self, progress: Progress) -> None:
-        line = progress_line(progress, datetime.now(UTC))
-        self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
+        self._line.text = progress_line(progress, datetime.now(UTC))
 
     def say(self, message: str, **style: Any) -> None:
         self._live.console.print(Text.from_ansi(click.style(message, **style)), soft_wrap=True)

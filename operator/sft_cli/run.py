@@ -22,7 +22,7 @@ from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import SFTJobStatus
 
 from .console import result, say
-from .ending import Ending, Times, advice, ending_of, run_status
+from .ending import Ending, Times, advice, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
@@ -132,7 +132,7 @@ class Follower:
             self.first_step = training.update_time
         for warning in training.warnings:
             self._say_once(warning, f"Warning: {warning}")
-        for incident in progress.incidents:
+        for incident in filter(is_retried, progress.incidents):
             self._say_once(incident.id, incident_line(incident))
 
     def _say_once(self, key: str, message: str) -> None:

@@ -300,6 +300,6 @@ def test_a_terminal_shows_one_line_in_place(runs: Runs) -> None:
     assert runs.finish(process)[0] == 0
     text = shown.decode()
     assert text.count("\x1b[2K") > 2
-    assert "Training · step" in text
+    assert "/40 · loss" in text
     assert text.count("Warning: short data") == 1
     assert "\x1b[32m" in text

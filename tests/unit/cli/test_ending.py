@@ -81,6 +81,7 @@ def test_an_interrupted_run_is_suspended_not_over() -> None:
 
 
 def test_incidents_are_counted_once() -> None:
+    # Being asked to stop is nothing that went wrong, and what ended the run was not retried.
     crash = Incident(
         id="a-1",
         time=START,
@@ -90,11 +91,12 @@ def test_incidents_are_counted_once() -> None:
         recovered_time=START + timedelta(seconds=9),
     )
     stop = Incident(id="a-0", time=START - timedelta(1), failure=FailureClass.INTERRUPTED, message="", disruption=True)
+    bad = crash.model_copy(update={"id": "a-2", "failure": FailureClass.DATA_ERROR})
 
-    restarts = status(Ending(None), [crash, stop, crash]).restarts
+    restarts = status(Ending(None), [crash, stop, crash, bad]).restarts
 
     assert restarts is not None
-    assert (restarts.failures, restarts.disruptions, restarts.lost_steps) == (1, 1, 3)
+    assert (restarts.failures, restarts.disruptions, restarts.lost_steps) == (1, 0, 3)
     assert (restarts.last_reason, restarts.last_message, restarts.recovery_seconds) == ("WorkerCrashed", "died", 9.0)
 
 

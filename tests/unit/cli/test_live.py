@@ -13,6 +13,7 @@ from sft_cli.live import PlainDisplay, TerminalDisplay, incident_line, open_disp
 
 NOW = datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
 INCIDENT = Incident(id="1", time=NOW, failure=FailureClass.HANG, message="no new step for 180 s", rank=2, step=7)
+STOPPED = INCIDENT.model_copy(update={"id": "2", "failure": FailureClass.INTERRUPTED})
 
 
 def training(step: int = 0, phase: Phase = Phase.TRAINING, attempt: int = 1) -> Progress:
@@ -35,11 +36,10 @@ def test_a_line_holds_all_that_is_known() -> None:
         checkpoints=CheckpointsStatus(latest=latest),
     )
 
-    line = progress_line(Progress(training=report, incidents=[INCIDENT]), NOW)
+    line = progress_line(Progress(training=report, incidents=[INCIDENT, STOPPED]), NOW)
 
     assert line == (
-        "Training · step 1,234/5,000 · loss 1.2346 · eval 1.5000 · 81,234 tok/s · 3h12m left · "
-        "checkpoint 1,200 1m30s ago · 1 restart"
+        "step 1,234/5,000 · loss 1.2346 · eval 1.5000 · 81,234 tok/s · 3h12m left · saved 1,200, 1m30s ago · 1 restart"
     )
 
 
@@ -71,10 +71,10 @@ def test_plain_lines_come_with_new_phases_and_with_time(capsys: pytest.CaptureFi
 
     out, err = capsys.readouterr()
     assert err.splitlines() == [
-        "Training · step 1/40",
+        "step 1/40",
         "Saving · step 2/40",
-        "Training · step 9/40",
-        "Training · step 5/40",
+        "step 9/40",
+        "step 5/40",
         "Warning: short data",
     ]
     assert out == ""
@@ -84,12 +84,13 @@ def test_the_terminal_shows_one_line_that_is_gone_at_the_end() -> None:
     screen = io.StringIO()
     display = TerminalDisplay(Console(file=screen, force_terminal=True, width=20, highlight=False))
 
-    display.show(training(3))
+    report = training(3)
+    display.show(report.model_copy(update={"training": report.training.model_copy(update={"loss": 1.25})}))
     display.say("Warning: data that is longer than a line", fg="yellow")
     display.close()
 
     text = screen.getvalue()
-    assert "Training · step 3" in text
+    assert "step 3/40 · loss …" in text
     assert "\x1b[33mWarning: data that is longer than a line\x1b[0m\n" in text
     assert text.endswith("\x1b[2K")
 
