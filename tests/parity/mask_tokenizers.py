@@ -65,20 +65,23 @@ def chat_tokenizer(family: str, kind: Kind = "words") -> PreTrainedTokenizerFast
     tokenizer = _sentencepiece() if kind == "sentencepiece" else _byte_level(crossing=kind == "crossing")
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(token) for token in NOT_SPECIAL.get(family, ())])
-    return PreTrainedTokenizerFast(
+    loaded = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS.get(family),
         eos_token=EOS[family],
         chat_template=(TEMPLATES / f"{family}.jinja").read_text().rstrip("\n"),
     )
+    if kind != "sentencepiece":
+        # As many models have it: offsets without the white space of a token, which makes some of them empty.
+        # Set last, because the constructor replaces it.
+        loaded.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return loaded
 
 
 def _byte_level(*, crossing: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not crossing)
     tokenizer.decoder = decoders.ByteLevel()
-    # As most models have it: offsets without the white space of a token, which makes some of them empty.
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
     # Crossing merges: short texts, so that "\nThe" and the like become tokens.

@@ -73,6 +73,15 @@ def test_straddling_token_is_trained_and_counted() -> None:
     assert actual_mask(case, "words")[3] == 0
 
 
+def test_a_space_shared_with_the_prompt_is_straddled_too() -> None:
+    # given a prompt that ends with a space, and offsets that the tokenizer would report without it
+    codec = Codec.of(chat_tokenizer("chatml", "crossing"))
+    assert codec.encode(["A: The"])[0].tokens[-1] == "ĠThe"
+    mask, straddling = token_mask("A: The", codec.encode(["A: The"])[0].offsets, [(3, 6)])
+    assert mask.tolist() == [0, 0, 1]
+    assert straddling == 1
+
+
 def test_white_space_taken_in_by_the_end_of_turn_token_is_no_straddling() -> None:
     case = next(case for case in CASES if case.family == "phi3")
     assert actual_mask(case, "words")[3] == 0
@@ -187,6 +196,18 @@ def test_generation_prompt_of_another_thinking_mode_is_tried(variable: str) -> N
     marked = mark(ChatTemplate(source, {}, ("<|im_start|>", "<|im_end|>")), turns(user("Hi"), assistant("Yo")), LAST)
     assert marked is not None
     assert [marked.text[start:end] for start, end in marked.spans] == ["Yo<|im_end|>"]
+
+
+def test_a_turn_of_several_messages_with_the_same_end() -> None:
+    # given a template that writes reasoning as a message of its own
+    source = (
+        "{% for m in messages %}[{% if m.thinking %}{{ m.thinking }}<|im_end|>[{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}[{% endif %}"
+    )
+    given = turns(user("Hi"), assistant("Yo", thinking="Hm."))
+    marked = mark(ChatTemplate(source, {}, ("<|im_end|>",)), given, LAST)
+    assert marked is not None
+    assert [marked.text[start:end] for start, end in marked.spans] == ["Hm.<|im_end|>[Yo<|im_end|>"]
 
 
 def test_markers_of_all_turns_in_one_block_cannot_be_told_apart() -> None:
