@@ -6,7 +6,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # what torch.distributed shows under these names
 
 _RENDEZVOUS_TIMEOUT = timedelta(hours=24)
 """The first process of a machine tokenises before it joins; the others wait for it here, not in a collective."""
@@ -47,7 +46,7 @@ def device_for(ranks: Ranks, gpus_per_node: int) -> torch.device:
 
 def join_group(ranks: Ranks, device: torch.device) -> None:
     """Wait for all processes of this generation and form the default process group."""
-    store = TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         ranks.address,
         ranks.port,
         ranks.world_size,
@@ -58,7 +57,7 @@ def join_group(ranks: Ranks, device: torch.device) -> None:
     # A stale process of an earlier generation that finds the port again meets another prefix.
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"generation-{ranks.generation}", store),
+        store=dist.PrefixStore(f"generation-{ranks.generation}", store),  # type: ignore[attr-defined]
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=_COLLECTIVE_TIMEOUT,
