@@ -25,7 +25,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import Store, WriteStream
-from sft_trainer.errors import ConfigError, StorageFullError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
 from tests.integration.checkpoint import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # running alone is intended
@@ -305,6 +305,17 @@ def test_a_manifest_whose_answer_was_lost_is_ours(s3_store: S3Store, monkeypatch
     save(manager, 10)
     monkeypatch.undo()
     assert decode_manifest(s3_store.read(CheckpointId(1, 10).manifest_key)).step == 10
+
+
+def test_a_server_that_cannot_list_uploads_still_allows_a_claim(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(*_: object) -> int:
+        raise AccessDeniedError("s3:ListBucketMultipartUploads")
+
+    monkeypatch.setattr(type(store), "abort_incomplete_uploads", denied)
+    assert started(store).attempt == 1
+    assert "were not dropped: s3:ListBucketMultipartUploads" in caplog.text
 
 
 # Asynchronous saves

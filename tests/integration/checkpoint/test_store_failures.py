@@ -298,6 +298,20 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.read("x") == b"mine"
 
 
+def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS repeats a request whose answer it missed, and then reports that the name exists."""
+    link = os.link
+
+    def answered_twice(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "link", answered_twice)
+    assert LocalStore(tmp_path).create("x", b"mine")
+    monkeypatch.undo()
+    assert not LocalStore(tmp_path).create("x", b"yours")
+
+
 def test_credentials_never_appear_in_errors(s3_server: S3Server) -> None:
     store = S3Store("no-such-bucket", "runs/a", s3_server.settings, retry_seconds=3)
     with pytest.raises(StorageNotFoundError) as failure:

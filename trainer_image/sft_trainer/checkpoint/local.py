@@ -239,7 +239,8 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return False
+        # On NFS the first answer may be lost and the repeated request meets our own link.
+        return temporary.stat().st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise

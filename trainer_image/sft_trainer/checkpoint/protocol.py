@@ -19,7 +19,7 @@ from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Verified, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.errors import StorageNotFoundError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError, StorageUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,17 @@ class Protocol:
         number = self._first_free()
         while not self._store.create(attempt_key(number), _claim(number, job_uid)):
             number += 1
-        dropped = self._store.abort_incomplete_uploads(CHECKPOINTS_PREFIX)
-        logger.info("Claimed attempt %d in %s; dropped %d unfinished uploads", number, self._store.uri, dropped)
+        logger.info("Claimed attempt %d in %s", number, self._store.uri)
+        self._drop_unfinished()
         return number
+
+    def _drop_unfinished(self) -> None:
+        try:
+            if dropped := self._store.abort_incomplete_uploads(CHECKPOINTS_PREFIX):
+                logger.info("Dropped %d unfinished uploads of earlier attempts", dropped)
+        except (AccessDeniedError, ConfigError) as error:
+            # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
+            logger.warning("Unfinished uploads of earlier attempts were not dropped: %s", error)
 
     def _first_free(self) -> int:
         try:
