@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Row = dict[str, Any]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["module", "class", "function", "method", "property"]
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -121,18 +122,18 @@ def standard_library() -> Path:
 def collect_subjects(root: Path, modules: Sequence[str] | None = None) -> list[Subject]:
     """Everything public below `root` that has a usable docstring, in the order of file and line.
 
-    Files are parsed, never imported: the result does not depend on what can be imported here. Of several
-    subjects with the same first paragraph only the first is taken, so no text can be in two splits.
+    Files are parsed, never imported: the result does not depend on what can be imported here. A paragraph is
+    taken once, where it occurs first, so no text can be in two splits.
 
     Raises FileNotFoundError when there are no sources.
     """
     subjects: list[Subject] = []
-    summaries: set[str] = set()
+    taken: set[str] = set()
     for path in _sources(root, modules):
         for subject in _subjects_of(ast.parse(path.read_bytes()), _module_name(path.relative_to(root))):
-            if subject.summary not in summaries:
-                summaries.add(subject.summary)
-                subjects.append(subject)
+            if subject.summary not in taken:
+                subjects.append(replace(subject, more="") if subject.more in taken else subject)
+                taken |= {subject.summary, subject.more}
     if not subjects:
         raise FileNotFoundError(
             f"{root} has no Python sources with docstrings: install the standard library's .py files "
@@ -183,12 +184,10 @@ def _subjects_of(tree: ast.Module, module: str) -> Iterator[Subject]:
             yield from _subject(node, name, "function", module)
 
 
-def _definitions(
-    body: Sequence[ast.stmt],
-) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.ClassDef | Function]:
     """Public definitions, also those that depend on the platform or on what could be imported."""
     for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | Function):
             if _is_public(node.name):
                 yield node
         elif isinstance(node, ast.If | ast.Try):
@@ -196,16 +195,11 @@ def _definitions(
             yield from _definitions(node.orelse)
 
 
-def _is_property(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _is_property(method: Function) -> bool:
     return any(ast.unparse(decorator).endswith("property") for decorator in method.decorator_list)
 
 
-def _subject(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
-    name: str,
-    kind: Kind,
-    module: str,
-) -> Iterator[Subject]:
+def _subject(node: ast.Module | ast.ClassDef | Function, name: str, kind: Kind, module: str) -> Iterator[Subject]:
     """One subject, or nothing when the docstring's first paragraph makes no good answer."""
     paragraphs = [" ".join(part.split()) for part in (ast.get_docstring(node) or "").split("\n\n")]
     if _is_prose(paragraphs[0]):
@@ -224,7 +218,7 @@ def _signature(node: ast.AST, name: str) -> str:
         for member in node.body:
             if isinstance(member, ast.FunctionDef) and member.name == "__init__":
                 return _signature(member, name)
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(node, Function):
         return ""
     arguments = ast.unparse(node.args).split(", ")
     if arguments[0] in ("self", "cls"):
@@ -245,7 +239,7 @@ def split_subjects(subjects: Sequence[Subject], seed: int) -> tuple[list[Subject
 
 
 def make_rows(subjects: Sequence[Subject], count: int, seed: int) -> list[Row]:
-    """`count` conversations about `subjects`: a third of several turns, a quarter with a system turn.
+    """`count` conversations about `subjects`: some of several turns, a quarter with a system turn.
 
     Raises ValueError when the subjects do not give so many.
     """

@@ -102,6 +102,10 @@ class Basket:
         """A basket with these things in it."""
     def add(self, thing):
         """Buy something for the price that is asked."""
+    def drop(self, thing, /):
+        """Put something back on its shelf.
+
+        A second paragraph about things."""
 '''
     )
     (tmp_path / "_private.py").write_text('"""A private module, left out of the subjects."""')
@@ -118,8 +122,10 @@ class Basket:
         ("class", "shop.Basket", "shop.Basket(size: int=3)"),
         ("property", "shop.Basket.weight", ""),
         ("method", "shop.Basket.of", "shop.Basket.of(*things)"),
+        ("method", "shop.Basket.drop", "shop.Basket.drop(thing, /)"),
     ], "Basket.add repeats the text of shop.buy and is left out"
     assert subjects[1].more == "A second paragraph about things."
+    assert subjects[-1].more == "", "taken for the module already"
     assert subjects[2].summary == "Buy something for the price that is asked."
 
 
