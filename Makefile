@@ -1,7 +1,6 @@
 # Every target explains itself: make help
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
-UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
 
 .PHONY: help
 help: ## Show this help
@@ -39,3 +38,25 @@ generate: setup ## Generate CRD, chart CRD and API reference from the models
 .PHONY: verify
 verify: setup ## Fail when generated files differ from what is committed
 	$(PYTHON) -m sft_api.generate --check
+
+.PHONY: demo
+demo: ## Set everything up and run the main job: a small model learns from Python's documentation
+	@export SFT_DEMO_BEGAN=$$(date +%s) && $(MAKE) --no-print-directory setup && $(PYTHON) examples/demo.py
+
+.PHONY: parity
+parity: setup ## Compare losses, gradients, masks and a killed and resumed run with what they must be
+	$(PYTHON) -m tests.parity $(SEED)
+
+.PHONY: e2e
+e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost ..." for some)
+	$(PYTHON) -m tests.e2e $(SCENARIOS)
+
+.venv-bench/.installed: requirements/bench.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv/bin/uv pip sync --quiet --python .venv-bench/bin/python --require-hashes requirements/bench.txt
+	@touch $@
+
+.PHONY: bench
+bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of a checkpoint
+	$(PYTHON) -m tests.bench.throughput .venv-bench/bin/python
+	$(PYTHON) -m tests.bench.checkpoint

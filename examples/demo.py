@@ -7,6 +7,7 @@ when the model did not learn or the export's loss is not the reported one.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -70,18 +71,19 @@ def evaluation_losses(store: Path) -> dict[int, float]:
 
 
 def main() -> int:
-    began = time.monotonic()
+    # make demo says when it began to set everything up.
+    began = float(os.environ.get("SFT_DEMO_BEGAN") or time.time())
     print("Making inputs from Python's standard library ...", flush=True)
     make_inputs(INPUTS, size="demo")
     before = answer(INPUTS / "model", QUESTION)
-    prepared = time.monotonic()
+    prepared = time.time()
     run = subprocess.run(
         [sys.executable, "-m", "sft_cli.main", "run", str(MANIFEST), "--fresh", "--output", "json"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
-    trained = time.monotonic()
+    trained = time.time()
     if run.returncode != 0:
         return run.returncode
     status: dict[str, Any] = json.loads(run.stdout)

@@ -42,9 +42,15 @@ def free_port() -> int:
 
 def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]]:
     """Run ``config`` to its end; the gradients of every step."""
+    run_workers(config, folder, module="tests.parity.capture")
+    captured: list[dict[str, torch.Tensor]] = torch.load(folder / "gradients.pt")
+    return captured
+
+
+def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> None:
+    """Run ``python -m module`` as all workers of ``config``, each on one thread, without a supervisor."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.model_dump_json(exclude_none=True))
-    port = free_port()
     world = config.plan.processes
     environment = {
         **os.environ,
@@ -54,24 +60,25 @@ def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]
         "SFT_CAPTURE": str(folder / "gradients.pt"),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.parity.capture"]
     logs = [(folder / f"rank-{rank}.log").open("w") for rank in range(world)]
     workers = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=logs[rank])
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=logs[rank],
+        )
         for rank in range(world)
     ]
     try:
-        codes = [worker.wait(timeout=300) for worker in workers]
+        codes = [worker.wait(timeout=600) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
     if any(codes):
         raise RuntimeError(f"workers ended with {codes}: " + (folder / "rank-0.log").read_text()[-3000:])
-    captured: list[dict[str, torch.Tensor]] = torch.load(folder / "gradients.pt")
-    return captured
 
 
 def step_records(store: Path) -> dict[int, dict[str, Any]]:
