@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.cluster import access, images, lifecycle
+from tests.cluster.binaries import TIER_PROGRAMS, ensure
 from tests.cluster.object_store import ObjectStore, object_store
 from tests.cluster.state import default_folder
+
+_PREPARATIONS: list[tuple[str, Callable[[], object]]] = [  # fixture, and what takes minutes the first time
+    ("api_server", lambda: ensure(TIER_PROGRAMS["api"])),
+    ("control_plane", lambda: ensure(TIER_PROGRAMS["control"])),
+    ("versitygw", lambda: ensure(["versitygw"])),
+    ("cluster", lambda: ensure(TIER_PROGRAMS["node"])),
+    ("cluster", images.build_base),
+    ("operator_image", images.build_operator),
+    ("trainer_image", images.build_trainer),
+]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what the collected tests need before the first one starts: a test's time limit is for the test."""
+    if session.config.option.collectonly:
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    for fixture, prepare in _PREPARATIONS:
+        if fixture in wanted:
+            with contextlib.suppress(Exception):  # the fixture meets the same failure, and reports it
+                prepare()
 
 
 @pytest.fixture(scope="session")
@@ -53,13 +76,13 @@ def namespace(cluster: access.Cluster) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def operator_image(cluster: access.Cluster) -> str:
     """The operator's image, built from the working tree and known to the node."""
-    return images.load_operator()
+    return images.load(images.build_operator())
 
 
 @pytest.fixture(scope="session")
 def trainer_image(cluster: access.Cluster) -> str:
     """The trainer's image, built from the working tree and known to the node."""
-    return images.load_trainer()
+    return images.load(images.build_trainer())
 
 
 @pytest.fixture(scope="session")

@@ -32,23 +32,28 @@ class ImageError(RuntimeError):
     """An image could not be built; the message quotes the end of the tool's output."""
 
 
-def load_base() -> None:
-    """Base and pause image, built when missing, in the node's containerd."""
+def build_base() -> None:
+    """Build base and pause image when they are missing or hold other packages than they should."""
     with _build_lock():
         if _ensure_base() or not _exists(PAUSE_IMAGE):
             _derive(PAUSE_IMAGE, BASE_IMAGE, '--entrypoint=["sleep", "infinity"]', "--cmd=")
-        for name in (BASE_IMAGE, PAUSE_IMAGE):
-            import_image(storage(), name, _inspect(name))
 
 
-def load_operator() -> str:
-    """Build `operator/Dockerfile` from the working tree, give it to the node, and return its name."""
-    return _load(OPERATOR_IMAGE, "operator/Dockerfile")
+def build_operator() -> str:
+    """Build `operator/Dockerfile` from the working tree and return the image's name."""
+    return _build(OPERATOR_IMAGE, "operator/Dockerfile")
 
 
-def load_trainer() -> str:
-    """Build `trainer_image/Dockerfile` (without what only a GPU needs), give it to the node, return its name."""
-    return _load(TRAINER_IMAGE, "trainer_image/Dockerfile", "--build-arg=WITHOUT_CUDA=1")
+def build_trainer() -> str:
+    """Build `trainer_image/Dockerfile`, without what only a GPU needs, and return the image's name."""
+    return _build(TRAINER_IMAGE, "trainer_image/Dockerfile", "--build-arg=WITHOUT_CUDA=1")
+
+
+def load(name: str) -> str:
+    """Give an image that was built here to the node, which must be up, and return its name."""
+    with _build_lock():
+        import_image(storage(), name, _inspect(name))
+    return name
 
 
 def storage() -> Path:
@@ -56,7 +61,7 @@ def storage() -> Path:
     return cache_folder() / "buildah"
 
 
-def _load(name: str, dockerfile: str, *arguments: str) -> str:
+def _build(name: str, dockerfile: str, *arguments: str) -> str:
     with _build_lock():
         _ensure_base()
         _buildah(
@@ -72,7 +77,6 @@ def _load(name: str, dockerfile: str, *arguments: str) -> str:
             str(REPOSITORY),
         )
         _buildah("rmi", "--prune", "--force")
-        import_image(storage(), name, _inspect(name))
     return name
 
 

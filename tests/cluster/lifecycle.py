@@ -113,7 +113,9 @@ def _prepare_node(folder: Path) -> None:
     if started and not supervisor.pid("kubelet") and teardown.remove_containers():
         supervisor.stop("containerd")  # it would show the kubelet pods of a former cluster
         supervisor.start(node.containerd())
-    images.load_base()
+    images.build_base()
+    for name in (node.PAUSE_IMAGE, images.BASE_IMAGE):
+        images.load(name)
 
 
 def _stop(folder: Path) -> None:

@@ -29,7 +29,7 @@ class Component:
     name: str
     argv: Sequence[str]
     ready: Callable[[], str | None] = lambda: None
-    deadline_seconds: float = 60
+    deadline_seconds: float = 120
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
