@@ -25,7 +25,7 @@ def import_image(storage: Path, name: str, inspected: str) -> None:
     image = json.loads(inspected)
     manifest, config = image["Manifest"].encode(), image["Config"].encode()
     manifest_digest = _digest(manifest)
-    if any(line.split()[:1] == [name] and manifest_digest in line for line in ctr("images", "ls").splitlines()):
+    if _known_images().get(name) == manifest_digest:
         return
     difference_ids = json.loads(config)["rootfs"]["diff_ids"]
     parent = ""
@@ -38,6 +38,22 @@ def import_image(storage: Path, name: str, inspected: str) -> None:
     ctr("images", "import", "-", stdin=_archive(name, manifest, config))
     for snapshot in snapshots:  # the image holds them from now on; without it they may go
         ctr("snapshots", "label", snapshot, f"{_KEPT}=")
+    _remove_replaced_images()
+
+
+def _known_images() -> dict[str, str]:
+    """containerd's image names, each with its manifest's digest."""
+    rows = [line.split() for line in ctr("images", "ls").splitlines()[1:]]
+    return {row[0]: row[2] for row in rows}
+
+
+def _remove_replaced_images() -> None:
+    """The CRI plugin names every image a second time, by digest; that name would keep a replaced image for ever."""
+    known = _known_images()
+    current = {digest for name, digest in known.items() if not name.startswith("sha256:")}
+    for name, digest in known.items():
+        if name.startswith("sha256:") and digest not in current:
+            ctr("images", "rm", "--sync", name)
 
 
 def _layer_folders(storage: Path, difference_ids: list[str]) -> list[Path]:
