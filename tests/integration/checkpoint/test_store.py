@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
@@ -76,6 +77,13 @@ def test_a_buffer_may_be_reused_after_each_write(store: Store) -> None:
         buffer[:] = b"b" * len(buffer)
         stream.write(buffer)
     assert store.read("x.bin") == b"a" * 9 * MiB + b"b" * 9 * MiB
+
+
+def test_any_contiguous_buffer_can_be_written(store: Store) -> None:
+    with store.open_write("x.bin") as stream:
+        for data in (b"", np.empty((0, 3), np.float32).data, np.arange(4, dtype=np.int16).data, bytearray(b"end")):
+            stream.write(data)
+    assert store.read("x.bin") == b"\0\0\1\0\2\0\3\0end"
 
 
 @pytest.mark.parametrize("size", [10, 20 * MiB])

@@ -94,7 +94,10 @@ class WriteStream(ABC):
         """Append ``data``, which may be overwritten as soon as this returns. Returns the bytes taken."""
         if not self._open:
             raise ValueError("write to a closed stream")
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        if view.nbytes == 0:
+            return 0
+        view = view.cast("B")
         self._hash.update(view)
         self._send(view)
         self._size += view.nbytes
