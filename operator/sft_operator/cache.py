@@ -132,6 +132,10 @@ class Cache:
             self._entries.pop(key)
         return key
 
+    def versions(self, kind: str) -> dict[str, int]:
+        """The version in which each object of ``kind`` is known, by uid."""
+        return {uid: seen.version for entry in self._entries.values() for uid, seen in _objects(entry, kind)}
+
     def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[Key]:
         """Take in a complete listing made at ``version``; the keys for which it brought something new."""
         listed = list(manifests)

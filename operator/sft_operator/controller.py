@@ -12,7 +12,7 @@ import aiohttp
 from sft_api.v1alpha1 import API_VERSION, KIND
 
 from . import handlers, server
-from .cache import KINDS, Cache, Key
+from .cache import KINDS, Cache, Key, version_of
 from .cluster import ApiError, Cluster, ConfigError, connect
 from .config import Settings
 from .leadership import Leadership
@@ -21,6 +21,7 @@ from .names import WATCH_SELECTOR
 from .observed import Manifest
 from .progress_client import ProgressClient
 from .reconciler import Reconciler
+from .watchdog import Watchdog
 from .workqueue import RetryLater, WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Operator:
         self._listed: float | None = None
         """When everything was last listed, or tried to be; None while another replica works."""
         self._synced = False
+        self._watchdog = Watchdog()
 
     async def run(self) -> None:
         """Work until asked to end; raises when a part cannot go on."""
@@ -104,6 +106,7 @@ class Operator:
 
     def _seen(self, kind: str, event: str | None, manifest: Manifest) -> None:
         """An object was listed or has changed."""
+        self._watchdog.heard(kind, version_of(manifest))
         remember = self._cache.remove if event == "DELETED" else self._cache.store
         key = remember(kind, manifest)
         if key:
@@ -141,9 +144,11 @@ class Operator:
             for kind in KINDS:
                 selector = "" if kind == KIND else WATCH_SELECTOR
                 items, version = await self._cluster.list(kind, self._settings.namespace, labels=selector)
-                changed = self._cache.replace(kind, items, version)
-                if not first:
-                    self._metrics.missed.inc(len(changed))
+                known = self._cache.versions(kind)
+                self._cache.replace(kind, items, version)
+                news = [item for item in items if version_of(item) > known.get(item["metadata"]["uid"], 0)]
+                self._metrics.missed.inc(0 if first else len(news))
+                self._watchdog.listed(kind, max(map(version_of, news), default=0), time.monotonic())
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("listing failed: %s", error)
             return False
@@ -155,9 +160,10 @@ class Operator:
     def _sick(self) -> str | None:
         if self._listed is None:
             return None
-        age = time.monotonic() - self._listed
+        now = time.monotonic()
+        age = now - self._listed
         limit = _SICK_AFTER_RESYNCS * self._settings.resync_seconds
-        return f"nothing was listed for {age:.0f} s" if age > limit else None
+        return f"nothing was listed for {age:.0f} s" if age > limit else self._watchdog.silence(now)
 
     def _not_ready(self) -> str | None:
         return None if self._synced or self._listed is None else "the first listing is not done"

@@ -8,12 +8,9 @@ from sft_api.v1alpha1 import API_VERSION, KIND, RestartsStatus, SFTJobStatus
 from .names import MANAGER
 from .observed import Manifest
 
-_SENTENCES = {
-    "Running": "training",
-    "Complete": "training is complete",
-    "Starting": "the pods are being started",
-    "Preparing": "the children are being created",
-}
+_SENTENCES = {"Running": "training", "Complete": "training is complete"}
+_ON_THE_WAY = ("Preparing", "Queued", "Starting", "Suspending")
+"""States that every job passes: the status shows them, events would only be noise."""
 
 
 class News(NamedTuple):
@@ -34,8 +31,8 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
     trouble = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
-    if after.state and after.state != before.state:
-        kind: Literal["Normal", "Warning"] = "Warning" if trouble or after.state == "Failed" else "Normal"
+    if after.state and after.state != before.state and after.state not in _ON_THE_WAY:
+        kind: Literal["Normal", "Warning"] = "Warning" if trouble else "Normal"
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
     elif trouble and (known is None or known.reason != trouble.reason):
         told.append(News("Warning", trouble.reason, trouble.message))

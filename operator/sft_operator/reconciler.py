@@ -35,6 +35,8 @@ _LONGEST_REFUSAL_SECONDS = 300.0
 _NAMESPACE_SECONDS = 5.0
 _FIRST_EVENTS_SECONDS, _LAST_EVENTS_SECONDS = 2.0, 30.0
 _SOON_SECONDS = 0.5
+_BREATH_SECONDS = 1.0
+"""Between two writes of one status: pods that start one after the other are one piece of news."""
 
 
 def utc_now() -> datetime:
@@ -325,8 +327,9 @@ class Reconciler:
     ) -> None:
         """Write the status when it changed; figures alone not too often. Then tell the news."""
         patch = merge_patch(manifest.get("status") or {}, write_status(status))
-        if patch and not is_transition(previous, status):
-            wait = memory.written + self._settings.status_seconds - _clock()
+        if patch and not is_finished(status):
+            pause = _BREATH_SECONDS if is_transition(previous, status) else self._settings.status_seconds
+            wait = memory.written + pause - _clock()
             if wait > 0:
                 memory.looks.append(wait)
                 return

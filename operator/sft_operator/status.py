@@ -197,7 +197,7 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
         status.export,
         status.job_ref,
         status.completion_time,
-        [(item.type, item.status, item.reason) for item in status.conditions],
+        [(item.type, item.status, item.reason if item.type == "Stalled" else "") for item in status.conditions],
     )
 
 

@@ -348,10 +348,12 @@ def test_news_cannot_wait_figures_can() -> None:
     first = status_of(running(report=report(training(5))))
     figures = status_of(running(report=report(training(6, loss=3.0))), first)
     saving = status_of(running(report=report(training(6, phase=Phase.SAVING))), first)
+    stuck = status_of(running(pods=NO_IMAGE), first)
     lost = status_of(running(report=report(training(6)), pods=LOST), first)
 
     assert not is_transition(first, figures)
-    assert is_transition(first, saving)
+    assert not is_transition(first, saving)
+    assert is_transition(first, stuck)
     assert is_transition(first, lost)
 
 

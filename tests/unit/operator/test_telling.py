@@ -25,6 +25,10 @@ def test_every_change_of_state_is_news() -> None:
     assert news(after, after) == []
 
 
+def test_what_every_job_passes_is_none() -> None:
+    assert news(SFTJobStatus(), compute_status(make_job(), SFTJobStatus(), running(pods=()), NOW)) == []
+
+
 def test_trouble_is_a_warning_once() -> None:
     pods = (make_pod(0, phase="Pending", waiting=("ErrImagePull", "no such image")), make_pod(1))
     fresh = SFTJobStatus(state="Starting")
@@ -47,12 +51,12 @@ def test_restarts_and_disruptions_are_news() -> None:
 
 
 def test_an_event_points_at_the_sftjob_and_stays_within_limits() -> None:
-    (item,) = news(SFTJobStatus(), SFTJobStatus(state="Failed", message="x" * 4000))
+    (item,) = news(SFTJobStatus(), SFTJobStatus(state="Recovering", message="x" * 4000))
     event = build_event(job_manifest(), item, instance="pod-1", unique="abc", now=NOW)
 
     assert event["regarding"]["kind"] == "SFTJob"
     assert event["regarding"]["uid"] == "sft-uid"
-    assert event["type"] == "Warning"
+    assert event["type"] == "Normal"
     assert len(event["note"]) == 1000
     assert event["metadata"] == {"name": "tulu.abc", "namespace": "team"}
     assert event["eventTime"] == "2026-01-01T12:00:00.000000Z"
