@@ -17,6 +17,8 @@ from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .fetch import localise
+from .models.causal_lm import CausalLM, build_on_meta
+from .models.weights import check_weights
 from .reporting import Reporter
 
 
@@ -25,6 +27,8 @@ class Prepared:
     """Everything read from outside before training: local files only from here on."""
 
     model_path: Path
+    model: CausalLM
+    """On the meta device; the files of its weights were found complete."""
     tokenizer: Any
     train: Sequence[TokenizedSource]
     eval: dict[str, TokenizedSource]
@@ -52,9 +56,11 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
 
     reporter.phase(Phase.LOADING, f"fetching {spec.model.uri}")
     model_path = localise(spec.model.uri, cache, s3, token, kind="model")
-    tokenizer_path = (
-        localise(spec.model.tokenizer_uri, cache, s3, token, kind="model") if spec.model.tokenizer_uri else model_path
-    )
+    # A model that cannot be trained must not be found out about after hours of tokenising.
+    model = build_on_meta(model_path)
+    check_weights(model, model_path)
+    tokenizer_uri = spec.model.tokenizer_uri
+    tokenizer_path = localise(tokenizer_uri, cache, s3, token, kind="tokenizer") if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
 
     def tokenized(source: DataSource) -> TokenizedSource:
@@ -77,7 +83,7 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
     steps, epoch_size = plan_steps(config, train)
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
-    return Prepared(model_path, tokenizer, train, evaluation, steps, total_steps, epoch_size)
+    return Prepared(model_path, model, tokenizer, train, evaluation, steps, total_steps, epoch_size)
 
 
 def plan_steps(config: TrainerConfig, train: Sequence[TokenizedSource]) -> tuple[StepSchedule, int]:

@@ -107,7 +107,7 @@ class Trainer:
         self.reporter.phase(Phase.LOADING, "building the model")
         self.saving = Saving(self.config, self.store, self.reporter, device=self.device, is_first=self.is_first)
         self.reporter.update(attempt=self.saving.claim_attempt())
-        self.model = build_model(self.config, self.prepared.model_path, self.device)
+        self.model = build_model(self.config, self.prepared.model, self.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.spec, self.config.plan.learning_rate)
         huggingface: Any = self.model.huggingface
         self._model_config = huggingface.config

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from sft_trainer.errors import ModelError
 from sft_trainer.models.attention import document_attention
-from sft_trainer.models.causal_lm import clean_name
+from sft_trainer.models.causal_lm import build_on_meta, clean_name
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import build_model, clip_gradients
 from tests.parity.runs import manifest, resolve
@@ -55,7 +55,7 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
 
 def build(path: Path, **training: Any) -> Any:
     job = manifest(path, path / "store", model={"uri": f"file://{path}"}, training=training)
-    model = build_model(resolve(job), path, torch.device("cpu"))
+    model = build_model(resolve(job), build_on_meta(path), torch.device("cpu"))
     load_weights(model, path)
     return model
 

@@ -68,8 +68,8 @@ def build_on_meta(path: Path) -> CausalLM:
         raise ModelError(f"{path} has no config.json: spec.model.uri must name a Hugging Face model folder")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"the model's config.json cannot be used: {error}") from error
+    except Exception as error:  # which class depends on the field that is wrong
+        raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
     transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 1, 1.0)]
     if transforms:
         raise ModelError(f"models with {', '.join(transforms)} ({config.model_type}) are not supported yet")
@@ -79,12 +79,18 @@ def build_on_meta(path: Path) -> CausalLM:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=False
             )
-    except ValueError as error:
-        raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {error}") from error
+    except Exception as error:
+        raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {_sentence(error)}") from error
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
     return CausalLM(model)
+
+
+def _sentence(error: Exception) -> str:
+    """The beginning of what transformers says, which may go on for paragraphs; of a KeyError more than the key."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 def clean_name(name: str) -> str:

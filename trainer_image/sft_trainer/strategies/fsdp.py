@@ -1,7 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the processes."""
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,17 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sft_api.trainer_config import TrainerConfig
-from sft_trainer.models.causal_lm import CausalLM, build_on_meta
+from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.weights import initialize_buffers
 
 
-def build_model(config: TrainerConfig, path: Path, device: torch.device) -> CausalLM:
-    """The sharded model on ``device``, its parameters allocated but not filled; a collective call.
+def build_model(config: TrainerConfig, model: CausalLM, device: torch.device) -> CausalLM:
+    """``model`` (on the meta device) sharded and on ``device``, its parameters allocated but not filled.
 
-    Order: activation checkpointing, shard every block and then the root, allocate. Embedding and head are in the root
+    A collective call. Order: activation checkpointing, shard every block and then the root, allocate. Embedding and head are in the root
     unit, so that tied ones stay tied.
     """
-    model = build_on_meta(path)
     if config.spec.training.activation_checkpointing == "full":
         for block in model.blocks:
             # Inside the block's forward, so that FSDP's own hooks stay outside of what is recomputed.

@@ -1,0 +1,122 @@
+"""Weights that are missing, damaged or not what the config says are found before anything is trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_trainer.errors import ModelError
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.weights import check_weights, load_weights
+from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_shards(folder: Path, tensors: dict[str, torch.Tensor], index: dict[str, str] | None = None) -> None:
+    """``tensors`` in two files; ``index`` instead of the true one."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-0000{1 + 2 * i // len(names)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": index or places}))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def truncated(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    cut(folder / "model.safetensors")
+
+
+def truncated_shard(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    write_shards(folder, tensors)
+    cut(folder / "model-00002-of-00002.safetensors")
+
+
+def missing_shard(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    write_shards(folder, tensors)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def index_of_another_model(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    write_shards(folder, tensors, index=dict.fromkeys(tensors, "model-00001-of-00002.safetensors"))
+
+
+def index_that_is_none(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (folder / INDEX).write_text("<html>")
+
+
+def quantised(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    small = {name: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for name, t in tensors.items()}
+    save_file(small, folder / "model.safetensors")
+
+
+def one_tensor_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncated, r"model\.safetensors is not a whole safetensors file"),
+        (truncated_shard, r"model-00002-of-00002\.safetensors is not a whole safetensors file"),
+        (missing_shard, r"incomplete: .* lacks model-00002-of-00002\.safetensors"),
+        (index_of_another_model, "does not hold tensor .* as the index says"),
+        (index_that_is_none, "is not an index of weights"),
+        (quantised, "stored as F8_E4M3: quantised weights cannot be trained"),
+        (one_tensor_short, r"lacks 1 of the \d+ tensors of the model, the first is 'model\.norm\.weight'"),
+    ],
+)
+def test_damage_is_found_in_the_headers(
+    tmp_path: Path, damage: Callable[[Path, dict[str, torch.Tensor]], None], words: str
+) -> None:
+    save_model("llama", tmp_path)
+    damage(tmp_path, load_file(tmp_path / "model.safetensors"))
+    with pytest.raises(ModelError, match=words):
+        check_weights(build_on_meta(tmp_path), tmp_path)
+
+
+def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
+    reference = save_model("llama", tmp_path)
+    write_shards(tmp_path, load_file(tmp_path / "model.safetensors"))
+    check_weights(build_on_meta(tmp_path), tmp_path)
+
+    model = build(tmp_path)
+    load_weights(model, tmp_path)
+
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(model.huggingface.state_dict()[name].full_tensor(), tensor), name
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' of the model holds NaN or inf"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "wide"}, r"config\.json cannot be used: .*hidden_size"),
+        ({"num_attention_heads": 0}, r"config\.json cannot be used: ZeroDivisionError"),
+        ({"hidden_act": "unheard"}, "cannot be trained: KeyError: 'unheard'"),
+        ({"model_type": "unheard"}, r"config\.json cannot be used: .*unheard"),
+    ],
+)
+def test_configs_that_make_no_model_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ModelError, match=words):
+        build_on_meta(tmp_path)
