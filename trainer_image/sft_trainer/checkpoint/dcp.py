@@ -11,6 +11,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,6 +82,10 @@ class StoreWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with _errors_that_travel():
+            return self._write_data(plan, planner)
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # A name of its own for every try: an upload left over from a failed one can never replace a file.
         token = secrets.token_hex(4)
         buckets = _buckets(plan.items)
@@ -124,6 +129,10 @@ class StoreWriter(StorageWriter):
         return [WriteResult(item.index, entry.length, _Written(entry, file)) for item, entry in stored]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with _errors_that_travel():
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         items: dict[str, list[StoredItem]] = {}
         files: dict[str, StoredFile] = {}
         for result in (result for rank in results for result in rank):
@@ -144,6 +153,18 @@ class StoreWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
+
+
+@contextmanager
+def _errors_that_travel() -> Iterator[None]:
+    """DCP pickles errors to the other ranks; one that cannot be pickled would leave them waiting."""
+    try:
+        yield
+    except TrainingError:
+        raise
+    except Exception as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise CheckpointSaveError(f"rank {rank}: {type(error).__name__}: {error}") from error
 
 
 def _item_bytes(item: WriteItem) -> int:
@@ -215,6 +236,10 @@ class StoreReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with _errors_that_travel():
+            return self._read_data(plan, planner)
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         requests: dict[MetadataIndex, list[ReadItem]] = {}
         for request in plan.items:
             requests.setdefault(request.storage_index, []).append(request)

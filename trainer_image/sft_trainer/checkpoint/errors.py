@@ -21,7 +21,7 @@ class NoUsableCheckpointError(TrainingError):
 
 
 class CheckpointSaveError(TrainingError):
-    """A save failed for a reason without a failure class of its own; nothing was committed."""
+    """A save or load failed for a reason without a failure class of its own; nothing was committed."""
 
 
 class AttemptSupersededError(TrainingError):

@@ -282,7 +282,7 @@ class CheckpointManager:
     def _prune(self, newest: CheckpointId, keep: KeepPolicy) -> None:
         try:
             self._known = tuple(self._protocol.prune(newest, self._job_uid, keep))
-        except TrainingError as error:  # the checkpoint itself is safe; the next save prunes again
+        except Exception as error:  # the checkpoint itself is safe; the next save prunes again
             logger.warning("Old checkpoints were not removed: %s", error)
 
 
