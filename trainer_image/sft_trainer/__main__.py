@@ -45,17 +45,19 @@ def main() -> int:
         failure, message = classify(error, step=trainer.step)
         if failure != FailureClass.INTERRUPTED:
             traceback.print_exc()
-        write_atomically(
-            run_dir / ERRORS_FOLDER / f"rank-{ranks.rank}.json",
-            WorkerError(
-                failure=failure,
-                message=message,
-                rank=ranks.rank,
-                step=trainer.step,
-                attempt=trainer.reporter.progress.attempt,
-                traceback=traceback.format_exc()[-8000:],
-            ),
+        report = WorkerError(
+            failure=failure,
+            message=message,
+            rank=ranks.rank,
+            step=trainer.step,
+            attempt=trainer.reporter.progress.attempt,
+            traceback=traceback.format_exc()[-8000:],
         )
+        try:
+            write_atomically(run_dir / ERRORS_FOLDER / f"rank-{ranks.rank}.json", report)
+        except OSError as problem:
+            # On a full disk the exit code and the last line of this log have to say it all.
+            print(f"the error report was not written ({problem})\n{message}", file=sys.stderr)
         return int(exit_code(failure))
     return 0
 

@@ -10,7 +10,7 @@ from sft_api.checkpoints import STATUS_KEY, Manifest, RunState
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
-from .checkpoint.catalog import KeepPolicy
+from .checkpoint.catalog import Catalog, KeepPolicy, Verified
 from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome
 from .checkpoint.store import Store
@@ -19,6 +19,29 @@ from .reporting import Reporter
 from .state import changed_fields, restore, training_tensors
 
 log = logging.getLogger("sft_trainer")
+
+
+def refuse_other_settings(config: TrainerConfig, store: Store) -> None:
+    """Raise ``ConfigError`` when the newest checkpoint of this job was made with other settings.
+
+    Reads one manifest and changes nothing: for one process, before there is a group, an attempt or any data.
+    """
+    for found in Catalog(store).candidates(config.job.uid):
+        if isinstance(found, Verified):
+            check_same_run(config, found.manifest.run)
+            return
+
+
+def check_same_run(config: TrainerConfig, run: RunState) -> None:
+    """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
+    before = (run.model_extra or {}).get("numbers")
+    now = config.numbers()
+    if before is not None and before != now:
+        raise ConfigError(
+            f"{config.checkpoint_uri} holds checkpoints of a run with other settings "
+            f"({', '.join(changed_fields(before, now))}): give this run another metadata.name or checkpoint.uri, "
+            "or restore the settings"
+        )
 
 
 class Saving:
@@ -44,26 +67,18 @@ class Saving:
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
         """Fill model and optimizer from the newest verified checkpoint of this job; None when there is none.
 
-        Raises ``ConfigError`` when it was made with other settings. A collective call.
+        Raises ``ConfigError`` when it was made with other settings, ``NoUsableCheckpointError`` when all are damaged. A
+        collective call.
         """
         template = training_tensors(model, optimizer)
-        manifest = self._manager.load_newest(template, accept=self._check_same_run)
+        manifest = self._manager.load_newest(template, accept=lambda run: check_same_run(self._config, run))
+        for skipped in self._manager.skipped:
+            self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
         if manifest is not None:
             restore(model, optimizer, template)
             self._resumed_at = manifest.step
             self._reporter.update(checkpoints=self._manager.status())
         return manifest
-
-    def _check_same_run(self, run: RunState) -> None:
-        """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
-        before = (run.model_extra or {}).get("numbers")
-        now = self._config.numbers()
-        if before is not None and before != now:
-            raise ConfigError(
-                f"{self._config.checkpoint_uri} holds checkpoints of a run with other settings "
-                f"({', '.join(changed_fields(before, now))}): give this run another metadata.name or checkpoint.uri, "
-                "or restore the settings"
-            )
 
     @property
     def seconds_since_save(self) -> float:

@@ -28,7 +28,7 @@ from .models.weights import load_weights
 from .optim import build_optimizer, learning_rate
 from .preparation import Prepared, prepare
 from .reporting import Reporter, finite
-from .saving import Saving
+from .saving import Saving, refuse_other_settings
 from .state import changed_fields, environment_facts
 from .strategies.fsdp import build_model, clip_gradients
 
@@ -71,6 +71,7 @@ class Trainer:
         self._resume_or_load()
         if self.step == 0 and self.spec.training.evaluation.before_training:
             self._evaluate()
+        save_due = False
         while self.step < self.prepared.total_steps:
             stop, save = self._train_step()
             if self._due(self.spec.training.evaluation.every_steps):
@@ -78,8 +79,11 @@ class Trainer:
             if stop:
                 self._save(final=True)
                 raise StopRequested(f"stopped after step {self.step}, which is saved")
-            if save or self._due(self.spec.checkpoint.every_steps):
+            save_due = save_due or save or self._due(self.spec.checkpoint.every_steps)
+            # A run that no longer has finite gradients must not replace its good checkpoints by what broke it.
+            if save_due and not self._skipped_in_a_row:
                 self._save()
+                save_due = False
         self._evaluate()
         self._save(final=True)
         self._export()
@@ -97,6 +101,8 @@ class Trainer:
             result = self.store.probe()
             if not result.conditional_writes:
                 self.reporter.warn(result.message)
+            if self.spec.checkpoint.resume.policy == "auto":
+                refuse_other_settings(self.config, self.store)
 
     def _prepare(self) -> Prepared:
         prepared = prepare(self.config, self.reporter)
@@ -132,6 +138,9 @@ class Trainer:
         here = environment_facts(self.device, self.ranks.world_size)
         if changed := changed_fields(manifest.run.environment, here):
             self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
+        data = self._data_digests()
+        if changed := changed_fields(extra.get("data", data), data):
+            self.reporter.warn(f"the data is not what it was at step {self.step}: digests of {', '.join(changed)}")
         self.reporter.update(
             step=self.step,
             resumed_from_step=self.step,
@@ -142,6 +151,10 @@ class Trainer:
         if self.is_first:
             log.info("resumed from step %s (%s)", manifest.step, manifest.id.folder)
         return True
+
+    def _data_digests(self) -> dict[str, str]:
+        """Digest of the tokenised examples of every training source, by its place in the manifest."""
+        return {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(self.prepared.train)}
 
     # One step
 
@@ -230,6 +243,7 @@ class Trainer:
             self.reporter.warn(f"loss or gradients of step {self.step + 1} were not finite: the step was skipped")
         self.optimizer.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self.saving.settle()
             latest = self.reporter.progress.checkpoints.latest
             kept = f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"
             raise NonFiniteLossError(
@@ -278,6 +292,7 @@ class Trainer:
                 "examples_seen": self._examples_seen,
                 "tokens_seen": progress.tokens_seen,
                 "trained_tokens_seen": progress.trained_tokens_seen,
+                "data": self._data_digests(),
             }
         )
         self.saving.save(self.step, self.model, self.optimizer, run, final=final)

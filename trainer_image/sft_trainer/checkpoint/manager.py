@@ -77,6 +77,8 @@ class CheckpointManager:
     ) -> None:
         self.store = store
         self.attempt = 0
+        self.skipped: tuple[Skipped, ...] = ()
+        """Checkpoints that were refused when one was looked for."""
         self._job_uid = ""
         self._group = CheckpointGroup(timeout)
         self._protocol = Protocol(store)
@@ -160,6 +162,7 @@ class CheckpointManager:
         return None
 
     def _report(self, skipped: tuple[Skipped, ...]) -> None:
+        self.skipped += skipped
         if self._group.rank == 0:
             for entry in skipped:
                 logger.warning("Checkpoint %s is not used: %s", entry.folder, entry.reason)

@@ -17,8 +17,8 @@ from sft_trainer.models.weights import initialize_buffers
 def build_model(config: TrainerConfig, model: CausalLM, device: torch.device) -> CausalLM:
     """``model`` (on the meta device) sharded and on ``device``, its parameters allocated but not filled.
 
-    A collective call. Order: activation checkpointing, shard every block and then the root, allocate. Embedding and head are in the root
-    unit, so that tied ones stay tied.
+    A collective call. Order: activation checkpointing, shard every block and then the root, allocate. Embedding and
+    head are in the root unit, so that tied ones stay tied.
     """
     if config.spec.training.activation_checkpointing == "full":
         for block in model.blocks:
