@@ -129,6 +129,8 @@ def _build(program: Program) -> None:
     target = _path(program)
     target.parent.mkdir(parents=True, exist_ok=True)
     go = _go_command()
+    for left_by_a_killed_build in target.parent.glob(f".{program.name}-*"):
+        shutil.rmtree(left_by_a_killed_build)
     print(f"building {program.name} {program.version} (once; kept in {target})", file=sys.stderr, flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f".{program.name}-", dir=target.parent) as folder:

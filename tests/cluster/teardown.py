@@ -19,6 +19,10 @@ _DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")  # the kubelet knows n
 
 def make_cgroups() -> None:
     """The kubelet wants its root cgroup to exist, in every hierarchy of cgroup v1."""
+    available = _CGROUPS / "cgroup.controllers"
+    if available.exists():  # cgroup v2: a child has only the controllers that its parent hands down
+        handed_down = " ".join(f"+{controller}" for controller in available.read_text().split())
+        (_CGROUPS / "cgroup.subtree_control").write_text(handed_down)
     for hierarchy in _hierarchies():
         (hierarchy / CGROUP).mkdir(exist_ok=True)
 
