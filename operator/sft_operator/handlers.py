@@ -6,6 +6,7 @@ a stream breaks or falls silent; what was deleted meanwhile it cannot know, a co
 
 import logging
 import random
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,6 +97,8 @@ async def watch(settings: Settings, seen: Seen) -> None:
         registry=_registry(seen),
         settings=_kopf_settings(),
         standalone=True,
+        # kopf's own choice asks for the name of the user, which a container's numeric user does not have.
+        identity=socket.gethostname(),  # type: ignore[arg-type]
         clusterwide=settings.namespace is None,
         namespaces=[settings.namespace] if settings.namespace else [],
     )
