@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sft_api.v1alpha1 import KIND
 
 from .names import JOB_LABEL
-from .observed import ChildJob, Manifest, Observed, Pod, Refusal, Report, Warning
+from .observed import ChildJob, Manifest, Observed, Pod, Refusal, Report, Stored, Warning
 
 KINDS = (KIND, "Job", "Pod")
 
@@ -43,9 +43,9 @@ class Entry:
     pods: dict[str, _Seen] = field(default_factory=dict)
     gone_pods: dict[str, Pod] = field(default_factory=dict)
     report: Report | None = None
-    unanswered: int = 0
     refusal: Refusal | None = None
     warnings: tuple[Warning, ...] = ()
+    stored: Stored | None = None
     namespace_terminating: bool = False
 
     @property
@@ -174,9 +174,9 @@ class Cache:
             pods=_of_job(job, pods),
             gone_pods=_of_job(job, entry.gone_pods.values()),
             report=entry.report,
-            unanswered=entry.unanswered,
             refusal=entry.refusal,
             warnings=entry.warnings,
+            stored=entry.stored,
             namespace_terminating=entry.namespace_terminating,
         )
 
@@ -187,7 +187,7 @@ def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:
 
 
 def _forget_run(entry: Entry) -> None:
-    entry.report, entry.unanswered, entry.refusal, entry.warnings = None, 0, None, ()
+    entry.report, entry.refusal, entry.warnings, entry.stored = None, None, (), None
     entry.gone_pods.clear()
 
 

@@ -16,11 +16,13 @@ from .cache import KINDS, Cache, Key, version_of
 from .cluster import ApiError, Cluster, ConfigError, connect
 from .config import Settings
 from .leadership import Leadership
+from .lookout import Lookout
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR
 from .observed import Manifest
 from .progress_client import ProgressClient
-from .reconciler import Reconciler
+from .reconciler import Reconciler, utc_now
+from .store import CheckpointStore
 from .watchdog import Watchdog
 from .workqueue import RetryLater, WorkQueue
 
@@ -43,9 +45,17 @@ class Operator:
         self._metrics = OperatorMetrics(self._cache.manifests, lambda: len(self._queue))
         self._cluster = Cluster(url, session, self._metrics.answered)
         self._progress = ProgressClient(settings.progress_url, concurrency=settings.poll_concurrency)
-        self._reconciler = Reconciler(
-            self._cluster, self._cache, self._progress, settings, self._metrics, look_again=self._queue.add
+        lookout = Lookout(
+            self._cluster,
+            self._cache,
+            self._progress,
+            CheckpointStore(settings.store) if settings.store and settings.store.verify else None,
+            settings,
+            self._metrics,
+            look_again=self._queue.add,
+            now=utc_now,
         )
+        self._reconciler = Reconciler(self._cluster, self._cache, lookout, settings, self._metrics)
         self._listed: float | None = None
         """When everything was last listed, or tried to be; None while another replica works."""
         self._synced = False

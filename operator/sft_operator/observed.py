@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sft_api.progress import Progress, TerminationMessage
-from sft_api.v1alpha1 import KIND
+from sft_api.v1alpha1 import KIND, CheckpointsStatus
 
 from . import untrusted
 from .names import TRAINER_CONTAINER
@@ -252,6 +252,15 @@ class Warning:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What lies in the platform's store."""
+
+    checkpoints: CheckpointsStatus
+    problems: tuple[str, ...] = ()
+    """One sentence for each checkpoint that a resume would pass over."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything one reconciliation looks at besides the SFTJob itself."""
 
@@ -262,11 +271,11 @@ class Observed:
     """Pods of ``job`` that were deleted since the last status write, as last seen."""
     report: Report | None = None
     """The last progress report of this job."""
-    unanswered: int = 0
-    """Attempts to read progress that failed since then."""
     refusal: Refusal | None = None
     warnings: tuple[Warning, ...] = ()
     """Newest first."""
+    stored: Stored | None = None
+    """Read since the last pod ended."""
     namespace_terminating: bool = False
 
     @property

@@ -18,12 +18,11 @@ from .cache import Cache, Key
 from .cluster import ApiError, Cluster
 from .config import Settings
 from .events import build_event, news
+from .lookout import Lookout
 from .metrics import OperatorMetrics
-from .observed import Manifest, Observed, Pod, Refusal, Report, Warning, owner_uid, parse_time
+from .observed import Manifest, Observed, Refusal, owner_uid
 from .policies.children import Changes, is_finished, plan_changes, time_to_live
-from .policies.situation import last_words_missing
-from .policies.troubles import wants_events
-from .progress_client import ProgressClient, UnusableReport
+from .policies.situation import has_ended, last_words_missing
 from .spec import InvalidSpec, read_spec
 from .status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
 from .workqueue import RetryLater
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 _FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
 _LONGEST_REFUSAL_SECONDS = 300.0
-_NAMESPACE_SECONDS = 5.0
-_FIRST_EVENTS_SECONDS, _LAST_EVENTS_SECONDS = 2.0, 30.0
 _SOON_SECONDS = 0.5
 _BREATH_SECONDS = 1.0
 """Between two writes of one status: pods that start one after the other are one piece of news."""
@@ -53,11 +50,6 @@ class _Memory:
     job: SFTJob | None = None
     written: float = -1e9
     """When the status was last written; all times are of the event loop's clock."""
-    next_poll: float = 0.0
-    poll: asyncio.Task[None] | None = None
-    next_events: float | None = None
-    events_pause: float = _FIRST_EVENTS_SECONDS
-    next_namespace: float = 0.0
     refusals: int = 0
     next_creation: float = 0.0
     looks: list[float] = field(default_factory=list)
@@ -71,20 +63,17 @@ class Reconciler:
         self,
         cluster: Cluster,
         cache: Cache,
-        progress: ProgressClient,
+        lookout: Lookout,
         settings: Settings,
         metrics: OperatorMetrics,
         *,
-        look_again: Callable[[Key], None],
         now: Callable[[], datetime] = utc_now,
     ) -> None:
-        """``look_again`` queues a key; it is called when a progress report has arrived."""
         self._cluster = cluster
         self._cache = cache
-        self._progress = progress
+        self._lookout = lookout
         self._settings = settings
         self._metrics = metrics
-        self._look_again = look_again
         self._now = now
         self._memories: dict[Key, _Memory] = {}
         self._instance = socket.gethostname()
@@ -128,36 +117,32 @@ class Reconciler:
         if is_finished(previous) and previous.completion_time is not None:
             return await self._finish(key, manifest, job, previous, now)
 
-        # Look closer where something is missing.
-        await self._look_at_namespace(key, memory)
-        await self._look_at_events(key, memory, job)
-        observed = self._cache.observed(key)
-        if last_words_missing(observed, now):
-            return _SOON_SECONDS
-
-        # Create what is missing, suspend, resume.
+        # What the settings of this cluster cannot do is said as well.
         try:
-            changes = plan_changes(job, previous, observed, self._settings)
+            config = trainer_config(job, self._settings.store)
+            changes = plan_changes(job, previous, self._cache.observed(key), self._settings)
         except ValueError as error:
             return await self._refuse(key, manifest, previous, "NotConfigured", str(error), now)
+
+        # Create what is missing, suspend, resume.
         await self._apply(key, memory, job, changes)
 
-        # Ask the trainer how it is getting on; the answer queues the key again.
-        self._poll(key, memory, self._cache.observed(key), previous)
+        # Look closer: how the trainer is getting on, why something does not move.
+        memory.looks += await self._lookout.look(key, job, previous, config.checkpoint_uri)
 
-        # Say where it stands.
+        # Say where it stands; of a run that has just ended once its last words are there.
         observed = self._cache.observed(key)
-        export_uri = trainer_config(job, self._settings.store).export_uri if observed.job else None
-        status = compute_status(job, previous, observed, now, export_uri=export_uri)
+        if last_words_missing(observed, now) or (has_ended(observed) and self._lookout.reads_store(key)):
+            return _SOON_SECONDS
+        status = compute_status(job, previous, observed, now, export_uri=config.export_uri)
         await self._write(key, memory, manifest, previous, status, observed)
         if is_finished(status):
             memory.looks.append(0.0)
         return min(memory.looks, default=None)
 
     def _forget(self, key: Key) -> None:
-        memory = self._memories.pop(key, None)
-        if memory and memory.poll:
-            memory.poll.cancel()
+        self._memories.pop(key, None)
+        self._lookout.forget(key)
 
     async def _release(self, key: Key, manifest: Manifest) -> None:
         """Delete the Job of an SFTJob that is going, unless its children are to stay (``--cascade=orphan``)."""
@@ -191,45 +176,6 @@ class Reconciler:
             return min(left.total_seconds() + 0.1, 3600.0)
         await self._cluster.delete(KIND, key.namespace, key.name, uid=manifest["metadata"]["uid"])
         return None
-
-    async def _look_at_namespace(self, key: Key, memory: _Memory) -> None:
-        """Pods that end although nobody asked may be the first sign of a namespace that is going."""
-        observed = self._cache.observed(key)
-        ending = any(pod.deletion for pod in observed.active_pods)
-        if not ending or observed.job is None or observed.job.suspended:
-            return
-        memory.looks.append(_NAMESPACE_SECONDS)
-        if (clock := _clock()) < memory.next_namespace:
-            return
-        memory.next_namespace = clock + _NAMESPACE_SECONDS
-        try:
-            namespace = await self._cluster.get("Namespace", None, key.namespace)
-        except ApiError as error:
-            logger.debug("namespace %s cannot be read: %s", key.namespace, error)
-            return
-        terminating = (namespace.get("status") or {}).get("phase") == "Terminating"
-        self._cache.entry(key).namespace_terminating = terminating
-
-    async def _look_at_events(self, key: Key, memory: _Memory, job: SFTJob) -> None:
-        """Read the events of what does not move, at first often, then ever more rarely."""
-        entry, now = self._cache.entry(key), self._now()
-        subjects = wants_events(self._cache.observed(key), pods_wanted=job.spec.compute.nodes, now=now)
-        if not subjects:
-            memory.next_events, memory.events_pause = None, _FIRST_EVENTS_SECONDS
-            entry.warnings = ()
-            return
-        clock = _clock()
-        if memory.next_events is None:
-            memory.next_events = clock + _FIRST_EVENTS_SECONDS
-        elif clock >= memory.next_events:
-            found: list[Warning] = []
-            for uid in subjects:
-                items, _ = await self._cluster.list("CoreEvent", key.namespace, fields=f"involvedObject.uid={uid}")
-                found += _warnings(items)
-            entry.warnings = tuple(sorted(found, key=lambda item: item.time or now, reverse=True)[:20])
-            memory.events_pause = min(2 * memory.events_pause, _LAST_EVENTS_SECONDS)
-            memory.next_events = clock + memory.events_pause
-        memory.looks.append(memory.next_events - clock)
 
     async def _apply(self, key: Key, memory: _Memory, job: SFTJob, changes: Changes) -> None:
         """Make the changes; what the API server refuses for good is remembered, shown, and tried again later."""
@@ -283,38 +229,6 @@ class Reconciler:
                 raise _NameTakenError(kind, name, of_earlier=owner is not None) from error
         if kind == "Job":
             self._cache.store("Job", created)
-
-    def _poll(self, key: Key, memory: _Memory, observed: Observed, previous: SFTJobStatus) -> None:
-        pod = observed.coordinator
-        if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
-            return
-        running = previous.state == "Running"
-        pause = self._settings.poll_seconds if running else self._settings.poll_seconds_starting
-        clock = _clock()
-        # A change of pace counts from now on, not from the next poll.
-        memory.next_poll = min(memory.next_poll, clock + pause)
-        if clock >= memory.next_poll:
-            memory.next_poll = clock + pause
-            if memory.poll is None:
-                memory.poll = asyncio.create_task(self._read_progress(key, memory, pod), name=f"progress of {key}")
-        memory.looks.append(memory.next_poll - clock)
-
-    async def _read_progress(self, key: Key, memory: _Memory, pod: Pod) -> None:
-        entry = self._cache.entry(key)
-        try:
-            progress = await self._progress.read(address=pod.ip or "", namespace=key.namespace, name=key.name)
-        except UnusableReport as error:
-            logger.debug("%s: %s", key, error)
-            entry.unanswered += 1
-            self._metrics.reports.labels("failed").inc()
-            return
-        finally:
-            memory.poll = None
-        self._metrics.reports.labels("read").inc()
-        if memory.job and progress.job_uid in ("", memory.job.metadata.uid):
-            entry.report = Report(progress, self._now(), pod.uid)
-            entry.unanswered = 0
-            self._look_again(key)
 
     async def _write(
         self,
@@ -392,23 +306,6 @@ def _remembered_spec(memory: _Memory, manifest: Manifest) -> SFTJob:
     if memory.spec != identity or memory.job is None:
         memory.job, memory.spec = read_spec(manifest), identity
     return memory.job
-
-
-def _warnings(events: list[Manifest]) -> list[Warning]:
-    found = []
-    for event in events:
-        subject = event.get("involvedObject") or {}
-        if event.get("type") == "Warning":
-            time = event.get("lastTimestamp") or (event.get("series") or {}).get("lastObservedTime")
-            found.append(
-                Warning(
-                    subject=f"{subject.get('kind')}/{subject.get('name')}",
-                    reason=event.get("reason") or "",
-                    message=event.get("message") or "",
-                    time=parse_time(time or event.get("eventTime")),
-                )
-            )
-    return found
 
 
 def _clock() -> float:

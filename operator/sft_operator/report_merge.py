@@ -146,6 +146,15 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
     )
 
 
+def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
+    """``status`` with what the platform's store holds, which was read after the last pod had ended."""
+    stored = observed.stored
+    if stored is None:
+        return status
+    warnings = list(dict.fromkeys([*status.warnings, *(problem[:1000] for problem in stored.problems)]))
+    return status.model_copy(update={"checkpoints": stored.checkpoints, "warnings": warnings[:_KEPT_WARNINGS]})
+
+
 def _with_checkpoint(
     known: CheckpointsStatus | None, words: TerminationMessage, time: datetime | None
 ) -> CheckpointsStatus | None:

@@ -14,7 +14,7 @@ from .observed import Manifest, Observed
 from .policies.children import is_finished
 from .policies.restarts import count_restarts
 from .policies.situation import Situation, find_situation
-from .report_merge import merge_last_words, merge_report
+from .report_merge import merge_last_words, merge_report, merge_stored
 
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
 
@@ -57,7 +57,7 @@ def compute_status(
     """
     if is_finished(previous) and previous.completion_time is not None:
         return previous.model_copy(update={"observed_generation": job.metadata.generation})
-    status = merge_last_words(merge_report(previous, observed), observed)
+    status = merge_stored(merge_last_words(merge_report(previous, observed), observed), observed)
     restarts = count_restarts(
         status.restarts or RestartsStatus(), observed, step=status.progress.step if status.progress else 0, now=now
     )

@@ -37,7 +37,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.store.uri -}}
 {{- $s3 := dict -}}
 {{- range $key, $value := .Values.store.s3 }}{{ if $value }}{{ $_ := set $s3 $key $value }}{{ end }}{{ end -}}
-{{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3) -}}
+{{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3 "verify" .Values.store.verify) -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.settings)) -}}
 {{- end -}}

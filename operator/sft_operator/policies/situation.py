@@ -74,6 +74,11 @@ def last_words_missing(observed: Observed, now: datetime) -> bool:
     return ended.reason == "PodFailurePolicy" and not _fatal_ends((*observed.pods, *observed.gone_pods))
 
 
+def has_ended(observed: Observed) -> bool:
+    """Whether the Job will run no more pods."""
+    return observed.job is not None and bool(observed.job.complete or observed.job.failed)
+
+
 def _suspended(child: ChildJob | None, observed: Observed) -> Situation:
     saving = len(observed.active_pods)
     if saving or (child and not child.suspended):

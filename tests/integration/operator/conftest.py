@@ -153,7 +153,9 @@ def start_operator(
     """Starts an operator with settings suited to tests, and ends it with the session."""
     started: list[OperatorProcess] = []
 
-    def start(*, kubeconfig: Path = operator_kubeconfig, **settings: Any) -> OperatorProcess:
+    def start(
+        *, kubeconfig: Path = operator_kubeconfig, environment: dict[str, str] | None = None, **settings: Any
+    ) -> OperatorProcess:
         folder = tmp_path_factory.mktemp("operator")
         port = _free_port()
         config = {
@@ -170,7 +172,7 @@ def start_operator(
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "sft_operator", "--config", str(folder / "config.yaml")],
-                env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin"},
+                env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

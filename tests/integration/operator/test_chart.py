@@ -1,0 +1,210 @@
+"""The Helm chart: what it refuses, what it renders, that the API server takes it, and that its rights suffice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_operator.config import load_settings
+from tests.cluster.access import Cluster
+from tests.cluster.binaries import binary
+from tests.integration.kubernetes_api import KubernetesApi
+from tests.integration.operator.conftest import (
+    CHART,
+    OPERATOR_NAMESPACE,
+    Object,
+    StartOperator,
+    Supervisors,
+    new_scene,
+    render_chart,
+)
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(binary("helm")), *arguments], capture_output=True, text=True, check=False)
+
+
+def settings_of(objects: list[Object], folder: Path) -> Any:
+    (config,) = [item for item in objects if item["kind"] == "ConfigMap"]
+    path = folder / "config.yaml"
+    path.write_text(config["data"]["config.yaml"])
+    return load_settings(path)
+
+
+def rules_of(objects: list[Object], kind: str, name: str) -> list[Object]:
+    (role,) = [item for item in objects if item["kind"] == kind and item["metadata"]["name"] == name]
+    rules: list[Object] = role["rules"]
+    return rules
+
+
+@pytest.mark.parametrize("extra", [(), ("--set=watchNamespace=team",), ("--set=metrics.serviceMonitor.enabled=true",)])
+def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
+    done = helm("lint", "--strict", str(CHART), *extra)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("bogus=1", "bogus"),
+        ("replicas=0", "/replicas"),
+        ("store.uri=http://x", "/store/uri"),
+        ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
+        ("logLevel=LOUD", "/logLevel"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
+    done = helm("template", "x", str(CHART), f"--set={setting}")
+
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_the_settings_it_writes_are_the_operators_own(tmp_path: Path) -> None:
+    settings = settings_of(render_chart(), tmp_path)
+
+    assert settings.namespace is None
+    assert settings.store is None
+    assert settings.pods.image == "sft-operator/trainer:0.1.0"
+    assert settings.leader_election.enabled is True
+    assert settings.leader_election.namespace == OPERATOR_NAMESPACE
+    assert settings.network_policy.operator_namespace == OPERATOR_NAMESPACE
+
+
+def test_values_reach_the_settings(tmp_path: Path) -> None:
+    settings = settings_of(
+        render_chart(
+            "watchNamespace=team",
+            "store.uri=s3://bucket/sft",
+            "store.s3.endpoint=http://minio:9000",
+            "store.s3.forcePathStyle=true",
+            "store.s3.credentialsSecretRef=sft-store",
+            "store.verify=true",
+            "pods.image=mine:2",
+            "pods.imagePullSecrets={a,b}",
+            "networkPolicy.metricsNamespaces={monitoring}",
+            "settings.pollSeconds=33",
+        ),
+        tmp_path,
+    )
+
+    assert settings.namespace == "team"
+    assert settings.store.uri == "s3://bucket/sft"
+    assert settings.store.s3.endpoint == "http://minio:9000"
+    assert settings.store.s3.force_path_style is True
+    assert settings.store.s3.credentials_secret_ref == "sft-store"
+    assert settings.store.verify is True
+    assert settings.pods.image == "mine:2"
+    assert settings.pods.image_pull_secrets == ["a", "b"]
+    assert settings.network_policy.metrics_namespaces == ["monitoring"]
+    assert settings.poll_seconds == 33
+
+
+def test_the_operators_own_credentials_come_from_a_secret() -> None:
+    (deployment,) = [
+        item for item in render_chart("store.operatorCredentialsSecret=mine") if item["kind"] == "Deployment"
+    ]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+
+    assert container["envFrom"] == [{"secretRef": {"name": "mine"}}]
+
+
+def test_rights_are_few_and_named() -> None:
+    rules = rules_of(render_chart(), "ClusterRole", "sft-operator")
+
+    granted = {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert not [right for right in granted if "*" in right]
+    assert not [right for right in granted if right[1] in ("secrets", "roles", "clusterroles", "pods/exec")]
+    writes = {(resource, verb) for _, resource, verb in granted if verb not in ("get", "list", "watch")}
+    assert writes == {
+        ("sftjobs", "delete"),
+        ("sftjobs/status", "patch"),
+        ("jobs", "create"),
+        ("jobs", "patch"),
+        ("jobs", "delete"),
+        ("configmaps", "create"),
+        ("services", "create"),
+        ("networkpolicies", "create"),
+        ("events", "create"),
+    }
+
+
+def test_one_namespace_needs_no_right_beyond_it() -> None:
+    objects = render_chart("watchNamespace=team")
+
+    bound = [item for item in objects if item["kind"] == "ClusterRoleBinding"]
+    assert bound == []
+    assert rules_of(objects, "Role", "sft-operator") == rules_of(render_chart(), "ClusterRole", "sft-operator")
+
+
+def test_the_crd_is_part_of_it_unless_asked_not_to_and_outlives_it() -> None:
+    with_crd = helm("template", "x", str(CHART)).stdout
+    without = helm("template", "x", str(CHART), "--set=crds.install=false").stdout
+
+    assert "kind: CustomResourceDefinition" in with_crd
+    assert "helm.sh/resource-policy: keep" in with_crd
+    assert "kind: CustomResourceDefinition" not in without
+
+
+def test_it_installs_and_its_pods_meet_the_restricted_standard(server: Cluster) -> None:
+    namespace = "chart-restricted"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": labels}})
+    access = (f"--kubeconfig={server.kubeconfig}", f"--namespace={namespace}")
+    try:
+        done = helm("install", "second", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p")
+        assert done.returncode == 0, done.stderr
+        server.kubectl(
+            "wait",
+            f"--namespace={namespace}",
+            "--for=jsonpath={.status.unavailableReplicas}=2",
+            "deployment/second",
+            "--timeout=30s",
+        )
+        pods: Any = server.get("pods", f"--namespace={namespace}")
+        assert len(pods["items"]) == 2
+    finally:
+        helm("uninstall", "second", *access)
+        server.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def test_an_operator_of_one_namespace_serves_only_that(
+    server: Cluster, api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, tmp_path: Path
+) -> None:
+    """With the rights of the chart in namespaced mode, and nothing more."""
+    with new_scene(api, supervisors) as scene, new_scene(api, supervisors) as elsewhere:
+        objects = render_chart(f"watchNamespace={scene.namespace}", "serviceAccount.name=narrow")
+        server.apply(
+            *(
+                item
+                for item in objects
+                if item["kind"] in ("ServiceAccount", "Role", "RoleBinding")
+                and not item["metadata"]["name"].endswith("-leadership")
+            )
+        )
+        token = server.kubectl("create", "token", "narrow", f"--namespace={OPERATOR_NAMESPACE}").stdout.strip()
+        config = json.loads(server.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json").stdout)
+        config["users"][0]["user"] = {"token": token}
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(json.dumps(config))
+
+        operator = start_operator(kubeconfig=kubeconfig, namespace=scene.namespace)
+        scene.submit("near", compute={"nodes": 1, "gpusPerNode": 0})
+        elsewhere.submit("far", compute={"nodes": 1, "gpusPerNode": 0})
+
+        scene.until_pods("near", 1)
+        scene.until_state("near", "Queued")
+        assert "forbidden" not in operator.log.read_text()
+        assert 'namespace="' + elsewhere.namespace not in operator.get("/metrics")
+        operator.stop()
