@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 import click
@@ -19,4 +20,5 @@ def result(text: str, **style: Any) -> None:
 
 def say(text: str, **style: Any) -> None:
     """A line of progress, a warning, an error; ``style`` as of ``click.style``."""
-    click.echo(click.style(text, **style) if style else text, err=True, color=coloured(sys.stderr))
+    with suppress(OSError):  # the terminal is gone: no reason to give up a run
+        click.echo(click.style(text, **style) if style else text, err=True, color=coloured(sys.stderr))
