@@ -18,10 +18,11 @@ from .cache import Cache, Key
 from .cluster import ApiError, Cluster
 from .config import Settings
 from .events import build_event, news
+from .kueue import set_active
 from .lookout import Lookout
 from .metrics import OperatorMetrics
 from .observed import Manifest, Observed, Refusal, owner_uid
-from .policies.children import Changes, is_finished, plan_changes, time_to_live
+from .policies.children import Changes, is_finished, plan_changes, queued, time_to_live
 from .policies.situation import has_ended, last_words_missing
 from .spec import InvalidSpec, read_spec
 from .status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
 _LONGEST_REFUSAL_SECONDS = 300.0
 _SOON_SECONDS = 0.5
+_KUEUE_SECONDS = 5.0
 _BREATH_SECONDS = 1.0
 """Between two writes of one status: pods that start one after the other are one piece of news."""
 
@@ -50,6 +52,8 @@ class _Memory:
     job: SFTJob | None = None
     written: float = -1e9
     """When the status was last written; all times are of the event loop's clock."""
+    told_kueue: tuple[str, bool] | None = None
+    """Uid of the Job, and whether its Workload is to be active."""
     refusals: int = 0
     next_creation: float = 0.0
     looks: list[float] = field(default_factory=list)
@@ -126,6 +130,7 @@ class Reconciler:
 
         # Create what is missing, suspend, resume.
         await self._apply(key, memory, job, changes)
+        await self._tell_kueue(key, memory, job)
 
         # Look closer: how the trainer is getting on, why something does not move.
         memory.looks += await self._lookout.look(key, job, previous, config.checkpoint_uri)
@@ -207,6 +212,19 @@ class Reconciler:
             if "being terminated" in error.message:
                 entry.namespace_terminating = True
             self._refused(key, memory, Refusal(kind, error.code, error.message, self._now()))
+
+    async def _tell_kueue(self, key: Key, memory: _Memory, job: SFTJob) -> None:
+        """A queued job is suspended through its Workload; an answer is only asked for when the wish changes."""
+        child = self._cache.observed(key).job
+        if child is None or not queued(job):
+            return
+        wish = (child.uid, not job.spec.suspend)
+        if memory.told_kueue == wish:
+            return
+        if await set_active(self._cluster, key.namespace, child.uid, active=wish[1]):
+            memory.told_kueue = wish
+        elif job.spec.suspend:
+            memory.looks.append(_KUEUE_SECONDS)
 
     def _refused(self, key: Key, memory: _Memory, refusal: Refusal) -> None:
         memory.refusals += 1

@@ -71,4 +71,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [namespaces]
   verbs: [get]  # whether a namespace is being deleted
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [list, patch]  # spec.suspend of a queued job
 {{- end -}}

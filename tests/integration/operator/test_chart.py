@@ -137,6 +137,7 @@ def test_rights_are_few_and_named() -> None:
         ("services", "create"),
         ("networkpolicies", "create"),
         ("events", "create"),
+        ("workloads", "patch"),
     }
 
 
