@@ -141,8 +141,8 @@ def open_stage(*, keep: bool = False) -> Iterator[Stage]:
             yield stage
         return
     with lifecycle.borrowed(default_folder(), "node", keep=keep) as cluster:
-        images.load_operator()
-        images.load_trainer()
+        for image in (images.build_operator(), images.build_trainer()):
+            images.load(image)
         with _furnished(cluster) as stage:
             yield stage
 
@@ -224,6 +224,8 @@ def install_operator(cluster: Cluster, *values: str) -> None:
         "image.pullPolicy=IfNotPresent",
         f"pods.image={trainer}",
         "pods.imagePullPolicy=IfNotPresent",
+        # The tag stays the same when the image changes: new pods all the same.
+        f"podAnnotations.stage=s{secrets.token_hex(4)}",
         *values,
     ]
     _helm(
