@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import CheckpointId, RunState, decode_manifest, encode_manifest
+from sft_api.checkpoints import CheckpointId, Manifest, RunState, decode_manifest, encode_manifest
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
@@ -23,6 +23,7 @@ from sft_trainer.checkpoint.errors import (
 )
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
+from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
@@ -316,6 +317,26 @@ def test_a_server_that_cannot_list_uploads_still_allows_a_claim(
     monkeypatch.setattr(type(store), "abort_incomplete_uploads", denied)
     assert started(store).attempt == 1
     assert "were not dropped: s3:ListBucketMultipartUploads" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [truncate, remove], ids=["truncate", "remove"])
+def test_files_that_the_store_lost_are_noticed_before_the_commit(
+    store: Store, damage: Callable[[Store, CheckpointId], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = started(store)
+    save(manager, 10)
+    commit = Protocol.commit
+
+    def lose_a_file_first(protocol: Protocol, manifest: Manifest) -> None:
+        damage(store, manifest.id)
+        commit(protocol, manifest)
+
+    monkeypatch.setattr(Protocol, "commit", lose_a_file_first)
+    with pytest.raises(StorageUnavailableError, match="right after it was written"):
+        save(manager, 20)
+    loaded = started(store).load_newest(blank())
+    assert loaded is not None
+    assert loaded.step == 10
 
 
 # Asynchronous saves
