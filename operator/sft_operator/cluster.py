@@ -93,18 +93,30 @@ class Cluster:
         """Create, and return what the server made of it."""
         return await self._request("create", kind, "POST", self._url(kind, namespace), body=manifest)
 
-    async def patch(self, kind: str, namespace: str, name: str, patch: Manifest, *, subresource: str = "") -> Manifest:
-        """JSON merge patch."""
+    async def patch(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        patch: Manifest,
+        *,
+        subresource: str = "",
+        strategic: bool = False,
+    ) -> Manifest:
+        """JSON merge patch, or a strategic one, which merges lists by their keys (built-in kinds only)."""
         url = self._url(kind, namespace, name) + (f"/{subresource}" if subresource else "")
-        return await self._request("patch", kind, "PATCH", url, body=patch, content_type="application/merge-patch+json")
+        content_type = f"application/{'strategic-merge-patch' if strategic else 'merge-patch'}+json"
+        return await self._request("patch", kind, "PATCH", url, body=patch, content_type=content_type)
 
     async def update(self, kind: str, namespace: str, name: str, manifest: Manifest) -> Manifest:
         """Replace the object; its resourceVersion must be the present one."""
         return await self._request("update", kind, "PUT", self._url(kind, namespace, name), body=manifest)
 
-    async def delete(self, kind: str, namespace: str, name: str, *, uid: str) -> None:
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
         """Delete just that object, its dependents in the background; nothing happens when it is gone."""
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        body: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         try:
             await self._request("delete", kind, "DELETE", self._url(kind, namespace, name), body=body)
         except ApiError as error:

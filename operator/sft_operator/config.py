@@ -90,6 +90,8 @@ class Settings(SettingsModel):
     """Between two writes of a status in which only figures changed; transitions are written at once."""
     resync_seconds: Seconds = 120
     """Between two complete listings, which repair whatever a watch has lost."""
+    stuck_pod_seconds: Seconds = 30
+    """After the end of its grace period a pod that has not ended is taken for lost with its node."""
     progress_url: str = "http://{address}:{port}/v1/progress"
     """Where the supervisor of index 0 answers; ``{address}`` is the pod's IP, ``{namespace}``, ``{name}`` the job."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080

@@ -24,6 +24,7 @@ from .metrics import OperatorMetrics
 from .observed import Manifest, Observed, Refusal, owner_uid
 from .policies.children import Changes, is_finished, plan_changes, queued, time_to_live
 from .policies.situation import has_ended, last_words_missing
+from .policies.stuck import give_up_patch, seconds_to_stuck, stuck_pods
 from .spec import InvalidSpec, read_spec
 from .status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
 from .workqueue import RetryLater
@@ -132,6 +133,9 @@ class Reconciler:
         await self._apply(key, memory, job, changes)
         await self._tell_kueue(key, memory, job)
 
+        # Free what a lost node holds.
+        await self._give_up_stuck(key, memory, now)
+
         # Look closer: how the trainer is getting on, why something does not move.
         memory.looks += await self._lookout.look(key, job, previous, config.checkpoint_uri)
 
@@ -212,6 +216,22 @@ class Reconciler:
             if "being terminated" in error.message:
                 entry.namespace_terminating = True
             self._refused(key, memory, Refusal(kind, error.code, error.message, self._now()))
+
+    async def _give_up_stuck(self, key: Key, memory: _Memory, now: datetime) -> None:
+        observed = self._cache.observed(key)
+        patience = timedelta(seconds=self._settings.stuck_pod_seconds)
+        for pod in stuck_pods(observed, patience=patience, now=now):
+            logger.warning("%s: pod %s on node %s does not end and is given up", key, pod.name, pod.node)
+            try:
+                await self._cluster.patch(
+                    "Pod", key.namespace, pod.name, give_up_patch(pod, now), subresource="status", strategic=True
+                )
+                await self._cluster.delete("Pod", key.namespace, pod.name, uid=pod.uid, grace_seconds=0)
+            except ApiError as error:
+                if error.code != 404:  # it has just ended
+                    raise
+        if (seconds := seconds_to_stuck(observed, patience=patience, now=now)) is not None:
+            memory.looks.append(seconds + 1.0)
 
     async def _tell_kueue(self, key: Key, memory: _Memory, job: SFTJob) -> None:
         """A queued job is suspended through its Workload; an answer is only asked for when the wish changes."""

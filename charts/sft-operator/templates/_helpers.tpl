@@ -55,7 +55,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]  # delete: pods that a lost node cannot end
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]  # the same: their replacement waits until they have failed
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, create]

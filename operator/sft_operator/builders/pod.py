@@ -17,6 +17,8 @@ CACHE_FOLDER = "/var/cache/sft"
 CLAIMS_FOLDER = "/mnt/pvc"
 RUN_FOLDER = "/run/sft"
 USER_ID = 1000
+LOST_NODE_SECONDS = 60
+"""How long a pod stays bound to a node that is not ready or not reachable; Kubernetes' own default is 300."""
 
 
 def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None) -> Manifest:
@@ -115,11 +117,22 @@ def _scheduling(compute: ComputeSpec, pods: PodSettings) -> Manifest:
         "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
         "serviceAccountName": compute.service_account_name,
         "nodeSelector": dict(compute.node_selector),
-        "tolerations": [item.model_dump(by_alias=True, exclude_none=True) for item in compute.tolerations],
+        "tolerations": _tolerations(compute),
         "priorityClassName": compute.priority_class_name,
         "runtimeClassName": compute.runtime_class_name,
     }
     return {name: value for name, value in fields.items() if value}
+
+
+def _tolerations(compute: ComputeSpec) -> list[Manifest]:
+    """The spec's, and a short patience with lost nodes: the whole group waits for their pods."""
+    given = [item.model_dump(by_alias=True, exclude_none=True) for item in compute.tolerations]
+    known = {item.get("key") for item in given}
+    return given + [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
+        for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+        if key not in known and None not in known
+    ]
 
 
 def _claims(job: SFTJob) -> list[str]:
@@ -145,6 +158,7 @@ def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
             ("SFT_COORDINATOR", coordinator_host(job.metadata.name)),
             ("SFT_CONFIG", CONFIG_PATH),
             ("SFT_RUN_DIR", RUN_FOLDER),
+            ("USER", "sft"),  # torch asks for the name of the user, whom the image may not know
             ("HOME", "/tmp"),  # noqa: S108 -- in the container, an emptyDir of its own
             ("XDG_CACHE_HOME", CACHE_FOLDER),
             ("HF_HOME", f"{CACHE_FOLDER}/huggingface"),

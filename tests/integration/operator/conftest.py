@@ -164,6 +164,7 @@ def start_operator(
             "pollSeconds": 0.5,
             "pollSecondsStarting": 0.3,
             "statusSeconds": 1,
+            "stuckPodSeconds": 2,
             "progressUrl": supervisors.url,
             "httpPort": port,
             **settings,

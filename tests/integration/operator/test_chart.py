@@ -137,6 +137,8 @@ def test_rights_are_few_and_named() -> None:
         ("services", "create"),
         ("networkpolicies", "create"),
         ("events", "create"),
+        ("pods", "delete"),
+        ("pods/status", "patch"),
         ("workloads", "patch"),
     }
 

@@ -119,6 +119,24 @@ def test_an_evicted_pod_is_replaced_for_free(scene: Scene) -> None:
     assert status["restarts"]["disruptions"] == 1
 
 
+def test_a_pod_that_a_lost_node_cannot_end_is_given_up_and_replaced(scene: Scene) -> None:
+    scene.submit("cut-off", runPolicy={"terminationGracePeriodSeconds": 5})
+    pods = scene.start("cut-off")
+    scene.supervisors.report(scene.namespace, "cut-off", Progress(training=training(5)))
+    scene.until_state("cut-off", "Running")
+
+    scene.delete("pods", pods[1]["metadata"]["name"])  # and no kubelet ends it
+
+    scene.until_state("cut-off", "Recovering")
+    assert "a replacement waits for that" in scene.status("cut-off")["message"]
+    scene.until(lambda: len(scene.pods("cut-off")) == 1, seconds=20)
+    fresh = scene.until_pods("cut-off", 2, seconds=40)
+    assert fresh[1]["metadata"]["uid"] != pods[1]["metadata"]["uid"]
+    status = scene.status("cut-off")
+    assert status["restarts"]["disruptions"] == 1
+    assert status["restarts"]["lastReason"] == "NodeLost"
+
+
 def test_failures_are_counted_once_and_end_the_run_when_there_are_too_many(
     scene: Scene, operator: OperatorProcess
 ) -> None:

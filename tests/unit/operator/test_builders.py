@@ -234,13 +234,39 @@ def test_scheduling_fields_pass_through_and_absent_ones_are_left_out() -> None:
     )
 
     assert spec["nodeSelector"] == {"gpu": "h100"}
-    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert spec["tolerations"][0] == {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert spec["priorityClassName"] == "high"
     assert spec["runtimeClassName"] == "nvidia"
     assert spec["serviceAccountName"] == "trainer"
     assert spec["imagePullSecrets"] == [{"name": "mine"}]
     assert spec["terminationGracePeriodSeconds"] == 77
-    assert not {"nodeSelector", "tolerations", "priorityClassName", "serviceAccountName"} & pod_spec().keys()
+    assert not {"nodeSelector", "priorityClassName", "serviceAccountName"} & pod_spec().keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {"node.kubernetes.io/not-ready": 60, "node.kubernetes.io/unreachable": 60}),
+        (
+            [
+                {
+                    "key": "node.kubernetes.io/unreachable",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": 900,
+                }
+            ],
+            {"node.kubernetes.io/unreachable": 900, "node.kubernetes.io/not-ready": 60},
+        ),
+        ([{"operator": "Exists"}], {None: None}),
+    ],
+)
+def test_lost_nodes_are_not_waited_for_unless_asked(
+    given: list[dict[str, Any]], expected: dict[str | None, int | None]
+) -> None:
+    found = pod_spec(compute=compute(tolerations=given))["tolerations"]
+
+    assert {item.get("key"): item.get("tolerationSeconds") for item in found} == expected
 
 
 def test_the_spec_wins_over_the_settings() -> None:
