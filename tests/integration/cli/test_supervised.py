@@ -272,7 +272,10 @@ def test_one_run_at_a_time_in_a_folder(runs: Runs) -> None:
 
 
 def test_fresh_sets_the_earlier_run_aside(runs: Runs) -> None:
-    runs.run()
+    earlier = runs.folder / "sft-runs" / "tiny"
+    earlier.mkdir(parents=True)
+    (earlier / "step-0").write_text("4")
+    (earlier / "attempts-0").write_text("x")
 
     code, out, err = runs.run("--fresh")
 
@@ -281,6 +284,21 @@ def test_fresh_sets_the_earlier_run_aside(runs: Runs) -> None:
     (aside,) = (runs.folder / "sft-runs").glob("tiny-until-*")
     assert (aside / "step-0").read_text() == "4"
     assert f"The earlier run is now in {aside}." in err
+
+
+def test_the_end_of_the_terminal_saves_too(runs: Runs) -> None:
+    runs.write(training={"steps": 10_000})
+    terminal, inside = pty.openpty()
+    process = runs.start(stderr=inside)
+    os.close(inside)
+    runs.wait_for_step(3)
+
+    os.close(terminal)
+    process.send_signal(signal.SIGHUP)
+    code, out, _ = runs.finish(process)
+
+    assert code == 30
+    assert status_of(out).steps_at_risk == 0
 
 
 def test_a_terminal_shows_one_line_in_place(runs: Runs) -> None:

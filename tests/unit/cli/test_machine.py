@@ -1,0 +1,48 @@
+"""What this machine has."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from sft_cli.machine import free_port, visible_gpus
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """With an nvidia-smi that lists two GPUs, one of them cut into two instances."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        "echo 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n"
+        "echo '  MIG 1g.18gb Device 0: (UUID: MIG-0)'\n"
+        "echo '  MIG 1g.18gb Device 1: (UUID: MIG-1)'\n"
+        "echo 'GPU 1: NVIDIA H200 (UUID: GPU-1)'\n"
+    )
+    program.chmod(0o755)
+    return {"PATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [(None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,1,2,3", 2), ("GPU-1", 1)]
+)
+def test_gpus_are_those_that_the_processes_would_see(
+    environment: dict[str, str], allowed: str | None, expected: int
+) -> None:
+    if allowed is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = allowed
+
+    assert visible_gpus(environment) == expected
+
+
+def test_no_driver_and_a_broken_driver_mean_no_gpu(environment: dict[str, str], tmp_path: Path) -> None:
+    assert visible_gpus({"PATH": "/nowhere"}) == 0
+
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: odd'\nexit 9\n")
+    assert visible_gpus(environment) == 0
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
