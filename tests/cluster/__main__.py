@@ -19,6 +19,7 @@ def main() -> int:
         default=state.default_folder(),
         help="one cluster a folder (default: %(default)s)",
     )
+    parser.add_argument("--force", action="store_true", help="stop a cluster that a test session uses (down)")
     arguments = parser.parse_args()
     return _COMMANDS[arguments.command](arguments)
 
@@ -30,6 +31,12 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
+    if lifecycle.in_use(arguments.folder) and not arguments.force:
+        print(
+            f"a test session uses the cluster in {arguments.folder}: wait for it, or stop it anyway with --force",
+            file=sys.stderr,
+        )
+        return 1
     lifecycle.down(arguments.folder)
     return 0
 

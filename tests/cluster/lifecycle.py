@@ -75,6 +75,15 @@ def borrowed(folder: Path, tier: str = "node", *, keep: bool = False) -> Iterato
                 down(folder)
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a test session borrows the cluster in `folder` at this moment."""
+    users = folder / "users"
+    if not users.exists():
+        return False
+    with users.open("a") as opened:
+        return not _is_last(opened)
+
+
 def _is_last(users: IO[str]) -> bool:
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)

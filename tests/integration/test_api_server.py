@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import ssl
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.access import Cluster
-from tests.cluster.lifecycle import down, running, up
+from tests.cluster.lifecycle import borrowed, down, running, up
 
 
 def test_objects_are_checked_by_a_real_api_server(api_server: Cluster) -> None:
@@ -63,3 +65,15 @@ def test_stale_state_of_another_boot_is_replaced(tmp_path: Path) -> None:
     assert second.token != first.token
     second.kubectl("get", "namespaces")
     down(tmp_path)
+
+
+def test_the_command_does_not_stop_a_cluster_that_a_session_uses(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.cluster", "down", f"--folder={tmp_path}"]
+
+    with borrowed(tmp_path, "api") as cluster:
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        cluster.kubectl("get", "namespaces")
+
+    assert refused.returncode == 1
+    assert "a test session uses the cluster" in refused.stderr
+    assert running(tmp_path) == {}
