@@ -54,7 +54,8 @@ class Supervisor:
         except (FileNotFoundError, ValueError):
             return None
         pid = int(record["pid"])
-        return pid if record["started"] == _start_time(pid) else None
+        started = _start_time(pid)
+        return pid if started is not None and started == record["started"] else None
 
     def start(self, *components: Component) -> bool:
         """Bring components up side by side and wait for all; False when all ran already, unchanged."""

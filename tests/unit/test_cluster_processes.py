@@ -54,3 +54,12 @@ def test_a_recycled_pid_is_not_ours(tmp_path: Path) -> None:
     assert stranger.poll() is None
     stranger.kill()
     stranger.wait()
+
+
+def test_a_process_that_was_dead_before_it_was_recorded_is_not_running(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "pids" / "gone.json").write_text(json.dumps({"pid": gone.pid, "started": None, "digest": ""}))
+
+    assert Supervisor(tmp_path).pid("gone") is None
