@@ -37,6 +37,11 @@ def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
     assert ("messagesKey: conversations" in str(caught.value)) == (columns == ["conversations"])
 
 
+def test_a_messages_column_that_is_named_must_be_there() -> None:
+    with pytest.raises(DataError, match="no column 'chats', which messagesKey names, found instruction, output"):
+        detect_format(["output", "instruction"], Columns(messages="chats"))
+
+
 def test_a_chosen_format_that_does_not_fit_names_the_missing_column() -> None:
     with pytest.raises(DataError, match="format alpaca needs column output, found instruction, text"):
         conversation({"instruction": "a", "text": "b"}, "alpaca", Columns())

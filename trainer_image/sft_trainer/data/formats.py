@@ -51,14 +51,15 @@ def detect_format(columns: Collection[str], names: Columns) -> Format:
     """The format that ``columns`` belong to. Raises DataError naming them when there is none."""
     if names.messages in columns:
         return "messages"
+    found = ", ".join(sorted(columns)) or "(none)"
+    if names.messages != Columns.messages:  # asked for by name: another format would not be what is meant
+        raise DataError(f"no column '{names.messages}', which messagesKey names, found {found}; correct messagesKey")
     if "instruction" in columns and "output" in columns:
         return "alpaca"
     hint = ""
     if "conversations" in columns:
         hint = "; if column 'conversations' holds turns with role and content, set messagesKey: conversations"
-    raise DataError(
-        f"columns {', '.join(sorted(columns)) or '(none)'} match no known format; known are: {_FORMATS_KNOWN}{hint}"
-    )
+    raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{hint}")
 
 
 def check_columns(columns: Collection[str], row_format: Format, names: Columns) -> None:
