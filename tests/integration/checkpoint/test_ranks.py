@@ -1,0 +1,254 @@
+"""Ranks save and load together: sharded models, other world sizes, agreed verdicts, dead peers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sft_api.checkpoints import CheckpointId, RunState
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.manager import CheckpointManager
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import PeerLostError, StorageFullError, TrainingError
+from tests.integration.checkpoint import ranks
+
+Tensors = dict[str, torch.Tensor]
+Numbers = dict[str, Any]
+
+
+def trained(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model after some steps. Its 7 rows and its single one do not divide among 2 ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 1))
+    if dist.is_initialized():
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    tensors = {f"model.{name}": value for name, value in model_state.items()}
+    tensors |= {f"optimizer.{name}": value for name, value in optimizer_state.items()}
+    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def whole(tensors: Tensors) -> Numbers:
+    """Everything in numbers, comparable bit by bit across processes."""
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: tensor.detach().double().tolist() for name, tensor in full.items()}
+
+
+def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
+    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager.claim_attempt("job")
+    tensors = tensors_of(*trained(seed=1, steps=steps))
+    before = whole(tensors)
+    manager.save(steps, tensors, RunState(cursor=steps), asynchronous=asynchronous)
+    if asynchronous:
+        for tensor in tensors.values():  # and training's own collectives go on meanwhile
+            tensor.detach().fill_(-5)
+            if dist.is_initialized():
+                dist.all_reduce(torch.ones(1))
+        manager.wait()
+    return before
+
+
+def load_here(store: Store) -> tuple[int, Numbers, list[str]]:
+    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager.claim_attempt("job")
+    tensors = tensors_of(*trained(seed=2, steps=1))
+    choice = manager.latest()
+    assert choice is not None
+    choice = manager.load(choice, tensors)
+    return choice.manifest.step, whole(tensors), [str(entry) for entry in choice.skipped]
+
+
+def test_two_ranks_to_one_to_two_are_bit_equal(store: Store, tmp_path: Path) -> None:
+    saved = ranks.run(2, tmp_path, save_here, store, 3, True)
+    assert saved[0] == saved[1]
+    assert "optimizer.state.0.weight.exp_avg" in saved[0]
+    assert "optimizer.state.0.weight.step" in saved[0]
+
+    (alone,) = ranks.run(1, tmp_path, load_here, store)
+    assert alone == (3, saved[0], [])
+
+    (saved_alone,) = ranks.run(1, tmp_path, save_here, store, 4, False)
+    assert saved_alone != saved[0]
+    assert [answer[:2] for answer in ranks.run(2, tmp_path, load_here, store)] == [(4, saved_alone)] * 2
+
+
+def test_without_a_process_group_it_is_the_same_checkpoint(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    (saved, _) = ranks.run(2, tmp_path, save_here, store, 2, False)
+    process = ranks.start(load_here, store)
+    assert ranks.answer(*process) == (2, saved, [])
+
+
+def test_damage_that_one_rank_sees_makes_all_fall_back(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    good, _ = ranks.run(2, tmp_path, save_here, store, 2, False)
+    ranks.run(2, tmp_path, save_here, store, 3, False)
+    newest = CheckpointId(attempt=2, step=3)
+    (second_file,) = [entry.key for entry in store.list(newest.prefix) if "/r00001-" in entry.key]
+    raw = bytearray(store.read(second_file))
+    raw[-1] ^= 1
+    store.put(second_file, bytes(raw))
+
+    for step, loaded, skipped in ranks.run(2, tmp_path, load_here, store):
+        assert (step, loaded) == (2, good)
+        assert len(skipped) == 1
+        assert "step-00000003-a00002" in skipped[0]
+        assert "do not match their digest" in skipped[0]
+
+
+def save_with_one_failing(store: Store) -> tuple[str, str, list[int]]:
+    """Rank 1 finds the disk full once; then all save again."""
+    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager.claim_attempt("job")
+    tensors = tensors_of(*trained(seed=1, steps=1))
+    plain = LocalStore.open_write
+    if dist.get_rank() == 1:
+
+        def full(*_: object) -> Any:
+            raise StorageFullError("no room left on rank 1")
+
+        LocalStore.open_write = full  # type: ignore[method-assign]
+    manager.save(1, tensors, RunState(), asynchronous=True)
+    try:
+        manager.wait()
+    except TrainingError as error:
+        failure = f"{type(error).__name__}: {error}"
+    LocalStore.open_write = plain  # type: ignore[method-assign]
+    committed = [entry.key for entry in store.list("") if entry.key.endswith("manifest.json")]
+    dist.barrier()
+    manager.save(2, tensors, RunState(), asynchronous=False)
+    latest = manager.status().latest
+    assert latest is not None
+    return failure, str(committed), [latest.step, latest.size_bytes]
+
+
+def test_all_ranks_hear_of_one_ranks_failure(tmp_path: Path) -> None:
+    answers = ranks.run(2, tmp_path, save_with_one_failing, LocalStore(tmp_path / "store"))
+    assert answers[0] == answers[1]
+    failure, committed, latest = answers[0]
+    assert failure == "StorageFullError: no room left on rank 1"
+    assert committed == "[]"
+    assert latest[0] == 2
+
+
+class Stubborn(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def save_with_an_error_that_cannot_travel(store: Store) -> tuple[str, float]:
+    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager.claim_attempt("job")
+    if dist.get_rank() == 1:
+
+        def stubborn(*_: object) -> Any:
+            raise Stubborn("a bug")
+
+        LocalStore.open_write = stubborn  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        manager.save(1, tensors_of(*trained(seed=1, steps=1)), RunState(), asynchronous=False)
+    except TrainingError as error:
+        return str(error), time.monotonic() - began
+    return "saved", 0.0
+
+
+def test_an_error_that_cannot_be_pickled_leaves_nobody_waiting(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for message, seconds in ranks.run(2, tmp_path, save_with_an_error_that_cannot_travel, store):
+        assert message == "rank 1: Stubborn: a bug"
+        assert seconds < 30
+
+
+def claim_without_access(store: Store) -> str:
+    if dist.get_rank() == 0:
+
+        def full(*_: object) -> Any:
+            raise StorageFullError("no room for a claim")
+
+        LocalStore.create = full  # type: ignore[method-assign]
+    try:
+        CheckpointManager(store, timeout=timedelta(seconds=60)).claim_attempt("job")
+    except StorageFullError as error:
+        return str(error)
+    return "claimed"
+
+
+def test_a_claim_fails_on_all_ranks_alike(tmp_path: Path) -> None:
+    answers = ranks.run(2, tmp_path, claim_without_access, LocalStore(tmp_path / "store"))
+    assert answers == ["no room for a claim"] * 2
+
+
+def save_while_a_peer_dies(store: Store) -> tuple[str, float]:
+    """Rank 1 is killed while it writes step 2."""
+    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager.claim_attempt("job")
+    tensors = tensors_of(*trained(seed=1, steps=1))
+    manager.save(1, tensors, RunState(), asynchronous=False)
+    if dist.get_rank() == 1:
+
+        def killed(*_: object) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        LocalStore.open_write = killed  # type: ignore[method-assign]
+    began = time.monotonic()
+    manager.save(2, tensors, RunState(), asynchronous=True)
+    try:
+        manager.wait()
+    except PeerLostError as error:
+        return str(error), time.monotonic() - began
+    return "saved", 0.0
+
+
+def test_a_dead_peer_ends_the_save_soon_and_the_checkpoint_before_counts(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    survivor, killed = ranks.run(2, tmp_path, save_while_a_peer_dies, store)
+    assert killed is None
+    message, seconds = survivor
+    assert "a rank went away" in message
+    assert seconds < 20
+    (loaded,) = ranks.run(1, tmp_path, load_here, store)
+    assert loaded[0] == 1
+
+
+def save_replicas(store: Store) -> tuple[list[str], int]:
+    """Plain tensors are the same on every rank: one of them writes each."""
+    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager.claim_attempt("job")
+    tensors = {f"model.{name}": torch.full((1000,), float(ord(name))) for name in "abcd"}
+    outcome = manager.save(1, tensors, RunState(), asynchronous=False)
+    assert outcome is not None
+    loaded = {name: torch.zeros(1000) for name in tensors}
+    manager.load_newest(loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    return [entry.key.rpartition("/")[2][:6] for entry in store.list("checkpoints/")], outcome.size_bytes
+
+
+def test_replicated_tensors_are_written_once_and_shared_out(tmp_path: Path) -> None:
+    for files, size in ranks.run(2, tmp_path, save_replicas, LocalStore(tmp_path / "store")):
+        assert sorted(files) == ["manife", "r00000", "r00001"]
+        assert size == 4 * 4000
