@@ -13,9 +13,9 @@ from tests.parity.runs import step_records
 from . import disturbances
 from .stage import Stage
 
-STEPS = 200
+STEPS = 120
 SAVE_EVERY = 10
-DISTURB_AFTER = 45
+DISTURB_AFTER = 35
 
 Disturbance = Callable[[Stage, str], None]
 
