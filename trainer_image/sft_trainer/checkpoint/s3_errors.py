@@ -52,9 +52,11 @@ _DENIED = {
 }
 _FULL = {"InsufficientStorage", "QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"}
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "301"}
+_REFUSALS = {400, 405, 411, 501}
 _TRANSIENT = {
     "BadDigest",
     "ConditionalRequestConflict",
+    "IncompleteBody",
     "InternalError",
     "OperationAborted",
     "RequestTimeout",
@@ -66,6 +68,10 @@ _TRANSIENT = {
     "TooManyRequests",
     "XAmzContentChecksumMismatch",
 }
+
+
+_GONE = {"NoSuchUpload", "InvalidPart"}
+"""What servers answer about an upload that was aborted; the second, when it happens while it is being completed."""
 
 
 class PreconditionFailed(StorageUnavailableError):
@@ -136,9 +142,9 @@ def translated(error: Exception, place: Place) -> TrainingError:
             )
         if code in ("NoSuchKey", "404", "NotFound"):
             return ObjectNotFoundError(f"{place} is not there")
-        if is_transient(error):
-            return StorageUnavailableError(f"{place}: the server keeps failing ({said}); check its health")
-        return ConfigError(f"{place}: the server refuses the request ({said}); check checkpoint.s3")
+        if status in _REFUSALS and not is_transient(error):
+            return ConfigError(f"{place}: the server refuses the request ({said}); check checkpoint.s3")
+        return StorageUnavailableError(f"{place}: the server keeps failing ({said}); check its health")
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return AccessDeniedError(
             f"{place}: no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -166,7 +172,7 @@ def retrying(request: Callable[[], T], place: Place, seconds: float) -> T:
         except (BotoCoreError, ClientError, ValueError) as error:
             if isinstance(error, ClientError) and (_status(error) == 412 or _code(error) == "PreconditionFailed"):
                 raise PreconditionFailed(f"{place} exists already", retried) from error
-            if isinstance(error, ClientError) and _code(error) == "NoSuchUpload":
+            if isinstance(error, ClientError) and _code(error) in _GONE:
                 raise UploadGone(
                     f"{place}: the upload was aborted by someone else, probably by a newer attempt of this job", retried
                 ) from error

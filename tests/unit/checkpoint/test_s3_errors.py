@@ -1,0 +1,99 @@
+"""What a server's answer means for the run: the failure class decides whether it is tried again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError
+
+from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, is_transient, retrying, translated
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    StorageFullError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+)
+
+PLACE = Place("bucket", "run/x.bin", "http://server")
+
+
+def refusal(code: str, status: int) -> ClientError:
+    answer: Any = {"Error": {"Code": code, "Message": "said so"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(answer, "PutObject")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "transient", "expected"),
+    [
+        ("NoSuchBucket", 404, False, StorageNotFoundError),
+        ("NoSuchKey", 404, False, ObjectNotFoundError),
+        ("404", 404, False, ObjectNotFoundError),
+        ("AccessDenied", 403, False, AccessDeniedError),
+        ("SignatureDoesNotMatch", 403, False, AccessDeniedError),
+        ("ExpiredToken", 400, False, AccessDeniedError),
+        ("SomethingNew", 401, False, AccessDeniedError),
+        ("QuotaExceeded", 403, False, StorageFullError),
+        ("XMinioStorageFull", 507, False, StorageFullError),
+        ("Whatever", 507, False, StorageFullError),
+        ("PermanentRedirect", 301, False, ConfigError),
+        ("AuthorizationHeaderMalformed", 400, False, ConfigError),
+        ("InvalidBucketName", 400, False, ConfigError),
+        ("NotImplemented", 501, False, ConfigError),
+        ("SlowDown", 503, True, StorageUnavailableError),
+        ("InternalError", 500, True, StorageUnavailableError),
+        ("502", 502, True, StorageUnavailableError),
+        ("TooManyRequests", 429, True, StorageUnavailableError),
+        ("ConditionalRequestConflict", 409, True, StorageUnavailableError),
+        ("RequestTimeout", 400, True, StorageUnavailableError),
+        ("BadDigest", 400, True, StorageUnavailableError),
+        ("SomethingNew", 418, False, StorageUnavailableError),
+    ],
+)
+def test_answers(code: str, status: int, transient: bool, expected: type[Exception]) -> None:
+    error = refusal(code, status)
+    assert is_transient(error) is transient
+    result = translated(error, PLACE)
+    assert type(result) is expected
+    assert "s3://bucket/run/x.bin at http://server" in str(result)
+
+
+def test_no_answer_and_no_credentials() -> None:
+    for silence in (EndpointConnectionError(endpoint_url="x"), ReadTimeoutError(endpoint_url="x")):
+        assert is_transient(silence)
+        assert type(translated(silence, PLACE)) is StorageUnavailableError
+    assert type(translated(NoCredentialsError(), PLACE)) is AccessDeniedError
+
+
+def answers(*results: Exception | str) -> Any:
+    remaining = list(results)
+
+    def request() -> str:
+        result = remaining.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return request
+
+
+def test_transient_errors_are_tried_again_and_others_not() -> None:
+    assert retrying(answers(refusal("SlowDown", 503), refusal("InternalError", 500), "done"), PLACE, 10) == "done"
+    with pytest.raises(AccessDeniedError):
+        retrying(answers(refusal("AccessDenied", 403), "never asked"), PLACE, 10)
+    with pytest.raises(StorageUnavailableError, match="SlowDown"):
+        retrying(answers(*[refusal("SlowDown", 503)] * 9), PLACE, 0.3)
+
+
+def test_ambiguous_answers_say_whether_there_was_an_earlier_try() -> None:
+    exists, lost = refusal("PreconditionFailed", 412), refusal("InternalError", 500)
+    for request, retried in ((answers(exists), False), (answers(lost, exists), True)):
+        with pytest.raises(PreconditionFailed) as failed:
+            retrying(request, PLACE, 10)
+        assert failed.value.retried is retried
+    for code in ("NoSuchUpload", "InvalidPart"):  # a newer attempt aborted it: nothing a user must change
+        with pytest.raises(UploadGone) as gone:
+            retrying(answers(refusal(code, 404)), PLACE, 10)
+        assert isinstance(gone.value, StorageUnavailableError)
