@@ -4,7 +4,6 @@ Exit code 0 means that the run is complete; the others are those of ``sft_api.fa
 """
 
 import signal
-import sys
 from types import FrameType
 
 _early_signals: list[int] = []
@@ -20,8 +19,8 @@ for _number in (signal.SIGTERM, signal.SIGINT):
 
 import argparse  # noqa: E402
 import asyncio  # noqa: E402
+import importlib.util  # noqa: E402
 import os  # noqa: E402
-import shlex  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
 import traceback  # noqa: E402
@@ -37,6 +36,15 @@ from sft_trainer.supervisor.output import Output  # noqa: E402
 from sft_trainer.supervisor.settings import Settings  # noqa: E402
 
 MAX_TERMINATION_BYTES = 4096
+WORKER_IMPORTS = (
+    "sft_trainer.trainer",
+    "pandas",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+"""What a worker imports on its way to the first step, the slow ones named."""
 _KUBERNETES_TERMINATION_LOG = Path("/dev/termination-log")
 
 
@@ -51,7 +59,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=environment("SFT_PORT", str(PROGRESS_PORT)))
     parser.add_argument("--bind", help="address to listen on; all when absent")
     parser.add_argument("--run-dir", type=Path, default=environment("SFT_RUN_DIR"), help="a new folder when absent")
-    parser.add_argument("--worker-command", type=shlex.split, default=[sys.executable, "-m", "sft_trainer"])
+    parser.add_argument("--worker-module", default="sft_trainer", help="each worker is python -m of this")
+    parser.add_argument("--preload", nargs="*", help="modules imported once for all workers; none: no such process")
     return parser.parse_args(arguments)
 
 
@@ -80,11 +89,19 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         bind=options.bind,
         run_dir=run_dir,
         termination_log=_termination_log(),
-        command=tuple(options.worker_command),
+        module=options.worker_module,
+        preload=_imports(options.worker_module) if options.preload is None else tuple(options.preload),
         max_restarts=policy.max_restarts,
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,
     )
+
+
+def _imports(module: str) -> tuple[str, ...]:
+    """What workers of ``module`` import, if it is the worker that lies beside this file."""
+    spec = importlib.util.find_spec(f"{module}.__main__")
+    ours = spec is not None and spec.origin == str(Path(__file__).with_name("__main__.py"))
+    return WORKER_IMPORTS if ours else ()
 
 
 def _termination_log() -> Path | None:

@@ -1,6 +1,6 @@
 """A worker without torch: keeps the contract of the run directory, and fails as it is told.
 
-``python fake_worker.py SCRIPT`` where SCRIPT is a JSON file ``{"steps": 5, "stepSeconds": 0.02, "checkpointEvery": 2,
+``python -m fake_worker`` with FAKE_SCRIPT naming a JSON file ``{"steps": 5, "stepSeconds": 0.02, "checkpointEvery": 2,
 "folder": "...", "faults": [{"rank": 0, "start": 1, "step": 2, "do": "exit 11"}, ...]}``. ``start`` counts the starts of
 a rank over all generations. The ranks step together over a socket of rank 0, so the end of one is felt by all.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 RUN_DIR = Path(os.environ["SFT_RUN_DIR"])
-SCRIPT = json.loads(Path(sys.argv[1]).read_text())
+SCRIPT = json.loads(Path(os.environ["FAKE_SCRIPT"]).read_text())
 RECORDED = ("SFT_", "MASTER_", "OMP_", "RANK", "LOCAL_", "WORLD_", "GROUP_", "TORCH_")
 FOLDER = Path(SCRIPT["folder"])
 """Stands for the object store: shared by all pods."""
@@ -103,8 +103,10 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     starts = FOLDER / f"starts-{RANK}"
     with starts.open("a") as record:
-        mine = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(RECORDED)}
-        record.write(json.dumps({"time": time.time(), **mine}) + "\n")
+        mine: dict[str, object] = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(RECORDED)}
+        record.write(
+            json.dumps({"pid": os.getpid(), "time": time.time(), "preloaded": "ssl" in sys.modules, **mine}) + "\n"
+        )
     start = len(starts.read_text().splitlines())
     saved = FOLDER / "checkpoint"
     step = resumed = int(saved.read_text()) if saved.exists() else 0

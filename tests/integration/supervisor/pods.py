@@ -17,8 +17,6 @@ from sft_api.progress import Progress, TerminationMessage
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 
-FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
-
 
 @dataclass
 class Pod:
@@ -86,6 +84,7 @@ class Group:
     faults: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 5
     step_seconds: float = 0.02
+    preload: tuple[str, ...] = ("ssl",)
     pods: list[Pod] = field(default_factory=list)
 
     def write_files(self) -> None:
@@ -123,13 +122,15 @@ class Group:
             *(sys.executable, "-m", "sft_trainer.launch"),
             *("--config", str(self.folder / "config.json")),
             *("--bind", address, "--port", str(self.port), "--run-dir", str(self.folder / name)),
-            *("--worker-command", f"{sys.executable} -S {FAKE_WORKER} {self.folder / 'script.json'}"),
+            *("--worker-module", "fake_worker", "--preload", *self.preload),
         ]
         inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         given = {
             "JOB_COMPLETION_INDEX": str(index),
             "SFT_COORDINATOR": "127.0.0.1",
             "SFT_TERMINATION_LOG": str(termination_file),
+            "PYTHONPATH": str(Path(__file__).parent),
+            "FAKE_SCRIPT": str(self.folder / "script.json"),
         }
         with log_file.open("w") as log:
             process = subprocess.Popen(
@@ -142,9 +143,27 @@ class Group:
     def start_all(self) -> list[Pod]:
         return [self.start(index) for index in range(self.nodes)]
 
-    def starts(self, rank: int) -> list[dict[str, str]]:
-        """The environment of each start of ``rank``."""
+    def starts(self, rank: int) -> list[dict[str, Any]]:
+        """Of each start of ``rank`` its environment, pid, time, and whether it was preloaded."""
         return [json.loads(line) for line in (self.folder / f"starts-{rank}").read_text().splitlines()]
+
+    def kill_worker(self, rank: int) -> None:
+        """SIGKILL to the newest worker of ``rank``."""
+        try:
+            os.kill(self.starts(rank)[-1]["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            raise AssertionError(f"the worker of rank {rank} has ended:\n{self.pods[0].log}") from None
+
+    def workers(self) -> list[int]:
+        """Pids of what looks like a worker to ``ps``."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes().decode(errors="replace")
+                if words[1:3] == [b"-m", b"fake_worker"] and str(self.folder) in environment:
+                    found.append(int(entry.name))
+        return found
 
     def processes_left(self) -> list[str]:
         """Command lines of processes that belong to this group and live."""

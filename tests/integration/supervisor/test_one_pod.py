@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -191,3 +192,53 @@ def test_health_progress_and_metrics_are_served(group: Group) -> None:
     for name in ("step", "loss", "checkpoint_step", "checkpoint_age_seconds", "members"):
         assert f"\nsft_trainer_{name} " in metrics
     assert 'sft_trainer_phase{phase="Training"} 1.0' in metrics
+
+
+def test_workers_are_forks_of_one_process_that_has_imported_everything(group: Group) -> None:
+    group.processes = 2
+    group.steps = 10_000
+    group.faults = [{"rank": 0, "start": start, "step": 0, "do": "orphan"} for start in (1, 2)]
+    pod = group.start()
+    for start in (2, 3):
+        pod.wait_for_step(2)
+        group.kill_worker(1)
+        wait_for(lambda number=start: len(group.starts(1)) == number, pod)  # type: ignore[misc]
+
+    assert [start["preloaded"] for start in group.starts(1)] == [True, True, True]
+    assert [start["RANK"] for start in group.starts(1)] == ["1", "1", "1"]
+    assert len({start["MASTER_PORT"] for start in group.starts(1)}) == 3
+    assert "worker of rank 1 was killed (SIGKILL)" in pod.log
+    wait_for(lambda: "[rank 1] rank 1 of 2, start 3\n" in pod.log, pod)
+    wait_for(lambda: sorted(group.workers()) == sorted(group.starts(rank)[-1]["pid"] for rank in (0, 1)), pod)
+    # Forked workers end with the supervisor like any others: the fixture looks.
+    pod.signal(signal.SIGKILL)
+    pod.wait()
+
+
+def test_the_process_that_forks_workers_is_replaced_when_it_is_killed(group: Group) -> None:
+    group.steps = 10_000
+    pod = group.start()
+    pod.wait_for_step(1)
+    subprocess.run(["pkill", "-9", "-P", str(pod.process.pid), "-f", "supervisor.preload"], check=True)
+    group.kill_worker(0)
+    wait_for(lambda: len(group.starts(0)) == 2, pod)
+
+    assert [start["preloaded"] for start in group.starts(0)] == [True, True]
+    pod.signal(signal.SIGTERM)
+    assert pod.wait() == 30
+
+
+def test_imports_that_leave_a_thread_behind_make_each_worker_import_for_itself(group: Group) -> None:
+    group.preload = ("ssl", "thread_at_import")
+    pod = group.start()
+
+    assert pod.wait() == 0
+    assert "every worker imports for itself: 2 threads are running after the imports" in pod.log
+    assert [start["preloaded"] for start in group.starts(0)] == [False]
+
+
+def test_without_anything_to_import_workers_are_new_processes(group: Group) -> None:
+    group.preload = ()
+    assert group.start().wait() == 0
+
+    assert [start["preloaded"] for start in group.starts(0)] == [False]

@@ -65,6 +65,9 @@ def classify(end: WorkerExit, *, memory_ran_out: bool) -> Failure | None:
     said = f": {end.last_line}" if end.last_line else "; its log may say more"
     if end.code == -signal.SIGKILL and memory_ran_out:
         return Failure(failure=FailureClass.OUT_OF_MEMORY, message=HOST_OUT_OF_MEMORY, time=end.time, rank=end.rank)
+    if end.code == -signal.SIGKILL:
+        message = f"worker of rank {end.rank} was killed (SIGKILL) by something outside of the run"
+        return Failure(failure=FailureClass.WORKER_CRASHED, message=message, time=end.time, rank=end.rank)
     if end.code < 0:
         message = f"worker of rank {end.rank} was ended by {_signal_name(-end.code)}{said}"
         return Failure(failure=FailureClass.WORKER_CRASHED, message=message, time=end.time, rank=end.rank)

@@ -40,11 +40,15 @@ class Cgroup:
 
     def out_of_memory_kills(self) -> int:
         """How often the kernel has killed a process of this group because its memory ran out."""
-        for text in (self._read("", "memory.events"), self._read("memory", "memory.oom_control")):
-            for line in text.splitlines():
-                words = line.split()
-                if len(words) == 2 and words[0] == "oom_kill":
-                    return int(words[1])
+        return self._counter("", "memory.events", "oom_kill") or self._counter(
+            "memory", "memory.oom_control", "oom_kill"
+        )
+
+    def _counter(self, controller: str, name: str, key: str) -> int:
+        for line in self._read(controller, name).splitlines():
+            words = line.split()
+            if len(words) == 2 and words[0] == key:
+                return int(words[1])
         return 0
 
 

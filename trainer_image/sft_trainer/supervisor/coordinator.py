@@ -145,8 +145,8 @@ class Coordinator:
         if order.kind is OrderKind.RUN and order.generation is not None:
             self._reported = None
             self._watch.reset()
-            world = self._settings.nodes * self._settings.processes
-            self._output.say(f"start {order.generation.number}: {world} workers on {self._settings.nodes} pods")
+            nodes, processes = self._settings.nodes, self._settings.processes
+            self._output.say(f"start {order.generation.number} of the workers: {processes} in each of {nodes} pod(s)")
         elif order.kind is OrderKind.IDLE:
             self._output.say(f"ending the group: {order.reason}")
 

@@ -1,7 +1,6 @@
 """The loop of one pod: follows the order in force with its workers, and reports what becomes of them."""
 
 import asyncio
-import errno
 import os
 import shutil
 import signal
@@ -16,12 +15,14 @@ from .causes import classify, first_cause, patience_seconds
 from .cgroup import Cgroup, available_cpus
 from .clock import AwakeClock
 from .coordinator import Coordinator
+from .environment import worker_environment
 from .http import Request, Response, serve
 from .ledger import termination
 from .link import Link
 from .output import Output
 from .protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 from .settings import Settings
+from .spawn import Starter
 from .workers import Workers, adopt_orphans, reap
 
 TICK_SECONDS = 0.25
@@ -57,6 +58,7 @@ class Node:
         self._stop_since: float | None = None
         self._kill_now = False
         self._end: TerminationMessage | None = None
+        self._starter = Starter(settings.module, settings.preload, output)
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
@@ -76,6 +78,7 @@ class Node:
             loop.add_signal_handler(stop_signal, self._on_stop_signal, stop_signal)
         for number in early_signals:
             self._on_stop_signal(number)
+        self._prepare()
         async with await serve(self._settings.bind, self._settings.port, self._answer):
             link = asyncio.create_task(self._link.run(self._receive)) if self._link else None
             while self._end is None:
@@ -117,6 +120,7 @@ class Node:
             if self._workers is not None:
                 self._note(self._workers, ended)
                 self._tend(self._workers)
+            self._starter.tend(ended)
             if self._coordinator is not None:
                 self._order = self._coordinator.step(self._report())
             self._obey()
@@ -157,7 +161,7 @@ class Node:
                 self._kill_since = self._kill_since or time.monotonic()
                 workers.kill()
                 self._give_up_on_unkillable()
-        elif workers.kill_leftovers():
+        elif workers.kill_leftovers(spare=self._starter.server_pid):
             workers.drain(DRAIN_SECONDS)
             self._ended = self._judge(workers)
             self._workers = None
@@ -209,7 +213,7 @@ class Node:
             return
         generation = order.generation
         done = self._ended is not None and generation is not None and self._ended.generation == generation.id
-        if generation is not None and not done and self._stop_since is None:
+        if generation is not None and not done and self._stop_since is None and self._prepare():
             self._start(generation)
 
     def _heed_stop(self) -> None:
@@ -251,6 +255,9 @@ class Node:
 
     # Start and end
 
+    def _prepare(self) -> bool:
+        return self._starter.prepare(self._environment(0, 0, master_port=0))
+
     def _start(self, generation: Generation) -> None:
         settings = self._settings
         run_dir = settings.run_dir
@@ -266,44 +273,30 @@ class Node:
         for local_rank in range(settings.processes):
             rank = settings.node * settings.processes + local_rank
             prefix = f"[rank {rank}] ".encode() if world > 1 else b""
-            environment = self._environment(generation, local_rank)
+            environment = self._environment(local_rank, generation.id, master_port=generation.master_port)
             try:
-                self._workers.start(settings.command, environment, rank, prefix)
+                self._workers.start(self._starter.start_worker, environment, rank, prefix)
             except OSError as problem:
-                lasting = problem.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
                 self._not_started = [
                     Failure(
-                        failure=FailureClass.CONFIG_ERROR if lasting else FailureClass.WORKER_CRASHED,
-                        message=f"the worker command {settings.command[0]!r} could not be started: {problem.strerror}",
+                        failure=FailureClass.WORKER_CRASHED,
+                        message=f"a worker could not be started: {problem}",
                         time=datetime.now(UTC),
                         rank=rank,
                     )
                 ]
                 return
 
-    def _environment(self, generation: Generation, local_rank: int) -> dict[str, str]:
-        settings = self._settings
-        environment = {
-            # Said by libraries that read it, unless the user says otherwise.
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            "OMP_NUM_THREADS": str(max(1, available_cpus(self._cgroup) // settings.processes)),
-            **os.environ,
-            "SFT_CONFIG": str(settings.config),
-            "SFT_RUN_DIR": str(settings.run_dir),
-            "SFT_GENERATION": str(generation.id),
-            "RANK": str(settings.node * settings.processes + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(settings.nodes * settings.processes),
-            "LOCAL_WORLD_SIZE": str(settings.processes),
-            "GROUP_RANK": str(settings.node),
-            "MASTER_ADDR": self._link.address if self._link else "127.0.0.1",
-            "MASTER_PORT": str(generation.master_port),
-        }
-        if threads := os.environ.get("SFT_THREADS"):
-            environment["OMP_NUM_THREADS"] = threads
-        return environment
+    def _environment(self, local_rank: int, generation: int, *, master_port: int) -> dict[str, str]:
+        return worker_environment(
+            self._settings,
+            os.environ,
+            local_rank=local_rank,
+            generation=generation,
+            master_address=self._link.address if self._link else "127.0.0.1",
+            master_port=master_port,
+            cpus=available_cpus(self._cgroup),
+        )
 
     async def _leave(self) -> None:
         if self._link is not None:

@@ -23,8 +23,10 @@ class Settings:
     """Address to listen on; all when None."""
     run_dir: Path
     termination_log: Path | None
-    command: tuple[str, ...]
-    """Starts one worker."""
+    module: str
+    """Each worker is ``python -m`` this."""
+    preload: tuple[str, ...]
+    """What workers import, for the process that forks them; empty to start each worker anew."""
     max_restarts: int
     progress_deadline_seconds: int | None
     grace_seconds: int

@@ -3,12 +3,12 @@
 import ctypes
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -18,7 +18,6 @@ from sft_api.rundir import ERRORS_FOLDER
 from .causes import WorkerExit
 from .output import Forwarder, Output
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -57,10 +56,16 @@ def children() -> list[int]:
     return found
 
 
+class Spawn(Protocol):
+    """A way to start a worker in a session of its own that dies with this process."""
+
+    def __call__(self, environment: Mapping[str, str], *, stdout: int, stderr: int) -> int:
+        """Its pid. Raises OSError when it cannot be started."""
+
+
 @dataclass
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
     stdout: Forwarder
     stderr: Forwarder
     end: WorkerExit | None = None
@@ -72,6 +77,7 @@ class Workers:
 
     def __init__(self, generation: int, run_dir: Path, output: Output) -> None:
         self.generation = generation
+        self.started = time.monotonic()
         self._output = output
         self.killed = False
         self.stacks_wanted: float | None = None
@@ -79,26 +85,11 @@ class Workers:
         self._errors = run_dir / ERRORS_FOLDER
         self._workers: dict[int, _Worker] = {}
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], rank: int, prefix: bytes) -> None:
-        """Start one worker in a session of its own that dies with this process. Raises OSError when it cannot."""
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
+    def start(self, spawn: Spawn, environment: Mapping[str, str], rank: int, prefix: bytes) -> None:
+        """Start one worker through ``spawn``. Raises OSError when it cannot be started."""
         pipes = [os.pipe() for _ in (1, 2)]
         try:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=pipes[0][1],
-                stderr=pipes[1][1],
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            pid = spawn(environment, stdout=pipes[0][1], stderr=pipes[1][1])
         except OSError:
             for read_end, _ in pipes:
                 os.close(read_end)
@@ -107,7 +98,7 @@ class Workers:
             for _, write_end in pipes:
                 os.close(write_end)
         stdout, stderr = (Forwarder(pipe[0], self._output, to, prefix) for pipe, to in zip(pipes, (1, 2), strict=True))
-        self._workers[process.pid] = _Worker(rank, process, stdout, stderr)
+        self._workers[pid] = _Worker(rank, stdout, stderr)
 
     def note(self, ended: Mapping[int, int]) -> None:
         """Take in what ``reap`` found."""
@@ -115,7 +106,6 @@ class Workers:
             worker = self._workers.get(pid)
             if worker is None:
                 continue
-            worker.process.returncode = code
             error, time_of_error = self._read_error(worker.rank)
             if code != 0 and error is None:
                 worker.stderr.join(0.1)
@@ -162,9 +152,9 @@ class Workers:
             if worker.end is None:
                 os.killpg(pid, signal.SIGKILL)
 
-    def kill_leftovers(self) -> bool:
-        """SIGKILL to whatever ended workers have left behind; True when nothing is left."""
-        left = children()
+    def kill_leftovers(self, *, spare: int | None) -> bool:
+        """SIGKILL to whatever ended workers have left behind, but not to ``spare``; True when nothing is left."""
+        left = [pid for pid in children() if pid != spare]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return not left

@@ -1,0 +1,73 @@
+"""What a worker finds in its environment."""
+
+from pathlib import Path
+
+import pytest
+
+from sft_trainer.supervisor.environment import worker_environment
+from sft_trainer.supervisor.settings import Settings
+
+SETTINGS = Settings(
+    config=Path("/etc/sft/config.json"),
+    job_uid="uid",
+    nodes=3,
+    node=2,
+    processes=4,
+    coordinator="pod-0",
+    port=8471,
+    bind=None,
+    run_dir=Path("/run/sft"),
+    termination_log=None,
+    module="sft_trainer",
+    preload=(),
+    max_restarts=10,
+    progress_deadline_seconds=None,
+    grace_seconds=300,
+)
+
+
+def environment(inherited: dict[str, str], *, cpus: int = 16) -> dict[str, str]:
+    return worker_environment(
+        SETTINGS,
+        inherited,
+        local_rank=1,
+        generation=17,
+        master_address="10.0.0.1",
+        master_port=20_001,
+        cpus=cpus,
+    )
+
+
+def test_the_place_of_a_worker_is_static_and_cannot_be_inherited() -> None:
+    found = environment({"RANK": "99", "MASTER_PORT": "1", "HOME": "/root"})
+
+    assert {key: found[key] for key in found if key.startswith(("SFT_", "MASTER_", "HOME")) or "RANK" in key} == {
+        "SFT_CONFIG": "/etc/sft/config.json",
+        "SFT_RUN_DIR": "/run/sft",
+        "SFT_GENERATION": "17",
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "20001",
+        "HOME": "/root",
+    }
+    assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("12", "4")
+
+
+@pytest.mark.parametrize(
+    ("inherited", "cpus", "threads"),
+    [
+        ({}, 16, "4"),
+        ({}, 2, "1"),
+        ({"OMP_NUM_THREADS": "7"}, 16, "7"),
+        ({"OMP_NUM_THREADS": "7", "SFT_THREADS": "3"}, 16, "3"),
+    ],
+)
+def test_threads(inherited: dict[str, str], cpus: int, threads: str) -> None:
+    assert environment(inherited, cpus=cpus)["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(("grace", "kill_after"), [(5, 4.0), (30, 27.0), (300, 290.0)])
+def test_workers_are_killed_before_the_grace_time_is_over(grace: int, kill_after: float) -> None:
+    assert SETTINGS.__class__(**{**SETTINGS.__dict__, "grace_seconds": grace}).kill_after_seconds == kill_after

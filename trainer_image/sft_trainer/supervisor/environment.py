@@ -1,0 +1,42 @@
+"""Pure: the environment of a worker."""
+
+from collections.abc import Mapping
+
+from .settings import Settings
+
+
+def worker_environment(
+    settings: Settings,
+    inherited: Mapping[str, str],
+    *,
+    local_rank: int,
+    generation: int,
+    master_address: str,
+    master_port: int,
+    cpus: int,
+) -> dict[str, str]:
+    """``inherited``, the worker's place in the group, and threads so that its processes share ``cpus`` processors.
+
+    SFT_THREADS, then OMP_NUM_THREADS of ``inherited`` overrule the number of threads.
+    """
+    environment = {
+        # Read by Python and torch; the user may say otherwise.
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": str(max(1, cpus // settings.processes)),
+        **inherited,
+        "SFT_CONFIG": str(settings.config),
+        "SFT_RUN_DIR": str(settings.run_dir),
+        "SFT_GENERATION": str(generation),
+        "RANK": str(settings.node * settings.processes + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(settings.nodes * settings.processes),
+        "LOCAL_WORLD_SIZE": str(settings.processes),
+        "GROUP_RANK": str(settings.node),
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+    }
+    if threads := inherited.get("SFT_THREADS"):
+        environment["OMP_NUM_THREADS"] = threads
+    return environment
