@@ -27,9 +27,15 @@ def duration(seconds: float | None) -> str:
     return f"{total // 86400}d{total % 86400 // 3600}h"
 
 
-def _shown(value: float | None) -> float | None:
-    """``value`` to five digits, as columns show it; None for NaN and infinities, which JSON has no word for."""
-    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    """``value``, or None when it is NaN or infinite: JSON has no word for them."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def shown(value: float | None) -> float | None:
+    """``value`` to five digits, as columns show it."""
+    exact = finite(value)
+    return None if exact is None else float(f"{exact:.5g}")
 
 
 def progress_status(training: TrainingProgress) -> ProgressStatus:
@@ -41,14 +47,15 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         summary=f"{training.step}/{total}" if total else (str(training.step) if training.step else ""),
         percent=training.step * 100 // total if total else None,
         phase=training.phase.value,
-        epoch=_shown(training.epoch),
-        loss=_shown(training.loss),
-        eval_loss=_shown(training.eval_loss),
-        learning_rate=_shown(training.learning_rate),
-        grad_norm=_shown(training.grad_norm),
-        tokens_per_second=_shown(training.tokens_per_second),
-        tokens_per_second_per_gpu=_shown(training.tokens_per_second_per_gpu),
-        model_flops_utilization=_shown(training.model_flops_utilization),
+        epoch=shown(training.epoch),
+        loss=shown(training.loss),
+        # As exact as the trainer says it: it is what an export is checked against.
+        eval_loss=finite(training.eval_loss),
+        learning_rate=shown(training.learning_rate),
+        grad_norm=shown(training.grad_norm),
+        tokens_per_second=shown(training.tokens_per_second),
+        tokens_per_second_per_gpu=shown(training.tokens_per_second_per_gpu),
+        model_flops_utilization=shown(training.model_flops_utilization),
         tokens_seen=training.tokens_seen,
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),

@@ -4,7 +4,7 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase, TerminationMessage, TrainingProgress
-from sft_api.report import progress_status, timestamp
+from sft_api.report import progress_status, shown, timestamp
 from sft_api.v1alpha1 import (
     CheckpointsStatus,
     CheckpointStatus,
@@ -132,7 +132,7 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
     if time:
         update["update_time"] = timestamp(time)
     if words.loss is not None or words.step > known.step:
-        update["loss"] = words.loss
+        update["loss"] = shown(words.loss)
     if words.eval_loss is not None:
         update["eval_loss"] = words.eval_loss
     export = ExportStatus(uri=words.export_uri, step=words.step) if words.export_uri else status.export

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import statistics
 import time
 from collections import deque
@@ -11,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sft_api.progress import Phase, TrainingProgress
-from sft_api.report import duration
+from sft_api.report import duration, finite
 from sft_api.rundir import PROGRESS_FILE, write_atomically
 
 log = logging.getLogger("sft_trainer")
 
 _LOG_EVERY_SECONDS = 2.0
-
-
-def finite(value: float | None) -> float | None:
-    """``value``, or None when it is NaN or infinite: JSON has neither."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 class Reporter:

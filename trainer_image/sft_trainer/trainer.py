@@ -13,6 +13,7 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_api.progress import Phase
+from sft_api.report import finite
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
@@ -27,7 +28,7 @@ from .flops import peak_flops, training_flops
 from .models.weights import load_weights
 from .optim import build_optimizer, learning_rate
 from .preparation import Prepared, prepare
-from .reporting import Reporter, finite
+from .reporting import Reporter
 from .saving import Saving, refuse_other_settings
 from .state import changed_fields, environment_facts
 from .strategies.fsdp import build_model, clip_gradients

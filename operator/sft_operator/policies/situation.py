@@ -110,6 +110,10 @@ def _active(job: SFTJob, previous: SFTJobStatus, observed: Observed, now: dateti
     if trouble:
         return Situation(_state_in(trouble, before), trouble.reason, trouble.message, trouble.stalled)
     live = [pod for pod in observed.active_pods if pod.deletion is None]
+    complete = sum(pod.terminated is not None and pod.terminated.exit_code == 0 for pod in observed.pods)
+    if complete and len(live) + complete >= wanted:
+        # Pods leave one after the other when the run is complete, before the Job says so.
+        return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
     if len(live) < wanted:
         return Situation(before, "PodsMissing", _missing(observed, len(live), wanted))
     training = fresh_training(observed, now)

@@ -371,3 +371,10 @@ def test_news_cannot_wait_figures_can() -> None:
 )
 def test_merge_patches(before: dict[str, Any], after: dict[str, Any], patch: dict[str, Any]) -> None:
     assert merge_patch(before, after) == patch
+
+
+@pytest.mark.parametrize("others", [make_pod(1), make_pod(1, phase="Succeeded", exit_code=0)])
+def test_pods_that_are_complete_are_not_missing(others: Any) -> None:
+    # Given a run whose pods leave one after the other, before the Job says that it is complete
+    observed = Observed(job=make_child(), pods=(make_pod(0, phase="Succeeded", exit_code=0), others))
+    assert status_of(observed, TRAINED).state == "Running"
