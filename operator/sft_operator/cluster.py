@@ -33,6 +33,7 @@ _PATHS = {
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 LIST_CHUNK = 500
+_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
 class ApiError(Exception):
@@ -89,9 +90,10 @@ class Cluster:
                 return items, int(metadata.get("resourceVersion") or 0)
             query["continue"] = metadata["continue"]
 
-    async def create(self, kind: str, namespace: str, manifest: Manifest) -> Manifest:
-        """Create, and return what the server made of it."""
-        return await self._request("create", kind, "POST", self._url(kind, namespace), body=manifest)
+    async def create(self, kind: str, namespace: str, manifest: Manifest, *, whole: bool = False) -> Manifest:
+        """Create, and return what the server made of it; its metadata only, unless the ``whole`` is asked for."""
+        accept = "application/json" if whole else _METADATA_ONLY
+        return await self._request("create", kind, "POST", self._url(kind, namespace), body=manifest, accept=accept)
 
     async def patch(
         self,
@@ -137,8 +139,9 @@ class Cluster:
         *,
         body: Manifest | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Manifest:
-        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        headers = {"Content-Type": content_type, "Accept": accept}
         data = json.dumps(body, separators=(",", ":")) if body is not None else None
         async with self.session.request(
             method, url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, allow_redirects=False

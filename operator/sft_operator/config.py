@@ -82,6 +82,8 @@ class Settings(SettingsModel):
     """Jobs reconciled at the same time."""
     poll_concurrency: Annotated[int, Field(ge=1, le=1000)] = 64
     """Progress reports read at the same time."""
+    polls_per_second: Annotated[float, Field(gt=0)] = 50
+    """All reads together; with many jobs each is read more rarely, at least every 25 seconds."""
     poll_seconds: Seconds = 10
     """Between two reads of the progress of a training job."""
     poll_seconds_starting: Seconds = 4

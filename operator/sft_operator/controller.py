@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SICK_AFTER_RESYNCS = 5
 _SPREAD_SECONDS = 10.0
+_SWARM_SECONDS = 0.1
 
 
 class Operator:
@@ -120,7 +121,8 @@ class Operator:
         remember = self._cache.remove if event == "DELETED" else self._cache.store
         key = remember(kind, manifest)
         if key:
-            self._queue.add(key)
+            # Children come in swarms: a Job, its pods, their first conditions.
+            self._queue.add(key, 0.0 if kind == KIND else _SWARM_SECONDS)
 
     async def _check_api(self) -> None:
         """Fail with a sentence when the CRD is missing, rather than watch nothing for ever."""

@@ -24,6 +24,7 @@ from .store import CheckpointStore, StoreError
 logger = logging.getLogger(__name__)
 
 _NAMESPACE_SECONDS = 5.0
+_LONGEST_POLL_SECONDS = 25.0
 _FIRST_EVENTS_SECONDS, _LAST_EVENTS_SECONDS = 2.0, 30.0
 
 
@@ -138,6 +139,9 @@ class Lookout:
             return None
         running = previous.state == "Running"
         pause = self._settings.poll_seconds if running else self._settings.poll_seconds_starting
+        # Many jobs share what one operator can read, but no report gets older than half a minute.
+        fair = len(self._attentions) / self._settings.polls_per_second
+        pause = max(pause, min(fair, _LONGEST_POLL_SECONDS))
         clock = _clock()
         # A change of pace counts from now on, not from the next poll.
         attention.next_poll = min(attention.next_poll, clock + pause)

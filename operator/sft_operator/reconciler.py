@@ -35,8 +35,8 @@ _FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
 _LONGEST_REFUSAL_SECONDS = 300.0
 _SOON_SECONDS = 0.5
 _KUEUE_SECONDS = 5.0
-_BREATH_SECONDS = 1.0
-"""Between two writes of one status: pods that start one after the other are one piece of news."""
+_BREATH_SECONDS = 0.5
+"""Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
 
 
 def utc_now() -> datetime:
@@ -172,6 +172,7 @@ class Reconciler:
     async def _finish(
         self, key: Key, manifest: Manifest, job: SFTJob, previous: SFTJobStatus, now: datetime
     ) -> float | None:
+        self._lookout.forget(key)
         observed = self._cache.observed(key)
         memory = self._memories[key]
         if plan_changes(job, previous, observed, self._settings).delete_job and observed.job:
@@ -208,6 +209,8 @@ class Reconciler:
                 answer = await self._cluster.patch("Job", key.namespace, child.name, changes.patch_job)
                 self._cache.store("Job", answer)
             entry.refusal, memory.refusals = None, 0
+            if changes.create:
+                memory.written = _clock()
         except _NameTakenError as error:
             self._refused(key, memory, Refusal(kind, 409, str(error), self._now(), passing=error.passing))
         except ApiError as error:
@@ -256,7 +259,7 @@ class Reconciler:
     async def _create(self, key: Key, kind: str, manifest: Manifest, uid: str) -> None:
         """Create a child; one that exists already is fine when it is ours."""
         try:
-            created = await self._cluster.create(kind, key.namespace, manifest)
+            created = await self._cluster.create(kind, key.namespace, manifest, whole=kind == "Job")
         except ApiError as error:
             if error.code != 409:
                 raise
