@@ -74,6 +74,8 @@ def ending_of(returncode: int, termination: TerminationMessage | None, *, interr
     if returncode < 0:
         name = signal.Signals(-returncode).name
         return Ending(failure, f"the supervisor was killed by {name}: something else on this machine ended it")
+    if failure is FailureClass.STORAGE_FULL:
+        return Ending(failure, "the disk is full: there was no space left even for the supervisor's last message")
     return Ending(failure, f"the supervisor ended with exit code {returncode} and left no message")
 
 

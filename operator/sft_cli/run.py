@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from .words import counted
 
 _POLL_SECONDS = 0.25
 _LOG_LINES_SHOWN = 20
+_LOCK = ".lock"
 _LOG_SAYS_MORE = (
     FailureClass.WORKER_CRASHED,
     FailureClass.UNKNOWN,
@@ -60,9 +61,11 @@ def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, 
         raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
     run = prepare(job, processes=processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
-    with _lock(run.folder) as lock:
+    with ExitStack() as locks:
+        held = [locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run)]
         if fresh:
             _set_aside(run)
+            held += [locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()]
         files = _write_files(run)
         _introduce(run, files)
         start = datetime.now(UTC)
@@ -75,7 +78,7 @@ def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, 
                 run_dir=files.run_dir,
                 log=files.log,
                 environment={**os.environ, **run.environment},
-                inherited=lock,
+                inherited=held,
                 grace_seconds=job.spec.run_policy.termination_grace_period_seconds,
             ) as supervisor,
         ):
@@ -151,21 +154,30 @@ class Follower:
             self._supervisor.kill()
 
 
+def _lock_files(run: LocalRun) -> list[tuple[Path, Path]]:
+    """The locks that ``run`` needs, each with what it guards: its folder, and checkpoints kept elsewhere."""
+    files = [(run.folder.parent / f".{run.folder.name}.lock", run.folder)]
+    if run.store is not None and run.store != run.folder:
+        # Inside, because nothing beside a mounted volume may be writable.
+        files.append((run.store / _LOCK, run.store))
+    return files
+
+
 @contextmanager
-def _lock(folder: Path) -> Iterator[int]:
-    """One run at a time in ``folder``; gives the descriptor of the lock, which the supervisor holds too."""
+def _lock(file: Path, folder: Path) -> Iterator[int]:
+    """One run at a time in ``folder``; gives the descriptor of the lock ``file``, which the supervisor holds too."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder.parent / f".{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(f"cannot write to {folder.parent} ({error.strerror}): run sft where you may write") from error
+        raise UserError(f"cannot write to {file.parent} ({error.strerror}): run sft where you may write") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
                 f"another sft run trains in {folder}, or is still saving: wait for it, or give this job another "
-                "metadata.name"
+                "metadata.name (and another checkpoint.uri, if it names one)"
             ) from error
         yield descriptor
     finally:
@@ -178,7 +190,7 @@ def _set_aside(run: LocalRun) -> None:
         raise UserError(
             f"--fresh cannot set {run.config.checkpoint_uri} aside: name another place in spec.checkpoint.uri"
         )
-    if run.store.exists():
+    if run.store.exists() and any(entry.name != _LOCK for entry in run.store.iterdir()):
         aside = run.store.with_name(f"{run.store.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
         run.store.rename(aside)
         say(f"The earlier run is now in {aside}.")
@@ -191,9 +203,14 @@ def _write_files(run: LocalRun) -> RunFiles:
         run_dir=run.folder / "run",
     )
     shutil.rmtree(files.run_dir, ignore_errors=True)
-    files.run_dir.mkdir(parents=True)
-    files.log.parent.mkdir(exist_ok=True)
-    write_atomically(files.config, run.config)
+    try:
+        files.run_dir.mkdir(parents=True)
+        files.log.parent.mkdir(exist_ok=True)
+        write_atomically(files.config, run.config)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {run.folder} ({error.strerror}): free space there, or run sft elsewhere"
+        ) from error
     return files
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -50,10 +50,10 @@ class Supervisor:
         run_dir: Path,
         log: Path,
         environment: Mapping[str, str],
-        inherited: int,
+        inherited: Sequence[int],
         grace_seconds: float,
     ) -> None:
-        """Start it. It holds the file descriptor ``inherited`` open for as long as it lives."""
+        """Start it. It holds the file descriptors ``inherited`` open for as long as it lives."""
         self._grace_seconds = grace_seconds
         adopt_orphans()
         self._not_ours = set(children())
@@ -85,7 +85,7 @@ class Supervisor:
                 },
                 start_new_session=True,
                 preexec_fn=_stop_with_parent(),
-                pass_fds=(inherited,),
+                pass_fds=inherited,
             )
 
     @property

@@ -271,6 +271,28 @@ def test_one_run_at_a_time_in_a_folder(runs: Runs) -> None:
     assert runs.finish(first)[0] == 30
 
 
+def test_one_run_at_a_time_into_one_place_for_checkpoints(runs: Runs) -> None:
+    shared = {"uri": f"file://{runs.folder}/shared"}
+    runs.write(training={"steps": 10_000}, checkpoint=shared)
+    first = runs.start()
+    runs.wait_for_step(1)
+    document = yaml.safe_load((runs.folder / "job.yaml").read_text())
+    document["metadata"]["name"] = "other"
+    (runs.folder / "job.yaml").write_text(yaml.safe_dump(document))
+
+    code, _, err = runs.run()
+    fresh, _, _ = runs.run("--fresh")
+
+    assert (code, fresh) == (10, 10)
+    assert f"another sft run trains in {runs.folder}/shared" in err
+    first.send_signal(signal.SIGTERM)
+    assert runs.finish(first)[0] == 30
+    runs.write(training={"steps": 4}, checkpoint=shared)
+    assert runs.run("--fresh")[0] == 0
+    assert runs.run()[0] == 0
+    assert len(list(runs.folder.glob("shared-until-*"))) == 1
+
+
 def test_fresh_sets_the_earlier_run_aside(runs: Runs) -> None:
     earlier = runs.folder / "sft-runs" / "tiny"
     earlier.mkdir(parents=True)

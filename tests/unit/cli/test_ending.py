@@ -112,6 +112,7 @@ MESSAGE = TerminationMessage(failure=FailureClass.DATA_ERROR, message="row 7", r
         (-9, None, True, FailureClass.INTERRUPTED, "killed before the last steps were saved", 30),
         (-9, None, False, FailureClass.WORKER_CRASHED, "SIGKILL", 31),
         (1, None, False, FailureClass.WORKER_CRASHED, "exit code 1 and left no message", 31),
+        (15, None, False, FailureClass.STORAGE_FULL, "the disk is full", 15),
     ],
 )
 def test_how_a_supervisor_ended(
