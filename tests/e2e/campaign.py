@@ -13,7 +13,7 @@ from tests.parity.runs import step_records
 from . import disturbances
 from .stage import Stage
 
-STEPS = 120
+STEPS = 300
 SAVE_EVERY = 10
 DISTURB_AFTER = 35
 

@@ -224,6 +224,9 @@ def install_operator(cluster: Cluster, *values: str) -> None:
         "image.pullPolicy=IfNotPresent",
         f"pods.image={trainer}",
         "pods.imagePullPolicy=IfNotPresent",
+        # Short runs: what is disturbed must not be over before the status says that it has begun.
+        "settings.pollSeconds=2",
+        "settings.statusSeconds=2",
         # The tag stays the same when the image changes: new pods all the same.
         f"podAnnotations.stage=s{secrets.token_hex(4)}",
         *values,
