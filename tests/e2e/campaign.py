@@ -1,7 +1,6 @@
 """The disturbances, one job each, against an undisturbed run: which steps were lost, and is the curve the same?"""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -121,8 +120,7 @@ def _judge_restarts(stage: Stage, scenario: Scenario, result: Result) -> None:
     limit = 1 if scenario.saves_first else 2 * SAVE_EVERY
     if result.lost_steps > limit:
         result.problems.append(f"{result.lost_steps} steps lost, more than {limit}")
-    if scenario.restarts:
-        result.away_seconds = float(restarts.get("recoverySeconds") or math.nan)
+    result.away_seconds = float(restarts.get("recoverySeconds") or 0.0)
 
 
 def _attempts(folder: Path) -> list[datetime]:
