@@ -180,7 +180,9 @@ async def connect() -> tuple[str, aiohttp.ClientSession]:
         if in_cluster:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
-            await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            # Named here: the library reads KUBECONFIG once, when it is imported.
+            given = os.environ.get("KUBECONFIG")
+            await config.load_kube_config(config_file=given, client_configuration=configuration)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise ConfigError(f"no way to the API server: {error}; run in a cluster, or set KUBECONFIG") from error
 

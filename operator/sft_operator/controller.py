@@ -64,13 +64,14 @@ class Operator:
 
     async def run(self) -> None:
         """Work until asked to end; raises when a part cannot go on."""
-        http = await server.serve(
-            self._settings.http_port, self._metrics.registry, sick=self._sick, not_ready=self._not_ready
-        )
         identity = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         leadership = Leadership(self._cluster, self._settings.leader_election, identity)
         elected = self._settings.leader_election.enabled
+        http = None
         try:
+            http = await server.serve(
+                self._settings.http_port, self._metrics.registry, sick=self._sick, not_ready=self._not_ready
+            )
             await self._check_api()
             if elected:
                 await leadership.acquire()
@@ -81,7 +82,8 @@ class Operator:
                 await leadership.release()
         finally:
             await self._progress.close()
-            await http.cleanup()
+            if http:
+                await http.cleanup()
 
     async def _work(self, leadership: Leadership | None) -> None:
         """Until the watch ends, which it does when the process is asked to end."""
@@ -126,16 +128,24 @@ class Operator:
 
     async def _check_api(self) -> None:
         """Fail with a sentence when the CRD is missing, rather than watch nothing for ever."""
-        try:
-            await self._cluster.list(KIND, self._settings.namespace, limit=1)
-        except ApiError as error:
-            if error.code == 404:
-                raise ConfigError(
-                    f"this cluster does not know {KIND} ({API_VERSION}): install the CRD (chart value crds.install)"
-                ) from error
-            if error.code in (401, 403):
-                raise ConfigError(f"no right to list {KIND}s: {error.message}") from error
-            raise
+        pause = 1.0
+        while True:
+            try:
+                await self._cluster.list(KIND, self._settings.namespace)
+            except ApiError as error:
+                if error.code == 404:
+                    raise ConfigError(
+                        f"this cluster does not know {KIND} ({API_VERSION}): install the CRD (chart value crds.install)"
+                    ) from error
+                if not error.passing:
+                    raise ConfigError(f"{KIND}s cannot be listed: {error.message}") from error
+                logger.warning("the API server cannot answer now: %s", error)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("the API server cannot be reached: %s", error)
+            else:
+                return
+            await asyncio.sleep(pause)
+            pause = min(30.0, 2 * pause)
 
     async def _list_until_done(self) -> None:
         pause = 1.0

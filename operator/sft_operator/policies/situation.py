@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from sft_api.failures import NO_RETRY_EXIT_CODES
-from sft_api.progress import Phase, TrainingProgress
+from sft_api.progress import PROGRESS_PORT, Phase, TrainingProgress
 from sft_api.v1alpha1 import RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
@@ -15,7 +15,7 @@ from ..observed import ChildJob, Observed, Pod, Terminated
 from .children import queued
 from .failures import cause, with_advice
 from .restarts import exhausted
-from .troubles import Trouble, find_trouble
+from .troubles import Trouble, find_trouble, refusal_trouble
 
 FRESH = timedelta(seconds=60)
 """A report that is older says nothing about now."""
@@ -45,6 +45,17 @@ def find_situation(
     job: SFTJob, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
 ) -> Situation:
     """The situation of a run that had not ended so far."""
+    situation = _find(job, previous, observed, restarts, now)
+    if observed.job and observed.refusal and situation.completed is None:
+        # The Job lives, but may not be changed: suspended, resumed, limited.
+        refused = refusal_trouble(observed.refusal)
+        return replace(situation, message=refused.message, stalled=True)
+    return situation
+
+
+def _find(
+    job: SFTJob, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
+) -> Situation:
     child = observed.job
     if child and child.complete:
         return Situation("Complete", "TrainingComplete", completed=child.completed or child.complete.time or now)
@@ -126,8 +137,17 @@ def _active(job: SFTJob, previous: SFTJobStatus, observed: Observed, now: dateti
     if ready < wanted:
         return Situation(before, "PodsNotReady", f"{ready} of {wanted} pods are ready{_slowest(live)}")
     if training is None:
-        return Situation(before, "PodsReady", "waiting for the first progress report")
+        return _silent(before, live, now)
     return Situation(before, training.phase.value, training.phase_detail)
+
+
+def _silent(before: State, pods: Iterable[Pod], now: datetime) -> Situation:
+    """All pods are ready, and no report has been read."""
+    since = [pod.conditions["Ready"].time for pod in pods if "Ready" in pod.conditions]
+    if any(time is not None and now - time > FRESH for time in since):
+        message = f"the supervisor of index 0 does not answer; can the operator reach pods on port {PROGRESS_PORT}?"
+        return Situation(before, "NoProgressReport", message)
+    return Situation(before, "PodsReady", "waiting for the first progress report")
 
 
 def _state_in(trouble: Trouble, before: State) -> State:

@@ -27,9 +27,9 @@ class Trouble:
 def find_trouble(observed: Observed, *, pods_wanted: int) -> Trouble | None:
     """The worst trouble of a Job that is meant to run, or None."""
     found = [trouble for pod in observed.active_pods if (trouble := _pod_trouble(pod, observed.warnings))]
-    if observed.refusal:
+    if observed.job is None and observed.refusal:
         found.append(refusal_trouble(observed.refusal))
-    elif observed.job and len(observed.active_pods) < pods_wanted:
+    if observed.job and len(observed.active_pods) < pods_wanted:
         found += _creation_troubles(observed.job, observed.pods, observed.warnings)
     # One missing Secret explains more than a hundred pods that wait for the rest of the group.
     return max(found, key=lambda trouble: trouble.stalled, default=None)

@@ -104,6 +104,7 @@ def pod_manifest(
     finished: float = -1,
     node: str | None = "node-a",
     version: str = "9",
+    ready_since: float = -5,
 ) -> Object:
     """A pod; ``replaced`` are the failures and ignored failures of its index before it."""
     state: Object = {}
@@ -136,7 +137,8 @@ def pod_manifest(
     if deletion is not None:
         metadata["deletionTimestamp"] = stamp(deletion + 30)
         metadata["deletionGracePeriodSeconds"] = 30
-    status_conditions = [{"type": "Ready", "status": "True" if ready and phase == "Running" else "False"}]
+    is_ready = "True" if ready and phase == "Running" else "False"
+    status_conditions = [{"type": "Ready", "status": is_ready, "lastTransitionTime": stamp(ready_since)}]
     return {
         "metadata": metadata,
         "spec": {"nodeName": node} if node else {},

@@ -79,6 +79,7 @@ BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DA
         (running(pods=NO_IMAGE), None, {}, "Starting", "ImagePull"),
         (running(pods=UNREADY), None, {}, "Starting", "PodsNotReady"),
         (running(), None, {}, "Starting", "PodsReady"),
+        (running(pods=(make_pod(0, ready_since=-90), make_pod(1))), None, {}, "Starting", "NoProgressReport"),
         (running(report=report(training(0, phase=Phase.TOKENIZING))), None, {}, "Starting", "Tokenizing"),
         # At work
         (running(report=report(training(5))), None, {}, "Running", "Training"),
@@ -158,6 +159,16 @@ def test_states(
 )
 def test_conditions_as_kstatus_reads_them(observed: Observed, spec: dict[str, Any], expected: set[str]) -> None:
     assert held(status_of(observed, **spec)).keys() == expected
+
+
+def test_a_change_that_is_refused_is_told_and_the_state_stays_true() -> None:
+    observed = running(report=report(training(5)), refusal=Refusal("Job", 403, "denied by policy", NOW))
+
+    status = status_of(observed)
+
+    assert status.state == "Running"
+    assert held(status).keys() == {"Accepted", "Running", "Stalled"}
+    assert "denied by policy" in status.message
 
 
 def test_a_condition_keeps_its_time_while_it_does_not_change() -> None:

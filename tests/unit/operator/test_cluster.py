@@ -1,0 +1,166 @@
+"""Requests to an API server, played here: pages, errors, what may be tried again, and where it leads at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sft_operator.cluster import ApiError, Cluster, ConfigError, connect
+from sft_operator.config import Settings
+from sft_operator.controller import run
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def status(code: int, message: str, **headers: str) -> web.Response:
+    body = {"kind": "Status", "reason": "Because", "message": message, "code": code}
+    return web.json_response(
+        body, status=code, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+
+
+def against(handler: Handler, scenario: Callable[[Cluster], Awaitable[Any]]) -> Any:
+    """Run ``scenario`` with a client of a server that answers everything with ``handler``."""
+
+    async def play() -> Any:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                return await scenario(Cluster(f"http://127.0.0.1:{runner.addresses[0][1]}", session))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(play())
+
+
+def test_all_pages_are_read_with_their_selectors() -> None:
+    queries: list[dict[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.path == "/api/v1/namespaces/team/pods"
+        queries.append(dict(request.query))
+        first = "continue" not in request.query
+        metadata = {"resourceVersion": "42", **({"continue": "more"} if first else {})}
+        return web.json_response({"metadata": metadata, "items": [{"n": 1 if first else 2}]})
+
+    items, version = against(answer, lambda cluster: cluster.list("Pod", "team", labels="a=b", fields="c=d"))
+
+    assert items == [{"n": 1}, {"n": 2}]
+    assert version == 42
+    assert [query.get("continue") for query in queries] == [None, "more"]
+    assert all(query["labelSelector"] == "a=b" and query["fieldSelector"] == "c=d" for query in queries)
+
+
+@pytest.mark.parametrize(
+    ("code", "passing"), [(400, False), (403, False), (409, True), (422, False), (429, True), (500, True), (503, True)]
+)
+def test_errors_quote_the_server_and_say_whether_they_pass(code: int, passing: bool) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return status(code, "its own words", Retry_After="7")
+
+    with pytest.raises(ApiError, match="its own words") as caught:
+        against(answer, lambda cluster: cluster.get("Job", "team", "tulu"))
+
+    assert (caught.value.code, caught.value.reason, caught.value.retry_after) == (code, "Because", 7.0)
+    assert caught.value.passing is passing
+
+
+def test_an_error_of_a_proxy_is_no_json() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=502, text="<html>bad gateway")
+
+    with pytest.raises(ApiError, match="bad gateway") as caught:
+        against(answer, lambda cluster: cluster.get("Job", "team", "tulu"))
+
+    assert caught.value.retry_after is None
+
+
+@pytest.mark.parametrize("code", [404, 409])
+def test_deleting_what_is_gone_or_another_is_no_error(code: int) -> None:
+    bodies: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return status(code, "gone")
+
+    against(answer, lambda cluster: cluster.delete("Job", "team", "tulu", uid="u"))
+
+    assert bodies == [{"propagationPolicy": "Background", "preconditions": {"uid": "u"}}]
+
+
+def test_patches_say_what_kind_they_are() -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.path, request.content_type))
+        return web.json_response({})
+
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.patch("SFTJob", "team", "tulu", {}, subresource="status")
+        await cluster.patch("Pod", "team", "tulu-0", {}, strategic=True)
+
+    against(answer, scenario)
+
+    assert seen == [
+        ("/apis/sftjob.dev/v1alpha1/namespaces/team/sftjobs/tulu/status", "application/merge-patch+json"),
+        ("/api/v1/namespaces/team/pods/tulu-0", "application/strategic-merge-patch+json"),
+    ]
+
+
+def kubeconfig(folder: Path, server: str) -> Path:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": {"token": "secret-token"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answer_code", "words"), [(404, "install the CRD"), (403, "SFTJobs cannot be listed: its own words")]
+)
+def test_a_cluster_that_cannot_be_served_is_told_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer_code: int, words: str
+) -> None:
+    authorizations: list[str | None] = []
+    first = True
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal first
+        authorizations.append(request.headers.get("Authorization"))
+        if first:  # a server that restarts is waited for
+            first = False
+            return status(503, "starting")
+        return status(answer_code, "its own words")
+
+    async def scenario(cluster: Cluster) -> None:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, cluster.server)))
+        await run(Settings(http_port=0))
+
+    with pytest.raises(ConfigError, match=words):
+        against(answer, scenario)
+
+    assert authorizations == ["Bearer secret-token"] * 2
+
+
+def test_without_a_cluster_the_way_to_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+
+    with pytest.raises(ConfigError, match="set KUBECONFIG"):
+        asyncio.run(connect())
