@@ -79,13 +79,13 @@ def run_all(stage: Stage) -> list[BadResult]:
     return results
 
 
-def run(stage: Stage, job: BadJob) -> BadResult:
+def run(stage: Stage, job: BadJob, *, within_seconds: float = WITHIN_SECONDS) -> BadResult:
     """Apply the job, wait for the message, see that nothing is left when it is deleted."""
     said = stage.apply(stage.manifest(job.name, **job.spec))
     result = BadResult(job.name, 0.0, "")
     if job.starts:
         stage.wait_for(job.name, "start of its container", lambda: _started(stage, job.name), seconds=120)
-    _expect_message(stage, job, result, said)
+    _expect_message(stage, job, result, said, within_seconds)
     if job.fails and not result.problem:
         state = stage.status(job.name).get("state")
         condition = stage.condition(job.name, "Failed")
@@ -95,17 +95,16 @@ def run(stage: Stage, job: BadJob) -> BadResult:
     return result
 
 
-def _expect_message(stage: Stage, job: BadJob, result: BadResult, said: str = "") -> None:
+def _expect_message(stage: Stage, job: BadJob, result: BadResult, said: str, within_seconds: float) -> None:
     began = time.monotonic()
-    while time.monotonic() - began < WITHIN_SECONDS:
+    while time.monotonic() - began < within_seconds:
         result.message = str(stage.status(job.name).get("message") or "")
         result.seconds = time.monotonic() - began
         if all(word.lower() in result.message.lower() for word in job.words):
             return
         time.sleep(0.25)
-    result.problem = f"no message with {job.words} within {WITHIN_SECONDS:.0f} s ({said.strip()})\n" + stage.explain(
-        job.name
-    )
+    missed = f"no message with {job.words} within {within_seconds:.0f} s ({said.strip()})"
+    result.problem = f"{missed}\n{stage.explain(job.name)}"
 
 
 def _started(stage: Stage, name: str) -> bool:

@@ -46,5 +46,6 @@ def test_a_job_completes_and_goes_on_exactly_after_crashes(stage: Stage) -> None
 @pytest.mark.parametrize("name", ["no-secret", "bad-data"])
 def test_a_job_that_cannot_work_says_why(stage: Stage, name: str) -> None:
     job = next(job for job in bad_jobs.JOBS if job.name == name)
-    result = bad_jobs.run(stage, job)
+    # How soon is for `make e2e` to say; a test must not fail on a busy machine.
+    result = bad_jobs.run(stage, job, within_seconds=240)
     assert not result.problem, result.problem
