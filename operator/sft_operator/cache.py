@@ -147,6 +147,7 @@ class Cache:
                     self._drop(key, entry, kind, uid)
                     changed.add(key)
         self._deleted = {uid: seen for uid, seen in self._deleted.items() if seen > version}
+        self._entries = {key: entry for key, entry in self._entries.items() if not entry.empty}
         return changed
 
     def _drop(self, key: Key, entry: Entry, kind: str, uid: str) -> None:

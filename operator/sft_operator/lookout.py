@@ -123,9 +123,14 @@ class Lookout:
             attention.next_events = clock + _FIRST_EVENTS_SECONDS
         elif clock >= attention.next_events:
             found: list[Warning] = []
-            for uid in subjects:
-                items, _ = await self._cluster.list("CoreEvent", key.namespace, fields=f"involvedObject.uid={uid}")
-                found += _warnings(items)
+            try:
+                for uid in subjects:
+                    items, _ = await self._cluster.list("CoreEvent", key.namespace, fields=f"involvedObject.uid={uid}")
+                    found += _warnings(items)
+            except ApiError as error:
+                if error.passing:
+                    raise
+                logger.warning("%s: events cannot be read: %s", key, error)
             entry.warnings = tuple(sorted(found, key=lambda item: item.time or now, reverse=True)[:20])
             attention.events_pause = min(2 * attention.events_pause, _LAST_EVENTS_SECONDS)
             attention.next_events = clock + attention.events_pause

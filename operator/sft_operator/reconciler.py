@@ -119,7 +119,7 @@ class Reconciler:
             return await self._refuse(key, manifest, previous, "InvalidSpec", str(error), now)
 
         # Ended: clean up, and leave everything else as it is.
-        if is_finished(previous) and previous.completion_time is not None:
+        if is_finished(previous):
             return await self._finish(key, manifest, job, previous, now)
 
         # What the settings of this cluster cannot do is said as well.
@@ -167,7 +167,7 @@ class Reconciler:
         generation = manifest["metadata"].get("generation", 0)
         status = refused_status(generation, previous, reason, message, now, runs=observed.job is not None)
         await self._write(key, memory, manifest, previous, status, observed)
-        return None
+        return min(memory.looks, default=None)
 
     async def _finish(
         self, key: Key, manifest: Manifest, job: SFTJob, previous: SFTJobStatus, now: datetime
@@ -180,12 +180,11 @@ class Reconciler:
         status = compute_status(job, previous, observed, now)
         await self._write(key, memory, manifest, previous, status, observed)
         left = time_to_live(job, previous, now)
-        if left is None:
-            return None
-        if left > timedelta():
-            return min(left.total_seconds() + 0.1, 3600.0)
-        await self._cluster.delete(KIND, key.namespace, key.name, uid=manifest["metadata"]["uid"])
-        return None
+        if left is not None and left <= timedelta():
+            await self._cluster.delete(KIND, key.namespace, key.name, uid=manifest["metadata"]["uid"])
+        elif left is not None:
+            memory.looks.append(min(left.total_seconds() + 0.1, 3600.0))
+        return min(memory.looks, default=None)
 
     async def _apply(self, key: Key, memory: _Memory, job: SFTJob, changes: Changes) -> None:
         """Make the changes; what the API server refuses for good is remembered, shown, and tried again later."""
@@ -231,8 +230,10 @@ class Reconciler:
                 )
                 await self._cluster.delete("Pod", key.namespace, pod.name, uid=pod.uid, grace_seconds=0)
             except ApiError as error:
-                if error.code != 404:  # it has just ended
+                if error.passing:
                     raise
+                if error.code != 404:  # it has just ended
+                    logger.warning("%s: pod %s cannot be given up: %s", key, pod.name, error)
         if (seconds := seconds_to_stuck(observed, patience=patience, now=now)) is not None:
             memory.looks.append(seconds + 1.0)
 

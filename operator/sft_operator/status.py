@@ -55,7 +55,7 @@ def compute_status(
 
     ``export_uri`` is where the run exports its model, when it does.
     """
-    if is_finished(previous) and previous.completion_time is not None:
+    if is_finished(previous):
         return previous.model_copy(update={"observed_generation": job.metadata.generation})
     status = merge_stored(merge_last_words(merge_report(previous, observed), observed), observed)
     restarts = count_restarts(

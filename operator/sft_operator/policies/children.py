@@ -34,8 +34,8 @@ def desired_children(job: SFTJob, settings: Settings) -> list[Manifest]:
 
 
 def is_finished(status: SFTJobStatus) -> bool:
-    """Whether the run has ended; that is never taken back."""
-    return status.state in ("Complete", "Failed")
+    """Whether the run has ended; that is never taken back. A spec that was refused has not ended: it never ran."""
+    return status.state in ("Complete", "Failed") and status.completion_time is not None
 
 
 def queued(job: SFTJob) -> bool:

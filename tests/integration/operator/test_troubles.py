@@ -236,6 +236,27 @@ def test_an_operator_that_was_away_counts_what_happened(
             operator.process.send_signal(signal.SIGCONT)
 
 
+def test_what_an_administrator_can_mend_goes_on_when_it_is(
+    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+) -> None:
+    with new_scene(api, supervisors) as scene:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            bare = start_operator(namespace=scene.namespace, pods={})
+            scene.submit("waiting")
+            scene.until(lambda: scene.condition("waiting", "Accepted").get("status") == "False")
+            assert scene.condition("waiting", "Accepted")["reason"] == "NotConfigured"
+            assert "spec.compute.image is missing" in scene.status("waiting")["message"]
+            assert scene.list("jobs") == []
+            bare.stop()
+
+            start_operator(namespace=scene.namespace)
+            scene.until_pods("waiting", 2)
+            scene.until(lambda: scene.condition("waiting", "Accepted")["status"] == "True")
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
+
+
 def test_a_second_replica_takes_over(
     api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
 ) -> None:

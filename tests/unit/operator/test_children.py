@@ -69,6 +69,12 @@ def test_a_failed_run_loses_its_job_when_that_still_works() -> None:
     assert plan_changes(make_job(), FAILED, Observed(), SETTINGS).create == []
 
 
+def test_a_spec_that_was_refused_may_still_run() -> None:
+    refused = SFTJobStatus(state="Failed")
+
+    assert len(plan_changes(make_job(), refused, Observed(), SETTINGS).create) == 4
+
+
 def test_a_namespace_that_is_going_gets_its_pods_back() -> None:
     going = running(namespace_terminating=True)
 
