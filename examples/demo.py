@@ -71,6 +71,9 @@ def evaluation_losses(store: Path) -> dict[int, float]:
 
 
 def main() -> int:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     # make demo says when it began to set everything up.
     began = float(os.environ.get("SFT_DEMO_BEGAN") or time.time())
     print("Making inputs from Python's standard library ...", flush=True)
