@@ -320,7 +320,7 @@ class Trainer:
         export.export_model(
             self.model,
             open_store(uri, self._s3),
-            dtype=getattr(self._model_config, "dtype", None) or torch.float32,
+            dtype=self.model.stored_dtype,
             tokenizer=self.prepared.tokenizer,
             card=card,
             rank=self.ranks.rank,

@@ -96,6 +96,19 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
         assert torch.equal(model.huggingface.state_dict()[name].full_tensor(), tensor), name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "exported"),
+    [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float64", torch.float32), (None, torch.float32)],
+)
+def test_a_model_is_exported_in_the_dtype_it_came_in(tmp_path: Path, dtype: str, exported: torch.dtype) -> None:
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    model = build_on_meta(tmp_path)
+    assert model.stored_dtype == exported
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

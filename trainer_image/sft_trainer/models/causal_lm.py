@@ -21,9 +21,11 @@ class CausalLM(nn.Module):
     The loss is inside the forward pass because only there FSDP2 has gathered the weights of the head.
     """
 
-    def __init__(self, huggingface: nn.Module) -> None:
+    def __init__(self, huggingface: nn.Module, stored_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.huggingface = huggingface
+        self.stored_dtype = stored_dtype
+        """That the model came in, and is exported in; it is trained in fp32 whatever this is."""
 
     def forward(
         self,
@@ -73,6 +75,8 @@ def build_on_meta(path: Path) -> CausalLM:
     transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 1, 1.0)]
     if transforms:
         raise ModelError(f"models with {', '.join(transforms)} ({config.model_type}) are not supported yet")
+    # Building it in fp32 writes fp32 into the config.
+    stored_dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
     register()
     try:
         with torch.device("meta"):
@@ -84,7 +88,7 @@ def build_on_meta(path: Path) -> CausalLM:
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
-    return CausalLM(model)
+    return CausalLM(model, stored_dtype)
 
 
 def _sentence(error: Exception) -> str:
