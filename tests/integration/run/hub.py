@@ -1,0 +1,105 @@
+"""A server that speaks the hub's HTTP API for a few repositories, each a folder: enough for the hub's own clients."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "c" * 40
+
+
+@dataclass
+class Hub:
+    """``repositories`` maps ``org/name`` and ``datasets/org/name`` to folders; those in ``gated`` need a login."""
+
+    repositories: Mapping[str, Path]
+    gated: frozenset[str]
+    endpoint: str = ""
+    downloads: list[str] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        """What makes the clients ask this server."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1"}
+
+
+@contextmanager
+def serve_hub(repositories: Mapping[str, Path], *, gated: frozenset[str] = frozenset()) -> Iterator[Hub]:
+    """Serve until the block ends."""
+    hub = Hub(repositories, gated)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0].strip("/").removeprefix("api/").removeprefix("models/")
+            length = 3 if path.startswith("datasets/") else 2
+            parts = path.split("/")
+            name, rest = "/".join(parts[:length]), parts[length:]
+            if name in hub.gated:
+                self.refuse(403, "GatedRepo")
+            elif name not in hub.repositories:
+                # The hub does not tell strangers which private repositories there are.
+                self.refuse(401, "RepoNotFound")
+            elif rest[:1] == ["resolve"]:
+                self.send_file(hub.repositories[name] / "/".join(rest[2:]))
+            elif rest[:1] == ["tree"]:
+                recursive = "recursive=true" in self.path.lower()
+                self.send_tree(hub.repositories[name], "/".join(rest[2:]), recursive=recursive)
+            else:
+                siblings = [{"rfilename": file} for file in files_below(hub.repositories[name])]
+                self.answer(json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+
+        def send_file(self, path: Path) -> None:
+            if not path.is_file():
+                self.refuse(404, "EntryNotFound")
+                return
+            data = path.read_bytes()
+            if self.command == "GET":
+                hub.downloads.append(path.name)
+            self.answer(data, 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+        def send_tree(self, root: Path, folder: str, *, recursive: bool) -> None:
+            found = sorted((root / folder).rglob("*") if recursive else (root / folder).glob("*"))
+            self.answer(json.dumps([entry(root, path) for path in found]).encode())
+
+        def refuse(self, status: int, code: str) -> None:
+            self.answer(b"{}", status, {"X-Error-Code": code})
+
+        def answer(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def entry(root: Path, path: Path) -> dict[str, object]:
+    """A file or folder in the listing of a repository."""
+    name = path.relative_to(root).as_posix()
+    if path.is_dir():
+        return {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
+    data = path.read_bytes()
+    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+
+def files_below(root: Path) -> dict[str, Path]:
+    """All files of a repository by their names in it."""
+    return {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}

@@ -1,0 +1,157 @@
+"""`sft run` with the real trainer on tiny inputs, and what it leaves behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PATIENCE_SECONDS = 120.0
+_NOT_INHERITED = ("FORCE_COLOR", "HF_TOKEN", "HF_HUB_OFFLINE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    code: int
+    said: str
+    """What the user saw on the terminal."""
+    status: dict[str, Any]
+    """The status on standard output; empty when nothing was started."""
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest checkpoint that the status names."""
+        latest = self.status["checkpoints"].get("latest")
+        return latest["step"] if latest else None
+
+
+class Place:
+    """A folder to run jobs in, with a cache of its own."""
+
+    def __init__(self, folder: Path, inputs: Any, cache: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.inputs = inputs
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+            "SFT_CACHE_DIR": str(cache),
+            "HF_HOME": str(cache / "huggingface"),
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def job(self, name: str = "tiny", **sections: Any) -> dict[str, Any]:
+        """A manifest on the tiny inputs; ``sections`` are merged into its spec."""
+        spec: dict[str, Any] = {
+            "model": {"uri": f"file://{self.inputs.model}"},
+            "data": {
+                "train": [{"uri": f"file://{self.inputs.train}", "split": "train[:60]"}],
+                "maxLength": 256,
+                "workers": 1,
+            },
+            "training": {"steps": 3, "globalBatchTokens": 512, "optimizer": {"learningRate": 1e-3}},
+            "compute": {"gpusPerNode": 0},
+            "export": {"atEnd": False},
+        }
+        for section, fields in sections.items():
+            spec[section] = {**spec.get(section, {}), **fields}
+        return {"apiVersion": "sftjob.dev/v1alpha1", "kind": "SFTJob", "metadata": {"name": name}, "spec": spec}
+
+    def store(self, name: str = "tiny") -> Path:
+        """Where the checkpoints of a job go that names no place."""
+        return self.folder / "sft-runs" / name
+
+    def start(self, job: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+        """Begin a run; ``environment`` is added to that of this shell."""
+        file = self.folder / f"{job['metadata']['name']}.yaml"
+        file.write_text(yaml.safe_dump(job))
+        return subprocess.Popen(
+            [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json"],
+            cwd=self.folder,
+            env={**self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str]) -> Ended:
+        """Wait for the end of a run, which leaves no process behind and shows no traceback, however it ends."""
+        try:
+            out, said = process.communicate(timeout=2 * PATIENCE_SECONDS)
+        finally:
+            process.kill()
+        assert "Traceback" not in said, said
+        wait_until(lambda: not self.processes(), seconds=2)
+        return Ended(process.returncode, said, json.loads(out) if out else {})
+
+    def run(self, job: dict[str, Any], **environment: str) -> Ended:
+        """A run from its begin to its end."""
+        return self.finish(self.start(job, **environment))
+
+    def wait_for_step(self, step: int, name: str = "tiny") -> None:
+        """Return as soon as the run reports ``step``."""
+        report = self.store(name) / "run" / "progress.json"
+        wait_until(lambda: report.exists() and json.loads(report.read_text())["step"] >= step)
+
+    def interrupt(self, process: subprocess.Popen[str]) -> Ended:
+        """Ctrl-C."""
+        process.send_signal(signal.SIGINT)
+        return self.finish(process)
+
+    def processes(self) -> list[int]:
+        """Pids of everything that works in this folder."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if os.readlink(entry / "cwd") == str(self.folder):
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:
+    """Return when ``condition`` holds; an assertion fails when it does not within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def assert_failed(ended: Ended, code: int, failure: str, *sentences: str) -> None:
+    """The run has ended with ``code``, and terminal and status say why: each of ``sentences``, regular expressions."""
+    assert ended.code == code, ended.said
+    assert ended.status["state"] == "Failed"
+    (failed,) = [condition for condition in ended.status["conditions"] if condition["type"] == "Failed"]
+    assert (failed["status"], failed["reason"]) == ("True", failure)
+    for sentence in sentences:
+        assert re.search(sentence, ended.said), ended.said
+        assert re.search(sentence, ended.status["message"]), ended.status["message"]
+
+
+def assert_refused(ended: Ended, code: int, failure: str, *sentences: str) -> None:
+    """The run has failed so before the first step, at the first try, and has written no checkpoint."""
+    assert_failed(ended, code, failure, *sentences)
+    assert ended.status["progress"]["step"] == 0
+    assert "restarts" not in ended.status
+    assert ended.latest is None
+
+
+def step_numbers(store: Path) -> dict[int, dict[str, Any]]:
+    """The recorded numbers of every step but its times; of a step done twice those of the newest attempt."""
+    from tests.parity.runs import step_records
+
+    return {
+        step: {name: value for name, value in record.items() if name not in ("seconds", "time")}
+        for step, record in step_records(store).items()
+    }

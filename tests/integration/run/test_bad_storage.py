@@ -1,0 +1,228 @@
+"""Storage that is not there, full, damaged or somebody else's: said at once where possible, and nothing is lost."""
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.object_store import ObjectStore
+from tests.integration.run.conftest import LONG
+from tests.integration.run.disks import enlarge, small_disk
+from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers, wait_until
+from tests.integration.run.stores import client, credentials, s3_spec
+
+BUCKET = "bad-storage"
+ENDLESS = {"training": {"steps": 100_000, "globalBatchTokens": 512}, "checkpoint": {"everySteps": 10}}
+
+
+@pytest.fixture(scope="module")
+def server(versitygw: ObjectStore) -> ObjectStore:
+    client(versitygw).create_bucket(Bucket=BUCKET)
+    return versitygw
+
+
+@pytest.fixture(scope="module")
+def unreachable(make_place: Callable[[str], Place]) -> Iterator[tuple[Place, subprocess.Popen[str]]]:
+    """A run with a wrong endpoint: it tries for a minute, while the other tests go on."""
+    place = make_place("unreachable")
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        s3 = {"endpoint": endpoint, "region": "us-east-1", "forcePathStyle": True}
+        job = place.job(checkpoint={"uri": f"s3://{BUCKET}/x", "s3": s3}, runPolicy={"maxRestarts": 0})
+        process = place.start(job, AWS_ACCESS_KEY_ID="any", AWS_SECRET_ACCESS_KEY="any")
+        yield place, process
+        process.kill()
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_bucket_that_is_not_there(place: Place, server: ObjectStore) -> None:
+    job = place.job(checkpoint={"uri": "s3://no-such-bucket/run", "s3": s3_spec(server)})
+
+    ended = place.run(job, **credentials(server))
+
+    sentence = (
+        r"s3://no-such-bucket/run.* at http://.*: the bucket 'no-such-bucket' is not there; create it, or correct"
+    )
+    assert_refused(ended, 14, "StorageNotFound", sentence)
+    assert "Loading" not in ended.said
+    assert "Create the bucket or folder, or correct checkpoint.uri" in ended.said
+
+
+def test_a_secret_key_that_is_wrong(place: Place, server: ObjectStore) -> None:
+    job = place.job(checkpoint={"uri": f"s3://{BUCKET}/run", "s3": s3_spec(server)})
+
+    ended = place.run(job, AWS_ACCESS_KEY_ID=server.access_key, AWS_SECRET_ACCESS_KEY="wrong")
+
+    sentence = r"s3://bad-storage/run.*: access denied \(SignatureDoesNotMatch.*check the access key, its secret"
+    assert_refused(ended, 13, "AccessDenied", sentence)
+    assert "Loading" not in ended.said
+
+
+def test_a_model_that_is_not_in_the_bucket(place: Place, server: ObjectStore) -> None:
+    job = place.job(model={"uri": f"s3://{BUCKET}/models/absent"}, checkpoint={"s3": s3_spec(server)})
+
+    ended = place.run(job, **credentials(server))
+
+    sentence = r"s3://bad-storage/models/absent: there is nothing under this key; check the bucket, the prefix"
+    assert_refused(ended, 12, "ModelError", sentence)
+
+
+def test_a_full_disk_keeps_what_was_saved_and_goes_on_when_there_is_room(
+    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path
+) -> None:
+    # Given room for two checkpoints, but not for a third beside them
+    with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
+        place = Place(disk, tiny_inputs, cache)
+        job = place.job(**LONG)
+
+        # When the disk runs full, twice, and then is enlarged
+        ended = place.run(job)
+        again = place.run(job)
+        enlarge(disk, kilobytes=20_000)
+        after = place.run(job)
+        numbers = step_numbers(place.store())
+
+    # Then the last good checkpoint was kept, and the numbers are those of a run that nothing happened to
+    for full in (ended, again):
+        sentence = r"step-00000060-a0000\d/.*: No space left on device; free space, enlarge the volume, or keep fewer"
+        assert_failed(full, 15, "StorageFull", sentence)
+        assert full.latest == 40
+        assert full.status["checkpoints"]["latest"]["verified"] is True
+        assert "restarts" not in full.status
+        assert "Make room where the checkpoints go, then run again: it goes on from the last one." in full.said
+    assert after.code == 0, after.said
+    assert (after.status["attempt"], after.latest) == (3, LONG["training"]["steps"])
+    assert numbers == step_numbers(undisturbed.store())
+
+
+def test_a_disk_without_a_byte_left_ends_with_the_same_class(tmp_path: Path, tiny_inputs: Any, cache: Path) -> None:
+    # Given a run that saved, on a disk that something else then fills to the last byte
+    with small_disk(tmp_path / "disk", kilobytes=3000) as disk:
+        place = Place(disk, tiny_inputs, cache)
+        process = place.start(place.job(**ENDLESS))
+        report = place.store() / "run" / "progress.json"
+        wait_until(lambda: report.exists() and json.loads(report.read_text())["checkpoints"].get("latest"))
+        fill(disk / "filler")
+        ended = place.finish(process)
+        second = place.run(place.job(**ENDLESS))
+
+        latest = [path.parent.name for path in place.store().glob("checkpoints/*/manifest.json")]
+
+    assert_failed(ended, 15, "StorageFull", "the disk is full|No space left on device")
+    assert_failed(second, 15, "StorageFull", "the disk is full|No space left on device")
+    assert ended.latest is not None
+    assert f"step-{ended.latest:08d}-a00001" in latest
+
+
+def fill(file: Path) -> None:
+    with file.open("wb", buffering=0) as filler:
+        for size in (65536, 4096):
+            while True:
+                try:
+                    filler.write(b"x" * size)
+                except OSError:
+                    break
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_place: Callable[[str], Place]) -> None:
+    place = make_place("damaged")
+    job = place.job(**LONG)
+    first = place.run(job)
+    assert first.code == 0, first.said
+    (newest,) = place.store().glob("checkpoints/step-00000060-*/*.bin")
+    with newest.open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+
+    ended = place.run(job)
+
+    assert ended.code == 0, ended.said
+    warning = "checkpoint step-00000060-a00001 is damaged, the one before it is used: "
+    assert any(text.startswith(warning) and "do not match their digest" in text for text in ended.status["warnings"])
+    assert f"Warning: {warning}" in ended.said
+    assert (ended.status["attempt"], ended.latest) == (2, LONG["training"]["steps"])
+    assert step_numbers(place.store()) == step_numbers(undisturbed.store())
+
+
+def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) -> None:
+    before = {path: path.read_bytes() for path in undisturbed.store().glob("checkpoints/*/*")}
+    faster = {**LONG, "training": {**LONG["training"], "optimizer": {"learningRate": 2e-3}}}
+
+    ended = undisturbed.run(undisturbed.job(**faster))
+    same = undisturbed.run(undisturbed.job(**LONG))
+
+    sentence = (
+        r"holds checkpoints of a run with other settings \(.*spec\.training\.optimizer\.learningRate: 0\.001 -> 0\.002"
+    )
+    assert_refused(ended, 10, "ConfigError", sentence, "or restore the settings")
+    assert "Loading" not in ended.said
+    assert {path: path.read_bytes() for path in undisturbed.store().glob("checkpoints/*/*")} == before
+    assert same.code == 0, same.said
+    assert (same.status["attempt"], same.latest) == (2, LONG["training"]["steps"])
+
+
+def test_another_job_in_the_same_folder_ends_this_one(place: Place) -> None:
+    process = place.start(place.job(**ENDLESS))
+    attempts = place.store() / "attempts"
+    wait_until((attempts / "00001.json").exists)
+    claim = json.loads((attempts / "00001.json").read_text())
+    (attempts / "00002.json").write_text(json.dumps({**claim, "attempt": 2, "jobUid": "another"}))
+
+    ended = place.finish(process)
+
+    sentence = (
+        r"attempt 1 was superseded: attempt 2 was claimed in file://.* by another job; give every job a checkpoint.uri"
+    )
+    assert_failed(ended, 10, "ConfigError", sentence)
+    assert "restarts" not in ended.status
+    assert json.loads((attempts / "00002.json").read_text())["jobUid"] == "another"
+
+
+def test_an_endpoint_that_does_not_answer(unreachable: tuple[Place, subprocess.Popen[str]]) -> None:
+    place, process = unreachable
+
+    ended: Ended = place.finish(process)
+
+    sentence = (
+        r"StorageUnavailable: s3://bad-storage/x.*: no answer \(.*\); check checkpoint\.s3\.endpoint and the network"
+    )
+    assert_failed(ended, 17, "RestartsExhausted", sentence)
+    assert ended.status["restarts"]["lastReason"] == "StorageUnavailable"
+    assert ended.status["progress"]["step"] == 0
+
+
+def test_a_run_whose_loss_is_no_longer_finite_keeps_its_good_checkpoints(place: Place) -> None:
+    # Given rates at which every step multiplies the weights by -9, and a save after every step
+    optimizer = {"learningRate": 1.0, "weightDecay": 10.0, "maxGradNorm": 0}
+    training = {"steps": 100, "globalBatchTokens": 512, "optimizer": optimizer, "schedule": {"type": "constant"}}
+    job = place.job(training=training, checkpoint={"everySteps": 1})
+
+    # When it is run, and run again
+    ended = place.run(job)
+    kept = {path.name for path in (place.store() / "checkpoints").iterdir()}
+    again = place.run(job)
+
+    # Then it ends with the steps that were not finite, and none of them has replaced a good checkpoint
+    good = ended.latest
+    assert good is not None
+    last = good + 5
+    sentence = (
+        rf"not finite for 5 steps in a row, up to step {last} \(the checkpoint of step {good} is kept\): lower .*\(1\)"
+    )
+    assert_failed(ended, 16, "NonFiniteLoss", sentence)
+    assert kept == {f"step-{step:08d}-a00001" for step in (good - 1, good)}
+    assert [text for text in ended.status["warnings"] if "finite" in text] == [
+        f"loss or gradients of step {step} were not finite: the step was skipped" for step in range(good + 1, last + 1)
+    ]
+    assert "restarts" not in ended.status
+    # It loads: the same steps are not finite after it.
+    assert_failed(again, 16, "NonFiniteLoss", sentence)
+    assert (again.status["attempt"], again.latest) == (2, good)
+    assert {path.name for path in (place.store() / "checkpoints").iterdir()} == kept

@@ -1,0 +1,158 @@
+"""Runs that succeed, through the whole product: over S3, from the hub, and interrupted."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cluster.object_store import ObjectStore
+from tests.integration.run.conftest import LONG
+from tests.integration.run.hub import serve_hub
+from tests.integration.run.runs import Place, step_numbers
+from tests.integration.run.stores import client, credentials, s3_spec, upload
+
+BUCKET = "good-runs"
+
+
+def evaluation_loss(folder: Path, rows: list[dict[str, Any]], max_length: int) -> float:
+    """Mean loss of the model in ``folder`` per token of the last answers, its end-of-turn token included.
+
+    Plain transformers, one row at a time; longer rows are left out.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(row["messages"][:-1], tokenize=False, add_generation_prompt=True)
+        answer = row["messages"][-1]["content"] + tokenizer.eos_token
+        encoded = tokenizer(f"{prompt}{answer}\n", return_offsets_mapping=True, add_special_tokens=False)
+        assert tokenizer.apply_chat_template(row["messages"], tokenize=False) == f"{prompt}{answer}\n"
+        if len(encoded["input_ids"]) > max_length:
+            continue
+        end = len(prompt) + len(answer)
+        trained = [index for index, (start, stop) in enumerate(encoded["offset_mapping"]) if len(prompt) < stop <= end]
+        ids = torch.tensor([encoded["input_ids"]])
+        with torch.no_grad():
+            logits = model(ids).logits[0]
+        targets = ids[0, trained]
+        loss = torch.nn.functional.cross_entropy(logits[torch.tensor(trained) - 1], targets, reduction="sum")
+        total, count = total + loss.item(), count + len(trained)
+    return total / count
+
+
+def test_model_data_and_checkpoints_in_a_bucket(place: Place, versitygw: ObjectStore) -> None:
+    # Given everything in a bucket
+    inputs = place.inputs
+    client(versitygw).create_bucket(Bucket=BUCKET)
+    upload(versitygw, BUCKET, "models/tiny", *inputs.model.iterdir())
+    upload(versitygw, BUCKET, "data", inputs.train, inputs.eval)
+    job = place.job(
+        model={"uri": f"s3://{BUCKET}/models/tiny"},
+        data={
+            "train": [{"uri": f"s3://{BUCKET}/data/train.jsonl", "split": "train[:60]"}],
+            "eval": [{"uri": f"s3://{BUCKET}/data/eval.jsonl", "name": "held-out"}],
+        },
+        training={"steps": 6, "globalBatchTokens": 512, "optimizer": {"learningRate": 3e-3}},
+        checkpoint={"uri": f"s3://{BUCKET}/runs/one", "s3": s3_spec(versitygw), "everySteps": 2},
+        export={"atEnd": True},
+    )
+
+    # When it is trained
+    ended = place.run(job, **credentials(versitygw))
+
+    # Then checkpoints and export are there, and the exported model has the loss that was reported
+    assert ended.code == 0, ended.said
+    status = ended.status
+    assert status["state"] == "Complete"
+    assert [entry["step"] for entry in status["checkpoints"]["kept"]] == [6, 4]
+    assert status["checkpoints"]["latest"]["uri"] == f"s3://{BUCKET}/runs/one/checkpoints/step-00000006-a00001"
+    assert status["export"] == {"uri": f"s3://{BUCKET}/runs/one/export", "step": 6}
+    run = versitygw.folder / BUCKET / "runs" / "one"
+    assert sorted(step_numbers(run)) == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run / "status.json").read_text())["phase"] == "Complete"
+    assert not (place.folder / "sft-runs" / "tiny" / "checkpoints").exists()
+    rows = [json.loads(line) for line in inputs.eval.read_text().splitlines()]
+    exported = evaluation_loss(run / "export", rows, max_length=256)
+    assert status["progress"]["evalLoss"] == pytest.approx(exported, abs=1e-4)
+    assert exported < evaluation_loss(inputs.model, rows, max_length=256) - 0.05
+
+
+def test_a_bf16_model_and_two_sources_partly_from_the_hub(place: Place, tmp_path: Path) -> None:
+    # Given a bf16 model and a data set on the hub, and a file of another format
+    inputs = place.inputs
+    model = tmp_path / "hub" / "model"
+    shutil.copytree(inputs.model, model)
+    AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.bfloat16).save_pretrained(model)
+    chats = tmp_path / "hub" / "chats" / "data"
+    chats.mkdir(parents=True)
+    shutil.copy(inputs.train, chats / "train.jsonl")
+    job = place.job(
+        model={"uri": "hf://org/tiny@v1"},
+        data={
+            "train": [
+                {"uri": "hf://org/chats", "split": "train[:60]", "weight": 3},
+                {"uri": f"file://{inputs.alpaca}", "split": "train[:20]", "weight": 1},
+            ]
+        },
+        export={"atEnd": True},
+    )
+
+    # When it is trained
+    with serve_hub({"org/tiny": model, "datasets/org/chats": chats.parent}) as hub:
+        ended = place.run(job, **hub.environment())
+
+    # Then the master weights were fp32, and the export is those weights in bf16
+    assert ended.code == 0, ended.said
+    assert {"model.safetensors", "tokenizer.json", "train.jsonl"} <= set(hub.downloads)
+    exported = load_file(place.store() / "export" / "model.safetensors")
+    start = load_file(model / "model.safetensors")
+    assert exported.keys() == start.keys()
+    masters = master_weights(place.store() / "checkpoints" / "step-00000003-a00001")
+    for name, tensor in exported.items():
+        assert tensor.dtype == torch.bfloat16
+        master = masters[f"model.huggingface.{name}"]
+        assert torch.equal(tensor, master.to(torch.bfloat16)), name
+        assert not torch.equal(master, start[name].float()), name
+    loaded = AutoModelForCausalLM.from_pretrained(place.store() / "export")
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.get_input_embeddings().weight, exported["model.embed_tokens.weight"])
+
+
+def master_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The fp32 parameters in a checkpoint of one process, read with numpy alone."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    tensors = {}
+    for name, tensor in manifest["tensors"].items():
+        if name.startswith("model."):
+            assert tensor["dtype"] == "float32"
+            (item,) = tensor["items"]
+            raw = (checkpoint / item["file"]).read_bytes()[item["offset"] : item["offset"] + item["length"]]
+            tensors[name] = torch.from_numpy(np.frombuffer(raw, np.float32).copy()).reshape(tensor["shape"])
+    return tensors
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Place) -> None:
+    process = place.start(place.job(**LONG))
+    place.wait_for_step(1)
+
+    interrupted = place.interrupt(process)
+    step = interrupted.latest
+    after = place.run(place.job(**LONG))
+
+    assert interrupted.code == 30, interrupted.said
+    assert interrupted.status["state"] == "Suspended"
+    assert interrupted.status["stepsAtRisk"] == 0
+    assert step is not None
+    assert 1 <= step < LONG["training"]["steps"], "the run was over before it could be interrupted"
+    assert f"Stopped after step {step}/" in interrupted.said
+    assert f"The same command goes on from step {step}:\n  sft run tiny.yaml" in interrupted.said
+    assert after.code == 0, after.said
+    assert (after.status["attempt"], after.latest) == (2, LONG["training"]["steps"])
+    assert sorted(path.name for path in (place.store() / "metrics").iterdir())[0] == f"step-{step:08d}-a00001.jsonl"
+    assert step_numbers(place.store()) == step_numbers(undisturbed.store())
