@@ -242,3 +242,18 @@ def test_without_anything_to_import_workers_are_new_processes(group: Group) -> N
     assert group.start().wait() == 0
 
     assert [start["preloaded"] for start in group.starts(0)] == [False]
+
+
+def test_the_supervisor_answers_and_stops_while_imports_are_slow(group: Group) -> None:
+    group.preload = ("slow_import",)
+    pod = group.start()
+    wait_for(lambda: pod.get("/healthz") == "ok\n", pod)
+    begin = time.monotonic()
+    for _ in range(5):
+        assert pod.progress.training.phase is Phase.STARTING
+        time.sleep(0.1)
+    pod.signal(signal.SIGTERM)
+
+    assert pod.wait() == 30
+    assert time.monotonic() - begin < 3
+    assert not (group.folder / "starts-0").exists()

@@ -28,9 +28,13 @@ def test_pods_start_together_and_are_complete_together(group: Group) -> None:
 
 def test_nothing_starts_until_all_pods_are_there(group: Group) -> None:
     group.nodes = 2
+    earlier = group.folder / "pod-0-0"
+    earlier.mkdir()
+    (earlier / "progress.json").write_text('{"phase": "Complete", "step": 7}')
     first = group.start(0)
     wait_for(lambda: first.progress.training.phase_detail == "1/2 pods, waiting for 1", first)
     assert first.progress.training.phase is Phase.WAITING
+    assert first.progress.training.step == 0
     assert not (group.folder / "starts-0").exists()
     second = group.start(1)
 

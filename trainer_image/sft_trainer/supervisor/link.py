@@ -10,7 +10,7 @@ from .http import Client, MalformedError
 from .output import Output
 from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, LOST_SECONDS, RETRY_SECONDS, Order, Report
 
-_FAILURES = (OSError, EOFError, TimeoutError, MalformedError, ValidationError, asyncio.LimitOverrunError)
+_FAILURES = (OSError, TimeoutError, MalformedError, ValidationError, asyncio.LimitOverrunError)
 
 
 class Link:
@@ -81,6 +81,9 @@ class Link:
                 self._complain(f"refused: {response.body[:300].decode(errors='replace').strip()}")
                 return None
             order = Order.model_validate_json(response.body)
+        except EOFError:
+            self._complain("it closed the connection")
+            return None
         except _FAILURES as problem:
             self._complain(str(problem) or type(problem).__name__)
             return None

@@ -72,6 +72,7 @@ class Node:
         ``early_signals`` came before this loop could listen. Raises OSError when the port is taken.
         """
         adopt_orphans()
+        self._clear_run_dir()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
@@ -84,6 +85,8 @@ class Node:
             while self._end is None:
                 self._step()
                 await self._sleep()
+                if link is not None and link.done():
+                    link.result()  # it never ends by itself: an error to raise
             if link is not None:
                 link.cancel()
                 await asyncio.wait({link})
@@ -131,7 +134,6 @@ class Node:
     def _receive(self, order: Order) -> None:
         """An order from index 0."""
         self._order = order
-        self._step()
         self._wake.set()
 
     def _report(self) -> Report:
@@ -255,20 +257,24 @@ class Node:
 
     # Start and end
 
+    def _clear_run_dir(self) -> None:
+        """What workers of an earlier generation, or of an earlier run in the same folder, have left there."""
+        run_dir = self._settings.run_dir
+        (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
+        shutil.rmtree(run_dir / ERRORS_FOLDER, ignore_errors=True)
+        (run_dir / ERRORS_FOLDER).mkdir(parents=True)
+
     def _prepare(self) -> bool:
         return self._starter.prepare(self._environment(0, 0, master_port=0))
 
     def _start(self, generation: Generation) -> None:
         settings = self._settings
-        run_dir = settings.run_dir
-        (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
-        shutil.rmtree(run_dir / ERRORS_FOLDER, ignore_errors=True)
-        (run_dir / ERRORS_FOLDER).mkdir(parents=True)
-        (run_dir / STOP_FILE).unlink(missing_ok=True)
+        self._clear_run_dir()
         self._failures, self._not_started = [], []
         self._first_failure = self._kill_since = None
         self._memory_kills = self._cgroup.out_of_memory_kills()
-        self._workers = Workers(generation.id, run_dir, self._output)
+        self._workers = Workers(generation.id, settings.run_dir, self._output)
         world = settings.nodes * settings.processes
         for local_rank in range(settings.processes):
             rank = settings.node * settings.processes + local_rank

@@ -82,9 +82,11 @@ def main(arguments: Sequence[str]) -> None:
     """Import, then fork for ever; returns in a forked worker that has ended, or when the supervisor is gone."""
     control = socket.socket(fileno=int(arguments[0]))
     supervisor, module = int(arguments[1]), arguments[2]
-    own_oom_score = _OOM_SCORE.read_text()
-    # When memory runs out, the kernel shall take this process, without which the run goes on.
-    _OOM_SCORE.write_text("1000")
+    own_oom_score = "0"
+    with contextlib.suppress(OSError):
+        own_oom_score = _OOM_SCORE.read_text()
+        # When memory runs out, the kernel shall take this process, without which the run goes on.
+        _OOM_SCORE.write_text("1000")
     for name in arguments[3:]:
         # What cannot be imported here, the workers will complain of.
         with contextlib.suppress(Exception):

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -63,7 +64,7 @@ class ForkServer:
     def __init__(self, module: str, imports: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it. Raises OSError when it cannot."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(_FORK_SECONDS)
+        self._control.setblocking(False)
         self.started = time.monotonic()
         self.word = ""
         """What it said about itself: READY, or why it must not be forked."""
@@ -81,7 +82,7 @@ class ForkServer:
         """``word``, as far as it is known."""
         if not self.word:
             with contextlib.suppress(OSError):
-                self.word = self._control.recv(4096, socket.MSG_DONTWAIT).decode()
+                self.word = self._control.recv(4096).decode()
         return self.word
 
     def start_worker(self, environment: Mapping[str, str], *, stdout: int, stderr: int) -> int:
@@ -90,9 +91,10 @@ class ForkServer:
         Raises OSError when the server does not answer.
         """
         socket.send_fds(self._control, [json.dumps(dict(environment)).encode()], [stdout, stderr])
-        answer = self._control.recv(64)
+        answered, _, _ = select.select([self._control], [], [], _FORK_SECONDS)
+        answer = self._control.recv(64) if answered else b""
         if not answer.isdigit():
-            raise ConnectionResetError("the process that forks workers has ended")
+            raise ConnectionResetError("the process that forks workers does not answer")
         return int(answer)
 
     def end(self) -> None:
