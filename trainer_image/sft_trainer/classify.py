@@ -1,6 +1,7 @@
 """From an exception to a failure class and a sentence for the user."""
 
 import errno
+import os
 
 from sft_api.failures import FailureClass
 
@@ -23,6 +24,11 @@ def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
         return FailureClass.OUT_OF_MEMORY, f"host memory ran out at step {step + 1}: raise compute.resources memory"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FailureClass.STORAGE_FULL, f"the disk is full ({error}): free space, or raise compute.cacheSize"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return FailureClass.ACCESS_DENIED, (
+            f"user {os.getuid()} may not use a file ({error}): change its owner or mode, or set SFT_CACHE_DIR (HF_HOME "
+            "for the hub) to a folder that can be written"
+        )
     if isinstance(error, (RuntimeError, OSError)) and any(word in text.lower() for word in _PEER_WORDS):
         return FailureClass.PEER_LOST, f"another process of the group went away at step {step + 1} ({text[:300]})"
     return FailureClass.UNKNOWN, f"{type(error).__name__} at step {step + 1}: {text[:1000]}"

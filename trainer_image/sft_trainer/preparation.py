@@ -16,6 +16,7 @@ from .data.stream import ExampleStream
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
+from .errors import ModelError
 from .fetch import localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.weights import check_weights
@@ -78,12 +79,30 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
             reporter.warn(warning)
         return result
 
-    train = [tokenized(source) for source in spec.data.train]
+    # What is wrong with the small evaluation sets shows before the large ones are read.
     evaluation = {source.name: tokenized(source) for source in spec.data.eval}
+    train = [tokenized(source) for source in spec.data.train]
+    huggingface: Any = model.huggingface
+    check_vocabulary(tokenizer, [*train, *evaluation.values()], huggingface.get_input_embeddings().num_embeddings)
     steps, epoch_size = plan_steps(config, train)
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
     return Prepared(model_path, model, tokenizer, train, evaluation, steps, total_steps, epoch_size)
+
+
+def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:
+    """Raise ``ModelError`` when ``sources`` hold tokens for which the model has no embedding.
+
+    Some models come with a tokenizer that has more tokens than the model: that alone is no error.
+    """
+    if max(tokenizer.get_vocab().values()) < embeddings:
+        return
+    largest = max(source.largest_token for source in sources)
+    if largest >= embeddings:
+        raise ModelError(
+            f"the tokenizer gives token {largest}, but the model has embeddings for {embeddings} tokens only: set "
+            "model.tokenizerUri to the tokenizer that belongs to the model"
+        )
 
 
 def plan_steps(config: TrainerConfig, train: Sequence[TokenizedSource]) -> tuple[StepSchedule, int]:

@@ -102,6 +102,9 @@ class Trainer:
             result = self.store.probe()
             if not result.conditional_writes:
                 self.reporter.warn(result.message)
+            export_uri = self.config.export_uri
+            if export_uri is not None and not export_uri.startswith(f"{self.config.checkpoint_uri}/"):
+                open_store(export_uri, self._s3).probe()
             if self.spec.checkpoint.resume.policy == "auto":
                 refuse_other_settings(self.config, self.store)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.fixtures_inputs import make_inputs_script
 from tests.integration.run.disks import small_disk
 from tests.integration.run.hub import Hub, serve_hub
 from tests.integration.run.runs import Place, assert_refused
@@ -95,6 +96,22 @@ def test_a_chat_template_without_exact_masks(place: Place) -> None:
 
     assert_refused(ended, 12, "ModelError", "writes no end-of-turn token .* set a model.chatTemplate that writes one")
     assert "Tokenizing" not in ended.said
+
+
+def test_a_tokenizer_of_another_model_with_two_processes(place: Place) -> None:
+    rows = [json.loads(line) for line in place.inputs.train.read_text().splitlines()]
+    make_inputs_script.train_tokenizer(rows, vocabulary=700).save_pretrained(place.folder / "tokenizer")
+
+    job = place.job(
+        model={"uri": f"file://{place.inputs.model}", "tokenizerUri": f"file://{place.folder}/tokenizer"},
+        compute={"gpusPerNode": 0, "processesPerNode": 2},
+    )
+    ended = place.run(job)
+
+    sentence = (
+        r"the tokenizer gives token 69\d, but the model has embeddings for 512 tokens only: set model.tokenizerUri"
+    )
+    assert_refused(ended, 12, "ModelError", sentence)
 
 
 def test_a_model_that_lacks_a_shard_is_refused_before_data_is_read(place: Place) -> None:

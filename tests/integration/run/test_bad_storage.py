@@ -1,6 +1,7 @@
 """Storage that is not there, full, damaged or somebody else's: said at once where possible, and nothing is lost."""
 
 import json
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -40,8 +41,10 @@ def unreachable(make_place: Callable[[str], Place]) -> Iterator[tuple[Place, sub
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_a_bucket_that_is_not_there(place: Place, server: ObjectStore) -> None:
-    job = place.job(checkpoint={"uri": "s3://no-such-bucket/run", "s3": s3_spec(server)})
+@pytest.mark.parametrize("what", ["checkpoint", "export"])
+def test_a_bucket_that_is_not_there(place: Place, server: ObjectStore, what: str) -> None:
+    job = place.job(checkpoint={"s3": s3_spec(server)}, export={"atEnd": True})
+    job["spec"][what]["uri"] = "s3://no-such-bucket/run"
 
     ended = place.run(job, **credentials(server))
 
@@ -130,8 +133,10 @@ def fill(file: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_place: Callable[[str], Place]) -> None:
+    # Given a complete run whose newest checkpoint has one bit turned
     place = make_place("damaged")
-    job = place.job(**LONG)
+    data = shutil.copy(place.inputs.train, place.folder / "train.jsonl")
+    job = place.job(**LONG, data={"train": [{"uri": f"file://{data}", "split": "train[:60]"}], "maxLength": 256})
     first = place.run(job)
     assert first.code == 0, first.said
     (newest,) = place.store().glob("checkpoints/step-00000060-*/*.bin")
@@ -141,14 +146,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_p
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
 
+    # When it is run again
     ended = place.run(job)
 
+    # Then the one before it is used, and the numbers are the same
     assert ended.code == 0, ended.said
     warning = "checkpoint step-00000060-a00001 is damaged, the one before it is used: "
     assert any(text.startswith(warning) and "do not match their digest" in text for text in ended.status["warnings"])
     assert f"Warning: {warning}" in ended.said
     assert (ended.status["attempt"], ended.latest) == (2, LONG["training"]["steps"])
     assert step_numbers(place.store()) == step_numbers(undisturbed.store())
+
+    # And when rows have changed since a checkpoint, that is said
+    data.write_text(data.read_text().replace("What does", "What can"))
+    changed = place.run(job)
+    assert changed.code == 0, changed.said
+    assert "Warning: the data is not what it was at step 60: digests of data.train[0]: " in changed.said
 
 
 def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) -> None:

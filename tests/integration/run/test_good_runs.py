@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
-from tests.integration.run.runs import Place, step_numbers
+from tests.integration.run.runs import Place, step_numbers, wait_until
 from tests.integration.run.stores import client, credentials, s3_spec, upload
 
 BUCKET = "good-runs"
@@ -135,6 +135,17 @@ def master_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
             raw = (checkpoint / item["file"]).read_bytes()[item["offset"] : item["offset"] + item["length"]]
             tensors[name] = torch.from_numpy(np.frombuffer(raw, np.float32).copy()).reshape(tensor["shape"])
     return tensors
+
+
+def test_ctrl_c_before_the_first_step(place: Place) -> None:
+    process = place.start(place.job(**LONG))
+    wait_until((place.store() / "run" / "progress.json").exists)
+
+    ended = place.interrupt(process)
+
+    assert ended.code == 30, ended.said
+    assert (ended.status["state"], ended.latest) == ("Suspended", None)
+    assert "The same command starts from the model: no checkpoint was written yet" in ended.said
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Place) -> None:

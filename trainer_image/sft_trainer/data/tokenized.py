@@ -243,6 +243,11 @@ class TokenizedSource:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def largest_token(self) -> int:
+        """The highest token id; reads all of the data."""
+        return max(int(batch.input_ids.max()) for batch in self._batches)
+
     def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """``input_ids`` and ``loss_mask`` of example ``index``, both of shape (tokens,), read-only, not copied.
 
