@@ -47,7 +47,7 @@ class TrainerConfig(ReportModel):
     spec: SFTJobSpec
     plan: Plan
     checkpoint_uri: str
-    export_uri: str | None = Field(description="None when nothing is exported.")
+    export_uri: str | None = Field(default=None, description="None when nothing is exported.")
 
     @classmethod
     def resolve(cls, job: SFTJob, *, uid: str, default_checkpoint_uri: str | None) -> "TrainerConfig":

@@ -163,12 +163,12 @@ def _sft_run(inputs: Path, folder: Path, count: int, steps: int, *, kill_after: 
 
 
 def _kill_worker(run: "subprocess.Popen[bytes]", folder: Path, step: int, victim: int) -> None:
-    """SIGKILL the worker of rank ``victim`` once ``step`` is in the log."""
+    """SIGKILL to one of the workers once ``step`` is reported."""
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        progress = [p for p in _descendants(run.pid) if _variable(p, "RANK") == str(victim)]
-        if progress and _step_of(progress[0]) >= step:
-            os.kill(progress[0], signal.SIGKILL)
+    while time.monotonic() < deadline and run.poll() is None:
+        workers = [pid for pid in _descendants(run.pid) if _is_worker(pid)]
+        if len(workers) > victim and _step_of(workers[victim]) >= step:
+            os.kill(workers[victim], signal.SIGKILL)
             return
         time.sleep(0.005)
     raise AssertionError(f"step {step} was not reached: " + (folder / "sft.log").read_text()[-3000:])
@@ -181,6 +181,13 @@ def _step_of(worker: int) -> int:
     except (OSError, ValueError):
         return 0
     return step
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"sft_trainer"]
+    except OSError:
+        return False
 
 
 def _variable(pid: int, name: str) -> str | None:
