@@ -61,6 +61,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, default=environment("SFT_RUN_DIR"), help="a new folder when absent")
     parser.add_argument("--worker-module", default="sft_trainer", help="each worker is python -m of this")
     parser.add_argument("--preload", nargs="*", help="modules imported once for all workers; none: no such process")
+    parser.add_argument("--lost-after", type=float, default=10.0, help="seconds of silence after which a pod is lost")
     return parser.parse_args(arguments)
 
 
@@ -91,6 +92,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         termination_log=_termination_log(),
         module=options.worker_module,
         preload=_imports(options.worker_module) if options.preload is None else tuple(options.preload),
+        lost_after=options.lost_after,
         max_restarts=policy.max_restarts,
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,

@@ -152,6 +152,7 @@ def main() -> None:
             if RANK == 0 and (stop or step == SCRIPT["steps"] or step % SCRIPT["checkpointEvery"] == 0):
                 saved.write_text(str(step))
             report("Training")
+            ring.any(False)  # nobody fails in the next step before this one is reported
             if stop:
                 # Rank 0 leaves last, as if it were still committing.
                 time.sleep(0.3 if RANK == 0 else 0)

@@ -85,6 +85,7 @@ class Group:
     steps: int = 5
     step_seconds: float = 0.02
     preload: tuple[str, ...] = ("ssl",)
+    lost_after: float = 10.0
     pods: list[Pod] = field(default_factory=list)
 
     def write_files(self) -> None:
@@ -122,6 +123,7 @@ class Group:
             *(sys.executable, "-m", "sft_trainer.launch"),
             *("--config", str(self.folder / "config.json")),
             *("--bind", address, "--port", str(self.port), "--run-dir", str(self.folder / name)),
+            *("--lost-after", str(self.lost_after)),
             *("--worker-module", "fake_worker", "--preload", *self.preload),
         ]
         inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}

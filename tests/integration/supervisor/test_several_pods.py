@@ -85,20 +85,36 @@ def test_a_lost_pod_is_waited_for_and_free(group: Group) -> None:
 def test_a_pod_that_is_not_heard_is_lost_even_without_a_replacement(group: Group) -> None:
     group.nodes = 2
     group.steps = 10_000
+    group.lost_after = 2.0
     first, second = group.start_all()
     first.wait_for_step(1)
     # Like a node without a network: it lives, and nothing comes of it.
     second.signal(signal.SIGSTOP)
-    wait_for(lambda: first.progress.training.phase is Phase.WAITING, first, seconds=14)
-    assert first.progress.incidents[0].message == "pod 1 was not heard for 10 s"
+    wait_for(lambda: first.progress.training.phase is Phase.WAITING, first)
+    assert first.progress.incidents[0].message == "pod 1 was not heard for 2 s"
     second.signal(signal.SIGCONT)
 
     wait_for(lambda: first.progress.generation == 2 and first.progress.training.phase is Phase.TRAINING, first)
 
 
+def test_without_index_0_the_workers_of_the_others_are_killed(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 10_000
+    group.lost_after = 2.0
+    group.faults = [{"rank": 1, "start": 1, "step": 3, "do": "hang"}]
+    first, second = group.start_all()
+    wait_for(lambda: first.progress.training.step >= 3, first)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert len(group.workers()) == 1
+
+    wait_for(lambda: group.workers() == [], second)
+    assert second.process.poll() is None
+
+
 def test_another_index_0_takes_over_without_memory(group: Group) -> None:
     group.nodes = 2
-    group.steps = 100
+    group.steps = 60
     first, second = group.start_all()
     first.wait_for_step(3)
     first.signal(signal.SIGKILL)
@@ -113,7 +129,7 @@ def test_another_index_0_takes_over_without_memory(group: Group) -> None:
 
 def test_sigterm_of_one_pod_saves_all_and_the_others_wait_for_its_replacement(group: Group) -> None:
     group.nodes = 2
-    group.steps = 100
+    group.steps = 60
     first, second = group.start_all()
     first.wait_for_step(3)
     second.signal(signal.SIGTERM)

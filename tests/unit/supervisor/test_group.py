@@ -24,6 +24,7 @@ class World:
             size=size,
             incarnation="one",
             grace_seconds=GRACE,
+            lost_after=10.0,
             ledger=Ledger(run="one", max_restarts=max_restarts, jitter=lambda: 0.5),
             new_generation=self.new_generation,
             wall_clock=lambda: START + timedelta(seconds=self.now),

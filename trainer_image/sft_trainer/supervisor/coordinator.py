@@ -42,6 +42,7 @@ class Coordinator:
             size=settings.nodes,
             incarnation=instance,
             grace_seconds=settings.grace_seconds,
+            lost_after=settings.lost_after,
             ledger=Ledger(run=instance, max_restarts=settings.max_restarts),
             new_generation=self._new_generation,
             wall_clock=lambda: datetime.now(UTC),

@@ -14,7 +14,7 @@ from sft_api.progress import TerminationMessage, TrainingProgress
 
 from .causes import first_cause
 from .ledger import GiveUp, Ledger, termination
-from .protocol import LOST_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from .protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 
 TELL_FAILED_SECONDS = 15.0
 """A failed run ends after so long even when a member could not be told: the Job ends all pods anyway."""
@@ -53,11 +53,14 @@ class Group:
         size: int,
         incarnation: str,
         grace_seconds: float,
+        lost_after: float,
         ledger: Ledger,
         new_generation: Callable[[], Generation],
         wall_clock: Callable[[], datetime],
     ) -> None:
-        """``incarnation`` tells this index 0 from those before it; workers have ``grace_seconds`` to save."""
+        """``incarnation`` tells this index 0 from those before it; workers have ``grace_seconds`` to save; a member
+        not heard for ``lost_after`` seconds is lost.
+        """
         self.size = size
         self.members: dict[int, Member] = {}
         self.training = TrainingProgress()
@@ -68,6 +71,7 @@ class Group:
         """That any member has heard of, from this index 0 or one before it."""
         self._incarnation = incarnation
         self._grace = grace_seconds
+        self._lost_after = lost_after
         self._new_generation = new_generation
         self._wall_clock = wall_clock
         self._retired: set[str] = set()
@@ -105,8 +109,8 @@ class Group:
         """Follow from what is known; True when the order has changed."""
         order = self.order
         for node, member in list(self.members.items()):
-            if node != 0 and now - member.heard > LOST_SECONDS:
-                self._lose(node, f"pod {node} was not heard for {LOST_SECONDS:.0f} s")
+            if node != 0 and now - member.heard > self._lost_after:
+                self._lose(node, f"pod {node} was not heard for {self._lost_after:.0f} s")
                 del self.members[node]
         part = self._part
         if self.order.kind is OrderKind.RUN and part is not None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from .clock import AwakeClock
 from .http import Client, MalformedError
 from .output import Output
-from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, LOST_SECONDS, RETRY_SECONDS, Order, Report
+from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, RETRY_SECONDS, Order, Report
 
 _FAILURES = (OSError, TimeoutError, MalformedError, ValidationError, asyncio.LimitOverrunError)
 
@@ -16,7 +16,8 @@ _FAILURES = (OSError, TimeoutError, MalformedError, ValidationError, asyncio.Lim
 class Link:
     """Reports to index 0 for ever, and takes its orders."""
 
-    def __init__(self, host: str, port: int, *, output: Output, clock: AwakeClock) -> None:
+    def __init__(self, host: str, port: int, *, lost_after: float, output: Output, clock: AwakeClock) -> None:
+        self._lost_after = lost_after
         self._client = Client(host, port)
         self._name = f"{host}:{port}"
         self._output = output
@@ -34,7 +35,7 @@ class Link:
     @property
     def lost(self) -> bool:
         """Whether index 0 has not answered for too long."""
-        return self._clock.now() - self._answered > LOST_SECONDS
+        return self._clock.now() - self._answered > self._lost_after
 
     def offer(self, report: Report) -> None:
         """Send ``report`` from now on, at once when it is new."""

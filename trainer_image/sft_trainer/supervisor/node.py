@@ -64,7 +64,9 @@ class Node:
         if settings.node == 0:
             self._coordinator = Coordinator(settings, instance=self._instance, output=output, clock=self._clock)
         else:
-            self._link = Link(settings.coordinator, settings.port, output=output, clock=self._clock)
+            self._link = Link(
+                settings.coordinator, settings.port, lost_after=settings.lost_after, output=output, clock=self._clock
+            )
 
     async def run(self, early_signals: list[int]) -> TerminationMessage:
         """Supervise until the run has ended or this pod was asked to stop.
@@ -82,9 +84,10 @@ class Node:
         self._prepare()
         async with await serve(self._settings.bind, self._settings.port, self._answer):
             link = asyncio.create_task(self._link.run(self._receive)) if self._link else None
+            self._step()
             while self._end is None:
-                self._step()
                 await self._sleep()
+                self._step()
                 if link is not None and link.done():
                     link.result()  # it never ends by itself: an error to raise
             if link is not None:
@@ -128,7 +131,7 @@ class Node:
                 self._order = self._coordinator.step(self._report())
             self._obey()
         self._heed_stop()
-        if self._link is not None:
+        if self._link is not None and self._end is None:
             self._link.offer(self._report())
 
     def _receive(self, order: Order) -> None:

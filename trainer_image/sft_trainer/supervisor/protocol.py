@@ -100,5 +100,3 @@ RETRY_SECONDS = 0.3
 """Pause after an exchange that failed."""
 GOODBYE_SECONDS = 3.0
 """A member that leaves tries for so long to tell index 0."""
-LOST_SECONDS = 10.0
-"""A member not heard for so long is lost; so is index 0 for its members."""

@@ -27,6 +27,8 @@ class Settings:
     """Each worker is ``python -m`` this."""
     preload: tuple[str, ...]
     """What workers import, for the process that forks them; empty to start each worker anew."""
+    lost_after: float
+    """Seconds after which a member that is not heard is lost, and so is index 0 for its members."""
     max_restarts: int
     progress_deadline_seconds: int | None
     grace_seconds: int

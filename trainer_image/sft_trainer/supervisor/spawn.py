@@ -143,10 +143,11 @@ class Starter:
         """Take in the pids that were reaped."""
         if self._server is not None and self._server.pid in ended:
             server, self._server = self._server, None
+            word = server.listen()
             server.end()
             # One that was ready was killed from outside, as when memory runs out: the next start makes another.
-            if server.listen() != READY:
-                self._give_up(server.word or "the process that imports has ended")
+            if word != READY:
+                self._give_up(word or "the process that imports has ended")
 
     def start_worker(self, environment: Mapping[str, str], *, stdout: int, stderr: int) -> int:
         """Start a worker; its pid. Raises OSError when it cannot be started."""
