@@ -1,7 +1,7 @@
 """The Prometheus metrics of a run, from the same report that ``/v1/progress`` gives."""
 
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import datetime
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -61,8 +61,3 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
     registry = CollectorRegistry()
     registry.register(_Families([*families, phase, restarted]))
     return generate_latest(registry)
-
-
-def render_now(progress: Progress, restarts: Counter[FailureClass]) -> bytes:
-    """``render`` at this moment."""
-    return render(progress, restarts, datetime.now(UTC))

@@ -1,0 +1,45 @@
+"""What Prometheus scrapes."""
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase, Progress, TrainingProgress
+from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
+from sft_trainer.supervisor.metrics import render
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def test_every_figure_that_is_known() -> None:
+    latest = CheckpointStatus(
+        step=40, attempt=2, uri="s3://b/c", time="2026-01-01T11:59:00Z", size_bytes=1, verified=True
+    )
+    training = TrainingProgress(
+        attempt=2,
+        phase=Phase.SAVING,
+        step=47,
+        loss=1.25,
+        checkpoints=CheckpointsStatus(latest=latest),
+        update_time=NOW - timedelta(seconds=3),
+    )
+    text = render(
+        Progress(members=2, training=training), Counter({FailureClass.HANG: 2, FailureClass.PEER_LOST: 1}), NOW
+    ).decode()
+
+    lines = text.splitlines()
+    for line in (
+        "sft_trainer_step 47.0",
+        "sft_trainer_loss 1.25",
+        "sft_trainer_steps_at_risk 7.0",
+        "sft_trainer_checkpoint_step 40.0",
+        "sft_trainer_checkpoint_age_seconds 60.0",
+        "sft_trainer_report_age_seconds 3.0",
+        "sft_trainer_members 2.0",
+        'sft_trainer_phase{phase="Saving"} 1.0',
+        'sft_trainer_phase{phase="Training"} 0.0',
+        'sft_trainer_restarts_total{failure="Hang"} 2.0',
+        'sft_trainer_restarts_total{failure="PeerLost"} 1.0',
+    ):
+        assert line in lines
+    assert "eval_loss" not in text
