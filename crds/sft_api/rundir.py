@@ -2,6 +2,7 @@
 
 ``progress.json``        rank 0 writes a ``TrainingProgress`` after every step and at every change of phase
 ``errors/rank-<r>.json`` a worker writes a ``WorkerError`` when it ends with one
+``report.json``          index 0's supervisor leaves its last ``Progress`` when it ends
 ``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 PROGRESS_FILE = "progress.json"
+REPORT_FILE = "report.json"
 ERRORS_FOLDER = "errors"
 STOP_FILE = "stop"
 

@@ -116,9 +116,7 @@ class Follower:
                 handled += 1
                 self._interrupt(handled)
             self._look(self._supervisor.progress())
-        training = self._supervisor.last_training()
-        if training is not None:
-            self._look(self.progress.model_copy(update={"training": training}))
+        self._look(self._supervisor.last_report(self.progress))
         return returncode
 
     def _look(self, progress: Progress | None) -> None:

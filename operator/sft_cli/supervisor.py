@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from sft_api.progress import Progress, TerminationMessage, TrainingProgress
-from sft_api.rundir import PROGRESS_FILE
+from sft_api.rundir import PROGRESS_FILE, REPORT_FILE
 from sft_trainer.supervisor.workers import adopt_orphans, children
 
 _POLL_TIMEOUT_SECONDS = 2.0
@@ -36,6 +36,16 @@ def _stop_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return in_child
+
+
+_Document = TypeVar("_Document", bound=BaseModel)
+
+
+def _read(file: Path, kind: type[_Document]) -> _Document | None:
+    try:
+        return kind.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 class Supervisor:
@@ -105,19 +115,19 @@ class Supervisor:
         finally:
             connection.close()
 
-    def last_training(self) -> TrainingProgress | None:
-        """The last report of the worker of rank 0, also after the supervisor has ended."""
-        try:
-            return TrainingProgress.model_validate_json((self._run_dir / PROGRESS_FILE).read_bytes())
-        except (OSError, ValidationError):
-            return None
+    def last_report(self, heard: Progress) -> Progress:
+        """What the supervisor reported when it ended.
+
+        When it was killed or the disk is full: what was ``heard`` of it, with the last words of rank 0.
+        """
+        if report := _read(self._run_dir / REPORT_FILE, Progress):
+            return report
+        training = _read(self._run_dir / PROGRESS_FILE, TrainingProgress)
+        return heard.model_copy(update={"training": training}) if training else heard
 
     def termination(self) -> TerminationMessage | None:
         """What the supervisor said when it ended."""
-        try:
-            return TerminationMessage.model_validate_json(self._termination.read_bytes())
-        except (OSError, ValidationError):
-            return None
+        return _read(self._termination, TerminationMessage)
 
     def wait(self, seconds: float) -> int | None:
         """The return code, or None when it is still running after ``seconds``; negative for a signal."""

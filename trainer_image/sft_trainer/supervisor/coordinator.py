@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from sft_api.progress import Phase, Progress, TrainingProgress
-from sft_api.rundir import PROGRESS_FILE
+from sft_api.rundir import PROGRESS_FILE, REPORT_FILE, write_atomically
 
 from .clock import AwakeClock
 from .group import Group
@@ -109,6 +109,13 @@ class Coordinator:
             training=training.model_copy(update=changes),
             incidents=group.ledger.incidents,
         )
+
+    def leave_report(self) -> None:
+        """Write the last report where it can be read after the end: nobody may have asked since things happened."""
+        try:
+            write_atomically(self._settings.run_dir / REPORT_FILE, self.progress())
+        except OSError as problem:
+            self._output.say(f"the last report could not be written: {problem}")
 
     async def answer(self, request: Request) -> Response | None:
         """The answer to ``request`` when it is one of index 0's, else None."""

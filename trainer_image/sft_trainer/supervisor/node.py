@@ -93,6 +93,8 @@ class Node:
             if link is not None:
                 link.cancel()
                 await asyncio.wait({link})
+            if self._coordinator is not None:
+                self._coordinator.leave_report()
             await self._leave()
         return self._end
 
