@@ -57,6 +57,7 @@ e2e: setup ## Install the chart on a real node and disturb running jobs in every
 	@touch $@
 
 .PHONY: bench
-bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of a checkpoint
+bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of a checkpoint, cost of a job to the operator
 	$(PYTHON) -m tests.bench.throughput .venv-bench/bin/python
 	$(PYTHON) -m tests.bench.checkpoint
+	$(PYTHON) -m tests.bench.scale

@@ -102,6 +102,16 @@ class Progress(ReportModel):
     incidents: list[Incident] = Field(default_factory=list, max_length=100)
 
 
+class CommittedCheckpoint(ReportModel):
+    """A checkpoint in as few words as will do."""
+
+    folder: str = Field(pattern=r"^step-\d{8,12}-a\d{5,9}$")
+    """Its step and attempt, as ``checkpoints.CheckpointId`` writes them."""
+    time: datetime
+    size_bytes: int
+    eval_loss: float | None = None
+
+
 class TerminationMessage(ReportModel):
     """The container's termination message: JSON of at most 4 KiB."""
 
@@ -114,10 +124,10 @@ class TerminationMessage(ReportModel):
     total_steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
-    checkpoint_step: int | None = None
-    checkpoint_uri: str | None = Field(default=None, max_length=1000)
-    checkpoint_time: datetime | None = None
-    checkpoint_bytes: int | None = None
+    checkpoints_uri: str = Field(default="", max_length=1000)
+    """Folder that holds ``checkpoints``."""
+    checkpoints: list[CommittedCheckpoint] = Field(default_factory=list, max_length=10)
+    """All that are kept, newest first: what was reported before may have been pruned since."""
     export_uri: str | None = Field(default=None, max_length=500)
 
 

@@ -1,11 +1,14 @@
 """Pure: from what the trainer reports to what the status shows; the same in the cluster and with ``sft run``."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
-from .progress import Incident, TrainingProgress
-from .v1alpha1.status import ProgressStatus, RestartsStatus
+from .checkpoints import checkpoint_id
+from .progress import CommittedCheckpoint, Incident, TerminationMessage, TrainingProgress
+from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus, RestartsStatus
+
+_SHOWN_CHECKPOINTS = 10
 
 
 def timestamp(time: datetime) -> str:
@@ -81,3 +84,49 @@ def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
         last_time=timestamp(last.time),
         last_failure_step=max(failed_at, default=None),
     )
+
+
+def checkpoints_status(verified: Sequence[CheckpointStatus]) -> CheckpointsStatus:
+    """``status.checkpoints`` for all that are kept, newest first; of equally good ones the newer is the best."""
+    scored = [entry for entry in verified if entry.eval_loss is not None]
+    return CheckpointsStatus(
+        latest=verified[0] if verified else None,
+        best=min(scored, key=lambda entry: entry.eval_loss or 0.0, default=None),
+        kept=list(verified[:_SHOWN_CHECKPOINTS]),
+    )
+
+
+def committed(checkpoints: CheckpointsStatus) -> tuple[str, list[CommittedCheckpoint]]:
+    """The folder of ``checkpoints`` and their entries, as a termination message has room for; none when it has not."""
+    entries = checkpoints.kept or [entry for entry in (checkpoints.latest,) if entry]
+    if checkpoints.best and checkpoints.best not in entries:
+        entries = [*entries[: _SHOWN_CHECKPOINTS - 1], checkpoints.best]
+    if not entries or len(parent := entries[0].uri.rpartition("/")[0]) > 1000 or not parent.isascii():
+        return "", []
+    return parent, [
+        CommittedCheckpoint(
+            folder=entry.uri.rpartition("/")[2],
+            time=datetime.fromisoformat(entry.time),
+            size_bytes=entry.size_bytes,
+            eval_loss=entry.eval_loss,
+        )
+        for entry in entries
+    ]
+
+
+def last_checkpoints(end: TerminationMessage) -> list[CheckpointStatus]:
+    """What ``committed`` put into a termination message."""
+    return [
+        CheckpointStatus(
+            step=one.step,
+            attempt=one.attempt,
+            uri=f"{end.checkpoints_uri}/{entry.folder}",
+            time=timestamp(entry.time),
+            size_bytes=entry.size_bytes,
+            # Rank 0 checks every file before it commits, and tells only of what it committed.
+            verified=True,
+            eval_loss=entry.eval_loss,
+        )
+        for entry in end.checkpoints
+        if (one := checkpoint_id(entry.folder))
+    ]

@@ -36,6 +36,8 @@ class _Attention:
     next_events: float | None = None
     events_pause: float = _FIRST_EVENTS_SECONDS
     next_namespace: float = 0.0
+    namespace_in_doubt: bool = False
+    """Pods were deleted since it was read."""
     poll: asyncio.Task[None] | None = None
     reading: asyncio.Task[None] | None = None
     stored: bool = False
@@ -94,8 +96,10 @@ class Lookout:
 
     async def _look_at_namespace(self, key: Key, attention: _Attention, observed: Observed) -> float | None:
         """Pods that end although nobody asked may be the first sign of a namespace that is going."""
-        ending = any(pod.deletion for pod in observed.active_pods)
-        if not ending or observed.job is None or observed.job.suspended:
+        # Also those that are gone already: quick ones may never be seen while they end.
+        if any(pod.deletion for pod in (*observed.pods, *observed.gone_pods)):
+            attention.namespace_in_doubt = True
+        if not attention.namespace_in_doubt or observed.job is None or observed.job.suspended:
             return None
         if (clock := _clock()) >= attention.next_namespace:
             attention.next_namespace = clock + _NAMESPACE_SECONDS
@@ -104,6 +108,7 @@ class Lookout:
             except ApiError as error:
                 logger.debug("namespace %s cannot be read: %s", key.namespace, error)
                 return _NAMESPACE_SECONDS
+            attention.namespace_in_doubt = False
             terminating = (namespace.get("status") or {}).get("phase") == "Terminating"
             self._cache.entry(key).namespace_terminating = terminating
         return attention.next_namespace - clock

@@ -4,10 +4,9 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase, TerminationMessage, TrainingProgress
-from sft_api.report import progress_status, shown, timestamp
+from sft_api.report import checkpoints_status, last_checkpoints, progress_status, shown, timestamp
 from sft_api.v1alpha1 import (
     CheckpointsStatus,
-    CheckpointStatus,
     ExportStatus,
     ProgressStatus,
     RestartsStatus,
@@ -17,7 +16,6 @@ from sft_api.v1alpha1 import (
 from .observed import Observed, parse_time
 
 _BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
-_KEPT_CHECKPOINTS = 10
 _KEPT_WARNINGS = 20
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
 """Container end times are whole seconds, and the trainer's last report may come just after."""
@@ -140,7 +138,7 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         update={
             "attempt": words.attempt,
             "progress": known.model_copy(update=update),
-            "checkpoints": _with_checkpoint(status.checkpoints, words, time),
+            "checkpoints": _with_checkpoints(status.checkpoints, words),
             "export": export,
         }
     )
@@ -155,24 +153,10 @@ def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     return status.model_copy(update={"checkpoints": stored.checkpoints, "warnings": warnings[:_KEPT_WARNINGS]})
 
 
-def _with_checkpoint(
-    known: CheckpointsStatus | None, words: TerminationMessage, time: datetime | None
-) -> CheckpointsStatus | None:
-    if words.checkpoint_step is None or words.checkpoint_uri is None:
+def _with_checkpoints(known: CheckpointsStatus | None, words: TerminationMessage) -> CheckpointsStatus | None:
+    told = last_checkpoints(words)
+    if not told:
         return known
-    known = known or CheckpointsStatus()
-    if known.latest and (known.latest.uri == words.checkpoint_uri or known.latest.step > words.checkpoint_step):
+    if known and known.latest and (known.latest.attempt, known.latest.step) > (told[0].attempt, told[0].step):
         return known
-    committed = words.checkpoint_time or time
-    if committed is None:
-        return known
-    latest = CheckpointStatus(
-        step=words.checkpoint_step,
-        attempt=words.attempt,
-        uri=words.checkpoint_uri,
-        time=timestamp(committed),
-        size_bytes=words.checkpoint_bytes or 0,
-        # Rank 0 checks every file before it commits, and tells only of what it committed.
-        verified=True,
-    )
-    return known.model_copy(update={"latest": latest, "kept": [latest, *known.kept][:_KEPT_CHECKPOINTS]})
+    return checkpoints_status(told)

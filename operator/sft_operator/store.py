@@ -19,8 +19,8 @@ from sft_api.checkpoints import (
     decode_manifest,
     missing_or_wrong,
 )
-from sft_api.report import timestamp
-from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
+from sft_api.report import checkpoints_status, timestamp
+from sft_api.v1alpha1 import CheckpointStatus
 
 from .config import StoreSettings
 from .observed import Stored
@@ -126,9 +126,7 @@ def summary(
             problems.append(f"checkpoint {one.folder} is not usable: {wrong[0]}")
         else:
             good.append(_status(uri, one, manifest))
-    scored = [item for item in good if item.eval_loss is not None]
-    best = min(scored, key=lambda item: item.eval_loss or 0.0, default=None)
-    return Stored(CheckpointsStatus(latest=good[0] if good else None, best=best, kept=good), tuple(problems))
+    return Stored(checkpoints_status(good), tuple(problems))
 
 
 def _status(uri: str, one: CheckpointId, manifest: Manifest) -> CheckpointStatus:

@@ -2,6 +2,7 @@
 
 failed            scenarios that did not end Complete, or ended wrong
 curve_mismatch    steps whose numbers differ from the undisturbed run
+apply_to_step_s   from kubectl apply to the first step of the undisturbed run
 max_lost_steps    most steps that had to be computed twice
 crash_to_step_s   from a killed worker to the next new step
 pod_to_step_s     from a lost or deleted pod to the next new step, the longest
@@ -20,6 +21,7 @@ def main() -> int:
         expected = campaign.run_undisturbed(stage)
         difference = exported.loss_difference(stage, "undisturbed")
         print(f"undisturbed: Complete, {len(expected)} steps, export_loss_difference={difference:.2e}", flush=True)
+        first_step = campaign.first_step_seconds(stage, "undisturbed")
         results = []
         for scenario in scenarios:
             result = campaign.run_disturbed(stage, scenario, expected)
@@ -39,6 +41,7 @@ def main() -> int:
     print(f"failed={failed}")
     print(f"curve_mismatch={sum(result.curve_mismatch for result in results)}")
     print(f"max_lost_steps={max((result.lost_steps for result in results), default=0)}")
+    print(f"apply_to_step_s={first_step:.0f}")
     if "worker-killed" in by_name:
         print(f"crash_to_step_s={by_name['worker-killed'].away_seconds:.1f}")
     pods = [by_name[one.name].away_seconds for one in scenarios if one.loses_pod]

@@ -11,21 +11,17 @@ WITHIN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class BadJob:
-    """``words`` must all be in status.message; ``fails``: a retry cannot help, so the job must end at once.
-
-    ``starts``: the trainer itself finds out, so the clock runs from the start of its container.
-    """
+    """``words`` must all be said; ``fails``: a retry cannot help, so the job must end at once."""
 
     name: str
     spec: dict[str, Any]
     words: tuple[str, ...]
     fails: bool = False
-    starts: bool = False
 
 
 @dataclass
 class BadResult:
-    """What the user saw, and after how long."""
+    """What the user saw, and how long after ``kubectl apply``."""
 
     name: str
     seconds: float
@@ -59,14 +55,12 @@ JOBS = (
         {"checkpoint": {"uri": "s3://not-there/run"}},
         ("not-there",),
         fails=True,
-        starts=True,
     ),
     BadJob(
         "bad-data",
         {"data": {"train": [{"uri": f"s3://{BUCKET}/quickstart/data/train.jsonl", "messagesKey": "conversation"}]}},
         ("conversation",),
         fails=True,
-        starts=True,
     ),
 )
 
@@ -80,38 +74,43 @@ def run_all(stage: Stage) -> list[BadResult]:
 
 
 def run(stage: Stage, job: BadJob, *, within_seconds: float = WITHIN_SECONDS) -> BadResult:
-    """Apply the job, wait for the message, see that nothing is left when it is deleted."""
+    """Apply the job, wait until it is said what is wrong, see that nothing is left when it is deleted."""
+    began = time.monotonic()
     said = stage.apply(stage.manifest(job.name, **job.spec))
     result = BadResult(job.name, 0.0, "")
-    if job.starts:
-        stage.wait_for(job.name, "start of its container", lambda: _started(stage, job.name), seconds=120)
-    _expect_message(stage, job, result, said, within_seconds)
-    if job.fails and not result.problem:
-        state = stage.status(job.name).get("state")
-        condition = stage.condition(job.name, "Failed")
-        if state != "Failed" or condition.get("status") != "True":
-            result.problem = f"state {state}, Failed condition {condition}: no retry can help here"
+    while time.monotonic() - began < within_seconds:
+        result.message = str(stage.status(job.name).get("message") or "")
+        result.seconds = time.monotonic() - began
+        if _says(result.message, job):
+            result.problem = _shown_wrong(stage, job)
+            break
+        time.sleep(0.25)
+    else:
+        missed = f"no message with {job.words} within {within_seconds:.0f} s ({said.strip()})"
+        result.problem = f"{missed}\n{stage.explain(job.name)}"
     stage.delete(job.name)
     return result
 
 
-def _expect_message(stage: Stage, job: BadJob, result: BadResult, said: str, within_seconds: float) -> None:
-    began = time.monotonic()
-    while time.monotonic() - began < within_seconds:
-        result.message = str(stage.status(job.name).get("message") or "")
-        result.seconds = time.monotonic() - began
-        if all(word.lower() in result.message.lower() for word in job.words):
-            return
-        time.sleep(0.25)
-    missed = f"no message with {job.words} within {within_seconds:.0f} s ({said.strip()})"
-    result.problem = f"{missed}\n{stage.explain(job.name)}"
+def _says(text: str, job: BadJob) -> bool:
+    return all(word.lower() in text.lower() for word in job.words)
 
 
-def _started(stage: Stage, name: str) -> bool:
-    selector = f"sftjob.dev/job={name}"
-    path = "-o=jsonpath={.items[*].status.containerStatuses[*].state}"
-    found = stage.kubectl("get", "pods", f"--selector={selector}", path)
-    return "running" in found or "terminated" in found
+def _shown_wrong(stage: Stage, job: BadJob) -> str:
+    """What is wrong with the rest of what the user sees; empty when nothing is."""
+    status = stage.status(job.name)
+    held = [condition for condition in status["conditions"] if _says(condition.get("message") or "", job)]
+    if not held:
+        return f"no condition says it: {status['conditions']}"
+    table = stage.kubectl("get", "sftjob", job.name, "-o", "wide")
+    if not _says(table, job):
+        return f"kubectl get -o wide does not say it:\n{table}"
+    failed = stage.condition(job.name, "Failed")
+    if job.fails and (status.get("state") != "Failed" or failed.get("status") != "True"):
+        return f"state {status.get('state')}, Failed condition {failed}: no retry can help here"
+    if failures := (status.get("restarts") or {}).get("failures"):
+        return f"{failures} restarts that could not help"
+    return ""
 
 
 def _quota(stage: Stage) -> BadResult:

@@ -85,6 +85,13 @@ def run_undisturbed(stage: Stage, name: str = "undisturbed") -> dict[int, dict[s
     return step_records(stage.folder(name))
 
 
+def first_step_seconds(stage: Stage, name: str) -> float:
+    """From ``kubectl apply`` to the first step, as the status tells it (whole seconds)."""
+    job = stage.job(name)
+    first = datetime.fromisoformat(job["status"]["firstStepTime"])
+    return (first - datetime.fromisoformat(job["metadata"]["creationTimestamp"])).total_seconds()
+
+
 def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str, Any]]) -> Result:
     """Start a job, do to it what the scenario says, and compare it with the undisturbed one."""
     name = scenario.name

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 from tests.cluster import lifecycle
 from tests.cluster.processes import Supervisor
@@ -73,10 +72,11 @@ def suspend_and_resume(stage: Stage, name: str) -> None:
 def restart_api_server(stage: Stage, name: str) -> None:
     """SIGKILL to kube-apiserver, a pause, and the same again on the same port."""
     folder = default_folder()
-    pid = Supervisor(folder).pid("kube-apiserver")
+    processes = Supervisor(folder)
+    pid = processes.pid("kube-apiserver")
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}").exists():
+    while processes.pid("kube-apiserver"):
         time.sleep(0.1)
     time.sleep(3)
     lifecycle.up(folder, "node")

@@ -1,150 +1,42 @@
-"""A real control plane with our CRD, the operator as a process of its own, and the pods played by the test."""
+"""Fixtures over a real control plane with our CRD; the pods are played by the test."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from sft_api.generate import ROOT
-from sft_api.progress import Progress
 from tests.cluster.access import Cluster
-from tests.cluster.binaries import binary
-from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
-
-Object = dict[str, Any]
-OPERATOR_NAMESPACE = "sft-system"
-CHART = ROOT / "charts" / "sft-operator"
-MERGE_PATCH = "application/merge-patch+json"
-
-PATHS = {
-    "sftjobs": "apis/sftjob.dev/v1alpha1",
-    "jobs": "apis/batch/v1",
-    "networkpolicies": "apis/networking.k8s.io/v1",
-    "leases": "apis/coordination.k8s.io/v1",
-    "workloads": "apis/kueue.x-k8s.io/v1beta1",
-}
-
-
-@dataclass
-class Supervisors:
-    """The HTTP servers of all pods with index 0: answers by namespace and name of the job."""
-
-    url: str
-    answers: dict[str, bytes] = field(default_factory=dict)
-    reads: list[str] = field(default_factory=list)
-
-    def report(self, namespace: str, name: str, progress: Progress | bytes) -> None:
-        body = progress if isinstance(progress, bytes) else progress.model_dump_json(by_alias=True).encode()
-        self.answers[f"/{namespace}/{name}"] = body
-
-    def silence(self, namespace: str, name: str) -> None:
-        self.answers.pop(f"/{namespace}/{name}", None)
+from tests.integration.kubernetes_api import KubernetesApi, kubernetes_api
+from tests.integration.operator import scene as scenes
+from tests.integration.operator.scene import OperatorProcess, Scene, StartOperator, Supervisors, new_scene
 
 
 @pytest.fixture(scope="session")
 def supervisors() -> Iterator[Supervisors]:
-    state = Supervisors("")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            state.reads.append(self.path)
-            body = state.answers.get(self.path)
-            self.send_response(200 if body is not None else 503)
-            self.end_headers()
-            with contextlib.suppress(BrokenPipeError):
-                self.wfile.write(body or b"")
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        state.url = f"http://127.0.0.1:{server.server_address[1]}" + "/{namespace}/{name}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield state
-        server.shutdown()
+    with scenes.serve_reports() as served:
+        yield served
 
 
 @pytest.fixture(scope="session")
 def server(control_plane: Cluster) -> Cluster:
     """The control plane with our CRD."""
-    control_plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds" / "sftjob.dev_sftjobs.yaml"))
-    control_plane.kubectl("wait", "--for=condition=Established", "crd/sftjobs.sftjob.dev", "--timeout=30s")
+    scenes.install_crd(control_plane)
     return control_plane
 
 
 @pytest.fixture(scope="session")
 def operator_kubeconfig(server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Access with just the rights that the chart gives to the operator."""
-    server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}})
-    rights = [item for item in render_chart() if "rbac" in item["apiVersion"] or item["kind"] == "ServiceAccount"]
-    server.apply(*rights)
-    token = server.kubectl(
-        "create", "token", "sft-operator", f"--namespace={OPERATOR_NAMESPACE}", "--duration=6h"
-    ).stdout.strip()
-    config = json.loads(server.kubectl("config", "view", "--raw", "--minify", "--flatten", "--output=json").stdout)
-    config["users"][0]["user"] = {"token": token}
-    path = tmp_path_factory.mktemp("operator-access") / "kubeconfig"
-    path.touch(mode=0o600)
-    path.write_text(json.dumps(config))
-    return path
-
-
-def render_chart(*settings: str) -> list[Object]:
-    """Objects of the chart, without the CRD."""
-    values = [f"--set={setting}" for setting in ("crds.install=false", *settings)]
-    done = subprocess.run(
-        [str(binary("helm")), "template", "sft-operator", str(CHART), f"--namespace={OPERATOR_NAMESPACE}", *values],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [item for item in yaml.safe_load_all(done.stdout) if item]
+    return scenes.operator_access(server, tmp_path_factory.mktemp("operator-access") / "kubeconfig")
 
 
 @pytest.fixture(scope="session")
 def api(server: Cluster) -> Iterator[KubernetesApi]:
     with kubernetes_api(server) as opened:
         yield opened
-
-
-@dataclass
-class OperatorProcess:
-    """One operator; ``url`` is its own HTTP server."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=20)
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as response:
-            text: str = response.read().decode()
-            return text
-
-
-StartOperator = Callable[..., OperatorProcess]
 
 
 @pytest.fixture(scope="session")
@@ -157,8 +49,6 @@ def start_operator(
     def start(
         *, kubeconfig: Path = operator_kubeconfig, environment: dict[str, str] | None = None, **settings: Any
     ) -> OperatorProcess:
-        folder = tmp_path_factory.mktemp("operator")
-        port = _free_port()
         config = {
             "pods": {"image": "registry.example/sft-trainer:1"},
             "pollSeconds": 0.5,
@@ -166,21 +56,10 @@ def start_operator(
             "statusSeconds": 1,
             "stuckPodSeconds": 2,
             "progressUrl": supervisors.url,
-            "httpPort": port,
             **settings,
         }
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        log = folder / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "sft_operator", "--config", str(folder / "config.yaml")],
-                env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", **(environment or {})},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        operator = OperatorProcess(process, f"http://127.0.0.1:{port}", log)
+        operator = scenes.start_operator(tmp_path_factory.mktemp("operator"), kubeconfig, config, environment)
         started.append(operator)
-        _wait_ready(operator)
         return operator
 
     yield start
@@ -189,240 +68,10 @@ def start_operator(
             operator.stop()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _wait_ready(operator: OperatorProcess) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        assert operator.process.poll() is None, operator.log.read_text()
-        try:
-            operator.get("/readyz")
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError(f"the operator did not get ready:\n{operator.log.read_text()}")
-
-
 @pytest.fixture(scope="session")
 def operator(start_operator: StartOperator) -> OperatorProcess:
     """The operator that serves all namespaces."""
     return start_operator()
-
-
-@dataclass
-class Scene:
-    """One namespace, and hands to play kubelet and user in it."""
-
-    api: KubernetesApi
-    supervisors: Supervisors
-    namespace: str
-
-    def path(self, resource: str, name: str = "", subresource: str = "") -> str:
-        parts = [PATHS.get(resource, "api/v1"), "namespaces", self.namespace, resource, name, subresource]
-        return "/" + "/".join(part for part in parts if part)
-
-    def request(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> Answer:
-        return self.api.request(method, path, "" if body is None else json.dumps(body), content_type)
-
-    def create(self, resource: str, manifest: Object) -> Object:
-        answer = self.request("POST", self.path(resource), manifest)
-        assert answer.accepted, answer.body
-        return answer.body
-
-    def get(self, resource: str, name: str) -> Object | None:
-        answer = self.request("GET", self.path(resource, name))
-        assert answer.code in (200, 404), answer.body
-        return answer.body if answer.code == 200 else None
-
-    def list(self, resource: str, query: str = "") -> list[Object]:
-        items: list[Object] = self.request("GET", f"{self.path(resource)}{query}").body["items"]
-        return items
-
-    def patch(self, resource: str, name: str, patch: Object, subresource: str = "") -> Object:
-        answer = self.request("PATCH", self.path(resource, name, subresource), patch, MERGE_PATCH)
-        assert answer.accepted, answer.body
-        return answer.body
-
-    def delete(self, resource: str, name: str) -> None:
-        answer = self.request("DELETE", self.path(resource, name), {"propagationPolicy": "Background"})
-        assert answer.accepted, answer.body
-
-    def submit(self, name: str, *, labels: dict[str, str] | None = None, **spec: Any) -> Object:
-        """A small valid SFTJob; ``spec`` replaces whole parts of its spec."""
-        full = {
-            "model": {"uri": "hf://org/model"},
-            "data": {"train": [{"uri": "hf://org/rows"}]},
-            "compute": {"nodes": 2, "gpusPerNode": 0},
-            "checkpoint": {"uri": "s3://bucket/runs"},
-            **spec,
-        }
-        metadata = {"name": name, "labels": labels or {}}
-        return self.create(
-            "sftjobs",
-            {"apiVersion": "sftjob.dev/v1alpha1", "kind": "SFTJob", "metadata": metadata, "spec": full},
-        )
-
-    def status(self, name: str) -> Object:
-        job = self.get("sftjobs", name)
-        assert job is not None
-        status: Object = job.get("status", {})
-        return status
-
-    def condition(self, name: str, kind: str) -> Object:
-        found = [item for item in self.status(name).get("conditions", []) if item["type"] == kind]
-        return found[0] if found else {"status": "Unknown"}
-
-    def until(self, what: Callable[[], Any], seconds: float = 20) -> Any:
-        """Wait until ``what()`` is true, and return it; its last value is in the error."""
-        deadline = time.monotonic() + seconds
-        while not (value := what()):
-            assert time.monotonic() < deadline, f"not within {seconds} s; {self.statuses()}"
-            time.sleep(0.1)
-        return value
-
-    def until_state(self, name: str, state: str, seconds: float = 20) -> Object:
-        self.until(lambda: self.status(name).get("state") == state, seconds)
-        return self.status(name)
-
-    def statuses(self) -> str:
-        return json.dumps({job["metadata"]["name"]: job.get("status") for job in self.list("sftjobs")}, indent=1)
-
-    def pods(self, job: str) -> list[Object]:
-        """Pods that have not ended, by index."""
-        found = self.list("pods", f"?labelSelector=sftjob.dev/job={job}")
-        live = [pod for pod in found if pod["status"].get("phase") not in ("Failed", "Succeeded")]
-        return sorted(live, key=_index)
-
-    def until_pods(self, job: str, count: int, seconds: float = 30) -> list[Object]:
-        pods: list[Object] = self.until(lambda: found if len(found := self.pods(job)) == count else None, seconds)
-        return pods
-
-    def bind(self, pod: Object) -> None:
-        """Play the scheduler: ``pod`` goes to the node of the scene."""
-        name = pod["metadata"]["name"]
-        binding = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": name},
-            "target": {"name": self.namespace},
-        }
-        answer = self.request("POST", self.path("pods", name, "binding"), binding)
-        assert answer.accepted or answer.code == 409, answer.body
-
-    def run_pod(self, pod: Object, *, ready: bool = True) -> None:
-        """Play scheduler and kubelet: the container of ``pod`` runs."""
-        now = _now()
-        name = pod["metadata"]["name"]
-        binding = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": name},
-            "target": {"name": self.namespace},
-        }
-        answer = self.request("POST", self.path("pods", name, "binding"), binding)
-        assert answer.accepted or answer.code == 409, answer.body
-        self.patch(
-            "pods",
-            pod["metadata"]["name"],
-            {
-                "status": {
-                    "phase": "Running",
-                    "podIP": "127.0.0.1",
-                    "podIPs": [{"ip": "127.0.0.1"}],
-                    "startTime": now,
-                    "conditions": [
-                        {"type": "PodScheduled", "status": "True", "lastTransitionTime": now},
-                        {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": now},
-                    ],
-                    "containerStatuses": [_container({"running": {"startedAt": now}}, ready)],
-                }
-            },
-            "status",
-        )
-
-    def end_pod(self, pod: Object, code: int, *, message: str = "", reason: str = "", disruption: str = "") -> None:
-        """Play the kubelet: the container of ``pod`` has exited with ``code``."""
-        now = _now()
-        ended = {
-            "exitCode": code,
-            "reason": reason or ("Completed" if code == 0 else "Error"),
-            "message": message,
-            "startedAt": now,
-            "finishedAt": now,
-        }
-        conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": now}]
-        if disruption:
-            conditions.append(
-                {
-                    "type": "DisruptionTarget",
-                    "status": "True",
-                    "reason": disruption,
-                    "message": "played by the test",
-                    "lastTransitionTime": now,
-                }
-            )
-        self.patch(
-            "pods",
-            pod["metadata"]["name"],
-            {
-                "status": {
-                    "phase": "Succeeded" if code == 0 else "Failed",
-                    "conditions": conditions,
-                    "containerStatuses": [_container({"terminated": ended}, False)],
-                }
-            },
-            "status",
-        )
-        now_seen = self.get("pods", pod["metadata"]["name"])
-        if now_seen and now_seen["metadata"].get("deletionTimestamp"):
-            self.request("DELETE", self.path("pods", pod["metadata"]["name"]), {"gracePeriodSeconds": 0})
-
-    def start(self, name: str, count: int = 2) -> list[Object]:
-        """Run all pods of a job."""
-        pods = self.until_pods(name, count)
-        for pod in pods:
-            self.run_pod(pod)
-        return pods
-
-
-def _container(state: Object, ready: bool) -> Object:
-    return {"name": "trainer", "image": "x", "imageID": "x", "ready": ready, "restartCount": 0, "state": state}
-
-
-def _index(pod: Object) -> int:
-    return int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-@contextmanager
-def new_scene(api: KubernetesApi, supervisors: Supervisors) -> Iterator[Scene]:
-    scene = Scene(api, supervisors, f"op-{uuid.uuid4().hex[:8]}")
-    manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": scene.namespace}}
-    assert scene.request("POST", "/api/v1/namespaces", manifest).accepted
-    # Cordoned: the scheduler leaves it alone, the test binds pods to it.
-    node = {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": scene.namespace},
-        "spec": {"unschedulable": True},
-    }
-    assert scene.request("POST", "/api/v1/nodes", node).accepted
-    # Pods are created with a service account, which a controller makes a moment later.
-    scene.until(lambda: scene.get("serviceaccounts", "default"))
-    yield scene
-    for job in scene.list("sftjobs"):
-        scene.delete("sftjobs", job["metadata"]["name"])
-    scene.request("DELETE", f"/api/v1/namespaces/{scene.namespace}")
-    scene.request("DELETE", f"/api/v1/nodes/{scene.namespace}")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from sft_operator.config import load_settings
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import KubernetesApi
-from tests.integration.operator.conftest import (
+from tests.integration.operator.scene import (
     CHART,
     OPERATOR_NAMESPACE,
     Object,

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Incident, Phase, Progress, TerminationMessage, TrainingProgress
-from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
-from tests.integration.operator.conftest import OperatorProcess, Scene
-
-
-def training(step: int, *, attempt: int = 1, phase: Phase = Phase.TRAINING, **fields: Any) -> TrainingProgress:
-    return TrainingProgress(attempt=attempt, step=step, total_steps=10, phase=phase, loss=2.5, **fields)
-
-
-def checkpoint(step: int, attempt: int = 1) -> CheckpointsStatus:
-    latest = CheckpointStatus(
-        step=step,
-        attempt=attempt,
-        uri=f"s3://bucket/runs/checkpoints/step-{step:08d}-a{attempt:05d}",
-        time="2026-01-01T00:00:00Z",
-        size_bytes=123,
-        verified=True,
-    )
-    return CheckpointsStatus(latest=latest, kept=[latest])
-
-
-def last_words(failure: FailureClass | None, step: int, **fields: Any) -> str:
-    return TerminationMessage(failure=failure, attempt=1, step=step, **fields).model_dump_json(by_alias=True)
+from sft_api.progress import Incident, Progress
+from tests.integration.operator.scene import OperatorProcess, Scene, checkpoint, last_words, saved_at, training
 
 
 def test_a_job_runs_and_completes(scene: Scene) -> None:
@@ -46,7 +24,7 @@ def test_a_job_runs_and_completes(scene: Scene) -> None:
     assert status["firstStepTime"]
     assert scene.condition("run", "Reconciling")["status"] == "False"
 
-    end = last_words(None, 10, checkpoint_step=10, checkpoint_uri="s3://bucket/runs/checkpoints/step-00000010-a00001")
+    end = last_words(None, 10, **saved_at(10))
     for pod in pods:
         scene.end_pod(pod, 0, message=end)
     status = scene.until_state("run", "Complete")
@@ -179,12 +157,7 @@ def test_suspend_and_resume(scene: Scene) -> None:
 
     scene.patch("sftjobs", "pause", {"spec": {"suspend": True}})
     scene.until_state("pause", "Suspending")
-    words = last_words(
-        FailureClass.INTERRUPTED,
-        7,
-        checkpoint_step=7,
-        checkpoint_uri="s3://bucket/runs/checkpoints/step-00000007-a00001",
-    )
+    words = last_words(FailureClass.INTERRUPTED, 7, **saved_at(7))
     for pod in pods:
         scene.end_pod(pod, 30, message=words)
     status = scene.until_state("pause", "Suspended")

@@ -8,8 +8,7 @@ import pytest
 
 from sft_api.progress import Progress
 from tests.cluster.access import Cluster
-from tests.integration.operator.conftest import Object, Scene
-from tests.integration.operator.test_lifecycle import training
+from tests.integration.operator.scene import Object, Scene, training
 
 QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
 WORKLOADS = {

@@ -16,8 +16,7 @@ from sft_operator.config import StoreSettings
 from sft_operator.store import CheckpointStore, StoreError
 from tests.cluster.object_store import ObjectStore
 from tests.integration.kubernetes_api import KubernetesApi
-from tests.integration.operator.conftest import OperatorProcess, StartOperator, Supervisors, new_scene
-from tests.integration.operator.test_lifecycle import training
+from tests.integration.operator.scene import OperatorProcess, StartOperator, Supervisors, new_scene, training
 
 BUCKET = "platform"
 URI = f"s3://{BUCKET}/sft"

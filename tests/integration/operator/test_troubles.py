@@ -10,15 +10,16 @@ from typing import Any
 from sft_api.failures import FailureClass
 from sft_api.progress import Progress
 from tests.integration.kubernetes_api import KubernetesApi
-from tests.integration.operator.conftest import (
+from tests.integration.operator.scene import (
     OPERATOR_NAMESPACE,
     OperatorProcess,
     Scene,
     StartOperator,
     Supervisors,
+    last_words,
     new_scene,
+    training,
 )
-from tests.integration.operator.test_lifecycle import last_words, training
 
 
 def quota(hard: dict[str, str]) -> dict[str, Any]:

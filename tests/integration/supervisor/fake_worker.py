@@ -117,9 +117,9 @@ def main() -> None:
             if saved.exists():
                 latest = {
                     "step": int(saved.read_text()),
-                    "attempt": start,
-                    "uri": f"file://{saved}",
-                    "time": datetime.now(UTC).isoformat(),
+                    "attempt": 1,
+                    "uri": f"file://{FOLDER}/step-{int(saved.read_text()):08d}-a00001",
+                    "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
                     "sizeBytes": 1,
                     "verified": True,
                 }

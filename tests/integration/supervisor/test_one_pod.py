@@ -18,7 +18,7 @@ def test_a_run_that_works_is_complete(group: Group) -> None:
 
     assert pod.wait() == 0
     assert pod.termination.failure is None
-    assert (pod.termination.step, pod.termination.checkpoint_step) == (5, 5)
+    assert (pod.termination.step, pod.termination.checkpoints[0].folder) == (5, "step-00000005-a00001")
     assert "[rank 0] rank 0 of 2, start 1\n" in pod.log
     assert "[rank 1] rank 1 of 2, start 1\n" in pod.log
 
@@ -97,7 +97,7 @@ def test_sigterm_saves_and_leaves_with_the_retryable_code(group: Group) -> None:
 
     assert pod.wait() == 30
     assert pod.termination.failure is FailureClass.INTERRUPTED
-    assert pod.termination.step == pod.termination.checkpoint_step
+    assert pod.termination.checkpoints[0].folder == f"step-{pod.termination.step:08d}-a00001"
     assert f"[rank 0] rank 0 saved step {pod.termination.step}\n" in pod.log
 
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Incident, Phase, Progress, TerminationMessage, TrainingProgress
+from sft_api.progress import CommittedCheckpoint, Incident, Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SFTJob
 from sft_operator.observed import ChildJob, Observed, Pod, Report
 from sft_operator.spec import read_spec
@@ -179,6 +179,11 @@ def incident(number: int, failure: FailureClass, *, step: int = 0, seconds: floa
 
 def words(failure: FailureClass | None, step: int = 5, *, attempt: int = 1, **fields: Any) -> TerminationMessage:
     return TerminationMessage(failure=failure, attempt=attempt, step=step, **fields)
+
+
+def committed_at(*steps: int) -> list[CommittedCheckpoint]:
+    """Checkpoints of the first attempt, as termination messages name them."""
+    return [CommittedCheckpoint(folder=f"step-{step:08d}-a00001", time=NOW, size_bytes=5) for step in steps]
 
 
 def running(**fields: Any) -> Observed:

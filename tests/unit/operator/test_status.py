@@ -15,6 +15,7 @@ from sft_operator.status import compute_status, is_transition, merge_patch, read
 from tests.unit.operator.make import (
     NOW,
     at,
+    committed_at,
     disruption,
     incident,
     make_child,
@@ -251,7 +252,7 @@ def test_checkpoints_stay_known_while_a_new_attempt_has_none_to_tell() -> None:
 
 
 def test_a_finished_run_is_told_by_its_last_words() -> None:
-    end = words(None, 100, checkpoint_step=100, checkpoint_uri="s3://b/step-100", loss=0.5)
+    end = words(None, 100, checkpoints_uri="s3://b/checkpoints", checkpoints=committed_at(100, 60), loss=0.5)
     pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
     before = status_of(running(report=report(training(80, loss=0.9, checkpoints=checkpoints(80)))))
 
@@ -263,10 +264,21 @@ def test_a_finished_run_is_told_by_its_last_words() -> None:
     assert status.progress.phase == "Complete"
     assert status.checkpoints
     assert status.checkpoints.latest
-    assert (status.checkpoints.latest.step, status.checkpoints.latest.uri) == (100, "s3://b/step-100")
-    assert [item.step for item in status.checkpoints.kept] == [100, 80]
+    assert status.checkpoints.latest.step == 100
+    assert status.checkpoints.latest.uri == "s3://b/checkpoints/step-00000100-a00001"
+    assert [item.step for item in status.checkpoints.kept] == [100, 60], "80 was pruned since it was reported"
     assert status.steps_at_risk == 0
     assert status.export == ExportStatus(uri="s3://bucket/runs/export", step=100)
+
+
+def test_last_words_about_older_checkpoints_change_nothing() -> None:
+    end = words(None, 100, checkpoints_uri="s3://b/checkpoints", checkpoints=committed_at(60))
+    pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
+    before = status_of(running(report=report(training(80, checkpoints=checkpoints(80)))))
+
+    status = status_of(running(job=make_child(conditions={"Complete": ("", "")}), pods=pods), before, seconds=12)
+
+    assert status.checkpoints == checkpoints(80)
 
 
 def test_last_words_of_a_pod_do_not_hide_what_its_replacement_reports() -> None:

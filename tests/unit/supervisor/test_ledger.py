@@ -21,7 +21,12 @@ def at(step: int, *, checkpoint: int | None = None, resumed: int | None = None) 
     latest = None
     if checkpoint is not None:
         latest = CheckpointStatus(
-            step=checkpoint, attempt=1, uri="s3://b/c", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True
+            step=checkpoint,
+            attempt=1,
+            uri=f"s3://b/step-{checkpoint:08d}-a00001",
+            time="2026-01-01T00:00:00Z",
+            size_bytes=1,
+            verified=True,
         )
     return TrainingProgress(
         step=step, resumed_from_step=resumed, attempt=1, checkpoints=CheckpointsStatus(latest=latest)
@@ -93,7 +98,7 @@ def test_what_no_retry_mends_is_not_retried(kind: FailureClass) -> None:
 
     assert isinstance(verdict, GiveUp)
     assert verdict.end.failure is kind
-    assert (verdict.end.checkpoint_step, verdict.end.checkpoint_uri) == (2, "s3://b/c")
+    assert (verdict.end.checkpoints_uri, verdict.end.checkpoints[0].folder) == ("s3://b", "step-00000002-a00001")
 
 
 def test_pauses_grow_and_are_bounded() -> None:

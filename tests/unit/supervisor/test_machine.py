@@ -1,12 +1,13 @@
 """What is read from the machine: control groups, the clock, lines of output, the termination message."""
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import TerminationMessage
+from sft_api.progress import CommittedCheckpoint, TerminationMessage
 from sft_trainer.launch import termination_json
 from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
 from sft_trainer.supervisor.clock import AwakeClock
@@ -112,7 +113,12 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
 
 def test_the_termination_message_fits_whatever_it_says() -> None:
     end = TerminationMessage(
-        failure=FailureClass.UNKNOWN, message="\N{SNOWMAN}\n" * 1000, checkpoint_uri="s3://" + "\N{SNOWMAN}" * 990
+        failure=FailureClass.UNKNOWN,
+        message="\N{SNOWMAN}\n" * 1000,
+        checkpoints_uri="s3://" + "x" * 995,
+        checkpoints=[CommittedCheckpoint(folder="step-99999999-a99999", time=datetime.now(UTC), size_bytes=10**15)]
+        * 10,
+        export_uri="s3://" + "x" * 495,
     )
     text = termination_json(end)
 

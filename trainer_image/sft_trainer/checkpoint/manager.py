@@ -16,8 +16,9 @@ from datetime import UTC, datetime, timedelta
 import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, StoredTensor, decode_manifest
+from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, Verified, best_of, describe, status_of
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, Verified, describe, status_of
 from sft_trainer.checkpoint.dcp import StoreWriter, load_tensors, save_tensors
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
@@ -230,11 +231,7 @@ class CheckpointManager:
 
     def status(self) -> CheckpointsStatus:
         """The checkpoints that this rank knows to be committed. Rank 0 knows all of them after its first save."""
-        known = self._known  # replaced as a whole by the saving thread
-        best = best_of(known)
-        return CheckpointsStatus(
-            latest=known[0] if known else None, best=best[0] if best else None, kept=list(known[:10])
-        )
+        return checkpoints_status(self._known)  # replaced as a whole by the saving thread
 
     def _join(self) -> None:
         flight, self._in_flight = self._in_flight, None

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from sft_api.failures import FailureClass, is_retryable
 from sft_api.progress import Incident, TerminationMessage, TrainingProgress
+from sft_api.report import committed
 
 from .protocol import Failure
 
@@ -121,7 +122,7 @@ def termination(
     failure: FailureClass | None, message: str, training: TrainingProgress, *, rank: int | None = None
 ) -> TerminationMessage:
     """How the run ended, with where it stood."""
-    latest = training.checkpoints.latest
+    checkpoints_uri, checkpoints = committed(training.checkpoints)
     export = training.export
     return TerminationMessage(
         failure=failure,
@@ -132,9 +133,7 @@ def termination(
         total_steps=training.total_steps,
         loss=training.loss,
         eval_loss=training.eval_loss,
-        checkpoint_step=latest.step if latest else None,
-        checkpoint_uri=latest.uri if latest and len(latest.uri) <= 1000 else None,
-        checkpoint_time=datetime.fromisoformat(latest.time) if latest else None,
-        checkpoint_bytes=latest.size_bytes if latest else None,
-        export_uri=export.uri if export and len(export.uri) <= 500 else None,
+        checkpoints_uri=checkpoints_uri,
+        checkpoints=checkpoints,
+        export_uri=export.uri if export and len(export.uri.encode()) <= 500 else None,
     )

@@ -13,6 +13,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.failures import FailureClass, exit_code
 from sft_api.progress import Phase, TrainingProgress, WorkerError
 from sft_api.report import timestamp
@@ -40,7 +41,7 @@ def save(progress: TrainingProgress) -> TrainingProgress:
     latest = CheckpointStatus(
         step=progress.step,
         attempt=progress.attempt,
-        uri=CONFIG.checkpoint_uri,
+        uri=f"{CONFIG.checkpoint_uri}/checkpoints/{CheckpointId(progress.attempt, progress.step).folder}",
         time=timestamp(datetime.now(UTC)),
         size_bytes=1,
         verified=True,
