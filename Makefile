@@ -48,7 +48,7 @@ parity: setup ## Compare losses, gradients, masks and a killed and resumed run w
 	$(PYTHON) -m tests.parity $(SEED)
 
 .PHONY: e2e
-e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost ..." for some)
+e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost bad-jobs ..." for some)
 	$(PYTHON) -m tests.e2e $(SCENARIOS)
 
 .venv-bench/.installed: requirements/bench.txt

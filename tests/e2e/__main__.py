@@ -31,7 +31,7 @@ def main() -> int:
                 f"lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} {' '.join(result.problems)}",
                 flush=True,
             )
-        refused = bad_jobs.run_all(stage) if not chosen else []
+        refused = bad_jobs.run_all(stage) if not chosen or "bad-jobs" in chosen else []
         for bad in refused:
             print(f"bad job {bad.name}: {bad.seconds:.1f} s {bad.problem or 'ok'}: {bad.message}", flush=True)
     failed = sum(result.failed for result in results) + sum(bool(bad.problem) for bad in refused)

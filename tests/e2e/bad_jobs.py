@@ -47,7 +47,7 @@ JOBS = (
     ),
     BadJob(
         "too-many-gpus",
-        {"compute": {"gpusPerNode": 8, "processesPerNode": None}},
+        {"compute": {"gpusPerNode": 8}, "training": {"globalBatchTokens": 2 * 8 * 1024}},
         ("nvidia.com/gpu",),
     ),
     BadJob(
@@ -77,7 +77,10 @@ def run(stage: Stage, job: BadJob, *, within_seconds: float = WITHIN_SECONDS) ->
     """Apply the job, wait until it is said what is wrong, see that nothing is left when it is deleted."""
     began = time.monotonic()
     said = stage.apply(stage.manifest(job.name, **job.spec))
-    result = BadResult(job.name, 0.0, "")
+    result = BadResult(job.name, 0.0, said.strip())
+    if not said.endswith("created\n"):
+        result.problem = "not even created"
+        return result
     while time.monotonic() - began < within_seconds:
         result.message = str(stage.status(job.name).get("message") or "")
         result.seconds = time.monotonic() - began
@@ -86,7 +89,7 @@ def run(stage: Stage, job: BadJob, *, within_seconds: float = WITHIN_SECONDS) ->
             break
         time.sleep(0.25)
     else:
-        missed = f"no message with {job.words} within {within_seconds:.0f} s ({said.strip()})"
+        missed = f"no message with {job.words} within {within_seconds:.0f} s"
         result.problem = f"{missed}\n{stage.explain(job.name)}"
     stage.delete(job.name)
     return result
