@@ -48,7 +48,7 @@ JOBS = (
     BadJob(
         "too-many-gpus",
         {"compute": {"gpusPerNode": 8}, "training": {"globalBatchTokens": 2 * 8 * 1024}},
-        ("nvidia.com/gpu",),
+        ("nvidia.com/gpu", "spec.compute.gpusPerNode"),
     ),
     BadJob(
         "no-bucket",

@@ -8,6 +8,13 @@ from ..observed import ChildJob, Observed, Pod, Refusal, Warning
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_PLACEMENT_ADVICE = (
+    # A plugin's resource, such as nvidia.com/gpu, has a slash.
+    (r"insufficient \S+/\S+", "ask for fewer in spec.compute.gpusPerNode or spec.compute.resources"),
+    (r"insufficient (?!\S*/)", "ask for less in spec.compute.resources"),
+    (r"node affinity/selector", "correct spec.compute.nodeSelector"),
+    (r"untolerated taint", "name the taint in spec.compute.tolerations"),
+)
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
 
 SLOW_START = timedelta(seconds=10)
@@ -87,7 +94,9 @@ def _unscheduled(pod: Pod, message: str) -> Trouble:
     if missing_claim:
         advice = "create the claim in this namespace, or correct the pvc:// URI in the spec"
         return Trouble("ClaimMissing", f"pod {pod.name}: {message}; {advice}", True)
-    return Trouble("Unschedulable", f"pod {pod.name} cannot be placed: {message}", False)
+    advice = [text for pattern, text in _PLACEMENT_ADVICE if re.search(pattern, message, re.IGNORECASE)]
+    words = "; ".join([message, *advice, "it starts by itself when a node fits"])
+    return Trouble("Unschedulable", f"pod {pod.name} cannot be placed: {words}", False)
 
 
 def _creation_troubles(job: ChildJob, pods: tuple[Pod, ...], warnings: tuple[Warning, ...]) -> list[Trouble]:
@@ -110,7 +119,11 @@ def refusal_trouble(refusal: Refusal) -> Trouble:
 
 def _forbidden(message: str) -> Trouble:
     if "exceeded quota" in message:
-        return Trouble("QuotaExceeded", f"{message}; it goes on when others free their share", False)
+        return Trouble(
+            "QuotaExceeded",
+            f"{message}; ask for less, or it goes on when others free their share or the quota is raised",
+            False,
+        )
     if "failed quota" in message:
         return Trouble("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
     if "violates PodSecurity" in message:

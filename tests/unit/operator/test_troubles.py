@@ -55,6 +55,31 @@ def test_pods_in_trouble(pod: Any, reason: str, stalled: bool, words: str) -> No
     assert words in trouble.message
 
 
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", ["spec.compute.gpusPerNode"]),
+        ("0/1 nodes are available: 1 Insufficient cpu.", ["ask for less in spec.compute.resources"]),
+        ("1 node(s) didn't match Pod's node affinity/selector.", ["spec.compute.nodeSelector"]),
+        (
+            "1 Insufficient memory, 2 node(s) had untolerated taint(s)",
+            ["ask for less in spec.compute.resources", "spec.compute.tolerations"],
+        ),
+        ("1 node(s) were unschedulable.", []),
+    ],
+)
+def test_pods_without_a_node_say_what_to_change(message: str, advice: list[str]) -> None:
+    pod = make_pod(0, phase="Pending", node=None, conditions=unscheduled(message))
+
+    trouble = find_trouble(running(pods=(pod, make_pod(1))), pods_wanted=2)
+
+    assert trouble
+    parts = trouble.message.removeprefix(f"pod {pod.name} cannot be placed: {message}").split("; ")[1:]
+    assert parts.pop() == "it starts by itself when a node fits"
+    assert len(parts) == len(advice)
+    assert all(words in part for words, part in zip(advice, parts, strict=True))
+
+
 def test_healthy_pods_are_in_no_trouble() -> None:
     starting = make_pod(1, phase="Pending", waiting=("ContainerCreating", ""))
 
