@@ -15,13 +15,20 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def make_plan(spec: SFTJobSpec) -> Plan:
+def declared_processes(spec: SFTJobSpec) -> int:
+    """Processes that ``spec`` asks for."""
+    return spec.compute.nodes * spec.compute.effective_processes_per_node
+
+
+def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:
     """The plan of ``spec``, a function of it alone: the same in the operator, ``sft run`` and after any restart.
 
     With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
     process; without packing 32 examples, rounded up to the processes. See docs/reference for every field.
+    ``processes``, where they differ from what ``spec`` asks for, change how a step is shared out and never the step.
     """
-    processes = spec.compute.nodes * spec.compute.effective_processes_per_node
+    declared = declared_processes(spec)
+    processes = processes or declared
     training = spec.training
     packing = spec.data.packing == "ffd"
     fsdp = spec.strategy.fsdp if spec.strategy else None
@@ -29,20 +36,19 @@ def make_plan(spec: SFTJobSpec) -> Plan:
     micro_batch_tokens = (training.max_tokens_per_micro_batch or spec.data.max_length) if packing else None
     global_batch_size = training.global_batch_size
     global_batch_tokens = None
-    accumulation = None
+    micro_batches = None
     if packing and micro_batch_tokens and global_batch_size is None:
-        micro_batches_tokens = processes * micro_batch_tokens
+        at_once = declared * micro_batch_tokens
         if training.global_batch_tokens is None:
-            global_batch_tokens = _round_up(DEFAULT_GLOBAL_BATCH_TOKENS, micro_batches_tokens)
+            global_batch_tokens = _round_up(DEFAULT_GLOBAL_BATCH_TOKENS, at_once)
         else:
             # The rule of the API makes sure that at least one micro-batch a process fits.
-            global_batch_tokens = training.global_batch_tokens // micro_batches_tokens * micro_batches_tokens
-        accumulation = global_batch_tokens // micro_batches_tokens
+            global_batch_tokens = training.global_batch_tokens // at_once * at_once
+        micro_batches = global_batch_tokens // micro_batch_tokens
     elif not packing:
-        examples_at_once = processes * training.micro_batch_size
         if global_batch_size is None:
-            global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, examples_at_once)
-        accumulation = global_batch_size // examples_at_once
+            global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, declared * training.micro_batch_size)
+        micro_batches = global_batch_size // training.micro_batch_size
 
     return Plan(
         processes=processes,
@@ -53,7 +59,7 @@ def make_plan(spec: SFTJobSpec) -> Plan:
         global_batch_size=global_batch_size,
         global_batch_tokens=global_batch_tokens,
         max_tokens_per_micro_batch=micro_batch_tokens,
-        gradient_accumulation=accumulation,
+        gradient_accumulation=_round_up(micro_batches, processes) // processes if micro_batches else None,
         total_steps=training.steps,
         epochs=None if training.steps else (training.epochs or 1),
     )

@@ -19,6 +19,7 @@ CONFIG_PATH = "/etc/sft/config.json"
 # What may differ between two attempts of one run without changing its numbers.
 _NOT_NUMBERS: tuple[tuple[str, ...], ...] = (
     ("data", "workers"),
+    ("data", "eval"),
     ("compute",),
     ("checkpoint",),
     ("export",),
@@ -50,9 +51,12 @@ class TrainerConfig(ReportModel):
     export_uri: str | None = Field(default=None, description="None when nothing is exported.")
 
     @classmethod
-    def resolve(cls, job: SFTJob, *, uid: str, default_checkpoint_uri: str | None) -> "TrainerConfig":
+    def resolve(
+        cls, job: SFTJob, *, uid: str, default_checkpoint_uri: str | None, processes: int | None = None
+    ) -> "TrainerConfig":
         """The configuration of ``job``; ``default_checkpoint_uri`` is used when the spec names none.
 
+        ``processes`` is how many there are, when not as many as the spec asks for.
         Raises ``ValueError`` when there is no place for checkpoints.
         """
         checkpoint_uri = job.spec.checkpoint.uri or default_checkpoint_uri
@@ -66,7 +70,7 @@ class TrainerConfig(ReportModel):
         return cls(
             job=JobIdentity(name=job.metadata.name, namespace=job.metadata.namespace, uid=uid),
             spec=job.spec,
-            plan=make_plan(job.spec),
+            plan=make_plan(job.spec, processes=processes),
             checkpoint_uri=checkpoint_uri,
             export_uri=((export.uri or f"{checkpoint_uri}/export").rstrip("/") if export.at_end else None),
         )

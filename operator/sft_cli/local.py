@@ -4,10 +4,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
+from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
@@ -45,19 +43,15 @@ def prepare(
     """
     folder = working_folder / "sft-runs" / job.metadata.name
     problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
-    local = None
-    try:
-        local = _on_one_node(job, processes)
-        problems += _missing_gpus(local.spec, job.spec, gpus)
-    except UserError as error:
-        problems += error.problems
-    if local is None or problems:
+    count = processes or declared_processes(job.spec)
+    problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count)]
+    if problems:
         raise UserError(*problems)
-    uri = (local.spec.checkpoint.uri or f"{FILE_SCHEME}{folder}").rstrip("/")
+    uri = (job.spec.checkpoint.uri or f"{FILE_SCHEME}{folder}").rstrip("/")
     return LocalRun(
-        config=TrainerConfig.resolve(local, uid=local_uid(uri), default_checkpoint_uri=uri),
+        config=TrainerConfig.resolve(job, uid=local_uid(uri), default_checkpoint_uri=uri, processes=count),
         environment={variable.name: variable.value for variable in job.spec.compute.env if variable.value is not None},
-        notes=tuple(_notes(job.spec, local.spec)),
+        notes=tuple(_notes(job.spec, count)),
         folder=folder,
     )
 
@@ -70,28 +64,6 @@ def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
 def local_uid(checkpoint_uri: str) -> str:
     """The uid of a run without an SFTJob object: whoever trains into the same place is the same run."""
     return "local-" + hashlib.sha256(checkpoint_uri.encode()).hexdigest()[:16]
-
-
-def _on_one_node(job: SFTJob, processes: int | None) -> SFTJob:
-    """``job`` with all its processes, or ``processes`` of them, on one node."""
-    compute = job.spec.compute
-    count = processes or compute.nodes * compute.effective_processes_per_node
-    update: dict[str, Any] = {"nodes": 1, "processes_per_node": count}
-    if compute.gpus_per_node:
-        update["gpus_per_node"] = count
-    spec = job.spec.model_copy(update={"compute": compute.model_copy(update=update)})
-    try:
-        checked = SFTJobSpec.model_validate(spec.model_dump(by_alias=True, exclude_none=True))
-    except ValidationError as error:
-        raise UserError(
-            *(f"with {counted(count, 'process')} on one machine: {_sentence(e)}" for e in error.errors())
-        ) from error
-    return job.model_copy(update={"spec": checked})
-
-
-def _sentence(error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
-    return f"spec.{place}: {error['msg']}" if place else str(error["msg"])
 
 
 def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
@@ -124,11 +96,11 @@ def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
             yield f"{path}: there is no {file} on this machine: correct the path, or put the files there"
 
 
-def _missing_gpus(local: SFTJobSpec, asked: SFTJobSpec, gpus: int) -> Iterator[str]:
-    wanted = local.compute.gpus_per_node
+def _missing_gpus(spec: SFTJobSpec, processes: int, gpus: int) -> Iterator[str]:
+    wanted = processes if spec.compute.gpus_per_node else 0
     if wanted <= gpus:
         return
-    given = f"compute.nodes {asked.compute.nodes} x gpusPerNode {asked.compute.gpus_per_node}"
+    given = f"compute.nodes {spec.compute.nodes} x gpusPerNode {spec.compute.gpus_per_node}"
     if gpus == 0:
         yield (
             f"this machine has no GPU, and the job asks for {wanted} ({given}): set spec.compute.gpusPerNode: 0 to "
@@ -137,6 +109,15 @@ def _missing_gpus(local: SFTJobSpec, asked: SFTJobSpec, gpus: int) -> Iterator[s
     else:
         here = counted(gpus, "GPU")
         yield f"this machine has {here}, and the job asks for {wanted} ({given}): add --processes {gpus}"
+
+
+def _odd_shards(spec: SFTJobSpec, processes: int) -> Iterator[str]:
+    degree = spec.strategy.fsdp.shard_degree if spec.strategy and spec.strategy.fsdp else None
+    if degree and processes % degree:
+        yield (
+            f"spec.strategy.fsdp.shardDegree: {degree} does not divide {counted(processes, 'process')}: leave it out, "
+            "or choose other --processes"
+        )
 
 
 def _missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
@@ -167,7 +148,7 @@ def _missing_variables(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iter
             )
 
 
-def _notes(asked: SFTJobSpec, local: SFTJobSpec) -> Iterator[str]:
+def _notes(asked: SFTJobSpec, processes: int) -> Iterator[str]:
     if asked.model.token_secret_ref:
         yield "hf:// is read with HF_TOKEN of this shell (or the token of hf auth login)."
     if asked.checkpoint.s3.credentials_secret_ref:
@@ -177,7 +158,8 @@ def _notes(asked: SFTJobSpec, local: SFTJobSpec) -> Iterator[str]:
         yield f"Taken from this shell: {', '.join(from_shell)}."
     if asked.suspend:
         yield "spec.suspend is true: it says nothing here, the run starts."
-    before = asked.compute.nodes * asked.compute.effective_processes_per_node
-    after = local.compute.effective_processes_per_node
-    if before != after:
-        yield f"{counted(after, 'process')} instead of the manifest's {before}."
+    if processes != declared_processes(asked):
+        yield (
+            f"{counted(processes, 'process')} instead of the manifest's {declared_processes(asked)}: the steps stay "
+            "the same."
+        )

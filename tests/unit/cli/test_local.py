@@ -32,8 +32,7 @@ def problems(of: SFTJob, **arguments: Any) -> tuple[str, ...]:
 def test_all_processes_of_all_nodes_run_on_one() -> None:
     config = prepared(job(compute={"nodes": 2, "gpusPerNode": 4}), gpus=8).config
 
-    assert (config.spec.compute.nodes, config.spec.compute.gpus_per_node) == (1, 8)
-    assert config.plan.processes == 8
+    assert (config.plan.processes, config.plan.data_parallel, config.plan.shard_degree) == (8, 8, 8)
 
 
 def test_the_number_of_processes_can_be_given_on_the_cpu() -> None:
@@ -41,22 +40,38 @@ def test_the_number_of_processes_can_be_given_on_the_cpu() -> None:
 
     assert run.config.plan.processes == 2
     assert run.config.spec.compute.gpus_per_node == 0
-    assert run.notes == ("2 processes instead of the manifest's 4.",)
+    assert run.notes == ("2 processes instead of the manifest's 4: the steps stay the same.",)
 
 
 def test_the_number_of_processes_can_be_given_on_gpus() -> None:
-    run = prepared(job(compute={"gpusPerNode": 8}), processes=1, gpus=1)
-
-    assert (run.config.plan.processes, run.config.spec.compute.gpus_per_node) == (1, 1)
+    assert prepared(job(compute={"gpusPerNode": 8}), processes=1, gpus=1).config.plan.processes == 1
 
 
-def test_rules_hold_for_the_new_number_of_processes() -> None:
-    asked = job(training={"globalBatchSize": 4})
+@pytest.mark.parametrize(
+    "asked",
+    [
+        job(compute={"gpusPerNode": 0, "processesPerNode": 2}),
+        job(
+            compute={"gpusPerNode": 0, "processesPerNode": 2}, data={"train": [{"uri": "hf://o/d"}], "packing": "none"}
+        ),
+        job(training={"globalBatchSize": 4}),
+    ],
+)
+def test_another_number_of_processes_trains_the_same_steps(asked: SFTJob) -> None:
+    usual = prepared(asked).config
+
+    for processes in (1, 3, 6):
+        other = prepared(asked, processes=processes).config
+        assert other.plan.processes == processes
+        assert other.numbers() == usual.numbers(), "so the run can be resumed"
+
+
+def test_a_shard_degree_must_fit_the_processes() -> None:
+    asked = job(strategy={"fsdp": {"shardDegree": 2}}, compute={"gpusPerNode": 0, "nodes": 4})
 
     (problem,) = problems(asked, processes=3)
 
-    assert problem.startswith("with 3 processes on one machine: ")
-    assert "divisible by the number of processes" in problem
+    assert problem.startswith("spec.strategy.fsdp.shardDegree: 2 does not divide 3 processes: ")
 
 
 def test_gpus_that_are_not_there_are_refused_with_what_to_change() -> None:
