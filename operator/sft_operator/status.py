@@ -58,8 +58,13 @@ def compute_status(
     if is_finished(previous):
         return previous.model_copy(update={"observed_generation": job.metadata.generation})
     status = merge_stored(merge_last_words(merge_report(previous, observed), observed), observed)
+    latest = status.checkpoints.latest if status.checkpoints else None
     restarts = count_restarts(
-        status.restarts or RestartsStatus(), observed, step=status.progress.step if status.progress else 0, now=now
+        status.restarts or RestartsStatus(),
+        observed,
+        step=status.progress.step if status.progress else 0,
+        checkpoint_step=latest.step if latest else 0,
+        now=now,
     )
     situation = find_situation(job, previous, observed, restarts, now)
     if situation.reason in ("Preempted", "WaitingForQueue") and previous.state in ("Running", "Recovering"):

@@ -92,6 +92,9 @@ class RestartsStatus(ApiModel):
     recovery_seconds: float | None = Field(default=None, description="From the last failure to the next new step.")
     last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
     last_failure_step: int | None = Field(default=None, description="Furthest step at which a failure happened.")
+    last_failure_checkpoint_step: int | None = Field(
+        default=None, description="Step of the newest checkpoint at the last failure."
+    )
     fruitless: int = Field(default=0, description="Failures in a row that got no further than the one before.")
     replaced_pods: int = Field(default=0, description="Pods of the present Job that are counted in here.")
     counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=5000)] = Field(

@@ -23,13 +23,17 @@ FRUITLESS_FAILURES = 3
 """So many failures in a row that got no further than before end the run."""
 _SAME_EVENT = timedelta(seconds=60)
 _CONSEQUENCES = (FailureClass.PEER_LOST, FailureClass.INTERRUPTED)
+# A server that is away comes back by itself: these may use up all of maxRestarts, as the supervisor has it.
+_NOT_OUR_FAULT = frozenset({FailureClass.STORAGE_UNAVAILABLE})
 
 
 class _Count:
     """The counts while they are being brought up to date."""
 
-    def __init__(self, previous: RestartsStatus) -> None:
+    def __init__(self, previous: RestartsStatus, checkpoint_step: int) -> None:
+        """``checkpoint_step`` is that of the newest checkpoint."""
         self.status = previous
+        self._checkpoint_step = checkpoint_step
         self.keys = dict.fromkeys(previous.counted)
 
     def once(self, key: str) -> bool:
@@ -48,18 +52,28 @@ class _Count:
         if last is None or time >= last:
             self.add(last_reason=reason[:256], last_message=message[:4096], last_time=timestamp(time))
 
-    def failure(self, reason: str, message: str, time: datetime, step: int) -> None:
-        """A failure at ``step``: the run got no further than at the one before when ``step`` is not larger."""
-        last = self.status.last_failure_step
-        fruitless = self.status.fruitless + 1 if last is not None and step <= last else 0
-        furthest = max(step, last or 0)
-        self.add(failures=self.status.failures + 1, fruitless=fruitless, last_failure_step=furthest)
+    def failure(self, failure: FailureClass, reason: str, message: str, time: datetime, step: int) -> None:
+        """A failure at ``step``: the run got further than at those before by a larger step or a newer checkpoint."""
+        last, saved = self.status.last_failure_step, self.status.last_failure_checkpoint_step or 0
+        fruitless = self.status.fruitless
+        if last is None or step > last or self._checkpoint_step > saved:
+            fruitless = 0
+        elif failure not in _NOT_OUR_FAULT:
+            fruitless += 1
+        self.add(
+            failures=self.status.failures + 1,
+            fruitless=fruitless,
+            last_failure_step=max(step, last or 0),
+            last_failure_checkpoint_step=max(self._checkpoint_step, saved),
+        )
         self.happened(reason, message, time)
 
 
-def count_restarts(previous: RestartsStatus, observed: Observed, *, step: int, now: datetime) -> RestartsStatus:
-    """The counts after what is observed now; ``step`` is the last known step of the run."""
-    count = _Count(previous)
+def count_restarts(
+    previous: RestartsStatus, observed: Observed, *, step: int, checkpoint_step: int, now: datetime
+) -> RestartsStatus:
+    """The counts after what is observed now; the last known step of the run and of its newest checkpoint."""
+    count = _Count(previous, checkpoint_step)
     incidents = observed.report.progress.incidents if observed.report else []
     job = observed.job
     for incident in sorted(incidents, key=lambda item: item.time):
@@ -80,7 +94,7 @@ def _count_incident(count: _Count, incident: Incident) -> None:
     fault = not incident.disruption and incident.failure not in _CONSEQUENCES and is_retryable(incident.failure)
     if fault and count.once(incident.id):
         message = with_advice(incident.failure, incident.message)
-        count.failure(incident.failure.value, message, incident.time, incident.step)
+        count.failure(incident.failure, incident.failure.value, message, incident.time, incident.step)
     if incident.recovered_time is not None and count.once(f"{incident.id}/recovered"):
         seconds = (incident.recovered_time - incident.time).total_seconds()
         count.add(
@@ -107,7 +121,7 @@ def _count_loss(
         count.add(disruptions=count.status.disruptions + 1)
         count.happened(item.reason, item.message, time)
     elif is_retryable(item.failure) and not _already_reported(item, incidents, time):
-        count.failure(item.reason, item.message, time, step)
+        count.failure(item.failure, item.reason, item.message, time, step)
 
 
 def _meant_to_run(job: ChildJob, pod: Pod) -> bool:

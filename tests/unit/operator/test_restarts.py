@@ -15,10 +15,12 @@ from tests.unit.operator.make import NOW, at, disruption, incident, make_child, 
 HANG, OOM = FailureClass.HANG, FailureClass.OUT_OF_MEMORY
 
 
-def count(observed: Observed, previous: RestartsStatus | None = None, *, step: int = 50) -> RestartsStatus:
+def count(
+    observed: Observed, previous: RestartsStatus | None = None, *, step: int = 50, checkpoint_step: int = 0
+) -> RestartsStatus:
     """As the operator does, through a status that is written and read."""
     before = RestartsStatus.model_validate((previous or RestartsStatus()).model_dump(by_alias=True))
-    return count_restarts(before, observed, step=step, now=NOW)
+    return count_restarts(before, observed, step=step, checkpoint_step=checkpoint_step, now=NOW)
 
 
 def test_incidents_count_once() -> None:
@@ -219,3 +221,32 @@ def test_restarts_with_progress_do_not() -> None:
     told = report(training(90), *(incident(number, OOM, step=10 * number, seconds=number) for number in range(1, 8)))
 
     assert exhausted(count(running(report=told)), 10) is None
+
+
+def after_failures(failure: FailureClass, *, checkpoint_steps: tuple[int, ...]) -> RestartsStatus:
+    """So many failures at step 7, one report each, and the newest checkpoint at each of them."""
+    status = RestartsStatus()
+    for number, checkpoint_step in enumerate(checkpoint_steps, start=1):
+        told = report(training(7), *(incident(n, failure, step=7, seconds=n) for n in range(1, number + 1)))
+        status = count(running(report=told), status, checkpoint_step=checkpoint_step)
+    return status
+
+
+def test_a_store_that_is_away_may_use_up_all_restarts() -> None:
+    status = after_failures(FailureClass.STORAGE_UNAVAILABLE, checkpoint_steps=(0,) * 8)
+
+    assert status.failures == 8
+    assert exhausted(status, 10) is None
+    assert exhausted(status, 7) is not None
+
+
+def test_a_newer_checkpoint_is_progress_though_the_step_is_not_larger() -> None:
+    assert exhausted(after_failures(OOM, checkpoint_steps=(1, 2, 3, 4, 5, 6)), 10) is None
+    assert exhausted(after_failures(OOM, checkpoint_steps=(1, 2, 3, 3, 3, 3)), 10) is not None
+
+
+def test_a_store_that_is_away_does_not_hide_that_nothing_gets_on() -> None:
+    at_one_step = [OOM, OOM, FailureClass.STORAGE_UNAVAILABLE, OOM, OOM]
+    told = report(training(7), *(incident(n, one, step=7, seconds=n) for n, one in enumerate(at_one_step)))
+
+    assert exhausted(count(running(report=told)), 10) is not None
