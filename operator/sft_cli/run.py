@@ -190,7 +190,13 @@ def _set_aside(run: LocalRun) -> None:
         )
     if run.store.exists() and any(entry.name != _LOCK for entry in run.store.iterdir()):
         aside = run.store.with_name(f"{run.store.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
-        run.store.rename(aside)
+        try:
+            run.store.rename(aside)
+        except OSError as error:
+            raise UserError(
+                f"--fresh cannot rename {run.store} to {aside.name} ({error.strerror}; is it a mounted volume?): "
+                "move what is in it away, or name another folder in spec.checkpoint.uri"
+            ) from error
         say(f"The earlier run is now in {aside}.")
 
 

@@ -16,6 +16,7 @@ import yaml
 
 import sft_trainer
 from sft_api.v1alpha1.status import SFTJobStatus
+from tests.integration.run.disks import small_disk
 from tests.unit.cli.jobs import manifest
 
 SFT = str(Path(sys.executable).with_name("sft"))
@@ -306,6 +307,18 @@ def test_fresh_sets_the_earlier_run_aside(runs: Runs) -> None:
     (aside,) = (runs.folder / "sft-runs").glob("tiny-until-*")
     assert (aside / "step-0").read_text() == "4"
     assert f"The earlier run is now in {aside}." in err
+
+
+def test_fresh_on_a_mounted_volume_says_what_to_do(runs: Runs) -> None:
+    with small_disk(runs.folder / "volume", kilobytes=500) as volume:
+        (volume / "step-0").write_text("4")
+        runs.write(training={"steps": 4}, checkpoint={"uri": f"file://{volume}"})
+
+        code, _, err = runs.run("--fresh")
+
+        assert code == 10
+        assert f"--fresh cannot rename {volume} to volume-until-" in err
+        assert (volume / "step-0").read_text() == "4"
 
 
 def test_the_end_of_the_terminal_saves_too(runs: Runs) -> None:
