@@ -29,6 +29,8 @@ HOST_MEMORY = (
     "spec.data.workers, or set spec.checkpoint.async: false"
 )
 
+LOCAL_STORAGE = "raise spec.compute.cacheSize or the ephemeral-storage limit in spec.compute.resources"
+
 # status.reason of pods that the kubelet or a controller ended for the node's sake.
 _NODE_REASONS = frozenset(
     {
@@ -73,6 +75,9 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     if target and target.status:
         message = f"{where} was disrupted: {target.message or target.reason}"
         return Loss(pod, target.reason or "Disrupted", message, True, FailureClass.PEER_LOST, time or target.time)
+    if _over_its_limit(pod):
+        message = f"{where} was evicted: {pod.message}; {LOCAL_STORAGE}"
+        return Loss(pod, pod.reason, message, False, FailureClass.WORKER_CRASHED, time)
     if pod.reason in _NODE_REASONS:
         message = f"{where} was ended by its node ({pod.reason}): {pod.message}".rstrip(": ")
         return Loss(pod, pod.reason, message, True, FailureClass.PEER_LOST, time)
@@ -82,6 +87,15 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     if failure is FailureClass.INTERRUPTED:
         return Loss(pod, failure.value, f"{where} was asked to stop, and saved before it did", True, failure, time)
     return Loss(pod, failure.value, with_advice(failure, f"{where}: {message}"), False, failure, time)
+
+
+def _over_its_limit(pod: Pod) -> bool:
+    """Whether the kubelet ended the pod for its own use of local storage, which its replacement will repeat.
+
+    What it evicts for the node's sake has the condition DisruptionTarget (Kubernetes 1.26 and later), and what it
+    refuses to start for that says so.
+    """
+    return pod.reason == "Evicted" and "node had condition" not in pod.message
 
 
 def cause(ended: Terminated) -> tuple[FailureClass, str]:

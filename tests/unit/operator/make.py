@@ -99,6 +99,7 @@ def pod_manifest(
     waiting: tuple[str, str] | None = None,
     deletion: float | None = None,
     reason: str = "",
+    message: str = "",
     replaced: tuple[int, int] = (0, 0),
     created: float = -500,
     finished: float = -1,
@@ -145,6 +146,7 @@ def pod_manifest(
         "status": {
             "phase": phase,
             "reason": reason,
+            "message": message,
             "podIP": "10.0.0.1",
             "conditions": [*status_conditions, *(conditions or [])],
             "containerStatuses": [{"name": "trainer", "state": state}] if state else [],

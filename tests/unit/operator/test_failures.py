@@ -10,6 +10,7 @@ from sft_api.failures import FailureClass
 from sft_operator.policies.failures import loss
 from tests.unit.operator.make import disruption, make_pod, words
 
+CACHE_FULL = 'Usage of EmptyDir volume "cache" exceeds the limit "50Gi". '
 OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
 
 
@@ -23,7 +24,25 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
             False,
             ("DeletionByTaintManager", True),
         ),
-        ({"phase": "Failed", "exit_code": 137, "reason": "Evicted"}, False, ("Evicted", True)),
+        (
+            {
+                "phase": "Failed",
+                "exit_code": 137,
+                "reason": "Evicted",
+                "conditions": disruption("TerminationByKubelet"),
+            },
+            False,
+            ("TerminationByKubelet", True),
+        ),
+        (
+            {
+                "phase": "Failed",
+                "reason": "Evicted",
+                "message": "Pod was rejected: The node had condition: [DiskPressure]",
+            },
+            False,
+            ("Evicted", True),
+        ),
         ({"phase": "Failed", "reason": "UnexpectedAdmissionError"}, False, ("UnexpectedAdmissionError", True)),
         # Asked to stop without a reason given (kubectl delete pod): it saved, so nothing is held against it.
         ({"phase": "Failed", "exit_code": 30}, False, ("Interrupted", True)),
@@ -31,6 +50,8 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
         ({"phase": "Failed"}, False, ("PodLost", True)),
         ({"phase": "Running"}, True, ("PodLost", True)),
         # Its own fault.
+        ({"phase": "Failed", "exit_code": 137, "reason": "Evicted", "message": CACHE_FULL}, False, ("Evicted", False)),
+        ({"phase": "Failed", "reason": "Evicted", "message": CACHE_FULL}, True, ("Evicted", False)),
         ({"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled"}, False, ("OutOfMemory", False)),
         ({"phase": "Failed", "exit_code": 32, "words": OOM}, False, ("OutOfMemory", False)),
         ({"phase": "Failed", "exit_code": 139}, False, ("WorkerCrashed", False)),
@@ -75,3 +96,11 @@ def test_words_with_nan_are_still_read() -> None:
 
     assert found
     assert found.failure is FailureClass.HANG
+
+
+def test_a_pod_that_outgrew_its_local_storage_is_told_which_limit_to_raise() -> None:
+    found = loss(make_pod(phase="Failed", exit_code=137, reason="Evicted", message=CACHE_FULL), gone=False)
+
+    assert found
+    assert CACHE_FULL.strip() in found.message
+    assert "raise spec.compute.cacheSize or the ephemeral-storage limit" in found.message

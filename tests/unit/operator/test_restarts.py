@@ -79,6 +79,7 @@ def test_lost_steps_are_added_when_the_run_has_recovered() -> None:
     [
         ({"phase": "Failed", "exit_code": 30, "conditions": disruption()}, 0, 1),
         ({"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled"}, 1, 0),
+        ({"phase": "Failed", "exit_code": 137, "reason": "Evicted", "message": "exceeds the limit"}, 1, 0),
         ({"phase": "Failed", "exit_code": 11}, 0, 0),
         ({"phase": "Succeeded", "exit_code": 0}, 0, 0),
     ],
