@@ -70,12 +70,12 @@ class Place:
         """Where the checkpoints of a job go that names no place."""
         return self.folder / "sft-runs" / name
 
-    def start(self, job: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-        """Begin a run; ``environment`` is added to that of this shell."""
+    def start(self, job: dict[str, Any], *options: str, **environment: str) -> subprocess.Popen[str]:
+        """Begin ``sft run`` with ``options``; ``environment`` is added to that of this shell."""
         file = self.folder / f"{job['metadata']['name']}.yaml"
         file.write_text(yaml.safe_dump(job))
         return subprocess.Popen(
-            [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json"],
+            [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json", *options],
             cwd=self.folder,
             env={**self.environment, **environment},
             stdout=subprocess.PIPE,
@@ -93,9 +93,9 @@ class Place:
         wait_until(lambda: not self.processes(), seconds=2)
         return Ended(process.returncode, said, json.loads(out) if out else {})
 
-    def run(self, job: dict[str, Any], **environment: str) -> Ended:
+    def run(self, job: dict[str, Any], *options: str, **environment: str) -> Ended:
         """A run from its begin to its end."""
-        return self.finish(self.start(job, **environment))
+        return self.finish(self.start(job, *options, **environment))
 
     def wait_for_step(self, step: int, name: str = "tiny") -> None:
         """Return as soon as the run reports ``step``."""

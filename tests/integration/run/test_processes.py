@@ -1,0 +1,29 @@
+"""One run, in turn on different numbers of processes."""
+
+import pytest
+
+from tests.integration.run.conftest import LONG
+from tests.integration.run.runs import Place, step_numbers
+
+
+def test_a_run_goes_on_with_another_number_of_processes(undisturbed: Place, place: Place) -> None:
+    # Given a run on one process that was interrupted, with steps that three processes cannot share out evenly
+    job = place.job(**LONG)
+    process = place.start(job)
+    place.wait_for_step(25)
+    interrupted = place.interrupt(process)
+
+    # When it goes on with three
+    ended = place.run(job, "--processes", "3")
+
+    # Then it trains on the same tokens as if nothing had happened, and the numbers differ by rounding only
+    assert interrupted.code == 30, interrupted.said
+    assert ended.code == 0, ended.said
+    assert "3 processes instead of the manifest's 1: the steps stay the same." in ended.said
+    assert ended.status["plan"]["processes"] == 3
+    numbers, expected = step_numbers(place.store()), step_numbers(undisturbed.store())
+    assert numbers.keys() == expected.keys()
+    for step, record in expected.items():
+        for name in ("tokens", "trainedTokens", "learningRate", "epoch"):
+            assert numbers[step][name] == record[name], step
+        assert numbers[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
