@@ -183,6 +183,8 @@ class ChildJob:
     started: datetime | None = None
     """Of its latest start: resuming sets it anew."""
     completed: datetime | None = None
+    succeeded: int = 0
+    """Indexes whose pod was complete, also of pods that are gone."""
     deleting: bool = False
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
@@ -198,6 +200,7 @@ class ChildJob:
             active_deadline_seconds=spec.get("activeDeadlineSeconds"),
             started=parse_time(status.get("startTime")),
             completed=parse_time(status.get("completionTime")),
+            succeeded=_integer(status.get("succeeded")) or 0,
             deleting="deletionTimestamp" in metadata,
             conditions=_conditions(manifest),
         )

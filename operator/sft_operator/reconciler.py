@@ -23,7 +23,7 @@ from .lookout import Lookout
 from .metrics import OperatorMetrics
 from .observed import Manifest, Observed, Refusal, owner_uid
 from .policies.children import Changes, is_finished, plan_changes, queued, time_to_live
-from .policies.situation import has_ended, last_words_missing
+from .policies.situation import has_ended, last_words_missing, seconds_to_complete
 from .policies.stuck import give_up_patch, seconds_to_stuck, stuck_pods
 from .spec import InvalidSpec, read_spec
 from .status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
@@ -147,6 +147,8 @@ class Reconciler:
         await self._write(key, memory, manifest, previous, status, observed)
         if is_finished(status):
             memory.looks.append(0.0)
+        elif (seconds := seconds_to_complete(observed, now)) is not None:
+            memory.looks.append(seconds + 1.0)
         return min(memory.looks, default=None)
 
     def _forget(self, key: Key) -> None:

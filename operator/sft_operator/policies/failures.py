@@ -76,7 +76,7 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
         message = f"{where} was disrupted: {target.message or target.reason}"
         return Loss(pod, target.reason or "Disrupted", message, True, FailureClass.PEER_LOST, time or target.time)
     if _over_its_limit(pod):
-        message = f"{where} was evicted: {pod.message}; {LOCAL_STORAGE}"
+        message = f"{where} was evicted: {pod.message.rstrip('. ')}; {LOCAL_STORAGE}"
         return Loss(pod, pod.reason, message, False, FailureClass.WORKER_CRASHED, time)
     if pod.reason in _NODE_REASONS:
         message = f"{where} was ended by its node ({pod.reason}): {pod.message}".rstrip(": ")

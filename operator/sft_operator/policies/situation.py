@@ -23,6 +23,9 @@ FRESH = timedelta(seconds=60)
 LAST_WORDS = timedelta(seconds=10)
 """The ends of pods are waited for no longer than this after the end of their Job."""
 
+LEFT_BEHIND = timedelta(seconds=60)
+"""Pods that have not ended so long after another one was complete were lost in that moment, and never will."""
+
 _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
 _WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
 
@@ -62,6 +65,10 @@ def _find(
     if child and child.failed:
         reason, message = why_job_failed(job, child, (*observed.pods, *observed.gone_pods))
         return Situation("Failed", reason, message, stalled=True, completed=child.failed.time or now)
+    complete = complete_for(observed, now)
+    if complete is not None and complete >= LEFT_BEHIND:
+        message = "the run is complete; pods that were lost at its very end are not waited for"
+        return Situation("Complete", "TrainingComplete", message, completed=now - complete)
     enough = exhausted(restarts, job.spec.run_policy.max_restarts)
     if enough:
         return Situation("Failed", "RestartsExhausted", enough, stalled=True, completed=now)
@@ -83,6 +90,23 @@ def last_words_missing(observed: Observed, now: datetime) -> bool:
     if child.complete:
         return bool(observed.active_pods)
     return ended.reason == "PodFailurePolicy" and not _fatal_ends((*observed.pods, *observed.gone_pods))
+
+
+def complete_for(observed: Observed, now: datetime) -> timedelta | None:
+    """How long ago the first pod ended well, which none does before the whole run is complete; None: none has."""
+    child = observed.job
+    ends = [pod.terminated for pod in (*observed.pods, *observed.gone_pods) if pod.phase == "Succeeded"]
+    if child is None or child.deleting or not (ends or child.succeeded):
+        return None
+    times = [end.finished for end in ends if end and end.finished]
+    # Of a pod that was removed since, only its Job knows.
+    return now - min(times) if times else LEFT_BEHIND
+
+
+def seconds_to_complete(observed: Observed, now: datetime) -> float | None:
+    """Seconds until a run whose first pod is complete is so as a whole, whatever became of the others."""
+    complete = complete_for(observed, now)
+    return None if complete is None or has_ended(observed) else max(0.0, (LEFT_BEHIND - complete).total_seconds())
 
 
 def has_ended(observed: Observed) -> bool:
@@ -117,14 +141,14 @@ def _held_back(job: SFTJob, observed: Observed) -> Situation:
 def _active(job: SFTJob, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
     wanted = job.spec.compute.nodes
     before: State = "Recovering" if previous.first_step_time else "Starting"
+    complete = sum(pod.phase == "Succeeded" for pod in observed.pods)
+    if complete:
+        # Pods leave one after the other when the run is complete, before the Job says so.
+        return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
     trouble = find_trouble(observed, pods_wanted=wanted)
     if trouble:
         return Situation(_state_in(trouble, before), trouble.reason, trouble.message, trouble.stalled)
     live = [pod for pod in observed.active_pods if pod.deletion is None]
-    complete = sum(pod.terminated is not None and pod.terminated.exit_code == 0 for pod in observed.pods)
-    if complete and len(live) + complete >= wanted:
-        # Pods leave one after the other when the run is complete, before the Job says so.
-        return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
     if len(live) < wanted:
         return Situation(before, "PodsMissing", _missing(observed, len(live), wanted))
     training = fresh_training(observed, now)

@@ -56,6 +56,7 @@ def child_manifest(
     suspend: bool = False,
     conditions: dict[str, tuple[str, str]] | None = None,
     started: float | None = -600,
+    succeeded: int = 0,
     owner: str = "sft-uid",
     version: str = "7",
 ) -> Object:
@@ -68,6 +69,8 @@ def child_manifest(
     }
     if started is not None:
         status["startTime"] = stamp(started)
+    if succeeded:
+        status["succeeded"] = succeeded
     return {
         "metadata": {
             "name": "tulu",

@@ -102,5 +102,5 @@ def test_a_pod_that_outgrew_its_local_storage_is_told_which_limit_to_raise() -> 
     found = loss(make_pod(phase="Failed", exit_code=137, reason="Evicted", message=CACHE_FULL), gone=False)
 
     assert found
-    assert CACHE_FULL.strip() in found.message
+    assert 'Usage of EmptyDir volume "cache" exceeds the limit "50Gi"; ' in found.message
     assert "raise spec.compute.cacheSize or the ephemeral-storage limit" in found.message

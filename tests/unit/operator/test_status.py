@@ -10,7 +10,10 @@ from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 from sft_api.report import timestamp
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, ExportStatus, SFTJobStatus
+from sft_operator.config import Settings
 from sft_operator.observed import Observed, Refusal
+from sft_operator.policies.children import plan_changes
+from sft_operator.policies.situation import seconds_to_complete
 from sft_operator.status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
 from tests.unit.operator.make import (
     NOW,
@@ -401,3 +404,36 @@ def test_pods_that_are_complete_are_not_missing(others: Any) -> None:
     # Given a run whose pods leave one after the other, before the Job says that it is complete
     observed = Observed(job=make_child(), pods=(make_pod(0, phase="Succeeded", exit_code=0), others))
     assert status_of(observed, TRAINED).state == "Running"
+
+
+DONE = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 100), finished=0)
+LEFT_BEHIND = (
+    make_pod(1),
+    make_pod(1, phase="Failed", exit_code=137, conditions=disruption()),
+    make_pod(1, uid="new", phase="Pending", node=None, conditions=NO_ROOM),
+)
+
+
+@pytest.mark.parametrize("other", LEFT_BEHIND)
+def test_a_run_is_complete_a_minute_after_its_first_pod_was_whatever_became_of_the_others(other: Any) -> None:
+    """A supervisor exits 0 only when the whole run is complete; a replacement would find nobody to tell it so."""
+    observed = running(pods=(DONE, other))
+
+    soon, later = status_of(observed, TRAINED, seconds=59), status_of(observed, TRAINED, seconds=60)
+
+    assert (soon.state, later.state) == ("Running", "Complete")
+    assert held(soon)["Running"] == "Finishing"
+    assert later.completion_time == stamp(0)
+    assert later.progress
+    assert later.progress.step == 100
+    # The Job and the pods that are left go.
+    assert plan_changes(make_job(), later, observed, Settings()).delete_job is True
+    assert seconds_to_complete(observed, at(20)) == 40
+
+
+def test_a_pod_that_was_complete_is_not_forgotten_when_it_is_removed() -> None:
+    gone = running(job=make_child(succeeded=1), pods=(make_pod(1),))
+
+    assert status_of(gone, TRAINED).state == "Complete"
+    assert status_of(gone, TRAINED, suspend=True).state == "Complete"
+    assert seconds_to_complete(running(), NOW) is None
