@@ -46,7 +46,8 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
             "periodSeconds": 5,
             "timeoutSeconds": 3,
         },
-        "terminationMessagePolicy": "File",
+        # Without words of the supervisor's own (no such module, no such user) the log says most.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

@@ -106,8 +106,9 @@ def cause(ended: Terminated) -> tuple[FailureClass, str]:
     if report and report.failure:
         return report.failure, report.message
     failure = failure_class(ended.exit_code)
-    said = ended.message.strip() if report is None else ""
-    return failure, said[:1000] or f"exited with code {ended.exit_code}{_signal(ended.exit_code)}"
+    # Not the supervisor's words, so the end of the log: what went wrong stands last.
+    said = ended.message.strip()[-1000:] if report is None else ""
+    return failure, said or f"exited with code {ended.exit_code}{_signal(ended.exit_code)}"
 
 
 def _signal(code: int) -> str:

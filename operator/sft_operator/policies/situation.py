@@ -11,7 +11,7 @@ from sft_api.v1alpha1 import RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
 from ..names import QUEUE_LABEL
-from ..observed import ChildJob, Observed, Pod, Terminated
+from ..observed import ChildJob, Observed, Pod, Terminated, parse_time
 from .children import queued
 from .failures import cause, with_advice
 from .restarts import exhausted
@@ -25,6 +25,9 @@ LAST_WORDS = timedelta(seconds=10)
 
 LEFT_BEHIND = timedelta(seconds=60)
 """Pods that have not ended so long after another one was complete were lost in that moment, and never will."""
+
+_SHOWN_CHARACTERS = 500
+"""Of the last failure, next to what is waited for."""
 
 _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
 _WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
@@ -53,6 +56,8 @@ def find_situation(
         # The Job lives, but may not be changed: suspended, resumed, limited.
         refused = refusal_trouble(observed.refusal)
         return replace(situation, message=refused.message, stalled=True)
+    if situation.state in ("Starting", "Recovering") and (why := _why_not_running(previous, restarts, now)):
+        return replace(situation, message="; ".join(filter(None, (situation.message, why))))
     return situation
 
 
@@ -79,6 +84,19 @@ def _find(
     if child.suspended:
         return _held_back(job, observed)
     return _active(job, previous, observed, now)
+
+
+def _why_not_running(previous: SFTJobStatus, restarts: RestartsStatus, now: datetime) -> str:
+    """What went wrong last, while nothing has run since; else empty."""
+    happened = parse_time(restarts.last_time)
+    running = next((item for item in previous.conditions if item.type == "Running"), None)
+    if happened is None or running is None:
+        return ""
+    stopped = parse_time(running.last_transition_time) if running.status == "False" else now
+    # What ends a run is noticed a little later.
+    if stopped is None or happened < stopped - FRESH:
+        return ""
+    return f"before that, {restarts.last_reason}: {restarts.last_message[:_SHOWN_CHARACTERS]}"
 
 
 def last_words_missing(observed: Observed, now: datetime) -> bool:

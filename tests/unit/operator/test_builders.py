@@ -132,7 +132,7 @@ def test_the_supervisor_is_probed_and_its_last_words_are_read() -> None:
     assert trainer["command"] == ["python", "-m", "sft_trainer.launch"]
     assert trainer["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "progress"}
     assert trainer["ports"] == [{"name": "progress", "containerPort": 8471, "protocol": "TCP"}]
-    assert trainer["terminationMessagePolicy"] == "File"
+    assert trainer["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert "livenessProbe" not in trainer
 
 

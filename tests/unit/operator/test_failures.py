@@ -104,3 +104,12 @@ def test_a_pod_that_outgrew_its_local_storage_is_told_which_limit_to_raise() -> 
     assert found
     assert 'Usage of EmptyDir volume "cache" exceeds the limit "50Gi"; ' in found.message
     assert "raise spec.compute.cacheSize or the ephemeral-storage limit" in found.message
+
+
+def test_of_a_log_the_end_is_quoted() -> None:
+    log = "starting up\n" * 200 + "ModuleNotFoundError: No module named 'sft_trainer'\n"
+    found = loss(make_pod(phase="Failed", exit_code=1, words=log), gone=False)
+
+    assert found
+    assert "No module named 'sft_trainer'" in found.message
+    assert len(found.message) < 1200

@@ -437,3 +437,33 @@ def test_a_pod_that_was_complete_is_not_forgotten_when_it_is_removed() -> None:
     assert status_of(gone, TRAINED).state == "Complete"
     assert status_of(gone, TRAINED, suspend=True).state == "Complete"
     assert seconds_to_complete(running(), NOW) is None
+
+
+def test_what_keeps_crashing_says_why_while_it_does_not_run() -> None:
+    # Given a job whose first pod crashes again and again
+    started = status_of(running(pods=()))
+    crashed = make_pod(0, phase="Failed", exit_code=1, words="No module named 'mine'", finished=20)
+    waiting = status_of(running(pods=(crashed,)), started, seconds=21)
+    still = status_of(running(pods=()), waiting, seconds=300)
+
+    for status in (waiting, still):
+        assert status.state == "Starting"
+        assert "0 of 2 pods exist" in status.message
+        assert "WorkerCrashed: pod tulu-0-aaaaa" in status.message
+        assert "No module named 'mine'" in status.message
+        condition = next(item for item in status.conditions if item.type == "Running")
+        assert condition.message == status.message
+
+
+def test_what_a_run_has_overcome_is_not_told_again() -> None:
+    # Given a run that failed, trained on, and is now waiting for a pod again
+    failed = status_of(running(report=report(training(5), incident(1, FailureClass.HANG, step=5))), TRAINED)
+    loading = training(0, attempt=2, phase=Phase.LOADING)
+    recovering = status_of(running(report=report(loading, incident(1, FailureClass.HANG, step=5))), failed, seconds=9)
+    trains = status_of(running(report=report(training(6, attempt=2), received=300)), recovering, seconds=300)
+    waits = status_of(running(pods=(make_pod(0),)), trains, seconds=600)
+
+    assert "Hang: it broke" in recovering.message
+    assert trains.state == "Running"
+    assert waits.state == "Recovering"
+    assert "Hang" not in waits.message
