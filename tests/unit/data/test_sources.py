@@ -231,3 +231,36 @@ def test_what_cannot_be_read_is_refused(
     with pytest.raises(DataError) as caught:
         open_rows(tmp_path, **fields)
     assert sentence in str(caught.value)
+
+
+def test_what_python_cannot_read_is_a_bad_row_too(tmp_path: Path) -> None:
+    deep = '{"n": ' + "[" * 20000 + "]" * 20000 + "}"
+    (tmp_path / "rows.jsonl").write_text(f'{{"n": 0}}\n{deep}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2 is nested too deeply"):
+        list(open_rows(tmp_path / "rows.jsonl").read(0, 2))
+    (tmp_path / "rows.json").write_text(f"[{deep}]")
+    with pytest.raises(DataError, match=r"rows\.json is nested too deeply"):
+        open_rows(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize("split", ["train[_:1]", "train[:1__0]", "train[1_:]", "train[-_:]"])
+def test_a_slice_that_is_no_number_is_quoted(tmp_path: Path, split: str) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(DataError, match="is no split or slice; write for example"):
+        open_rows(path, split=split)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"splits": null}'])
+def test_a_broken_index_of_saved_splits_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(
+        DataError, match=r"dataset_dict\.json is not what save_to_disk writes: .* save the data set again"
+    ):
+        open_rows(tmp_path)
+
+
+def test_a_saved_data_set_with_a_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.feather"}]}')
+    (tmp_path / "data.feather").write_bytes(b"")
+    with pytest.raises(DataError, match=r"data\.feather is of no known kind; known are \.jsonl"):
+        open_rows(tmp_path)

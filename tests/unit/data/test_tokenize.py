@@ -250,6 +250,14 @@ def test_errors_say_where_and_what(setting: Setting, rows: list[dict[str, Any]],
     assert sentence in str(caught.value)
 
 
+def test_half_a_character_names_the_row(setting: Setting) -> None:
+    # JSON can say it, no tokenizer can take it
+    setting.path.write_text(json.dumps(row("q", "a")) + "\n" + json.dumps(row("q", "x \ud83d y")) + "\n")
+    assert r"\ud83d" in setting.path.read_text()
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: '\\ud83d' is half a character .*; correct or remove"):
+        setting.tokenize(None)
+
+
 def test_a_template_that_refuses_names_the_row(setting: Setting) -> None:
     rows = [row("q", "a"), {**row("q", "a"), "system": "Be kind."}]
     with pytest.raises(DataError, match=r"line 2: the chat template does not accept.*System role not supported"):

@@ -72,6 +72,8 @@ class JsonLines:
 def _parsed(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line)
+    except RecursionError as error:
+        raise DataError(f"{place} is nested too deeply to be read; flatten or remove the row") from error
     except ValueError as error:
         quoted = line[:120].decode(errors="replace").strip()
         raise DataError(f"{place} is not valid JSON ({error}): {quoted!r}; correct or remove the line") from error
@@ -105,6 +107,8 @@ class JsonArray:
 def _json_array(path: Path) -> list[Any]:
     try:
         rows = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise DataError(f"{path} is nested too deeply to be read; flatten its rows") from error
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(rows, list):

@@ -99,8 +99,11 @@ def cut(name: str, identity: str, readers: Mapping[str, Sequence[Reader]], slice
 
 def open_file(path: Path) -> Reader:
     """The reader for a file by its suffix, which must be one of ``OPENERS``. Raises DataError."""
+    opener = OPENERS.get(path.suffix.lower())
+    if opener is None:
+        raise DataError(f"{path} is of no known kind; known are {', '.join(OPENERS)}")
     try:
-        return OPENERS[path.suffix.lower()](path)
+        return opener(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -113,8 +116,7 @@ def _content_digest(path: Path) -> str:
 def _splits_of(path: Path) -> dict[str, list[Path]]:
     """The data files of each split, in the order in which they are read."""
     if (path / "dataset_dict.json").is_file():
-        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        return {name: _saved_files(path / name) for name in names}
+        return {name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")}
     if (path / "state.json").is_file():
         return {"train": _saved_files(path)}
     root, files = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
@@ -131,6 +133,13 @@ def _splits_of(path: Path) -> dict[str, list[Path]]:
 
 def _is_data(path: Path) -> bool:
     return path.name not in _METADATA and not any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _saved_splits(file: Path) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(file.read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is not what save_to_disk writes: {error!r}; save the data set again") from error
 
 
 def _saved_files(folder: Path) -> list[Path]:

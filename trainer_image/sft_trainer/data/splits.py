@@ -19,7 +19,7 @@ _SPLIT_WORDS = {
 }
 _SLICE = re.compile(
     r"^(?P<split>\w[\w.-]*)(?:\["
-    r"(?:(?P<start>-?[\d_]+)(?P<start_percent>%)?)?:(?:(?P<stop>-?[\d_]+)(?P<stop_percent>%)?)?"
+    r"(?:(?P<start>-?\d+(?:_\d+)*)(?P<start_percent>%)?)?:(?:(?P<stop>-?\d+(?:_\d+)*)(?P<stop_percent>%)?)?"
     r"\])?$"
 )
 

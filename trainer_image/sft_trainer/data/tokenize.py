@@ -159,9 +159,19 @@ def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> MarkedTe
         turns = conversation(row, settings.row_format, settings.columns)
         if foreign := foreign_control_token(turns, codec.control_tokens):
             raise DataError(f"{foreign}; remove or reword it, or the tokenizer takes it for the real one")
-        return mark(codec.template(turns.tools), turns, settings.train_on)
+        marked = mark(codec.template(turns.tools), turns, settings.train_on)
+        if marked is not None:
+            marked.text.encode()
+        return marked
     except (DataError, TemplateRefusal) as error:
         raise DataError(f"{place}: {error}") from error
+    except UnicodeEncodeError as error:  # JSON may escape one half of a surrogate pair; no tokenizer takes that
+        half = error.object[error.start]
+        raise DataError(
+            f"{place}: {half!r} is half a character (a lone surrogate); correct or remove the row"
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{place}: its values are nested too deeply; flatten or remove the row") from error
 
 
 def _write_examples(
