@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -257,6 +258,40 @@ def test_read_only_folder(tmp_path: Path) -> None:
     done = subprocess.run(["unshare", "--mount", *command], capture_output=True, text=True, timeout=60, check=False)
     assert "AccessDeniedError" in done.stderr
     assert "Read-only file system" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EIO, StorageUnavailableError),
+        (errno.ESTALE, StorageUnavailableError),
+        (errno.EACCES, AccessDeniedError),
+        (errno.ENOENT, None),
+    ],
+)
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception] | None
+) -> None:
+    # Given a claim and a checkpoint in folders that fail (or went away) while they are listed
+    store = LocalStore(tmp_path)
+    store.put("attempts/00003.json", b"claim")
+    store.put("checkpoints/step-00000010-a00003/manifest.json", b"{}")
+    scandir = os.scandir
+
+    def failing(path: Any) -> Any:
+        if str(path).endswith(("attempts", "a00003")):
+            raise OSError(number, os.strerror(number), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+
+    # Then nobody is told that there is nothing, except where that is so
+    for prefix in ("attempts/", "checkpoints/"):
+        if expected is None:
+            assert store.list(prefix) == []
+        else:
+            with pytest.raises(expected, match=os.strerror(number)):
+                store.list(prefix)
 
 
 def test_missing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,11 +181,14 @@ class LocalStore:
         return _FileStream(self._file(key))
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Path]]:
-        """Relative name and path of every file whose name starts with ``prefix``, unfinished ones too."""
+        """Relative name and path of every file whose name starts with ``prefix``, unfinished ones too.
+
+        Raises OSError for a folder that is there and cannot be listed.
+        """
         if not self.path.is_dir():
             raise self._missing(self.path)
         folder = self.path / prefix.rpartition("/")[0]
-        for root, _, names in os.walk(folder):
+        for root, _, names in os.walk(folder, onerror=_unless_gone):
             for name in names:
                 path = Path(root, name)
                 key = path.relative_to(self.path).as_posix()
@@ -225,6 +228,12 @@ class LocalStore:
                 path.unlink(missing_ok=True)
                 removed += 1
         return removed
+
+
+def _unless_gone(error: OSError) -> None:
+    # A folder that cannot be listed is not an empty one: claims and checkpoints in it would be taken for absent.
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _write_durably(path: Path, data: bytes) -> None:
