@@ -11,6 +11,10 @@ JOB_LABEL = f"{GROUP}/job"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """On an SFTJob: Kueue decides when its Job may run."""
 
+CHECKPOINT_URI_ANNOTATION = f"{GROUP}/checkpoint-uri"
+EXPORT_URI_ANNOTATION = f"{GROUP}/export-uri"
+"""On ConfigMap and Job: where this run saves and exports, which later settings of the operator do not change."""
+
 TRAINER_CONTAINER = "trainer"
 CONFIG_KEY = "config.json"
 

@@ -13,7 +13,7 @@ from sft_api.progress import Progress, TerminationMessage
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
 
 from . import untrusted
-from .names import TRAINER_CONTAINER
+from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION, TRAINER_CONTAINER
 
 Manifest = dict[str, Any]
 
@@ -186,12 +186,16 @@ class ChildJob:
     succeeded: int = 0
     """Indexes whose pod was complete, also of pods that are gone."""
     deleting: bool = False
+    checkpoint_uri: str | None = None
+    """Where this run saves, and exports if it does; written when the Job was made."""
+    export_uri: str | None = None
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "ChildJob":
         """The Job in ``manifest``."""
         metadata, spec, status = (manifest.get(part) or {} for part in ("metadata", "spec", "status"))
+        annotations = metadata.get("annotations") or {}
         return cls(
             name=metadata.get("name", ""),
             uid=metadata.get("uid", ""),
@@ -202,6 +206,8 @@ class ChildJob:
             completed=parse_time(status.get("completionTime")),
             succeeded=_integer(status.get("succeeded")) or 0,
             deleting="deletionTimestamp" in metadata,
+            checkpoint_uri=annotations.get(CHECKPOINT_URI_ANNOTATION),
+            export_uri=annotations.get(EXPORT_URI_ANNOTATION),
             conditions=_conditions(manifest),
         )
 

@@ -13,7 +13,6 @@ import aiohttp
 
 from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
 
-from .builders import trainer_config
 from .cache import Cache, Key
 from .cluster import ApiError, Cluster
 from .config import Settings
@@ -21,8 +20,9 @@ from .events import build_event, news
 from .kueue import set_active
 from .lookout import Lookout
 from .metrics import OperatorMetrics
+from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION
 from .observed import Manifest, Observed, Refusal, owner_uid
-from .policies.children import Changes, is_finished, plan_changes, queued, time_to_live
+from .policies.children import Changes, is_finished, plan_changes, queued, run_places, time_to_live
 from .policies.situation import has_ended, last_words_missing, seconds_to_complete
 from .policies.stuck import give_up_patch, seconds_to_stuck, stuck_pods
 from .spec import InvalidSpec, read_spec
@@ -122,9 +122,8 @@ class Reconciler:
         if is_finished(previous):
             return await self._finish(key, manifest, job, previous, now)
 
-        # What the settings of this cluster cannot do is said as well.
+        # What the settings of this cluster cannot do is said as well; what has its Job goes on with any settings.
         try:
-            config = trainer_config(job, self._settings.store)
             changes = plan_changes(job, previous, self._cache.observed(key), self._settings)
         except ValueError as error:
             return await self._refuse(key, manifest, previous, "NotConfigured", str(error), now)
@@ -137,13 +136,14 @@ class Reconciler:
         await self._give_up_stuck(key, memory, now)
 
         # Look closer: how the trainer is getting on, why something does not move.
-        memory.looks += await self._lookout.look(key, job, previous, config.checkpoint_uri)
+        checkpoint_uri, export_uri = run_places(job, self._cache.observed(key).job, self._settings.store)
+        memory.looks += await self._lookout.look(key, job, previous, checkpoint_uri)
 
         # Say where it stands; of a run that has just ended once its last words are there.
         observed = self._cache.observed(key)
         if last_words_missing(observed, now) or (has_ended(observed) and self._lookout.reads_store(key)):
             return _SOON_SECONDS
-        status = compute_status(job, previous, observed, now, export_uri=config.export_uri)
+        status = compute_status(job, previous, observed, now, export_uri=export_uri)
         await self._write(key, memory, manifest, previous, status, observed)
         if is_finished(status):
             memory.looks.append(0.0)
@@ -203,9 +203,15 @@ class Reconciler:
             return
         kind = "Job"
         try:
+            places: dict[str, str] = {}
             for manifest in changes.create:
                 kind = manifest["kind"]
-                await self._create(key, kind, manifest, job.metadata.uid)
+                if kind == "Job":
+                    manifest["metadata"]["annotations"] |= places
+                made = await self._create(key, kind, manifest, job.metadata.uid)
+                if kind == "ConfigMap":
+                    # The trainer reads the first one that was made, whatever the settings say now.
+                    places = _places(made)
             if changes.patch_job and child:
                 answer = await self._cluster.patch("Job", key.namespace, child.name, changes.patch_job)
                 self._cache.store("Job", answer)
@@ -259,8 +265,8 @@ class Reconciler:
         memory.looks.append(pause)
         self._cache.entry(key).refusal = refusal
 
-    async def _create(self, key: Key, kind: str, manifest: Manifest, uid: str) -> None:
-        """Create a child; one that exists already is fine when it is ours."""
+    async def _create(self, key: Key, kind: str, manifest: Manifest, uid: str) -> Manifest:
+        """Create a child, and return it; one that exists already is fine when it is ours."""
         try:
             created = await self._cluster.create(kind, key.namespace, manifest, whole=kind == "Job")
         except ApiError as error:
@@ -273,6 +279,7 @@ class Reconciler:
                 raise _NameTakenError(kind, name, of_earlier=owner is not None) from error
         if kind == "Job":
             self._cache.store("Job", created)
+        return created
 
     async def _write(
         self,
@@ -341,6 +348,13 @@ class _NameTakenError(Exception):
             super().__init__(
                 f"a {kind} {name} exists that does not belong to this SFTJob: delete it, or choose another name"
             )
+
+
+def _places(manifest: Manifest) -> dict[str, str]:
+    annotations = manifest["metadata"].get("annotations") or {}
+    return {
+        name: annotations[name] for name in (CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION) if name in annotations
+    }
 
 
 def _remembered_spec(memory: _Memory, manifest: Manifest) -> SFTJob:

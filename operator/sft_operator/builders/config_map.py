@@ -4,7 +4,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import S3Spec, SFTJob
 
 from ..config import StoreSettings
-from ..names import CONFIG_KEY, config_map_name
+from ..names import CHECKPOINT_URI_ANNOTATION, CONFIG_KEY, EXPORT_URI_ANNOTATION, config_map_name
 from ..observed import Manifest
 from .metadata import child_metadata
 
@@ -35,12 +35,21 @@ def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
     )
 
 
+def place_annotations(config: TrainerConfig) -> dict[str, str]:
+    """Annotations that say where the run saves and exports."""
+    places = {CHECKPOINT_URI_ANNOTATION: config.checkpoint_uri, EXPORT_URI_ANNOTATION: config.export_uri}
+    return {name: uri for name, uri in places.items() if uri is not None}
+
+
 def build_config_map(job: SFTJob, store: StoreSettings | None) -> Manifest:
     """The ConfigMap; raises ``ValueError`` like ``trainer_config``."""
     config = trainer_config(job, store)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": child_metadata(job, config_map_name(job.metadata.name)),
+        "metadata": {
+            **child_metadata(job, config_map_name(job.metadata.name)),
+            "annotations": place_annotations(config),
+        },
         "data": {CONFIG_KEY: config.model_dump_json(by_alias=True, exclude_none=True, indent=1)},
     }

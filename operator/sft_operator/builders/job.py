@@ -6,6 +6,7 @@ from sft_api.v1alpha1 import SFTJob
 from ..config import Settings
 from ..names import QUEUE_LABEL, TRAINER_CONTAINER
 from ..observed import Manifest
+from .config_map import place_annotations, trainer_config
 from .metadata import child_metadata
 from .pod import build_pod_template
 
@@ -13,7 +14,7 @@ UNLIMITED = 2**31 - 1
 
 
 def build_job(job: SFTJob, settings: Settings) -> Manifest:
-    """The Job; raises ``ValueError`` like ``build_pod_template``.
+    """The Job; raises ``ValueError`` like ``build_pod_template`` and ``trainer_config``.
 
     A lost pod is replaced for as long as the operator lets the Job live: a limit of its own would not tell
     evictions from crashes, and a limit for the whole Job doubles the delay before a replacement with every
@@ -23,6 +24,7 @@ def build_job(job: SFTJob, settings: Settings) -> Manifest:
     queue = job.metadata.labels.get(QUEUE_LABEL)
     nodes = job.spec.compute.nodes
     metadata = child_metadata(job, job.metadata.name)
+    metadata["annotations"] = place_annotations(trainer_config(job, settings.store))
     if queue:
         metadata["labels"][QUEUE_LABEL] = queue
     spec: Manifest = {

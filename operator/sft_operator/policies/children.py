@@ -5,10 +5,10 @@ from datetime import datetime, timedelta
 
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
-from ..builders import build_config_map, build_job, build_network_policy, build_service
-from ..config import Settings
+from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
+from ..config import Settings, StoreSettings
 from ..names import QUEUE_LABEL
-from ..observed import Manifest, Observed, parse_time
+from ..observed import ChildJob, Manifest, Observed, parse_time
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,17 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     if child.active_deadline_seconds != job.spec.run_policy.active_deadline_seconds:
         patch["activeDeadlineSeconds"] = job.spec.run_policy.active_deadline_seconds
     return Changes(patch_job={"spec": patch} if patch else None)
+
+
+def run_places(job: SFTJob, child: ChildJob | None, store: StoreSettings | None) -> tuple[str | None, str | None]:
+    """Where the run saves and exports: as it stands on its Job, since the settings may have changed after that."""
+    if child and child.checkpoint_uri:
+        return child.checkpoint_uri, child.export_uri
+    try:
+        config = trainer_config(job, store)
+    except ValueError:
+        return None, None
+    return config.checkpoint_uri, config.export_uri
 
 
 def time_to_live(job: SFTJob, status: SFTJobStatus, now: datetime) -> timedelta | None:
