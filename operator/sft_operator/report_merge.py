@@ -12,9 +12,11 @@ from sft_api.v1alpha1 import (
     RestartsStatus,
     SFTJobStatus,
 )
+from sft_api.v1alpha1.status import State
 
 from .observed import Observed, parse_time
 
+_AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
 _BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
 _KEPT_WARNINGS = 20
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
@@ -23,10 +25,11 @@ _LAST_PHASE = {None: Phase.COMPLETE, FailureClass.INTERRUPTED: Phase.WAITING}
 
 
 def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
-    """``status`` with what the last progress report says."""
-    if observed.report is None:
+    """``status`` with what the last progress report says, while the pod that gave it has not ended."""
+    report = observed.report
+    if report is None or all(pod.uid != report.pod_uid for pod in observed.active_pods):
         return status
-    training = observed.report.progress.training
+    training = report.progress.training
     status = status.model_copy(update={"warnings": _warnings(status, training)})
     known = status.progress
     if known is None:
@@ -142,6 +145,19 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
             "export": export,
         }
     )
+
+
+def at_rest(progress: ProgressStatus, state: State) -> ProgressStatus:
+    """``progress`` while nothing trains: without the figures and the phase that only hold while something does."""
+    update: dict[str, object] = {
+        "remaining": "",
+        "tokens_per_second": None,
+        "tokens_per_second_per_gpu": None,
+        "model_flops_utilization": None,
+    }
+    if progress.phase in _AT_WORK and state != "Suspending":
+        update["phase"] = Phase.FAILED if state == "Failed" else Phase.WAITING
+    return progress.model_copy(update=update)
 
 
 def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:

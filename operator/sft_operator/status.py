@@ -14,7 +14,7 @@ from .observed import Manifest, Observed
 from .policies.children import is_finished
 from .policies.restarts import count_restarts
 from .policies.situation import Situation, find_situation
-from .report_merge import merge_last_words, merge_report, merge_stored
+from .report_merge import at_rest, merge_last_words, merge_report, merge_stored
 
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
 
@@ -71,12 +71,16 @@ def compute_status(
         restarts = _preempted(restarts, situation, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)
+    progress = status.progress
+    if progress and situation.state != "Running":
+        progress = at_rest(progress, situation.state)
     ready = sum(pod.ready for pod in observed.active_pods)
     status = status.model_copy(
         update={
             "state": situation.state,
             "message": situation.message[:4096],
             "observed_generation": job.metadata.generation,
+            "progress": progress,
             "restarts": restarts,
             "plan": status.plan or make_plan(job.spec),
             "steps_at_risk": _steps_at_risk(status, situation),

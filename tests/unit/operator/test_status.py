@@ -467,3 +467,48 @@ def test_what_a_run_has_overcome_is_not_told_again() -> None:
     assert trains.state == "Running"
     assert waits.state == "Recovering"
     assert "Hang" not in waits.message
+
+
+FAST = training(50, tokens_per_second=900.0, remaining_seconds=60.0)
+
+
+def test_an_old_report_is_not_taken_in_again_once_its_pod_has_ended() -> None:
+    # Given a run that reported, was suspended, and left its last words
+    told = report(FAST)
+    trains = status_of(running(report=told), TRAINED)
+    end = words(FailureClass.INTERRUPTED, 50)
+    pods = tuple(make_pod(index, phase="Failed", exit_code=30, words=end, deletion=-5) for index in (0, 1))
+    stopped = running(job=make_child(suspend=True), pods=pods, report=told)
+
+    # When it is looked at again and again, with its pods and without them
+    suspended = status_of(stopped, trains, suspend=True)
+    later = status_of(running(job=make_child(suspend=True), pods=(), report=told), suspended, suspend=True, seconds=300)
+
+    # Then it stays at rest
+    for status in (suspended, later):
+        assert status.state == "Suspended"
+        assert status.progress
+        assert (status.progress.step, status.progress.phase, status.progress.remaining) == (50, "Waiting", "")
+        assert status.progress.tokens_per_second is None
+
+
+def test_without_index_0_nothing_is_told_of_training() -> None:
+    trains = status_of(running(report=report(FAST)), TRAINED)
+    lost = status_of(running(report=report(FAST), pods=(make_pod(1),)), trains, seconds=9)
+
+    assert trains.progress
+    assert (trains.progress.tokens_per_second, trains.progress.remaining) == (900.0, "1m0s")
+    assert lost.state == "Recovering"
+    assert lost.progress
+    assert (lost.progress.step, lost.progress.phase, lost.progress.remaining) == (50, "Waiting", "")
+    assert lost.progress.tokens_per_second is None
+    assert "tokensPerSecond" not in write_status(lost)["progress"]
+
+
+def test_the_last_report_of_a_pod_that_saves_and_ends_still_counts() -> None:
+    saving = report(training(52, phase=Phase.SAVING))
+    status = status_of(running(pods=(make_pod(0, deletion=-5), make_pod(1)), report=saving), TRAINED, suspend=True)
+
+    assert status.state == "Suspending"
+    assert status.progress
+    assert (status.progress.step, status.progress.phase) == (52, "Saving")
