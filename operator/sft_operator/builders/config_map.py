@@ -26,8 +26,14 @@ def default_checkpoint_uri(job: SFTJob, store: StoreSettings | None) -> str | No
 def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
     """The resolved configuration of the run.
 
-    Raises ``ValueError`` when there is no place for checkpoints.
+    Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod.
     """
+    for field, uri in (("checkpoint", job.spec.checkpoint.uri), ("export", job.spec.export.uri)):
+        if uri and uri.startswith("file://"):
+            raise ValueError(
+                f"spec.{field}.uri {uri} is a folder in the pod, which goes with it: in a cluster use "
+                "s3://bucket/prefix or pvc://claim/path"
+            )
     checkpoint = job.spec.checkpoint.model_copy(update={"s3": effective_s3(job, store)})
     resolved = job.model_copy(update={"spec": job.spec.model_copy(update={"checkpoint": checkpoint})})
     return TrainerConfig.resolve(

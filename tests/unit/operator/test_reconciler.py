@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, cast
 
+import pytest
+
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_operator.cache import Cache, Key
 from sft_operator.cluster import ApiError, Cluster
@@ -176,3 +178,16 @@ def test_without_a_job_and_a_place_for_checkpoints_nothing_runs() -> None:
 
     assert world.condition("Accepted")["reason"] == "NotConfigured"
     assert world.api.done("create", "Job") == 0
+
+
+@pytest.mark.parametrize("field", ["checkpoint", "export"])
+def test_a_folder_in_the_pod_is_no_place_to_keep_anything(field: str) -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest(**{field: {"uri": "file:///tmp/run"}}))
+
+    world.look()
+
+    assert world.condition("Accepted")["reason"] == "NotConfigured"
+    assert f"spec.{field}.uri file:///tmp/run" in world.status["message"]
+    assert "use s3://bucket/prefix or pvc://claim/path" in world.status["message"]
+    assert world.api.done("create", "ConfigMap") == 0
