@@ -413,6 +413,30 @@ def test_a_failed_save_is_told_and_the_next_one_succeeds(
     assert equal(loaded, state(30))
 
 
+@pytest.mark.parametrize("written", [False, True], ids=["before the manifest", "answer to the manifest lost"])
+def test_a_failed_save_removes_its_files_unless_it_may_be_complete(
+    store: Store, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = started(store)
+    create = type(store).create
+
+    def failing(self: Any, key: str, data: bytes) -> bool:
+        if written:
+            create(self, key, data)
+        raise StorageUnavailableError("out")
+
+    if written:
+        monkeypatch.setattr(type(store), "create", failing)
+    else:
+        monkeypatch.setattr(Catalog, "check_newest", failing)
+    with pytest.raises(StorageUnavailableError, match="out"):
+        save(manager, 10)
+    monkeypatch.undo()
+
+    assert folders(store) == (["step-00000010-a00001"] if written else [])
+    assert (started(store).load_newest(blank()) is not None) == written
+
+
 def test_waiting_for_a_failed_save_raises(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = started(store)
 
@@ -525,6 +549,7 @@ def test_unfinished_folders_of_older_saves_are_removed(store: Store) -> None:
     save(first, 10)
     store.put(f"{CheckpointId(1, 20).prefix}r00000-0-abc.bin", b"left by a crash")
     second = started(store)
+    assert folders(store) == ["step-00000010-a00001"], "a full volume needs the room before the next save"
     store.put(f"{CheckpointId(2, 5).prefix}r00000-0-abc.bin", b"a failed save of this attempt")
     save(second, 11)
     assert folders(store) == ["step-00000011-a00002", "step-00000010-a00001"]

@@ -110,11 +110,12 @@ def test_an_object_is_invisible_until_its_stream_is_closed(store: Store) -> None
 
 
 def test_unfinished_uploads_of_a_crashed_writer_are_removed(store: Store) -> None:
-    for key in ("checkpoints/a/x.bin", "export/y.bin"):
+    for key in ("checkpoints/a/x.bin", "export/y.bin", "export/z.bin"):
         stream = store.open_write(key)  # never closed, as after kill -9
         stream.write(b"x" * 20 * MiB)
     assert store.abort_incomplete_uploads("checkpoints/") == 1
     assert store.abort_incomplete_uploads("checkpoints/") == 0
+    assert store.abort_incomplete_uploads("export/y") == 1, "a prefix of keys, not a folder"
     assert store.abort_incomplete_uploads("export/") == 1
 
 

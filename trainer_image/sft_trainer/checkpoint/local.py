@@ -221,12 +221,14 @@ class LocalStore:
     def abort_incomplete_uploads(self, prefix: str) -> int:
         if not self.path.is_dir():
             return 0
-        folder = self.path / prefix.rpartition("/")[0]
         removed = 0
         with _storage_errors(self.path):
-            for path in list(folder.rglob(f"{_INCOMPLETE}*")):
-                path.unlink(missing_ok=True)
-                removed += 1
+            for key, path in list(self._walk(f"{prefix.rpartition('/')[0]}/".lstrip("/"))):
+                name = path.name.removeprefix(_INCOMPLETE)
+                final = f"{key.removesuffix(path.name)}{name.partition('-')[2]}"
+                if name != path.name and final.startswith(prefix):
+                    path.unlink(missing_ok=True)
+                    removed += 1
         return removed
 
 

@@ -269,10 +269,16 @@ class CheckpointManager:
 
         try:
             size = save_tensors(planner, StoreWriter(self.store, identity.prefix, commit), self._group.handle)
-        except TrainingError as error:
+        except Exception as raised:
+            error = (
+                raised
+                if isinstance(raised, TrainingError)
+                else CheckpointSaveError(f"step {step}: {type(raised).__name__}: {raised}")
+            )
+            # What a superseded attempt left belongs to the newer one.
+            if self._group.rank == 0 and not isinstance(error, AttemptSupersededError):
+                self._protocol.discard(identity)
             return 0, error
-        except Exception as error:
-            return 0, CheckpointSaveError(f"step {step}: {type(error).__name__}: {error}")
         here = describe(identity, self.store.uri, datetime.now(UTC), size, run)
         self._known = (here, *self._known)
         if self._group.rank == 0:

@@ -19,7 +19,13 @@ from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Verified, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError, StorageUnavailableError
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+    TrainingError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,7 @@ class Protocol:
         self._store = store
         self._catalog = Catalog(store)
         self._verified: dict[CheckpointId, tuple[Manifest, CheckpointStatus]] = {}
+        self._perhaps_committed: set[CheckpointId] = set()
 
     def claim(self, job_uid: str) -> int:
         """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished."""
@@ -38,10 +45,24 @@ class Protocol:
         while not self._store.create(attempt_key(number), _claim(number, job_uid)):
             number += 1
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
-        self._drop_unfinished()
+        self._drop_unfinished_uploads()
+        self._remove_unfinished_folders(number)
         return number
 
-    def _drop_unfinished(self) -> None:
+    def _remove_unfinished_folders(self, attempt: int) -> None:
+        """Remove what earlier attempts saved without coming to a manifest: a full volume needs the room now.
+
+        Attempts before ``attempt`` cannot commit any more. (One that passed its check just before the claim may still
+        write a manifest, of files that are gone then: such a checkpoint is refused, and the one before it used.)
+        """
+        try:
+            for identity, files in self._catalog.folders().items():
+                if MANIFEST_NAME not in files and identity.attempt < attempt:
+                    self._remove(identity, files)
+        except TrainingError as error:
+            logger.warning("Unfinished checkpoints of earlier attempts were not removed: %s", error)
+
+    def _drop_unfinished_uploads(self) -> None:
         try:
             if dropped := self._store.abort_incomplete_uploads(CHECKPOINTS_PREFIX):
                 logger.info("Dropped %d unfinished uploads of earlier attempts", dropped)
@@ -69,9 +90,21 @@ class Protocol:
         self._catalog.check_newest(manifest.attempt, manifest.job_uid)
         raw = encode_manifest(manifest)
         key = manifest.id.manifest_key
+        self._perhaps_committed.add(manifest.id)
         if not self._store.create(key, raw) and self._store.read(key) != raw:
             raise CheckpointSaveError(f"{self._store.uri}/{key} exists already with another content")
         self._verified[manifest.id] = (_without_tensors(manifest), status_of(manifest, self._store.uri))
+
+    def discard(self, identity: CheckpointId) -> None:
+        """Remove the files of a save that failed, unless its manifest may have been written."""
+        if identity in self._perhaps_committed:
+            return
+        try:
+            files = self._catalog.folders().get(identity, {})
+            if files and MANIFEST_NAME not in files:
+                self._remove(identity, files)
+        except TrainingError as error:
+            logger.warning("The files of a failed save were not removed, the next start does it: %s", error)
 
     def prune(self, newest: CheckpointId, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
         """Remove this job's checkpoints that ``keep`` lets go, and unfinished folders older than ``newest``.
