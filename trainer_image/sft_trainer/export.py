@@ -5,6 +5,7 @@ ever in memory. ``config.json`` is written last: a folder without it is not a mo
 """
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,26 +16,50 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .checkpoint.store import Store
+from .data.tokenizer import Codec
+from .errors import AccessDeniedError, ConfigError
 from .models.causal_lm import CausalLM, clean_name
+
+log = logging.getLogger("sft_trainer")
 
 SHARD_BYTES = 4 * 2**30
 
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class _Entry:
     name: str
     tensor: torch.Tensor
-    nbytes: int
+    dtype: torch.dtype
+    """That it is stored in."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
 
 
-def export_model(model: CausalLM, store: Store, *, dtype: torch.dtype, tokenizer: Any, card: str, rank: int) -> None:
+def export_model(
+    model: CausalLM, store: Store, *, source: Path, dtype: torch.dtype, tokenizer: Any, card: str, rank: int
+) -> None:
     """Write weights, config, generation config, tokenizer with chat template and model card; a collective call.
 
-    ``dtype`` is that of the stored weights, usually the one the model came in. Raises what the store raises.
+    ``source`` is the folder that the model came from, ``dtype`` that of the stored weights, usually the one the model
+    came in. Raises what the store raises.
     """
     shards = _plan_shards(model, dtype)
+    if rank == 0:
+        _abort_earlier_uploads(store)
     names = [
         "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         for index in range(1, len(shards) + 1)
@@ -43,16 +68,26 @@ def export_model(model: CausalLM, store: Store, *, dtype: torch.dtype, tokenizer
         if rank == 0:
             size = sum(entry.nbytes for entry in entries)
             with store.open_write(name, size_hint=size) as stream:
-                stream.write(_header(entries, dtype))
+                stream.write(_header(entries))
                 for entry in entries:
-                    stream.write(_whole(entry.tensor, dtype))
+                    stream.write(_whole(entry))
         else:
             for entry in entries:
-                _whole(entry.tensor, dtype)
+                _whole(entry)
     if rank == 0:
         if len(shards) > 1:
             store.put("model.safetensors.index.json", _index(names, shards))
-        _write_companions(model, store, dtype, tokenizer, card)
+        _write_companions(model, store, source, dtype, tokenizer, card)
+
+
+def _abort_earlier_uploads(store: Store) -> None:
+    """Drop weights that an export of this model began and did not finish: nobody else ever would."""
+    try:
+        for prefix in ("model.safetensors", "model-0"):
+            store.abort_incomplete_uploads(prefix)
+    except (AccessDeniedError, ConfigError) as error:
+        # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
+        log.warning("unfinished uploads of an earlier export were not dropped: %s", error)
 
 
 def _plan_shards(model: CausalLM, dtype: torch.dtype) -> list[list[_Entry]]:
@@ -70,16 +105,22 @@ def _plan_shards(model: CausalLM, dtype: torch.dtype) -> list[list[_Entry]]:
 def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[_Entry]:
     # named_parameters names a tied weight once, as save_pretrained stores it.
     for name, parameter in model.named_parameters():
-        yield _Entry(clean_name(name), parameter.detach(), parameter.numel() * dtype.itemsize)
+        yield _Entry(clean_name(name), parameter.detach(), dtype)
+    huggingface: Any = model.huggingface
+    computed = {name for name, _ in huggingface.named_non_persistent_buffers()}
+    for name, buffer in huggingface.named_buffers():
+        if name not in computed:
+            # Buffers are not trained: rounding them to the weights' dtype would only lose something.
+            yield _Entry(name, buffer, buffer.dtype)
 
 
-def _header(entries: list[_Entry], dtype: torch.dtype) -> bytes:
+def _header(entries: list[_Entry]) -> bytes:
     """The safetensors header: 8 bytes of length, then JSON with the place of every tensor; see its format page."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry in entries:
         header[entry.name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "dtype": _SAFETENSORS_DTYPES[entry.dtype],
             "shape": list(entry.tensor.shape),
             "data_offsets": [position, position + entry.nbytes],
         }
@@ -89,9 +130,9 @@ def _header(entries: list[_Entry], dtype: torch.dtype) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    on_host = whole.to(dtype).cpu().contiguous()
+def _whole(entry: _Entry) -> memoryview:
+    whole = entry.tensor.full_tensor() if isinstance(entry.tensor, DTensor) else entry.tensor
+    on_host = whole.to(entry.dtype).cpu().contiguous()
     return memoryview(on_host.reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -103,13 +144,18 @@ def _index(names: list[str], shards: list[list[_Entry]]) -> bytes:
     return json.dumps(document, indent=2).encode()
 
 
-def _write_companions(model: CausalLM, store: Store, dtype: torch.dtype, tokenizer: Any, card: str) -> None:
+def _write_companions(
+    model: CausalLM, store: Store, source: Path, dtype: torch.dtype, tokenizer: Any, card: str
+) -> None:
     huggingface: Any = model.huggingface
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         tokenizer.save_pretrained(folder)
         if huggingface.can_generate() and huggingface.generation_config is not None:
             huggingface.generation_config.save_pretrained(folder)
+            settings = json.loads((folder / _GENERATION_CONFIG).read_bytes())
+            settings = with_end_of_turn(_generation_settings(source) or settings, tokenizer)
+            (folder / _GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
         huggingface.config.dtype = dtype
         huggingface.config.architectures = [type(huggingface).__name__]
         huggingface.config.save_pretrained(folder)
@@ -117,6 +163,32 @@ def _write_companions(model: CausalLM, store: Store, dtype: torch.dtype, tokeniz
         files = sorted(folder.iterdir(), key=lambda file: (file.name == "config.json", file.name))
         for file in files:
             store.put(file.name, file.read_bytes())
+
+
+def _generation_settings(source: Path) -> dict[str, Any]:
+    """What the model's own generation_config.json says; nothing when it has none, or a broken one."""
+    try:
+        settings = json.loads((source / _GENERATION_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def with_end_of_turn(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Generation settings that stop at the token with which the chat template ends an answer.
+
+    Many base models stop at the end of a text only; one that was trained to end its turn would go on for ever.
+    """
+    given = settings.get("eos_token_id")
+    stops = given if isinstance(given, list) else [] if given is None else [given]
+    templates = [Codec.of(tokenizer).template(tools) for tools in (None, ["any"])]
+    ends = dict.fromkeys(token for template in templates for token in template.assistant_turn.ends[:1])
+    added = {token: tokenizer.convert_tokens_to_ids(token) for token in ends}
+    added = {token: number for token, number in added.items() if number not in stops}
+    if not added:
+        return settings
+    log.info("%s: added %s, which ends a turn, to eos_token_id %s", _GENERATION_CONFIG, ", ".join(added), given)
+    return {**settings, "eos_token_id": [*stops, *added.values()]}
 
 
 def model_card(*, name: str, base: str, datasets: list[str], facts: dict[str, Any]) -> str:

@@ -323,6 +323,7 @@ class Trainer:
         export.export_model(
             self.model,
             open_store(uri, self._s3),
+            source=self.prepared.model_path,
             dtype=self.model.stored_dtype,
             tokenizer=self.prepared.tokenizer,
             card=card,
