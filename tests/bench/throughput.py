@@ -7,7 +7,6 @@ checkpointing; padding is not counted. Warm-up steps are left out. Prints median
 """
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -37,11 +36,11 @@ def ours(inputs: Path, work: Path, packing: str) -> dict[str, float]:
         data={"packing": packing, "trainOn": "allAssistantMessages"},
         export={"atEnd": False},
     )
-    run_workers(resolve(job), work, module="sft_trainer")
+    (peak,) = run_workers(resolve(job), work, module="sft_trainer")
     records = list(step_records(work / "store").values())[WARM_UP_STEPS:]
     return {
         "tokensPerSecond": sum(record["tokens"] for record in records) / sum(record["seconds"] for record in records),
-        "peakMemoryBytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "peakMemoryBytes": peak,
     }
 
 

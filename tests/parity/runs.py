@@ -47,8 +47,11 @@ def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]
     return captured
 
 
-def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> None:
-    """Run ``python -m module`` as all workers of ``config``, each on one thread, without a supervisor."""
+def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int]:
+    """Run ``python -m module`` as all workers of ``config``, each on one thread, without a supervisor.
+
+    Returns the most memory that each of them held, in bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.model_dump_json(exclude_none=True))
     world = config.plan.processes
@@ -73,12 +76,15 @@ def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> None:
         for rank in range(world)
     ]
     try:
-        codes = [worker.wait(timeout=600) for worker in workers]
+        ends = [os.wait4(worker.pid, 0) for worker in workers]
+        for worker, (_, status, _) in zip(workers, ends, strict=True):
+            worker.returncode = os.waitstatus_to_exitcode(status)
     finally:
         for worker in workers:
             worker.kill()
-    if any(codes):
+    if any(codes := [worker.returncode for worker in workers]):
         raise RuntimeError(f"workers ended with {codes}: " + (folder / "rank-0.log").read_text()[-3000:])
+    return [usage.ru_maxrss * 1024 for _, _, usage in ends]
 
 
 def step_records(store: Path) -> dict[int, dict[str, Any]]:
