@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, LeadershipLost, OSError, ValidationError) as error:
         print(f"sft-operator: {error}", file=sys.stderr)
         return 1
+    except asyncio.CancelledError:
+        return 0  # asked to end before there was anything to do
     except KeyboardInterrupt:
         return 130
     return 0

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import random
+import signal
 import socket
 import time
 
@@ -75,11 +76,11 @@ class Operator:
             await self._check_api()
             if elected:
                 await leadership.acquire()
-            self._metrics.leader.set(1)
-            await self._list_until_done()
-            await self._work(leadership if elected else None)
-            if elected:
-                await leadership.release()
+            try:
+                await self._work(leadership if elected else None)
+            finally:
+                if elected:
+                    await leadership.release()
         finally:
             await self._progress.close()
             if http:
@@ -87,22 +88,23 @@ class Operator:
 
     async def _work(self, leadership: Leadership | None) -> None:
         """Until the watch ends, which it does when the process is asked to end."""
-        tasks = [
-            asyncio.create_task(self._queue.run(), name="workers"),
-            asyncio.create_task(self._list_again_and_again(), name="resync"),
-        ]
-        if leadership:
-            tasks.append(asyncio.create_task(leadership.keep(), name="leadership"))
-        # Last: kopf ends all tasks that are younger than itself.
-        watch = asyncio.create_task(handlers.watch(self._settings, self._seen), name="watch")
+        self._metrics.leader.set(1)
+        listing = asyncio.create_task(self._list_until_done(), name="first listing")
+        # Renewed from now on: the first listing of a large cluster may take longer than the Lease lasts.
+        tasks = [asyncio.create_task(leadership.keep(), name="leadership")] if leadership else []
         try:
-            done, _ = await asyncio.wait([watch, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await _first_to_end([listing, *tasks])
+            tasks += [
+                asyncio.create_task(self._queue.run(), name="workers"),
+                asyncio.create_task(self._list_again_and_again(), name="resync"),
+                # Last: kopf ends all tasks that are younger than itself.
+                asyncio.create_task(handlers.watch(self._settings, self._seen), name="watch"),
+            ]
+            await _first_to_end(tasks)
         finally:
-            for task in (watch, *tasks):
+            for task in (listing, *tasks):
                 task.cancel()
-            await asyncio.gather(watch, *tasks, return_exceptions=True)
+            await asyncio.gather(listing, *tasks, return_exceptions=True)
 
     async def _reconcile(self, key: Key) -> float | None:
         again = await self._reconciler.reconcile(key)
@@ -191,8 +193,22 @@ class Operator:
         return None if self._synced or self._listed is None else "the first listing is not done"
 
 
+async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
+    """Wait for the first of them; raises what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
 async def run(settings: Settings) -> None:
-    """Connect and work until asked to end. Raises ``ConfigError`` when there is no usable cluster."""
+    """Connect and work until asked to end; asked before it works, it is cancelled.
+
+    Raises ``ConfigError`` when there is no usable cluster.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 -- this is a coroutine
+    # A replica that waits must end as well, and PID 1 does so only with a handler; kopf brings its own later.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     url, session = await connect()
     try:
         await Operator(settings, url, session).run()

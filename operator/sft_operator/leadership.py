@@ -60,9 +60,10 @@ class Leadership:
     async def release(self) -> None:
         """Let another replica take over at once."""
         try:
-            lease = await self._cluster.get("Lease", self._settings.namespace, self._settings.name)
-            if lease["spec"].get("holderIdentity") == self._identity:
-                await self._put(lease, holder="")
+            async with asyncio.timeout(self._settings.renew_seconds):
+                lease = await self._cluster.get("Lease", self._settings.namespace, self._settings.name)
+                if lease["spec"].get("holderIdentity") == self._identity:
+                    await self._put(lease, holder="")
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("Lease %s was not released: %s", self._settings.name, error)
 
