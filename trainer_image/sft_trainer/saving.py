@@ -93,6 +93,7 @@ class Saving:
         final one; everything else ends the run.
         """
         if step == self._resumed_at:
+            self._write_records(step)  # it is saved, but an evaluation since then is not recorded
             return
         self.settle()
         self._reporter.phase(Phase.SAVING)

@@ -77,12 +77,15 @@ class Trainer:
             stop, save = self._train_step()
             if self._due(self.spec.training.evaluation.every_steps):
                 self._evaluate()
+                # Which checkpoint is best is known only of those that were evaluated.
+                save_due = save_due or self.spec.checkpoint.keep.best > 0
             if stop:
                 self._save(final=True)
                 raise StopRequested(f"stopped after step {self.step}, which is saved")
             save_due = save_due or save or self._due(self.spec.checkpoint.every_steps)
             # A run that no longer has finite gradients must not replace its good checkpoints by what broke it.
-            if save_due and not self._skipped_in_a_row:
+            # The last step is saved below, once it is evaluated.
+            if save_due and not self._skipped_in_a_row and self.step < self.prepared.total_steps:
                 self._save()
                 save_due = False
         self._evaluate()

@@ -1,0 +1,114 @@
+"""When a run evaluates and saves: the order of what ``Trainer.run`` does, its sentences replaced by their names."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.checkpoints import RunState
+from sft_trainer import trainer
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.errors import StopRequested
+from sft_trainer.reporting import Reporter
+from sft_trainer.saving import Saving
+from sft_trainer.trainer import Trainer
+from tests.parity.runs import manifest, resolve
+
+
+class Story(Trainer):
+    """Writes down what it does. ``events`` of a step: stop, timer (everySeconds is over), skip (not finite)."""
+
+    def __init__(self, folder: Path, events: dict[int, str], **sections: Any) -> None:
+        sections = {"training": {"steps": 6}, **sections}
+        job = manifest(folder, folder / "store", **sections)
+        job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
+        ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+        super().__init__(resolve(job), ranks, folder)  # type: ignore[arg-type]
+        self.events = events
+        self.told: list[str] = []
+        self.saving = SimpleNamespace(publish_status=lambda: None)  # type: ignore[assignment]
+        self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
+
+    def _open_store(self) -> None: ...
+
+    def _prepare(self) -> Any:
+        return self.prepared
+
+    def _build(self) -> None: ...
+
+    def _resume_or_load(self) -> None: ...
+
+    def _export(self) -> None: ...
+
+    def _train_step(self) -> tuple[bool, bool]:
+        self.step += 1
+        event = self.events.get(self.step)
+        self._skipped_in_a_row = int(event == "skip")
+        return event == "stop", event == "timer"
+
+    def _evaluate(self) -> None:
+        if self._evaluated_at != self.step:
+            self._evaluated_at = self.step
+            self.told.append(f"evaluate {self.step}")
+
+    def _save(self, *, final: bool = False) -> None:
+        self.told.append(f"save {self.step}{' at the end' if final else ''}")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "join_group", lambda *_: None)
+
+
+def told(folder: Path, events: dict[int, str], **sections: Any) -> list[str]:
+    story = Story(folder, events, **sections)
+    story.run()
+    return story.told
+
+
+def test_a_timer_that_ends_at_the_last_step_saves_it_once_and_evaluated(tmp_path: Path) -> None:
+    assert told(tmp_path, {2: "timer", 6: "timer"}) == ["save 2", "evaluate 6", "save 6 at the end"]
+
+
+def test_a_save_that_waited_for_finite_gradients_does_not_come_before_the_last_evaluation(tmp_path: Path) -> None:
+    events = {4: "skip", 5: "skip"}
+    assert told(tmp_path, events, checkpoint={"everySteps": 4}) == ["evaluate 6", "save 6 at the end"]
+
+
+def test_an_evaluation_is_saved_where_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    training = {"steps": 6, "evaluation": {"everySteps": 2, "beforeTraining": True}}
+    evaluated = ["evaluate 0", "evaluate 2", "evaluate 4", "evaluate 6"]
+    assert told(tmp_path, {}, training=training) == [*evaluated, "save 6 at the end"]
+    best = {"keep": {"best": 1}}
+    assert told(tmp_path, {}, training=training, checkpoint=best) == [
+        "evaluate 0",
+        *("evaluate 2", "save 2"),
+        *("evaluate 4", "save 4"),
+        *("evaluate 6", "save 6 at the end"),
+    ]
+
+
+def test_what_stops_is_saved_once(tmp_path: Path) -> None:
+    story = Story(tmp_path, {4: "stop"}, checkpoint={"everySteps": 2})
+    with pytest.raises(StopRequested, match="stopped after step 4"):
+        story.run()
+    assert story.told == ["save 2", "save 4 at the end"]
+
+
+def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(tmp_path: Path) -> None:
+    # Given a run whose last step was saved before it could be evaluated, and that goes on there
+    config = resolve(manifest(tmp_path, tmp_path / "store"))
+    store, reporter = LocalStore(tmp_path / "store"), Reporter(tmp_path, writes=True)
+    model, optimizer = torch.nn.Linear(1, 1), torch.optim.AdamW([torch.zeros(1)])
+    saving = Saving(config, store, reporter, device=torch.device("cpu"), is_first=True)
+    saving._resumed_at = 6
+    reporter.update(step=6, attempt=2)
+
+    # When it is evaluated now, and ends
+    reporter.annotate_step(evalLoss=1.5)
+    saving.save(6, model, optimizer, RunState(cursor=6), final=True)
+
+    # Then the loss is beside the checkpoints
+    assert store.read("metrics/step-00000006-a00002.jsonl") == b'{"step": 6, "evalLoss": 1.5}\n'
