@@ -15,7 +15,11 @@ def coloured(stream: TextIO) -> bool:
 
 def result(text: str, **style: Any) -> None:
     """A line of what the command was asked for; ``style`` as of ``click.style``."""
-    click.echo(click.style(text, **style) if style else text, color=coloured(sys.stdout))
+    try:
+        click.echo(click.style(text, **style) if style else text, color=coloured(sys.stdout))
+    except BrokenPipeError:
+        # Who reads it has seen enough, as `head` has: the rest goes nowhere, and the exit code stays the command's own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: str, **style: Any) -> None:

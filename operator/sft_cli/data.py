@@ -4,8 +4,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-import click
-
 from sft_api.failures import exit_code
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_api.v1alpha1.workload import DataSource
@@ -69,6 +67,6 @@ def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, 
 def _print_each(previews: Iterator[Preview]) -> Iterator[Preview]:
     """Print rows as soon as they are read: the first one helps even when a later one is an error."""
     for preview in previews:
-        click.echo(render_text(preview, color=coloured(sys.stdout)), color=coloured(sys.stdout))
+        result(render_text(preview, color=coloured(sys.stdout)))
         result("")
         yield preview

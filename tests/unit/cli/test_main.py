@@ -37,6 +37,15 @@ def bad(tmp_path: Path) -> Path:
     return written(tmp_path, manifest(training={"steps": 5, "epochs": 2}, compute={"nodes": 0}), "bad.yaml")
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(good: Path) -> None:
+    command = [sys.executable, "-m", "sft_cli.main", "plan", str(good)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+
+
 def test_valid_manifests_are_said_to_be_valid(good: Path) -> None:
     result = sft("validate", good)
 
