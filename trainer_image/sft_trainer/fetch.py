@@ -7,7 +7,6 @@ renamed when complete. The hub's files go into the hub library's own cache (``HF
 import errno
 import fcntl
 import fnmatch
-import glob
 import hashlib
 import os
 import shutil
@@ -42,7 +41,8 @@ Kind = Literal["model", "tokenizer", "dataset"]
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -52,8 +52,8 @@ def localise(uri: str, cache_dir: Path, s3: S3Settings | None = None, token: str
 
     ``hf://org/name[@revision]``, ``s3://bucket/key-or-prefix``, ``pvc://claim/path``, ``file:///path``. Several
     processes of a machine may call this at once: one downloads, the others wait. ``token`` is the hub's.
-    Raises ModelError or DataError when there is nothing, AccessDeniedError, StorageFullError (the cache's disk),
-    StorageUnavailableError, or ConfigError for an unknown scheme.
+    Raises ModelError or DataError when there is nothing, AccessDeniedError (of the source, or a cache that cannot be
+    written), StorageFullError (the cache's disk), StorageUnavailableError, or ConfigError for an unknown scheme.
     """
     if uri.startswith("hf://"):
         return _from_hub(uri, token, kind)
@@ -74,8 +74,7 @@ def _nothing(kind: Kind, message: str) -> TrainingError:
 
 
 def _existing(uri: str, path: Path, kind: Kind) -> Path:
-    # Data may be named by the beginning that its files' paths share.
-    if not path.exists() and not (kind == "dataset" and any(path.parent.glob(f"{glob.escape(path.name)}*"))):
+    if not path.exists():
         raise _nothing(kind, f"{uri}: there is no {path} here; check the path and where the volume is mounted")
     return path
 
@@ -99,17 +98,14 @@ def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind) -> Path:
 
 
 def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[StoredObject]:
-    """The object ``name`` itself, or those below the folder ``name``; of a model only the files it is made of.
-
-    Data may also be named by the beginning that its keys share.
-    """
+    """The object ``name`` itself, or those below the folder ``name``; of a model only the files it is made of."""
     single = [entry for entry in objects if entry.key == name]
     if single:
         return single
     inside = [entry for entry in objects if not name or entry.key.startswith(f"{name}/")]
     files = [entry for entry in inside if not entry.key.endswith("/")]  # consoles make empty "folders"
     if kind == "dataset":
-        return files or list(objects)
+        return files
     patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
     return [entry for entry in files if any(fnmatch.fnmatch(entry.key, pattern) for pattern in patterns)]
 
@@ -160,7 +156,8 @@ def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StorageFullError(
-            f"{folder}: {needed / 2**30:.1f} GiB to download, {free / 2**30:.1f} GiB free; enlarge compute.cache"
+            f"{folder}: {needed / 2**30:.1f} GiB to download, {free / 2**30:.1f} GiB free; enlarge compute.cacheSize "
+            "(or set SFT_CACHE_DIR to a folder with more room)"
         )
 
 
@@ -178,13 +175,28 @@ def _disk_errors(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _disk_error(error, cache_dir) from error
+        raise disk_error(error, cache_dir) from error
 
 
-def _disk_error(error: OSError, cache_dir: Path | str) -> TrainingError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFullError(f"{cache_dir}: {error.strerror}; enlarge compute.cache, or free space")
-    return StorageUnavailableError(f"{cache_dir}: the cache cannot be written ({error}); check compute.cache")
+def disk_cause(error: BaseException | None) -> OSError | None:
+    """The error of a full or forbidden disk that is behind ``error``; libraries wrap it in their own."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL | _DENIED):
+        error = error.__cause__
+    return error
+
+
+def disk_error(error: OSError, cache_dir: Path | str) -> TrainingError:
+    """What an error of the disk under ``cache_dir`` means for the run."""
+    if error.errno in _FULL:
+        return StorageFullError(f"{cache_dir}: {error.strerror}; enlarge compute.cacheSize, or free space")
+    if error.errno in _DENIED:
+        return AccessDeniedError(
+            f"{cache_dir}: user {os.getuid()} cannot write the cache ({error}): change its owner or mode, or set "
+            "SFT_CACHE_DIR (HF_HOME for the hub) to a folder that can be written"
+        )
+    return StorageUnavailableError(
+        f"{cache_dir}: the cache cannot be written ({error}); check its disk (compute.cacheSize, SFT_CACHE_DIR)"
+    )
 
 
 def _from_hub(uri: str, token: str | None, kind: Kind) -> Path:
@@ -235,6 +247,6 @@ def _hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
             f"{uri}: the hub refuses access: accept the terms on its page, and set model.tokenSecretRef "
             "(HF_TOKEN with sft run) to a token of that account"
         )
-    if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
-        return _disk_error(cause, constants.HF_HUB_CACHE)
+    if disk := disk_cause(error):
+        return disk_error(disk, constants.HF_HUB_CACHE)
     return StorageUnavailableError(f"{uri}: the hub does not answer ({type(cause).__name__}: {cause}); try again later")

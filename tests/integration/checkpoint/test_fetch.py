@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -93,14 +94,13 @@ def test_large_files_come_in_blocks(
     assert path.read_bytes() == data
 
 
-def test_data_named_by_a_shared_beginning(s3_server: S3Server, s3_store: S3Store, tmp_path: Path) -> None:
-    for name in ("train-1.jsonl", "train-2.jsonl", "test.jsonl"):
-        s3_store.put(f"data/{name}", name.encode())
-    path = localise(f"{s3_store.uri}/data/train-", tmp_path, s3_server.settings, kind="dataset")
-    assert sorted(file.name for file in path.parent.iterdir()) == ["train-1.jsonl", "train-2.jsonl"]
-    for name in ("train-1.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text("{}")
-    assert localise(f"file://{tmp_path}/train-", tmp_path, kind="dataset") == tmp_path / "train-"
+def test_the_beginning_of_a_name_is_no_name(s3_server: S3Server, s3_store: S3Store, tmp_path: Path) -> None:
+    s3_store.put("data/train-1.jsonl", b"{}")
+    (tmp_path / "train-1.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"data/train-: there is nothing under this key; check the bucket, the prefix"):
+        localise(f"{s3_store.uri}/data/train-", tmp_path, s3_server.settings, kind="dataset")
+    with pytest.raises(DataError, match=r"train-: there is no .*train- here; check the path"):
+        localise(f"file://{tmp_path}/train-", tmp_path, kind="dataset")
 
 
 def _localise_in_child(uri: str, cache: Path, settings: store_module.S3Settings, results: object) -> None:
@@ -158,7 +158,33 @@ def test_keys_that_lead_outside_are_refused(s3_server: S3Server, tmp_path: Path)
 def test_full_cache_disk(s3_server: S3Server, model_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = fetch.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage._replace(free=10))
-    with pytest.raises(StorageFullError, match=r"enlarge compute\.cache"):
+    with pytest.raises(StorageFullError, match=r"enlarge compute\.cacheSize"):
+        localise(model_uri, tmp_path, s3_server.settings, kind="model")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "words"),
+    [
+        (errno.ENOSPC, StorageFullError, r"enlarge compute\.cacheSize"),
+        (errno.EROFS, AccessDeniedError, r"user \d+ cannot write the cache .* set SFT_CACHE_DIR"),
+        (errno.EACCES, AccessDeniedError, r"user \d+ cannot write the cache .* set SFT_CACHE_DIR"),
+        (errno.EIO, StorageUnavailableError, r"check its disk \(compute\.cacheSize, SFT_CACHE_DIR\)"),
+    ],
+)
+def test_a_cache_that_cannot_be_written(
+    s3_server: S3Server,
+    model_uri: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    expected: type[Exception],
+    words: str,
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(fetch, "_download", failing)
+    with pytest.raises(expected, match=words):
         localise(model_uri, tmp_path, s3_server.settings, kind="model")
 
 

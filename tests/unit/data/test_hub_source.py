@@ -1,7 +1,9 @@
 """hf:// data sources against a server with the few routes of the hub that a data set needs."""
 
+import errno
 import hashlib
 import json
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -10,13 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import datasets.arrow_writer
 import datasets.config
 import huggingface_hub.constants
 import pytest
 
 from sft_api.v1alpha1 import DataSource
 from sft_trainer.data.sources import SourceRows, open_source
-from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, DataError, StorageFullError, StorageUnavailableError
 
 COMMIT = "b" * 40
 README = b"""---
@@ -43,6 +46,8 @@ TABLE = {"table.csv": b"n,instruction,output\n7,Add.,\n8,Add.,4\n"}
 class Hub:
     commit: str = COMMIT
     status: int = 200
+    gone_for: str = ""
+    """A file at whose request the connection is closed."""
     downloaded: set[str] = field(default_factory=set)
 
 
@@ -59,6 +64,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             files = TABLE if "org/table" in path else CHAT
             if state.status != 200:
                 self.answer(b"{}", state.status)
+            elif state.gone_for and path.endswith(state.gone_for):
+                self.close_connection = True
             elif "/resolve/" in path:
                 data = files.get(path.partition(f"/resolve/{state.commit}/")[2])
                 if data is None:
@@ -175,6 +182,38 @@ def test_unknown_splits_and_subsets_are_named(hub: Hub, tmp_path: Path, fields: 
 def test_the_hub_says_no(hub: Hub, tmp_path: Path, uri: str, status: int, expected: type[Exception]) -> None:
     hub.status = status
     with pytest.raises(expected, match=uri):
+        open_hub(tmp_path, uri)
+
+
+def test_a_hub_that_goes_away_while_files_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    hub.gone_for = "data/train.jsonl"
+    with pytest.raises(StorageUnavailableError, match=r"hf://org/chat: the hub does not answer .*; try again later"):
+        open_hub(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "words"),
+    [
+        (errno.ENOSPC, StorageFullError, r"enlarge compute\.cacheSize"),
+        (errno.EROFS, AccessDeniedError, r"cannot write the cache .* SFT_CACHE_DIR \(HF_HOME for the hub\)"),
+    ],
+)
+@pytest.mark.parametrize("uri", ["hf://org/chat", "hf://org/table"])
+def test_a_cache_that_cannot_be_written(
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uri: str,
+    number: int,
+    expected: type[Exception],
+    words: str,
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write_table", failing)
+    with pytest.raises(expected, match=words):
         open_hub(tmp_path, uri)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
+from sft_trainer.fetch import disk_cause, disk_error
 
 from .readers import OPENERS, HubRows
 from .sources import SourceRows, cut, open_file
@@ -26,8 +27,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def open_hub(source: "DataSource", cache_dir: Path, token: str | None) -> SourceRows:
     """The rows of an ``hf://`` source; its identity is the repository, the commit, the subset and the slices.
 
-    Raises DataError (no such data set, subset or split; an unreadable file), AccessDeniedError, or
-    StorageUnavailableError when the hub does not answer.
+    Raises DataError (no such data set, subset or split; an unreadable file), AccessDeniedError, StorageFullError (the
+    cache's disk), or StorageUnavailableError when the hub does not answer.
     """
     from datasets import load_dataset_builder
     from datasets.exceptions import DatasetGenerationError
@@ -52,6 +53,8 @@ def open_hub(source: "DataSource", cache_dir: Path, token: str | None) -> Source
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
     except (DatasetGenerationError, ValueError) as error:  # a bad file; an unknown subset
+        if disk := disk_cause(error):
+            raise disk_error(disk, cache_dir) from error
         raise DataError(f"data source {source.uri}: {error.__cause__ or error}") from error
     except Exception as error:  # the hub's libraries raise many classes, those of their HTTP library among them
         raise _hub_error(error, source.uri) from error
@@ -84,13 +87,22 @@ def _download(
 
 
 def _hub_error(error: Exception, uri: str) -> TrainingError:
-    response = getattr(error.__cause__ if isinstance(error, FileNotFoundError) else error, "response", None)
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if disk := disk_cause(error):
+        return disk_error(disk, constants.HF_HUB_CACHE)
+    # What the library could not get it calls "not found"; why is in the cause.
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+    response = getattr(cause, "response", None)
     status = getattr(response, "status_code", None)
     if status in (401, 403):
         return AccessDeniedError(
             f"data source {uri} is not on the hub, or this token may not read it: check the name, accept its terms on "
             "the hub, and set model.tokenSecretRef (HF_TOKEN with sft run)"
         )
-    if status == 404 or isinstance(error, FileNotFoundError):
+    if status == 404 or (isinstance(error, FileNotFoundError) and not isinstance(error, LocalEntryNotFoundError)):
         return DataError(f"data source {uri} is not on the hub, or has no such revision; check the name ({error})")
-    return StorageUnavailableError(f"data source {uri}: the hub does not answer ({type(error).__name__}: {error})")
+    return StorageUnavailableError(
+        f"data source {uri}: the hub does not answer ({type(cause).__name__}: {cause}); try again later"
+    )
