@@ -118,6 +118,7 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint", {"checkpoint": {"everySeconds": 601}}),
     ("checkpoint", {"checkpoint": {"uri": None}}),
     ("export", {"export": {"atEnd": False}}),
+    ("runPolicy.progressDeadlineSeconds", {"runPolicy": {"progressDeadlineSeconds": 60}}),
     ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": {"terminationGracePeriodSeconds": 301}}),
     ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": None}),
 ]
@@ -125,8 +126,8 @@ CHANGES_ALLOWED: list[dict[str, Any]] = [
     {"suspend": True},
     {"suspend": None},
     {"runPolicy": {"maxRestarts": 20}},
-    {"runPolicy": {"activeDeadlineSeconds": 60, "progressDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}},
-    {"runPolicy": {"activeDeadlineSeconds": None, "progressDeadlineSeconds": None, "ttlSecondsAfterFinished": None}},
+    {"runPolicy": {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}},
+    {"runPolicy": {"activeDeadlineSeconds": None, "ttlSecondsAfterFinished": None}},
     {"training": {"microBatchSize": 1}, "compute": {"nodes": 1}, "export": {"atEnd": True}},
 ]
 CHANGED_JOB = """\

@@ -29,9 +29,11 @@ IMMUTABLE_SPEC_FIELDS = (
     "compute",
     "checkpoint",
     "export",
+    "runPolicy.progressDeadlineSeconds",
     "runPolicy.terminationGracePeriodSeconds",
 )
-"""Dotted paths below ``spec`` that never change: a Job's pod template cannot, and a run's numbers must not."""
+"""Dotted paths below ``spec`` that never change: a Job's pod template cannot, a run's numbers must not, and the
+supervisor reads its deadline once."""
 
 
 def _processes(spec: "SFTJobSpec") -> int:

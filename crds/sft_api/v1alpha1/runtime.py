@@ -349,7 +349,8 @@ class RunPolicy(ApiModel):
         default=10, description="Failures that are retried; preemptions and lost nodes do not count."
     )
     active_deadline_seconds: Seconds | None = Field(
-        default=None, description="The run fails when it has been active for longer."
+        default=None,
+        description="The run fails when it has been active for longer; the time starts anew at every resume.",
     )
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = Field(
         default=None,

@@ -356,3 +356,12 @@ def test_quantities(text: int | str, number: float) -> None:
 def test_no_quantity_is_an_error() -> None:
     with pytest.raises(ValueError, match="'1Zi' is no quantity"):
         quantity("1Zi")
+
+
+def test_the_budget_of_restarts_is_not_frozen_in_the_supervisors_configuration() -> None:
+    """It may be raised while the run lasts, and the supervisor reads its configuration once."""
+    manifest = build_config_map(make_job(runPolicy={"maxRestarts": 2, "progressDeadlineSeconds": 77}), None)
+    policy = json.loads(manifest["data"]["config.json"])["spec"]["runPolicy"]
+
+    assert policy["maxRestarts"] == 1000
+    assert policy["progressDeadlineSeconds"] == 77
