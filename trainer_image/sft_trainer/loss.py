@@ -43,7 +43,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (scale,) = gradients
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
-            None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
+            # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
+            None if grad_hidden is None else (grad_hidden.float() * scale).to(grad_hidden.dtype),
             None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),
             None,
         )

@@ -27,6 +27,24 @@ def test_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch, elements: int, fr
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scale_of_the_loss_is_not_rounded(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    # Given a denominator whose inverse bf16 cannot hold
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(97, 16, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, 97, (50,), generator=generator)
+    scale = torch.tensor(1 / 1027, dtype=torch.float32)
+
+    unscaled = torch.autograd.grad(loss_module.linear_cross_entropy_sum(hidden, weight, labels), hidden)[0]
+    scaled = torch.autograd.grad(loss_module.linear_cross_entropy_sum(hidden, weight, labels) * scale, hidden)[0]
+
+    # Then each gradient is rounded once, at the end
+    assert scaled.dtype == dtype
+    assert torch.equal(scaled, (unscaled.double() * scale.double()).float().to(dtype))
+
+
 def test_no_gradients_are_computed_when_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 1)
     with torch.no_grad():
