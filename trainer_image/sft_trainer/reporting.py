@@ -41,12 +41,13 @@ class Reporter:
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
         self.update(phase=phase, phase_detail=detail)
 
-    def warn(self, message: str) -> None:
-        """Tell the user something worth acting on, once."""
+    def warn(self, message: str, *, instead_of: str = "") -> None:
+        """Tell the user something worth acting on, once; ``instead_of`` is the earlier warning that it replaces."""
         if message not in self.progress.warnings:
             if self._writes:
                 log.warning(message)
-            self.update(warnings=[*self.progress.warnings, message])
+            kept = [warning for warning in self.progress.warnings if warning != instead_of]
+            self.update(warnings=[*kept, message])
 
     def step(self, record: dict[str, Any], *, seconds: float, processes: int, peak_flops_share: float | None) -> None:
         """Publish one step; ``record`` has step, loss, gradNorm, learningRate, tokens, trainedTokens and epoch."""

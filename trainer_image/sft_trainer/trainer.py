@@ -54,6 +54,7 @@ class Trainer:
         """Optimizer steps done."""
         self._examples_seen = 0
         self._skipped_in_a_row = 0
+        self._skip_warning = ""
         self._evaluated_at = -1
 
     def run(self) -> None:
@@ -246,8 +247,7 @@ class Trainer:
             self._skipped_in_a_row = 0
         else:
             self._skipped_in_a_row += 1
-            self.reporter.update(skipped_steps=self.reporter.progress.skipped_steps + 1)
-            self.reporter.warn(f"loss or gradients of step {self.step + 1} were not finite: the step was skipped")
+            self._warn_of_skipped_step()
         self.optimizer.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self.saving.settle()
@@ -258,6 +258,18 @@ class Trainer:
                 f"{self.step + 1} ({kept}): lower training.optimizer.learningRate "
                 f"({self.config.plan.learning_rate:g}), or look at the data there"
             )
+
+    def _warn_of_skipped_step(self) -> None:
+        # One warning however many they are: the progress file is written at every step.
+        skipped, before = self.reporter.progress.skipped_steps + 1, self._skip_warning
+        self._skip_warning = (
+            f"loss or gradients of step {self.step + 1} were not finite: the step was skipped"
+            if skipped == 1
+            else f"loss or gradients of {skipped} steps were not finite, the last is step {self.step + 1}: they were "
+            "skipped"
+        )
+        self.reporter.update(skipped_steps=skipped)
+        self.reporter.warn(self._skip_warning, instead_of=before)
 
     # Between steps
 

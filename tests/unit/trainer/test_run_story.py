@@ -97,6 +97,21 @@ def test_what_stops_is_saved_once(tmp_path: Path) -> None:
     assert story.told == ["save 2", "save 4 at the end"]
 
 
+def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:
+    story = Story(tmp_path, {})
+    story.optimizer = torch.optim.SGD([torch.zeros(1)])
+    story.reporter.warn("something else")
+    for step in (3, 7, 8):
+        story.step = step - 1
+        story._update(0.1, is_finite=False)
+        story._update(0.1, is_finite=True)
+    assert story.reporter.progress.skipped_steps == 3
+    assert story.reporter.progress.warnings == [
+        "something else",
+        "loss or gradients of 3 steps were not finite, the last is step 8: they were skipped",
+    ]
+
+
 def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(tmp_path: Path) -> None:
     # Given a run whose last step was saved before it could be evaluated, and that goes on there
     config = resolve(manifest(tmp_path, tmp_path / "store"))
