@@ -57,6 +57,8 @@ def key_of(kind: str, manifest: Manifest) -> Key | None:
     """The SFTJob an object belongs to, or None for a stranger's."""
     metadata = manifest.get("metadata", {})
     name = metadata.get("name") if kind == KIND else (metadata.get("labels") or {}).get(JOB_LABEL)
+    if kind == "Job" and metadata.get("name") != name:
+        return None  # a copy that someone made: ours has the name of its SFTJob
     return Key(metadata.get("namespace", ""), name) if name else None
 
 
@@ -189,6 +191,7 @@ def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:
 
 def _forget_run(entry: Entry) -> None:
     entry.report, entry.refusal, entry.warnings, entry.stored = None, None, (), None
+    entry.namespace_terminating = False
     entry.gone_pods.clear()
 
 

@@ -118,3 +118,23 @@ def test_odd_objects_do_no_harm() -> None:
     odd = {"metadata": {"labels": {"sftjob.dev/job": "tulu"}, "namespace": "team", "uid": "u", "resourceVersion": "1"}}
     assert cache.store("Pod", odd) == KEY
     assert cache.observed(KEY) == Observed()
+
+
+def test_a_copy_of_a_job_does_not_take_the_place_of_ours() -> None:
+    cache = full_cache()
+    copy = versioned(child_manifest(), 80)
+    copy["metadata"] |= {"name": "tulu-copy", "uid": "copy-uid"}
+
+    assert cache.store("Job", copy) is None
+    job = cache.observed(KEY).job
+    assert job
+    assert job.name == "tulu"
+
+
+def test_a_namespace_of_the_same_name_is_not_taken_for_one_that_is_going() -> None:
+    cache = full_cache()
+    cache.entry(KEY).namespace_terminating = True
+
+    cache.store("SFTJob", versioned(job_manifest(uid="another"), 60))
+
+    assert cache.observed(KEY).namespace_terminating is False
