@@ -22,7 +22,7 @@ from .lookout import Lookout
 from .metrics import OperatorMetrics
 from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION
 from .observed import Manifest, Observed, Refusal, owner_uid
-from .policies.children import Changes, is_finished, plan_changes, queued, run_places, time_to_live
+from .policies.children import Changes, goes_on, is_finished, plan_changes, queued, run_places, time_to_live
 from .policies.situation import has_ended, last_words_missing, seconds_to_complete
 from .policies.stuck import give_up_patch, seconds_to_stuck, stuck_pods
 from .spec import InvalidSpec, read_spec
@@ -110,17 +110,17 @@ class Reconciler:
             await self._release(key, manifest)
             return None
 
-        # Read the spec; what is wrong with it is said once, and not retried.
+        # Ended: clean up, and leave everything else as it is.
         now = self._now()
         previous = read_status(manifest)
+        if is_finished(previous):
+            return await self._finish(key, manifest, previous, now)
+
+        # Read the spec; what is wrong with it is said once, and not retried.
         try:
             job = _remembered_spec(memory, manifest)
         except InvalidSpec as error:
             return await self._refuse(key, manifest, previous, "InvalidSpec", str(error), now)
-
-        # Ended: clean up, and leave everything else as it is.
-        if is_finished(previous):
-            return await self._finish(key, manifest, job, previous, now)
 
         # What the settings of this cluster cannot do is said as well; what has its Job goes on with any settings.
         try:
@@ -171,17 +171,15 @@ class Reconciler:
         await self._write(key, memory, manifest, previous, status, observed)
         return min(memory.looks, default=None)
 
-    async def _finish(
-        self, key: Key, manifest: Manifest, job: SFTJob, previous: SFTJobStatus, now: datetime
-    ) -> float | None:
+    async def _finish(self, key: Key, manifest: Manifest, previous: SFTJobStatus, now: datetime) -> float | None:
         self._lookout.forget(key)
         observed = self._cache.observed(key)
         memory = self._memories[key]
-        if plan_changes(job, previous, observed, self._settings).delete_job and observed.job:
+        if goes_on(observed) and observed.job:
             await self._cluster.delete("Job", key.namespace, observed.job.name, uid=observed.job.uid)
-        status = compute_status(job, previous, observed, now)
+        status = previous.model_copy(update={"observed_generation": manifest["metadata"].get("generation", 0)})
         await self._write(key, memory, manifest, previous, status, observed)
-        left = time_to_live(job, previous, now)
+        left = time_to_live(manifest, previous, now)
         if left is not None and left <= timedelta():
             await self._cluster.delete(KIND, key.namespace, key.name, uid=manifest["metadata"]["uid"])
         elif left is not None:

@@ -38,6 +38,12 @@ def is_finished(status: SFTJobStatus) -> bool:
     return status.state in ("Complete", "Failed") and status.completion_time is not None
 
 
+def goes_on(observed: Observed) -> bool:
+    """Whether the Job would run pods still."""
+    child = observed.job
+    return child is not None and not (child.deleting or child.complete or child.failed)
+
+
 def queued(job: SFTJob) -> bool:
     """Whether Kueue decides when the job may run."""
     return QUEUE_LABEL in job.metadata.labels
@@ -54,8 +60,7 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
         # A Job with limits per index keeps its pods' finalizers, and they keep the namespace.
         return Changes(delete_job=child is not None and not child.deleting)
     if is_finished(status):
-        over = child is None or child.deleting or child.complete or child.failed
-        return Changes(delete_job=not over)
+        return Changes(delete_job=goes_on(observed))
     if child is None:
         return Changes(create=desired_children(job, settings))
     if child.deleting or child.complete or child.failed:
@@ -79,9 +84,12 @@ def run_places(job: SFTJob, child: ChildJob | None, store: StoreSettings | None)
     return config.checkpoint_uri, config.export_uri
 
 
-def time_to_live(job: SFTJob, status: SFTJobStatus, now: datetime) -> timedelta | None:
-    """How long a finished job stays; zero or less: it is to be deleted; None: for ever, or it has not finished."""
-    seconds = job.spec.run_policy.ttl_seconds_after_finished
+def time_to_live(manifest: Manifest, status: SFTJobStatus, now: datetime) -> timedelta | None:
+    """How long a finished job stays; zero or less: it is to be deleted; None: for ever, or it has not finished.
+
+    ``manifest`` is the SFTJob, of which the rest of the spec need not be understood any more.
+    """
+    seconds = (manifest["spec"].get("runPolicy") or {}).get("ttlSecondsAfterFinished")
     completed = parse_time(status.completion_time)
     if seconds is None or completed is None or not is_finished(status):
         return None

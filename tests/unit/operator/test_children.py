@@ -12,7 +12,7 @@ from sft_operator.config import PodSettings, Settings
 from sft_operator.observed import Observed
 from sft_operator.policies.children import plan_changes, time_to_live
 from sft_operator.policies.situation import last_words_missing
-from tests.unit.operator.make import at, make_child, make_job, make_pod, running, stamp
+from tests.unit.operator.make import at, job_manifest, make_child, make_job, make_pod, running, stamp
 
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
 QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
@@ -97,7 +97,7 @@ def test_finished_jobs_live_for_as_long_as_asked(
 ) -> None:
     policy = {} if seconds is None else {"ttlSecondsAfterFinished": seconds}
 
-    assert time_to_live(make_job(runPolicy=policy), status, at(20)) == expected
+    assert time_to_live(job_manifest(runPolicy=policy), status, at(20)) == expected
 
 
 @pytest.mark.parametrize(

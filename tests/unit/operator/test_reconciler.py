@@ -16,7 +16,7 @@ from sft_operator.config import PodSettings, Settings, StoreSettings
 from sft_operator.lookout import Lookout
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.reconciler import Reconciler
-from tests.unit.operator.make import NOW, Object, job_manifest
+from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, stamp
 
 KEY = Key("team", "tulu")
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
@@ -191,3 +191,24 @@ def test_a_folder_in_the_pod_is_no_place_to_keep_anything(field: str) -> None:
     assert f"spec.{field}.uri file:///tmp/run" in world.status["message"]
     assert "use s3://bucket/prefix or pvc://claim/path" in world.status["message"]
     assert world.api.done("create", "ConfigMap") == 0
+
+
+def test_what_has_ended_stays_so_when_its_spec_is_no_longer_understood() -> None:
+    # Given a run that was complete before the operator was changed, and whose Job still runs
+    world = World()
+    manifest = job_manifest(invented={"field": 1}, runPolicy={"ttlSecondsAfterFinished": 60})
+    manifest["status"] = {"state": "Complete", "completionTime": stamp(0)}
+    world.api.keep("SFTJob", manifest)
+    world.api.keep("Job", child_manifest())
+
+    (wanted,) = world.look()
+
+    assert world.status["state"] == "Complete"
+    assert "conditions" not in world.status
+    assert world.api.done("delete", "Job") == 1
+    assert wanted is not None
+
+    # Then it is removed after its time, like any other
+    world.now = at(61)
+    world.look()
+    assert world.api.done("delete", "SFTJob") == 1
