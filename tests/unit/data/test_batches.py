@@ -1,6 +1,8 @@
 """Steps: the same examples whatever the number of processes, each exactly once, nothing padded."""
 
+import hashlib
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -67,6 +69,28 @@ def test_bins_never_overflow_and_steps_are_full_but_the_last() -> None:
     steps = [schedule.step(index) for index in range(schedule.total_steps)]
     assert all(lengths[bin_.rows].sum() <= 64 for step in steps for bin_ in step.bins)
     assert {len(step.bins) for step in steps[:-1]} == {4}
+
+
+def test_sequential_bins_come_in_the_order_in_which_their_examples_are_stored() -> None:
+    # Given three epochs, each of which is a window
+    in_order = ExampleStream([len(LENGTHS)], weights=None, seed=9, shuffle=False)
+    options = {"bin_tokens": 64, "bins_per_step": 4, "epochs": 3, "seed": 9}
+    schedule = PackedBatches([FakeExamples(LENGTHS)], in_order, shuffle=False, **options)  # type: ignore[arg-type]
+    assert schedule.total_steps is not None
+    bins = [bin_.rows.tolist() for i in range(schedule.total_steps) for bin_ in schedule.step(i).bins]
+
+    # Then rows ascend within a bin, first rows within an epoch, and the bins are as full as shuffled ones
+    assert all(rows == sorted(rows) for rows in bins)
+    first = [rows[0] for rows in bins]
+    assert [first.index(0, 1), first.count(0)] == [len(bins) // 3, 3]
+    assert all(a < b for a, b in pairwise(first) if b != 0)
+    assert schedule.total_steps == packed(3).total_steps
+
+
+def test_shuffled_steps_are_those_of_earlier_versions() -> None:
+    # A run that is resumed with another version of the trainer must see the same examples.
+    order = [row for index in range(3) for row in rows(packed(2).step(index))]
+    assert hashlib.sha256(repr(order).encode()).hexdigest()[:16] == "f945531d21c7e7b8"
 
 
 def test_an_endless_schedule_goes_on_past_the_epoch() -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import first_fit_decreasing
+from .packing import as_stored, first_fit_decreasing
 from .stream import ExampleStream, Rows, Sources, permutation
 
 PACKING_WINDOW = 4096
@@ -129,7 +129,8 @@ class ExampleBatches:
 class PackedBatches:
     """Steps of a fixed number of full bins (``globalBatchTokens``).
 
-    Windows of the stream are packed first-fit-decreasing, the bins of a window shuffled; step ``t`` takes bins
+    Windows of the stream are packed first-fit-decreasing, the bins of a window shuffled or put in the order in which
+    their first examples are stored; step ``t`` takes bins
     ``[t n, (t + 1) n)`` of the concatenated windows. Only the last step of the last epoch may be shorter.
     """
 
@@ -189,6 +190,8 @@ class PackedBatches:
         groups = first_fit_decreasing(self._sized.lengths(sources, rows), self._bin_tokens)
         if self._shuffle:
             groups = [groups[i] for i in permutation(len(groups), self._seed, 0xB1, window)]
+        else:
+            groups = as_stored(groups)
         bins = [Bin(sources[group], rows[group]) for group in groups]
         if window == len(self._ends) - 1:
             self._ends.append(self._ends[-1] + len(bins))

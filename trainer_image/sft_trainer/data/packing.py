@@ -1,16 +1,24 @@
 """First-fit-decreasing packing of examples into bins of a fixed number of tokens."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 Bin = NDArray[np.int64]
-"""Indices of the examples of one bin, longest first."""
+"""Indices of the examples of one bin."""
+
+
+def as_stored(bins: Sequence[Bin]) -> list[Bin]:
+    """The same bins, the examples of each in ascending order and the bins in that of their first examples."""
+    return sorted((np.sort(bin_) for bin_ in bins), key=lambda bin_: int(bin_[0]))
 
 
 def first_fit_decreasing(lengths: NDArray[np.integer], capacity: int) -> list[Bin]:
     """Pack items of ``lengths`` (tokens) into bins of ``capacity``: longest first, each into the first bin with room.
 
-    Returns bins in order of creation; every index of ``lengths`` is in exactly one. Equal lengths keep their order.
+    Returns bins in order of creation, the longest example of each first; every index of ``lengths`` is in exactly one.
+    Equal lengths keep their order.
     Raises ``ValueError`` for an item longer than ``capacity``. O(n log n): a segment tree over the bins' free room
     finds the first bin that has enough.
     """
