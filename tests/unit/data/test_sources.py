@@ -195,6 +195,24 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         list(open_rows(path).read(0, 1))
 
 
+@pytest.mark.parametrize("written", ["array", "lines", "jsonl"])
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, written: str) -> None:
+    path = tmp_path / ("rows.jsonl" if written == "jsonl" else "rows.json")
+    text = json.dumps(ROWS) if written == "array" else "".join(json.dumps(row) + "\n" for row in ROWS)
+    path.write_text(text, encoding="utf-8-sig")
+    assert [row for _, row in open_rows(path).read(0, 10)] == ROWS
+    assert numbers(open_rows(path, split="train[3:5]")) == [3, 4]
+
+
+def test_one_object_over_several_lines_is_told_what_a_file_must_hold(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"data": ROWS}, indent=2))
+    with pytest.raises(
+        DataError, match=r"rows\.json line 1 is not .*'\{'.*must hold an array of objects or one object per"
+    ):
+        open_rows(path)
+
+
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.json"])
 def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"[broken")

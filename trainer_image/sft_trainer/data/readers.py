@@ -6,12 +6,13 @@ name says.
 """
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from sft_trainer.errors import DataError
 
@@ -46,8 +47,9 @@ class JsonLines:
     @classmethod
     def open(cls, path: Path) -> "JsonLines":
         marks: list[tuple[int, int]] = []
-        rows = offset = 0
+        rows = 0
         with path.open("rb") as file:
+            file.seek(offset := _after_mark(file))
             for number, line in enumerate(file):
                 if not line.isspace():
                     if rows % _LINES_PER_MARK == 0:
@@ -117,10 +119,27 @@ def _json_array(path: Path) -> list[Any]:
 
 
 def open_json(path: Path) -> Reader:
-    """``.json`` files are written both ways: as one array, and as one object per line."""
+    """``.json`` files are written both ways: as one array, and as one object per line.
+
+    Raises DataError for what is neither.
+    """
     with path.open("rb") as file:
+        file.seek(_after_mark(file))
         start = file.read(4096).lstrip()
-    return JsonArray.open(path) if start.startswith(b"[") else JsonLines.open(path)
+    if start.startswith(b"["):
+        return JsonArray.open(path)
+    lines = JsonLines.open(path)
+    try:
+        _ = next(lines.read(0, 1), None)
+    except DataError as error:  # such as one object over several lines
+        raise DataError(f"{error}; a .json file must hold an array of objects or one object per line") from error
+    return lines
+
+
+def _after_mark(file: BinaryIO) -> int:
+    """Where the text begins: behind the byte order mark that some Windows programs write."""
+    file.seek(0)
+    return len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
 
 
 @dataclass(frozen=True)
