@@ -104,14 +104,15 @@ class Cache:
         if known is not None and known.version >= version:
             return None
         if kind == "Pod":
-            entry.pods[_uid(manifest)] = _Seen(version, Pod.from_manifest(manifest))
+            seen = entry.pods[_uid(manifest)] = _Seen(version, Pod.from_manifest(manifest))
         elif kind == "Job":
-            entry.job = _Seen(version, ChildJob.from_manifest(manifest))
+            seen = entry.job = _Seen(version, ChildJob.from_manifest(manifest))
         else:
             if entry.manifest and _uid(entry.manifest.value) != _uid(manifest):
                 _forget_run(entry)
-            entry.manifest = _Seen(version, manifest)
-        return key
+            seen = entry.manifest = _Seen(version, manifest)
+        # Much of what changes in pods and Jobs (managed fields, other conditions' times) decides nothing.
+        return None if known is not None and known.value == seen.value else key
 
     def remove(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in that an object was deleted; the key to look at again."""

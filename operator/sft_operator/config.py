@@ -88,8 +88,9 @@ class Settings(SettingsModel):
     """Between two reads of the progress of a training job."""
     poll_seconds_starting: Seconds = 4
     """The same while a job starts or recovers, when people look at it."""
-    status_seconds: Seconds = 10
-    """Between two writes of a status in which only figures changed; transitions are written at once."""
+    status_seconds: Seconds = 9
+    """Between two writes of a status in which only figures changed; transitions are written at once. A little less
+    than ``poll_seconds``, so that what each read brought can be written."""
     resync_seconds: Seconds = 120
     """Between two complete listings, which repair whatever a watch has lost."""
     stuck_pod_seconds: Seconds = 30

@@ -100,7 +100,7 @@ class WorkQueue(Generic[KeyType]):
             delay = await self._work(key)
             self._failures.pop(key, None)
             if delay is not None:
-                delay *= 0.9 + 0.2 * self._jitter()
+                delay *= 1.0 + 0.1 * self._jitter()  # never sooner: nothing would be due yet
         except Exception as error:  # one key's trouble never stops the others
             self._on_error(key, error)
             delay = self._backoff(key, error)

@@ -138,3 +138,17 @@ def test_a_namespace_of_the_same_name_is_not_taken_for_one_that_is_going() -> No
     cache.store("SFTJob", versioned(job_manifest(uid="another"), 60))
 
     assert cache.observed(KEY).namespace_terminating is False
+
+
+def test_a_change_that_decides_nothing_wakes_nobody_and_is_still_known() -> None:
+    cache = full_cache()
+    for kind, manifest in (("Pod", pod_manifest(0)), ("Job", child_manifest())):
+        touched = versioned(manifest, 90)
+        touched["metadata"]["managedFields"] = [{"manager": "kubelet"}]
+
+        assert cache.store(kind, touched) is None
+        assert 90 in cache.versions(kind).values()
+        assert cache.store(kind, versioned(manifest, 89)) is None
+
+    assert cache.store("Pod", versioned(pod_manifest(0, ready=False), 91)) == KEY
+    assert cache.store("Job", versioned(child_manifest(suspend=True), 91)) == KEY

@@ -116,5 +116,6 @@ def test_settings_are_read_and_misspelt_ones_refused(tmp_path: Path) -> None:
     assert settings.store
     assert settings.store.s3.force_path_style is True
     assert load_settings(None) == Settings()
+    assert Settings().status_seconds < Settings().poll_seconds
     with pytest.raises(ValidationError, match="pollSecond"):
         load_settings(bad)

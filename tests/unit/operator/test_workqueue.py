@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 from sft_operator.workqueue import RetryLater, WorkQueue
@@ -160,3 +161,19 @@ def test_what_is_forgotten_does_not_run() -> None:
 
     asyncio.run(scenario())
     assert runs == []
+
+
+def test_nothing_runs_before_it_is_due() -> None:
+    times: list[float] = []
+
+    async def work(key: str) -> float | None:
+        times.append(asyncio.get_running_loop().time())
+        return 0.1 if len(times) < 3 else None
+
+    async def scenario() -> None:
+        queue = WorkQueue(work, concurrency=1, jitter=lambda: 0.0)
+        queue.add("a")
+        await run(queue, 0.5)
+
+    asyncio.run(scenario())
+    assert [later - sooner >= 0.1 for sooner, later in itertools.pairwise(times)] == [True, True]
