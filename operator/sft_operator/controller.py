@@ -164,19 +164,21 @@ class Operator:
         """Take in everything that is; look at every job again, spread over some seconds."""
         self._listed = time.monotonic()
         first = not self._synced
+        changed: set[Key] = set()
         try:
             for kind in KINDS:
                 selector = "" if kind == KIND else WATCH_SELECTOR
                 items, version = await self._cluster.list(kind, self._settings.namespace, labels=selector)
                 known = self._cache.versions(kind)
-                self._cache.replace(kind, items, version)
+                changed |= self._cache.replace(kind, items, version)
                 news = [item for item in items if version_of(item) > known.get(item["metadata"]["uid"], 0)]
                 self._metrics.missed.inc(0 if first else len(news))
                 self._watchdog.listed(kind, max(map(version_of, news), default=0), time.monotonic())
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("listing failed: %s", error)
             return False
-        for key in self._cache.all_keys():
+        # Changed: also those of which nothing is left, whose memories must go.
+        for key in changed.union(self._cache.all_keys()):
             self._queue.add(key, 0.0 if first else random.uniform(0.0, _SPREAD_SECONDS))  # noqa: S311
         self._synced = True
         return True

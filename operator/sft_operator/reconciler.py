@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
 _LONGEST_REFUSAL_SECONDS = 300.0
+_GIVE_UP_AGAIN_SECONDS = 30.0
+"""When the API server refused to let a stuck pod go."""
 _SOON_SECONDS = 0.5
 _KUEUE_SECONDS = 5.0
 _BREATH_SECONDS = 0.5
@@ -57,6 +59,7 @@ class _Memory:
     """Uid of the Job, and whether its Workload is to be active."""
     refusals: int = 0
     next_creation: float = 0.0
+    next_give_up: float = 0.0
     looks: list[float] = field(default_factory=list)
     """Seconds after which this look wants another."""
 
@@ -226,6 +229,9 @@ class Reconciler:
             self._refused(key, memory, Refusal(kind, error.code, error.message, self._now()))
 
     async def _give_up_stuck(self, key: Key, memory: _Memory, now: datetime) -> None:
+        if (clock := _clock()) < memory.next_give_up:
+            memory.looks.append(memory.next_give_up - clock)
+            return
         observed = self._cache.observed(key)
         patience = timedelta(seconds=self._settings.stuck_pod_seconds)
         for pod in stuck_pods(observed, patience=patience, now=now):
@@ -240,6 +246,7 @@ class Reconciler:
                     raise
                 if error.code != 404:  # it has just ended
                     logger.warning("%s: pod %s cannot be given up: %s", key, pod.name, error)
+                    memory.next_give_up = clock + _GIVE_UP_AGAIN_SECONDS
         if (seconds := seconds_to_stuck(observed, patience=patience, now=now)) is not None:
             memory.looks.append(seconds + 1.0)
 

@@ -16,10 +16,12 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
+from sft_api.v1alpha1 import KIND
+from sft_operator.cache import Key
 from sft_operator.config import LeaderElectionSettings, Settings
 from sft_operator.controller import Operator
 from sft_operator.leadership import LeadershipLost
-from tests.unit.operator.make import Object
+from tests.unit.operator.make import Object, job_manifest
 
 
 class SlowApi:
@@ -115,3 +117,28 @@ def test_a_replica_that_waits_ends_cleanly_when_it_is_asked_to(tmp_path: Path) -
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_listing_has_what_is_gone_looked_at_as_well() -> None:
+    """The deletion fell into a gap of the watch: what is remembered of the job must go."""
+
+    async def scenario() -> None:
+        operator = Operator(Settings(), "http://nowhere", cast(aiohttp.ClientSession, None))
+        operator._cluster = cast(Any, EmptyApi())
+        operator._seen(KIND, "ADDED", job_manifest())
+        looked_at: list[Key] = []
+        operator._queue.add = lambda key, delay_seconds=0.0: looked_at.append(key)  # type: ignore[method-assign]
+
+        await operator._list_all()
+
+        assert looked_at == [Key("team", "tulu")]
+        await operator._progress.close()
+
+    asyncio.run(scenario())
+
+
+class EmptyApi:
+    """Nothing is left."""
+
+    async def list(self, *_: Any, **__: Any) -> tuple[list[Object], int]:
+        return [], 1000

@@ -16,7 +16,7 @@ from sft_operator.config import PodSettings, Settings, StoreSettings
 from sft_operator.lookout import Lookout
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.reconciler import Reconciler
-from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, stamp
+from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, pod_manifest, stamp
 
 KEY = Key("team", "tulu")
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
@@ -212,3 +212,19 @@ def test_what_has_ended_stays_so_when_its_spec_is_no_longer_understood() -> None
     world.now = at(61)
     world.look()
     assert world.api.done("delete", "SFTJob") == 1
+
+
+def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while() -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.keep("Job", child_manifest())
+    for index in (0, 1):
+        world.api.keep("Pod", pod_manifest(index, deletion=-600))
+    world.api.refuses = lambda verb, kind: (
+        ApiError(403, "Forbidden", "no") if (verb, kind) == ("patch", "Pod") else None
+    )
+
+    world.look(5)
+
+    assert world.api.done("patch", "Pod") == 2, "once for each pod"
+    assert world.api.done("delete", "Pod") == 0
