@@ -20,6 +20,8 @@ USER_ID = 1000
 LOST_NODE_SECONDS = 60
 """How long a pod stays bound to a node that is not ready or not reachable; Kubernetes' own default is 300."""
 
+_HEALTH = {"path": "/healthz", "port": "progress"}
+
 
 def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None) -> Manifest:
     """``spec.template`` of the Job.
@@ -41,11 +43,11 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "env": _environment(job, effective_s3(job, store)),
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
         "resources": pod_resources(compute),
-        "readinessProbe": {
-            "httpGet": {"path": "/healthz", "port": "progress"},
-            "periodSeconds": 5,
-            "timeoutSeconds": 3,
-        },
+        # Until the supervisor first answers nothing else is asked: an image may start slowly from a busy disk.
+        "startupProbe": {"httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 300},
+        "readinessProbe": {"httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 3},
+        # It answers whatever its workers do. One that is silent for two minutes can neither save nor restart them.
+        "livenessProbe": {"httpGet": _HEALTH, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 12},
         # Without words of the supervisor's own (no such module, no such user) the log says most.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {

@@ -133,7 +133,10 @@ def test_the_supervisor_is_probed_and_its_last_words_are_read() -> None:
     assert trainer["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "progress"}
     assert trainer["ports"] == [{"name": "progress", "containerPort": 8471, "protocol": "TCP"}]
     assert trainer["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    assert "livenessProbe" not in trainer
+    for kind, patience in (("startupProbe", 600), ("livenessProbe", 120)):
+        probe = trainer[kind]
+        assert probe["httpGet"] == {"path": "/healthz", "port": "progress"}
+        assert probe["periodSeconds"] * probe["failureThreshold"] == patience
 
 
 def test_gpus_and_extended_resources_are_asked_for_as_limits_and_requests() -> None:
