@@ -74,6 +74,7 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
             s3=s3,
             token=token,
             on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
+            on_warning=reporter.warn,
         )
         for warning in result.report.warnings():
             reporter.warn(warning)

@@ -153,6 +153,37 @@ def test_splits_of_a_folder(tmp_path: Path, names: tuple[str, ...], split: str |
     assert [row["name"] for _, row in rows.read(0, len(rows))] == expected
 
 
+def test_files_that_would_be_left_out_because_others_name_a_split_are_refused(tmp_path: Path) -> None:
+    # Given a file whose name happens to hold the word of a split
+    for name in ("chat.jsonl", "dev-tools.jsonl"):
+        write_jsonl(tmp_path / name, [{"name": name}])
+    # Then it is not taken for all of the data
+    with pytest.raises(
+        DataError, match=r"1 file \(chat\.jsonl\) would be left out, as only .* \(validation\): set split"
+    ):
+        open_rows(tmp_path)
+    # but whoever asks for a split gets it, and is told
+    rows = open_rows(tmp_path, split="validation")
+    assert [row["name"] for _, row in rows.read(0, 9)] == ["dev-tools.jsonl"]
+    assert rows.warnings == (
+        f"data source file://{tmp_path}: 1 file (chat.jsonl) left out: only the names of others say a split",
+    )
+
+
+def test_packed_files_and_tables_beside_the_data_are_told(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert open_rows(tmp_path).warnings == ()
+    for name in ("README.md", "_old.jsonl.gz", ".cache/x.csv", *(f"b{i}.jsonl.gz" for i in range(6)), "c.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (warning,) = open_rows(tmp_path).warnings
+    names = "b0.jsonl.gz, b1.jsonl.gz, b2.jsonl.gz, b3.jsonl.gz, b4.jsonl.gz, … 2 more"
+    assert warning == (
+        f"data source file://{tmp_path}: 7 files ({names}) left out: only .jsonl, .ndjson, .json, .parquet, .arrow are "
+        "read: unpack or convert them if they belong to the data"
+    )
+
+
 def test_one_file_is_read_whatever_its_name_says(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "test.jsonl", ROWS)
     for split in (None, "train", "test"):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
     from sft_trainer.checkpoint.store import S3Settings
 
+_PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", ".csv", ".tsv"}
+_NAMES_SHOWN = 5
 # Files beside the data that have a data suffix.
 _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
@@ -31,6 +33,8 @@ class SourceRows:
     """SHA-256 of the content of files, or of repository and commit; together with the slices."""
     pieces: tuple[tuple[Reader, int, int], ...]
     """Readers, each with the rows ``start`` to ``stop`` of it that belong to the source."""
+    warnings: tuple[str, ...] = ()
+    """What the user may not expect, such as files beside the data that are left out."""
 
     def __len__(self) -> int:
         return sum(stop - start for _, start, stop in self.pieces)
@@ -69,7 +73,14 @@ def open_path(path: Path, source: "DataSource") -> SourceRows:
     try:
         if source.subset is not None:
             raise DataError(f"subset '{source.subset}' is for hf:// only; name a folder")
-        splits = _splits_of(path)
+        found = _find_files(path)
+        if found.unsplit and source.split is None:
+            raise DataError(
+                f"{_listed(found.unsplit)} would be left out, as only the names of others say a split "
+                f"({', '.join(found.splits)}): set split to leave them out, name one file, or put each split "
+                "into a folder of its own (train/, test/)"
+            )
+        splits = found.splits
         if path.is_file() and source.split is not None and "train" in source.split:
             splits = {"train": [path]}  # a URI that names one file means that file, whatever its name says
         slices = choose(source.split, [*splits])
@@ -78,7 +89,7 @@ def open_path(path: Path, source: "DataSource") -> SourceRows:
         readers = {split: [open_file(file) for file in splits[split]] for split in {piece.split for piece in slices}}
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
-    return cut(source.uri, hashed.hexdigest(), readers, slices)
+    return replace(cut(source.uri, hashed.hexdigest(), readers, slices), warnings=found.warnings(source.uri))
 
 
 def cut(name: str, identity: str, readers: Mapping[str, Sequence[Reader]], slices: Sequence[Slice]) -> SourceRows:
@@ -113,12 +124,37 @@ def _content_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _splits_of(path: Path) -> dict[str, list[Path]]:
+@dataclass(frozen=True)
+class _Files:
+    """What a path holds; names are relative to it."""
+
+    splits: dict[str, list[Path]]
     """The data files of each split, in the order in which they are read."""
+    unsplit: tuple[str, ...] = ()
+    """Data files whose names say no split, while those of others do."""
+    unread: tuple[str, ...] = ()
+    """Files that may be data, of a kind that is not read."""
+
+    def warnings(self, uri: str) -> tuple[str, ...]:
+        reasons = {
+            self.unsplit: "only the names of others say a split",
+            self.unread: f"only {', '.join(OPENERS)} are read: unpack or convert them if they belong to the data",
+        }
+        return tuple(
+            f"data source {uri}: {_listed(names)} left out: {reason}" for names, reason in reasons.items() if names
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", … {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{len(names)} file{'s' * (len(names) > 1)} ({', '.join(names[:_NAMES_SHOWN])}{more})"
+
+
+def _find_files(path: Path) -> _Files:
     if (path / "dataset_dict.json").is_file():
-        return {name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")}
+        return _Files({name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")})
     if (path / "state.json").is_file():
-        return {"train": _saved_files(path)}
+        return _Files({"train": _saved_files(path)})
     root, files = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
     names = [file.relative_to(root).as_posix() for file in files if file.is_file()]
     known = [name for name in names if Path(name).suffix.lower() in OPENERS and _is_data(Path(name))]
@@ -128,7 +164,18 @@ def _splits_of(path: Path) -> dict[str, list[Path]]:
     kinds = sorted({Path(name).suffix.lower() for name in known})
     if len(kinds) > 1:
         raise DataError(f"files of several kinds ({', '.join(kinds)}); name one file or folder")
-    return {split: [root / name for name in group] for split, group in group_by_split(known).items()}
+    groups = group_by_split(known)
+    read = {name for group in groups.values() for name in group}
+    return _Files(
+        splits={split: [root / name for name in group] for split, group in groups.items()},
+        unsplit=tuple(name for name in known if name not in read),
+        unread=tuple(name for name in names if _may_be_data(Path(name)) and _is_data(Path(name))),
+    )
+
+
+def _may_be_data(path: Path) -> bool:
+    """Whether a file of a kind that is not read looks like rows: packed ones, and tables."""
+    return path.suffix.lower() in _PACKED_OR_TABLE
 
 
 def _is_data(path: Path) -> bool:
