@@ -13,7 +13,7 @@ from sft_api.progress import Progress, TerminationMessage
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
 
 from . import untrusted
-from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION, TRAINER_CONTAINER
+from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION, QUEUE_LABEL, TRAINER_CONTAINER
 
 Manifest = dict[str, Any]
 
@@ -189,6 +189,8 @@ class ChildJob:
     checkpoint_uri: str | None = None
     """Where this run saves, and exports if it does; written when the Job was made."""
     export_uri: str | None = None
+    queue: str | None = None
+    """Kueue decides when it may run: the name of its queue."""
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     @classmethod
@@ -208,6 +210,7 @@ class ChildJob:
             deleting="deletionTimestamp" in metadata,
             checkpoint_uri=annotations.get(CHECKPOINT_URI_ANNOTATION),
             export_uri=annotations.get(EXPORT_URI_ANNOTATION),
+            queue=(metadata.get("labels") or {}).get(QUEUE_LABEL),
             conditions=_conditions(manifest),
         )
 

@@ -22,7 +22,7 @@ from .lookout import Lookout
 from .metrics import OperatorMetrics
 from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION
 from .observed import Manifest, Observed, Refusal, owner_uid
-from .policies.children import Changes, goes_on, is_finished, plan_changes, queued, run_places, time_to_live
+from .policies.children import Changes, goes_on, is_finished, plan_changes, run_places, time_to_live
 from .policies.situation import has_ended, last_words_missing, seconds_to_complete
 from .policies.stuck import give_up_patch, seconds_to_stuck, stuck_pods
 from .spec import InvalidSpec, read_spec
@@ -253,7 +253,7 @@ class Reconciler:
     async def _tell_kueue(self, key: Key, memory: _Memory, job: SFTJob) -> None:
         """A queued job is suspended through its Workload; an answer is only asked for when the wish changes."""
         child = self._cache.observed(key).job
-        if child is None or not queued(job):
+        if child is None or not child.queue:
             return
         wish = (child.uid, not job.spec.suspend)
         if memory.told_kueue == wish:

@@ -7,7 +7,6 @@ from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
-from ..names import QUEUE_LABEL
 from ..observed import ChildJob, Manifest, Observed, parse_time
 
 
@@ -44,11 +43,6 @@ def goes_on(observed: Observed) -> bool:
     return child is not None and not (child.deleting or child.complete or child.failed)
 
 
-def queued(job: SFTJob) -> bool:
-    """Whether Kueue decides when the job may run."""
-    return QUEUE_LABEL in job.metadata.labels
-
-
 def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings: Settings) -> Changes:
     """The changes for ``job``, whose last written status is ``status``.
 
@@ -66,7 +60,8 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     if child.deleting or child.complete or child.failed:
         return Changes()
     patch: Manifest = {}
-    if not queued(job) and child.suspended != job.spec.suspend:
+    # The Job's own queue: the label of the SFTJob may be changed, that of its Job is what Kueue goes by.
+    if not child.queue and child.suspended != job.spec.suspend:
         patch["suspend"] = job.spec.suspend
     if child.active_deadline_seconds != job.spec.run_policy.active_deadline_seconds:
         patch["activeDeadlineSeconds"] = job.spec.run_policy.active_deadline_seconds

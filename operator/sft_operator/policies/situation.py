@@ -10,9 +10,7 @@ from sft_api.progress import PROGRESS_PORT, Phase, TrainingProgress
 from sft_api.v1alpha1 import RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
-from ..names import QUEUE_LABEL
 from ..observed import ChildJob, Observed, Pod, Terminated, parse_time
-from .children import queued
 from .failures import cause, with_advice
 from .restarts import exhausted
 from .troubles import Trouble, find_trouble, refusal_trouble
@@ -82,7 +80,7 @@ def _find(
     if child is None or child.deleting:
         return _without_job(observed)
     if child.suspended:
-        return _held_back(job, observed)
+        return _held_back(child, observed)
     return _active(job, previous, observed, now)
 
 
@@ -146,13 +144,11 @@ def _without_job(observed: Observed) -> Situation:
     return Situation("Preparing", "CreatingJob")
 
 
-def _held_back(job: SFTJob, observed: Observed) -> Situation:
+def _held_back(child: ChildJob, observed: Observed) -> Situation:
     if observed.active_pods:
         return Situation("Suspending", "Preempted", "the queue takes the place back; the pods save their state")
-    if queued(job):
-        return Situation(
-            "Queued", "WaitingForQueue", f"waiting for admission by queue {job.metadata.labels[QUEUE_LABEL]}"
-        )
+    if child.queue:
+        return Situation("Queued", "WaitingForQueue", f"waiting for admission by queue {child.queue}")
     return Situation("Queued", "JobSuspended", "the Job is being resumed")
 
 

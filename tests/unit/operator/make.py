@@ -57,6 +57,7 @@ def child_manifest(
     conditions: dict[str, tuple[str, str]] | None = None,
     started: float | None = -600,
     succeeded: int = 0,
+    queue: str = "",
     owner: str = "sft-uid",
     version: str = "7",
 ) -> Object:
@@ -77,7 +78,7 @@ def child_manifest(
             "namespace": "team",
             "uid": JOB_UID,
             "resourceVersion": version,
-            "labels": {"sftjob.dev/job": "tulu"},
+            "labels": {"sftjob.dev/job": "tulu"} | ({"kueue.x-k8s.io/queue-name": queue} if queue else {}),
             "ownerReferences": [{"kind": "SFTJob", "uid": owner, "controller": True}],
         },
         "spec": {"suspend": suspend},

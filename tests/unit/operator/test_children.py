@@ -43,8 +43,11 @@ def test_the_network_policy_can_be_left_to_the_administrator() -> None:
         ({}, {"suspend": True}, {"suspend": False}),
         ({"suspend": True}, {"suspend": True}, None),
         # Kueue alone resumes and suspends what it has queued.
-        ({"labels": QUEUE}, {"suspend": True}, None),
-        ({"labels": QUEUE, "suspend": True}, {}, None),
+        ({"labels": QUEUE}, {"suspend": True, "queue": "gpus"}, None),
+        ({"labels": QUEUE, "suspend": True}, {"queue": "gpus"}, None),
+        # By the label of the Job: that of the SFTJob may have come or gone since.
+        ({}, {"suspend": True, "queue": "gpus"}, None),
+        ({"labels": QUEUE}, {"suspend": True}, {"suspend": False}),
         ({"runPolicy": {"activeDeadlineSeconds": 9}}, {}, {"activeDeadlineSeconds": 9}),
         # Nothing is changed in a Job that has ended.
         ({"suspend": True}, {"conditions": {"Complete": ("", "")}}, None),

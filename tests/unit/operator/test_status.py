@@ -76,7 +76,8 @@ BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DA
         (Observed(), None, {}, "Preparing", "CreatingJob"),
         (Observed(refusal=Refusal("Job", 403, "denied by policy", NOW)), None, {}, "Preparing", "Refused"),
         (Observed(refusal=Refusal("Job", 409, "taken", NOW)), None, {}, "Preparing", "NameTaken"),
-        (running(job=make_child(suspend=True), pods=()), None, {"labels": QUEUE}, "Queued", "WaitingForQueue"),
+        (running(job=make_child(suspend=True, queue="gpus"), pods=()), None, {}, "Queued", "WaitingForQueue"),
+        (running(job=make_child(suspend=True), pods=()), None, {"labels": QUEUE}, "Queued", "JobSuspended"),
         (running(pods=()), None, {}, "Starting", "PodsMissing"),
         (running(pods=PENDING), None, {}, "Starting", "PodsNotReady"),
         (running(pods=UNPLACED), None, {}, "Queued", "Unschedulable"),
@@ -95,7 +96,7 @@ BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DA
         (running(pods=UNPLACED), TRAINED, {}, "Recovering", "Unschedulable"),
         (running(report=report(training(0, attempt=2, phase=Phase.LOADING))), TRAINED, {}, "Recovering", "Loading"),
         (running(report=report(training(5), pod_uid="older")), None, {}, "Starting", "PodsReady"),
-        (running(job=make_child(suspend=True)), TRAINED, {"labels": QUEUE}, "Suspending", "Preempted"),
+        (running(job=make_child(suspend=True, queue="gpus")), TRAINED, {}, "Suspending", "Preempted"),
         # Suspended by the user
         (running(), TRAINED, {"suspend": True}, "Suspending", "SuspendRequested"),
         (running(job=make_child(suspend=True)), TRAINED, {"suspend": True}, "Suspending", "SuspendRequested"),
@@ -306,11 +307,12 @@ def test_the_first_step_is_timed_once() -> None:
 
 
 def test_being_preempted_by_the_queue_is_a_disruption() -> None:
-    saving = running(job=make_child(suspend=True))
-    queued = running(job=make_child(suspend=True), pods=())
+    child = make_child(suspend=True, queue="gpus")
+    saving = running(job=child)
+    queued = running(job=child, pods=())
 
-    once = status_of(saving, TRAINED, labels=QUEUE)
-    twice = status_of(queued, once, labels=QUEUE)
+    once = status_of(saving, TRAINED)
+    twice = status_of(queued, once)
 
     assert once.restarts
     assert (once.state, once.restarts.disruptions, once.restarts.last_reason) == ("Suspending", 1, "Preempted")
