@@ -2,6 +2,11 @@
 {{- .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* Of what lies outside of the release's namespace, where another release may have the same name. */}}
+{{- define "sft.outerName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "sft.name" .) -}}
+{{- end -}}
+
 {{- define "sft.serviceAccount" -}}
 {{- .Values.serviceAccount.name | default (include "sft.name" .) -}}
 {{- end -}}

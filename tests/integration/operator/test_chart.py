@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sft_operator.config import load_settings
 from tests.cluster.access import Cluster
@@ -22,6 +23,8 @@ from tests.integration.operator.scene import (
     new_scene,
     render_chart,
 )
+
+OUTER_NAME = f"{OPERATOR_NAMESPACE}-sft-operator"
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,6 +59,8 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("store.uri=http://x", "/store/uri"),
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
         ("logLevel=LOUD", "/logLevel"),
+        ("settings.httpPort=9090", "/settings/httpPort"),
+        ("settings.namespace=team", "/settings/namespace"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
@@ -115,7 +120,7 @@ def test_the_operators_own_credentials_come_from_a_secret() -> None:
 
 
 def test_rights_are_few_and_named() -> None:
-    rules = rules_of(render_chart(), "ClusterRole", "sft-operator")
+    rules = rules_of(render_chart(), "ClusterRole", OUTER_NAME)
 
     granted = {
         (group, resource, verb)
@@ -146,9 +151,28 @@ def test_rights_are_few_and_named() -> None:
 def test_one_namespace_needs_no_right_beyond_it() -> None:
     objects = render_chart("watchNamespace=team")
 
-    bound = [item for item in objects if item["kind"] == "ClusterRoleBinding"]
-    assert bound == []
-    assert rules_of(objects, "Role", "sft-operator") == rules_of(render_chart(), "ClusterRole", "sft-operator")
+    assert [item for item in objects if item["kind"].startswith("Cluster")] == []
+    assert rules_of(objects, "Role", OUTER_NAME) == rules_of(render_chart(), "ClusterRole", OUTER_NAME)
+
+
+@pytest.mark.parametrize("setting", ["replicas=2", "watchNamespace=team"])
+def test_two_releases_of_one_name_do_not_meet_outside_of_their_namespaces(setting: str) -> None:
+    def outside(namespace: str) -> set[tuple[str, str]]:
+        done = helm(
+            "template", "one", str(CHART), f"--namespace={namespace}", "--set=crds.install=false", f"--set={setting}"
+        )
+        assert done.returncode == 0, done.stderr
+        objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+        return {
+            (item["kind"], item["metadata"]["name"])
+            for item in objects
+            if item["metadata"].get("namespace") != namespace
+        }
+
+    first, second = outside("first"), outside("second")
+
+    assert first
+    assert not first & second
 
 
 def test_the_crd_is_part_of_it_unless_asked_not_to_and_outlives_it() -> None:
