@@ -15,6 +15,7 @@ from sft_trainer.models.causal_lm import build_on_meta, clean_name
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import build_model, clip_gradients
 from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.published_configs import PUBLISHED
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -126,6 +127,79 @@ def test_what_would_train_another_model_is_refused(
     ids = torch.arange(4)
     with pytest.raises(ModelError, match=words):
         build(tmp_path)(ids, ids, (4,), torch.tensor([1]), torch.tensor([2]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("jamba", {}, "layers of type linear_attention"),
+        ("mamba", {}, "layers of type linear_attention"),
+        ("recurrent_gemma", {}, "layers of type linear_attention"),
+        ("minimax", {}, "layers of type linear_attention"),
+        ("qwen3_next", {}, "layers of type linear_attention"),
+        ("xglm", {}, "do not keep the documents of a micro-batch apart"),
+        ("gpt_neox_japanese", {}, "do not keep the documents of a micro-batch apart"),
+        ("stablelm", {}, "does not pass document boundaries on"),
+        ("gemma3n_text", {}, "apart cannot be found out .*: choose another|not supported"),
+        ("gpt_oss", {}, "s_aux"),
+    ],
+)
+def test_layers_that_mix_documents_are_refused_from_the_config_alone(
+    tmp_path: Path, kind: str, options: dict[str, Any], words: str
+) -> None:
+    save_config(kind, tmp_path, **options)
+    with pytest.raises(ModelError, match=words):
+        build_on_meta(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma3_text", "olmo"),
+        *("olmo2", "olmo3", "olmoe", "phi3", "granite", "smollm3", "deepseek_v2", "deepseek_v3", "gpt_neox"),
+        *("starcoder2", "cohere2", "exaone4", "glm4_moe", "ernie4_5", "seed_oss"),
+    ],
+)
+def test_plain_attention_of_any_size_is_accepted(tmp_path: Path, kind: str) -> None:
+    save_config(kind, tmp_path, **({"logit_scale": 1.0} if kind == "cohere2" else {}))
+    build_on_meta(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "options"), PUBLISHED, ids=[kind for kind, _ in PUBLISHED])
+def test_models_as_they_are_published_are_accepted(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    save_config(kind, tmp_path, **options)
+    build_on_meta(tmp_path)
+
+
+@pytest.mark.parametrize("leak", ["to later documents", "to earlier tokens"])
+def test_a_layer_that_mixes_tokens_by_itself_is_found_by_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leak: str
+) -> None:
+    # Given llama with a block that no rule knows
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def mixing(self: Any, x: torch.Tensor) -> torch.Tensor:
+        others = x.cumsum(1) if leak == "to later documents" else x.flip(1).cumsum(1).flip(1)
+        result: torch.Tensor = plain(self, x) + 0.01 * others
+        return result
+
+    monkeypatch.setattr(LlamaMLP, "forward", mixing)
+    save_config("llama", tmp_path)
+    before = torch.get_rng_state()
+
+    # When the model is built, then it is refused, and no random number was drawn
+    with pytest.raises(ModelError, match="do not keep the documents of a micro-batch apart"):
+        build_on_meta(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def save_config(kind: str, path: Path, **options: Any) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **options).save_pretrained(path)
 
 
 def test_missing_boundaries_and_masks_are_refused() -> None:

@@ -10,6 +10,7 @@ from sft_trainer.errors import ModelError
 from sft_trainer.loss import linear_cross_entropy_sum
 
 from .attention import IMPLEMENTATION, boundary_arguments, register
+from .probe import check_documents_stay_apart
 
 # Config fields that change the logits after the head: computing the loss without them would train another model.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -88,6 +89,7 @@ def build_on_meta(path: Path) -> CausalLM:
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
+    check_documents_stay_apart(model)
     return CausalLM(model, stored_dtype)
 
 

@@ -1,0 +1,136 @@
+"""Configs of models as they are on the hub: type and the fields that differ from its defaults."""
+
+from typing import Any
+
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    # Llama 3.2 1B
+    (
+        "llama",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_theta": 500000.0,
+            },
+        },
+    ),
+    # Phi 3 mini 128k
+    (
+        "phi3",
+        {
+            "hidden_size": 3072,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "sliding_window": 262144,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "pad_token_id": 32000,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 4096,
+                "long_factor": [1.0 + i for i in range(48)],
+                "short_factor": [1.0] * 48,
+            },
+        },
+    ),
+    # DeepSeek V2 Lite
+    (
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 40,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+    # Gemma 3 1B: one of six layers is global, one key-value head
+    (
+        "gemma3_text",
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "query_pre_attn_scalar": 256,
+            "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)],
+        },
+    ),
+    # Qwen 2.5 7B, with the sliding window that it has but does not use
+    (
+        "qwen2",
+        {
+            "hidden_size": 3584,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_window_layers": 28,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+    ),
+    # SmolLM3 3B: every fourth layer without positions
+    (
+        "smollm3",
+        {
+            "num_hidden_layers": 36,
+            "no_rope_layers": [int(i % 4 != 3) for i in range(36)],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "hidden_size": 2048,
+            "pad_token_id": 128004,
+        },
+    ),
+    # Granite 3.3 2B, but for its logits_scaling
+    (
+        "granite",
+        {
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+        },
+    ),
+]

@@ -1,0 +1,169 @@
+"""Do documents of one micro-batch see one another? Found out with a small model of the same architecture.
+
+Attention refuses what it does not know, but it is not asked by layers that mix tokens without it: convolutions, state
+spaces, linear attention, an attention of their own. Those would train wrongly without a word.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_trainer.errors import ModelError
+
+from .attention import IMPLEMENTATION, boundary_arguments
+
+_SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+_VOCABULARY = 64
+_WIDTH = 32
+_HEADS = 2
+_EXPERTS = 4
+_MOST_LAYERS = 4
+_MOST_PARAMETERS = 100_000_000
+_DOCUMENTS = (5, 7, 6)
+_FIRST = 3
+_TOLERANCE = 1e-4
+"""Of the largest output; rounding is 1e-6, what leaks from another document around 0.1."""
+
+# Everything else stays as it is: a smaller head size or fewer frequencies would not fit the rotary parameters.
+_SMALL: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "intermediate_size": _WIDTH,
+    "moe_intermediate_size": _WIDTH,
+    "shared_expert_intermediate_size": _WIDTH,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+
+
+def check_documents_stay_apart(model: Any) -> None:
+    """Raise ``ModelError`` when documents of a micro-batch would see one another in ``model`` (on the meta device)."""
+    kind = model.config.model_type
+    _refuse_recurrent(model, kind)
+    try:
+        difference = _largest_difference(_small_model(model))
+    except ModelError:
+        raise
+    except Exception as error:  # sizes that do not go together in this architecture, layers that want other arguments
+        text = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"a model of type {kind!r} is not supported: whether it keeps the documents of a micro-batch apart cannot "
+            f"be found out ({type(error).__name__}: {text}); choose another model"
+        ) from error
+    if not difference <= _TOLERANCE:
+        raise ModelError(
+            f"a model of type {kind!r} is not supported: its layers do not keep the documents of a micro-batch apart "
+            f"(together and alone they differ by {difference:.1g}); choose a model with attention layers only"
+        )
+
+
+def _refuse_recurrent(model: Any, kind: str) -> None:
+    reason = _recurrent(model)
+    if reason:
+        raise ModelError(
+            f"a model of type {kind!r} is not supported: it has {reason}, and what is no attention would mix the "
+            "documents of a micro-batch; choose a model with full or sliding attention layers only"
+        )
+
+
+def _recurrent(model: Any) -> str:
+    """What says without any computation that documents would be mixed; empty when nothing does."""
+    layers = sorted({*(getattr(model.config, "layer_types", None) or ())} - {*_SUPPORTED_LAYERS})
+    if layers:
+        return f"layers of type {', '.join(layers)}"
+    modules = model.base_model.layers.modules()
+    convolutions = sorted({type(module).__name__ for module in modules if isinstance(module, nn.Conv1d)})
+    if convolutions:
+        return f"{', '.join(convolutions)} in its layers"
+    if getattr(model, "_is_stateful", False):
+        return "a recurrent state"
+    if not isinstance(getattr(model.config, "num_attention_heads", None), int):
+        return "no num_attention_heads in its config"
+    return ""
+
+
+def _small_model(model: Any) -> Any:
+    """A model of the same class with a few narrow layers, on the CPU."""
+    config = _small_config(model.config)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in _of_config(model, config).parameters())
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"a small one has {size} parameters")
+    # Random numbers of the caller stay as they would be without this.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = _of_config(model, config).eval()
+        for parameter in small.parameters():
+            # Usual initial weights are so small that little of what a layer mixes would reach the output.
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return small
+
+
+def _of_config(model: Any, config: Any) -> Any:
+    return type(model)._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+
+
+def _small_config(config: Any) -> Any:
+    count = config.num_hidden_layers
+    per_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+    chosen = _different(list(zip(*per_layer.values(), strict=True)) or [()] * count)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    small = copy.deepcopy(config)
+    for name, value in _SMALL.items():
+        if hasattr(config, name):
+            setattr(small, name, value)
+    for name, value in per_layer.items():
+        setattr(small, name, [value[i] for i in chosen])
+    small.num_hidden_layers = len(chosen)
+    small.hidden_size = _HEADS * head_size
+    return small
+
+
+def _different(layers: Sequence[Any]) -> list[int]:
+    """Indices of the first layer of every kind, and of two layers at least where there are so many."""
+    kinds: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault(repr(layer), index)
+    chosen = list(kinds.values())[:_MOST_LAYERS]
+    return sorted({*chosen, *range(min(2, len(layers)))})
+
+
+@torch.no_grad()
+def _largest_difference(model: Any) -> float:
+    """Between tokens of documents computed together and alone, as a share of the largest output.
+
+    "Alone" is done twice: whole documents, and only their first tokens, which must not know of the later ones.
+    """
+    ids = torch.randint(3, _VOCABULARY, (sum(_DOCUMENTS),), generator=torch.Generator().manual_seed(0))
+
+    def hidden(*documents: torch.Tensor) -> torch.Tensor:
+        lengths = tuple(len(document) for document in documents)
+        output: torch.Tensor = model.base_model(
+            input_ids=torch.cat(documents)[None],
+            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+            use_cache=False,
+            **boundary_arguments(lengths, ids.device),
+        ).last_hidden_state[0]
+        return output
+
+    documents = ids.split(_DOCUMENTS)
+    together = hidden(*documents)
+    alone = torch.cat([hidden(document) for document in documents])
+    first = torch.cat([hidden(document[:_FIRST]) for document in documents])
+    firsts_together = torch.cat([document[:_FIRST] for document in together.split(_DOCUMENTS)])
+    difference = max((together - alone).abs().max(), (firsts_together - first).abs().max())
+    return float(difference / alone.abs().max().clamp(min=1e-6))
