@@ -92,8 +92,8 @@ def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
 def _unscheduled(pod: Pod, message: str) -> Trouble:
     missing_claim = re.search(r'persistentvolumeclaim "[^"]*" not found', message)
     if missing_claim:
-        advice = "create the claim in this namespace, or correct the pvc:// URI in the spec"
-        return Trouble("ClaimMissing", f"pod {pod.name}: {message}; {advice}", True)
+        create = "create the claim in this namespace, or correct the pvc:// URI in the spec"
+        return Trouble("ClaimMissing", f"pod {pod.name}: {message}; {create}", True)
     advice = [text for pattern, text in _PLACEMENT_ADVICE if re.search(pattern, message, re.IGNORECASE)]
     words = "; ".join([message, *advice, "it starts by itself when a node fits"])
     return Trouble("Unschedulable", f"pod {pod.name} cannot be placed: {words}", False)

@@ -310,9 +310,18 @@ class Scene:
             "status",
         )
 
-    def end_pod(self, pod: Object, code: int, *, message: str = "", reason: str = "", disruption: str = "") -> None:
+    def end_pod(
+        self,
+        pod: Object,
+        code: int,
+        *,
+        message: str = "",
+        reason: str = "",
+        disruption: str = "",
+        seconds_ago: float = 0,
+    ) -> None:
         """Play the kubelet: the container of ``pod`` has exited with ``code``."""
-        now = _now()
+        now = _now(-seconds_ago)
         ended = {
             "exitCode": code,
             "reason": reason or ("Completed" if code == 0 else "Error"),
@@ -363,8 +372,8 @@ def _index(pod: Object) -> int:
     return int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def _now(seconds: float = 0) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
 
 
 @contextmanager

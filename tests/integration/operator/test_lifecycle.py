@@ -149,6 +149,21 @@ def test_failures_are_counted_once_and_end_the_run_when_there_are_too_many(
     scene.until(lambda: scene.get("jobs", "crashing") is None)
 
 
+def test_a_run_whose_last_pod_was_lost_at_its_end_is_complete_and_leaves_nothing_behind(scene: Scene) -> None:
+    scene.submit("left")
+    pods = scene.start("left")
+
+    # The other one runs on: it was lost, or replaced by one that finds nobody to tell it.
+    scene.end_pod(pods[0], 0, message=last_words(None, 10, **saved_at(10)), seconds_ago=70)
+
+    status = scene.until_state("left", "Complete")
+    assert status["progress"]["step"] == 10
+    assert status["checkpoints"]["latest"]["step"] == 10
+    scene.until(lambda: scene.get("jobs", "left") is None)
+    # It would wait for the kubelet, which the test plays.
+    scene.until(lambda: all("deletionTimestamp" in pod["metadata"] for pod in scene.pods("left")))
+
+
 def test_suspend_and_resume(scene: Scene) -> None:
     scene.submit("pause")
     pods = scene.start("pause")
