@@ -33,12 +33,17 @@ def evaluate(
     rank: int,
     world_size: int,
     device: torch.device,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationResult:
-    """Evaluate all sets, their examples packed into bins of ``bin_tokens``; a collective call."""
+    """Evaluate all sets, their examples packed into bins of ``bin_tokens``; a collective call.
+
+    ``on_batch(batches done, batches in all)`` is called after each batch of all processes.
+    """
     model.eval()
     sums: list[torch.Tensor | float] = []
-    for examples in sets.values():
-        groups = first_fit_decreasing(examples.lengths, bin_tokens)
+    packed = [first_fit_decreasing(examples.lengths, bin_tokens) for examples in sets.values()]
+    batches, done = sum(-(-len(groups) // world_size) for groups in packed), 0
+    for examples, groups in zip(sets.values(), packed, strict=True):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(0, len(groups), world_size):
             # Every process runs as many forward passes as the others: they share collectives.
@@ -48,6 +53,8 @@ def evaluate(
                 total += forward(batch)
             else:
                 forward(empty_micro_batch())
+            done += 1
+            on_batch(done, batches)
         sums.append(total)
     model.train()
     reduced = sum_over_ranks(sums, device)

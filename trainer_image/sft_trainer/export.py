@@ -7,7 +7,7 @@ ever in memory. ``config.json`` is written last: a folder without it is not a mo
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,20 @@ class _Entry:
 
 
 def export_model(
-    model: CausalLM, store: Store, *, source: Path, dtype: torch.dtype, tokenizer: Any, card: str, rank: int
+    model: CausalLM,
+    store: Store,
+    *,
+    source: Path,
+    dtype: torch.dtype,
+    tokenizer: Any,
+    card: str,
+    rank: int,
+    on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write weights, config, generation config, tokenizer with chat template and model card; a collective call.
 
     ``source`` is the folder that the model came from, ``dtype`` that of the stored weights, usually the one the model
-    came in. Raises what the store raises.
+    came in. ``on_tensor(tensors done, tensors in all)`` is called after each one. Raises what the store raises.
     """
     shards = _plan_shards(model, dtype)
     if rank == 0:
@@ -64,6 +72,7 @@ def export_model(
         "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         for index in range(1, len(shards) + 1)
     ]
+    count, done = sum(len(entries) for entries in shards), 0
     for name, entries in zip(names, shards, strict=True):
         if rank == 0:
             size = sum(entry.nbytes for entry in entries)
@@ -71,6 +80,8 @@ def export_model(
                 stream.write(_header(entries))
                 for entry in entries:
                     stream.write(_whole(entry))
+                    done += 1
+                    on_tensor(done, count)
         else:
             for entry in entries:
                 _whole(entry)

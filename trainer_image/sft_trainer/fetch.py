@@ -10,11 +10,11 @@ import fnmatch
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sft_trainer.checkpoint.store import (
     S3Settings,
@@ -37,6 +37,8 @@ from sft_trainer.errors import (
 )
 
 Kind = Literal["model", "tokenizer", "dataset"]
+OnProgress = Callable[[int], None]
+"""Told the bytes downloaded so far."""
 
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
@@ -47,19 +49,28 @@ _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
 
-def localise(uri: str, cache_dir: Path, s3: S3Settings | None = None, token: str | None = None, *, kind: Kind) -> Path:
+def localise(
+    uri: str,
+    cache_dir: Path,
+    s3: S3Settings | None = None,
+    token: str | None = None,
+    *,
+    kind: Kind,
+    on_progress: OnProgress = lambda downloaded: None,
+) -> Path:
     """A local file or folder with what ``uri`` names; downloaded unless it is there already.
 
     ``hf://org/name[@revision]``, ``s3://bucket/key-or-prefix``, ``pvc://claim/path``, ``file:///path``. Several
-    processes of a machine may call this at once: one downloads, the others wait. ``token`` is the hub's.
+    processes of a machine may call this at once: one downloads, the others wait. ``token`` is the hub's;
+    ``on_progress(bytes downloaded)`` is called now and then, by any thread.
     Raises ModelError or DataError when there is nothing, AccessDeniedError (of the source, or a cache that cannot be
     written), StorageFullError (the cache's disk), StorageUnavailableError, or ConfigError for an unknown scheme.
     """
     if uri.startswith("hf://"):
-        return _from_hub(uri, token, kind)
+        return _from_hub(uri, token, kind, on_progress)
     try:
         if uri.startswith("s3://"):
-            return _from_bucket(uri, cache_dir, s3 or S3Settings(), kind)
+            return _from_bucket(uri, cache_dir, s3 or S3Settings(), kind, on_progress)
         if uri.startswith("pvc://"):
             return _existing(uri, pvc_path(uri), kind)
         if uri.startswith("file://"):
@@ -79,7 +90,7 @@ def _existing(uri: str, path: Path, kind: Kind) -> Path:
     return path
 
 
-def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind) -> Path:
+def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind, on_progress: OnProgress) -> Path:
     from sft_trainer.checkpoint.s3 import S3Store
 
     bucket, key = bucket_and_prefix(uri)
@@ -93,7 +104,7 @@ def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind) -> Path:
     target = cache_dir / "s3" / f"{bucket}-{_identity(uri, s3, objects)}"
     with _disk_errors(cache_dir), _locked(target):
         if not _complete(target, objects):
-            _download(store, objects, target)
+            _download(store, objects, target, on_progress)
     return target / name if name else target
 
 
@@ -116,40 +127,61 @@ def _identity(uri: str, s3: S3Settings, objects: Sequence[StoredObject]) -> str:
 
 
 def _complete(target: Path, objects: Sequence[StoredObject]) -> bool:
-    def size(path: Path) -> int:
-        return path.stat().st_size if path.is_file() else -1
-
-    return target.is_dir() and all(size(target / entry.key) == entry.size for entry in objects)
+    return target.is_dir() and all(_is_whole(target, entry) for entry in objects)
 
 
-def _download(store: Store, objects: Sequence[StoredObject], target: Path) -> None:
-    partial = target.with_name(f".partial-{target.name}")
-    for leftover in (partial, target):
+def _is_whole(folder: Path, entry: StoredObject) -> bool:
+    path = folder / entry.key
+    return path.is_file() and path.stat().st_size == entry.size
+
+
+def _download(store: Store, objects: Sequence[StoredObject], target: Path, on_progress: OnProgress) -> None:
+    """Write ``objects`` below ``target``; files that an earlier try finished are not downloaded again."""
+    # Named by the content, so what is whole in there is right.
+    partial, unfinished = (target.with_name(f".{name}-{target.name}") for name in ("partial", "unfinished"))
+    for leftover in (unfinished, target):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _check_room(partial, sum(entry.size for entry in objects))
+    partial.mkdir(parents=True, exist_ok=True)
+    missing = [entry for entry in objects if not _is_whole(partial, entry)]
+    _check_room(partial, sum(entry.size for entry in missing))
 
-    def fetch(entry: StoredObject, start: int) -> None:
+    def fetch(entry: StoredObject, start: int) -> int:
         data = store.read_range(entry.key, start, min(_BLOCK, entry.size - start))
         if len(data) != min(_BLOCK, entry.size - start):
             raise StorageUnavailableError(f"{store.uri}/{entry.key} changed while it was downloaded; try again")
-        with (partial / entry.key).open("r+b") as file:
+        with (unfinished / entry.key).open("r+b") as file:
             file.seek(start)
             file.write(data)
+        return len(data)
 
-    for entry in objects:
-        path = partial / entry.key
+    for entry in missing:
+        path = unfinished / entry.key
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(entry.size)
-    with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="fetch") as pool:
-        blocks = [(entry, start) for entry in objects for start in range(0, entry.size, _BLOCK)]
-        for done in [pool.submit(fetch, entry, start) for entry, start in blocks]:
-            done.result()
-    for entry in objects:
-        with (partial / entry.key).open("rb") as written:
-            os.fsync(written.fileno())
+    pool = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="fetch")
+    try:
+        blocks = {
+            entry: [pool.submit(fetch, entry, start) for start in range(0, entry.size, _BLOCK)] for entry in missing
+        }
+        downloaded = 0
+        for entry, pending in blocks.items():
+            for block in pending:
+                downloaded += block.result()
+                on_progress(downloaded)
+            _finish(unfinished / entry.key, partial / entry.key)
+    finally:
+        # After an error nothing more is fetched, and nothing may still write when the next try begins.
+        pool.shutdown(cancel_futures=True)
     partial.rename(target)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _finish(unfinished: Path, final: Path) -> None:
+    with unfinished.open("rb") as written:
+        os.fsync(written.fileno())
+    final.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.rename(final)
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -199,7 +231,7 @@ def disk_error(error: OSError, cache_dir: Path | str) -> TrainingError:
     )
 
 
-def _from_hub(uri: str, token: str | None, kind: Kind) -> Path:
+def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -213,12 +245,30 @@ def _from_hub(uri: str, token: str | None, kind: Kind) -> Path:
                 allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
                 token=token,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
+                tqdm_class=progress_bar(on_progress),
             )
         )
     except HFValidationError as error:
         raise ConfigError(f"{uri!r}: write hf://org/name or hf://org/name@revision ({error})") from error
     except Exception as error:  # the library raises many classes, of three HTTP libraries
         raise _hub_error(error, uri, kind) from error
+
+
+def progress_bar(on_progress: OnProgress) -> Any:
+    """A class for the hub library, which shows its progress in bars: it shows nothing, and tells the bytes."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+            self._counts_bytes = options.get("unit") == "B"
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self._counts_bytes:
+                on_progress(int(self.n))
+
+    return Bar
 
 
 def _hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:

@@ -1,7 +1,7 @@
 """What happens before the processes meet: the model's files, the tokenizer, and the tokenised data."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,11 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
     cache = cache_directory()
     token = os.environ.get("HF_TOKEN")
 
+    def fetching(uri: str) -> Callable[[int], None]:
+        return lambda downloaded: reporter.alive(Phase.LOADING, f"fetching {uri}: {downloaded / 2**30:.1f} GiB")
+
     reporter.phase(Phase.LOADING, f"fetching {spec.model.uri}")
-    model_path = localise(spec.model.uri, cache, s3, token, kind="model")
+    model_path = localise(spec.model.uri, cache, s3, token, kind="model", on_progress=fetching(spec.model.uri))
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = build_on_meta(model_path)
     check_weights(model, model_path)
@@ -74,6 +77,7 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
             s3=s3,
             token=token,
             on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
+            on_fetch=fetching(source.uri),
             on_warning=reporter.warn,
         )
         for warning in result.report.warnings():

@@ -3,6 +3,7 @@
 import json
 import logging
 import statistics
+import threading
 import time
 from collections import deque
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from sft_api.rundir import PROGRESS_FILE, write_atomically
 log = logging.getLogger("sft_trainer")
 
 _LOG_EVERY_SECONDS = 2.0
+_ALIVE_EVERY_SECONDS = 1.0
 
 
 class Reporter:
@@ -27,6 +29,8 @@ class Reporter:
         self._writes = writes
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._last_log = 0.0
+        self._last_alive = 0.0
+        self._alive_lock = threading.Lock()
         self._records: list[dict[str, Any]] = []
 
     def update(self, **fields: Any) -> None:
@@ -40,6 +44,14 @@ class Reporter:
         if self._writes and phase != self.progress.phase:
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
         self.update(phase=phase, phase_detail=detail)
+
+    def alive(self, phase: Phase, detail: str) -> None:
+        """``phase``, at most once a second: long work must report, or it is taken for a hang. For any thread."""
+        with self._alive_lock:
+            now = time.monotonic()
+            if now - self._last_alive >= _ALIVE_EVERY_SECONDS:
+                self._last_alive = now
+                self.phase(phase, detail)
 
     def warn(self, message: str, *, instead_of: str = "") -> None:
         """Tell the user something worth acting on, once; ``instead_of`` is the earlier warning that it replaces."""

@@ -133,7 +133,13 @@ class Trainer:
         if self.spec.checkpoint.resume.policy == "auto" and self._resume():
             return
         self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
-        load_weights(self.model, self.prepared.model_path)
+        load_weights(
+            self.model,
+            self.prepared.model_path,
+            on_tensor=lambda done: self.reporter.alive(
+                Phase.LOADING, f"reading the weights of {self.spec.model.uri}: {done} tensors"
+            ),
+        )
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
@@ -288,6 +294,7 @@ class Trainer:
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             device=self.device,
+            on_batch=lambda done, total: self.reporter.alive(Phase.EVALUATING, f"{done}/{total} batches"),
         )
         self._evaluated_at = self.step
         self.reporter.annotate_step(evalLoss=result.loss, evalLosses=result.losses)
@@ -343,5 +350,6 @@ class Trainer:
             tokenizer=self.prepared.tokenizer,
             card=card,
             rank=self.ranks.rank,
+            on_tensor=lambda done, total: self.reporter.alive(Phase.EXPORTING, f"{uri}: {done}/{total} tensors"),
         )
         self.reporter.update(export=ExportStatus(uri=uri, step=self.step))

@@ -89,9 +89,47 @@ def test_large_files_come_in_blocks(
     monkeypatch.setattr(fetch, "_BLOCK", 1000)
     data = os.urandom(7001)
     s3_store.put("data/train.jsonl", data)
-    path = localise(f"{s3_store.uri}/data/train.jsonl", tmp_path, s3_server.settings, kind="dataset")
+    told: list[int] = []
+    path = localise(
+        f"{s3_store.uri}/data/train.jsonl", tmp_path, s3_server.settings, kind="dataset", on_progress=told.append
+    )
     assert path.name == "train.jsonl"
     assert path.read_bytes() == data
+    assert told == [1000, 2000, 3000, 4000, 5000, 6000, 7000, 7001]
+
+
+def test_what_an_earlier_try_finished_is_not_downloaded_again(
+    s3_server: S3Server, s3_store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a folder of three files, the middle one of which cannot be read at first
+    monkeypatch.setattr(fetch, "_BLOCK", 1000)
+    monkeypatch.setattr(fetch, "_DOWNLOADS", 1)
+    files = {name: os.urandom(2500) for name in ("a.jsonl", "b.jsonl", "sub/c.jsonl")}
+    for name, data in files.items():
+        s3_store.put(f"data/{name}", data)
+    plain = S3Store.read_range
+    reads: list[str] = []
+
+    def failing(self: S3Store, key: str, offset: int, length: int) -> bytes:
+        reads.append(key)
+        if key.endswith("b.jsonl") and offset == 2000:
+            raise StorageUnavailableError("out")
+        return plain(self, key, offset, length)
+
+    monkeypatch.setattr(S3Store, "read_range", failing)
+    with pytest.raises(StorageUnavailableError, match="out"):
+        localise(f"{s3_store.uri}/data", tmp_path, s3_server.settings, kind="dataset")
+    assert len(reads) <= 7, "nothing more is read after an error"
+
+    # When it is tried again
+    reads.clear()
+    monkeypatch.setattr(S3Store, "read_range", lambda *call: reads.append(call[1]) or plain(*call))
+    path = localise(f"{s3_store.uri}/data", tmp_path, s3_server.settings, kind="dataset")
+
+    # Then the file that was whole is there without being read
+    assert files_below(path) == files
+    assert {key.rpartition("/")[2] for key in reads} == {"b.jsonl", "c.jsonl"}
+    assert [entry.name for entry in path.parent.parent.iterdir() if entry.name.startswith((".partial", ".unf"))] == []
 
 
 def test_the_beginning_of_a_name_is_no_name(s3_server: S3Server, s3_store: S3Store, tmp_path: Path) -> None:
@@ -249,7 +287,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_a_model_from_the_hub(hub: Hub, tmp_path: Path) -> None:
-    path = localise("hf://org/tiny@v1", tmp_path, token="hf_secret", kind="model")
+    told: list[int] = []
+    path = localise("hf://org/tiny@v1", tmp_path, token="hf_secret", kind="model", on_progress=told.append)
+    assert max(told) >= len(MODEL["model.safetensors"])
     assert files_below(path) == {
         name: HUB_FILES[name] for name in ("config.json", "model.safetensors", "sub/tokenizer.json")
     }

@@ -134,7 +134,11 @@ def test_splits_slices_and_subsets(hub: Hub, tmp_path: Path, fields: dict[str, A
 
 
 def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: Path) -> None:
-    rows = open_hub(tmp_path, split="test")
+    told: list[int] = []
+    rows = open_source(
+        DataSource(uri="hf://org/chat", split="test"), cache_dir=tmp_path / "cache", on_fetch=told.append
+    )
+    assert max(told) == len(CHAT["data/test.jsonl"])
     assert hub.downloaded == {"README.md", "data/test.jsonl"}
     place, row = next(rows.read(0, 1))
     assert place.endswith(f"{COMMIT}/data/test.jsonl line 1")

@@ -16,7 +16,7 @@ from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
 
 
-def export(source: Path, target: Path, model: Any = None) -> None:
+def export(source: Path, target: Path, model: Any = None, **options: Any) -> None:
     export_model(
         model or build(source),
         LocalStore(target),
@@ -25,6 +25,7 @@ def export(source: Path, target: Path, model: Any = None) -> None:
         tokenizer=chat_tokenizer("chatml"),
         card="",
         rank=0,
+        **options,
     )
 
 
@@ -93,6 +94,14 @@ def test_remains_of_an_export_that_was_killed_are_dropped(tmp_path: Path) -> Non
     left = sorted(path.name.split("-", 2)[2] for path in (tmp_path / "out").rglob(".incomplete-*"))
     assert left == ["mine.bin", "model.safetensors"]
     assert (tmp_path / "out" / "jobs" / "a").is_dir()
+
+
+def test_an_export_tells_its_tensors(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model")
+    told: list[tuple[int, int]] = []
+    export(tmp_path / "model", tmp_path / "out", on_tensor=lambda done, total: told.append((done, total)))
+    count = len(load_file(tmp_path / "out" / "model.safetensors"))
+    assert told == [(done, count) for done in range(1, count + 1)]
 
 
 def test_the_model_can_be_built_from_its_export(tmp_path: Path) -> None:

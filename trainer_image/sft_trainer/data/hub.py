@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
-from sft_trainer.fetch import disk_cause, disk_error
+from sft_trainer.fetch import OnProgress, disk_cause, disk_error, progress_bar
 
 from .readers import OPENERS, HubRows
 from .sources import SourceRows, cut, open_file
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def open_hub(source: "DataSource", cache_dir: Path, token: str | None) -> SourceRows:
+def open_hub(
+    source: "DataSource", cache_dir: Path, token: str | None, on_fetch: OnProgress = lambda downloaded: None
+) -> SourceRows:
     """The rows of an ``hf://`` source; its identity is the repository, the commit, the subset and the slices.
 
     Raises DataError (no such data set, subset or split; an unreadable file), AccessDeniedError, StorageFullError (the
@@ -49,7 +51,7 @@ def open_hub(source: "DataSource", cache_dir: Path, token: str | None) -> Source
             prepared = {s.split: [HubRows(source.uri, builder.as_dataset(split=s.split))] for s in slices}
             return cut(source.uri, identity, prepared, slices)
         slices = choose(source.split, [*files])
-        folder = _download(repository, commit, files, slices, token)
+        folder = _download(repository, commit, files, slices, token, on_fetch)
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
     except (DatasetGenerationError, ValueError) as error:  # a bad file; an unknown subset
@@ -78,12 +80,26 @@ def _files_of(builder: Any, root: str) -> dict[str, list[str]] | None:
 
 
 def _download(
-    repository: str, commit: str, files: dict[str, list[str]], slices: list[Slice], token: str | None
+    repository: str,
+    commit: str,
+    files: dict[str, list[str]],
+    slices: list[Slice],
+    token: str | None,
+    on_fetch: OnProgress,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
     needed = [glob.escape(path) for piece in slices for path in files[piece.split]]
-    return Path(snapshot_download(repository, repo_type="dataset", revision=commit, allow_patterns=needed, token=token))
+    return Path(
+        snapshot_download(
+            repository,
+            repo_type="dataset",
+            revision=commit,
+            allow_patterns=needed,
+            token=token,
+            tqdm_class=progress_bar(on_fetch),
+        )
+    )
 
 
 def _hub_error(error: Exception, uri: str) -> TrainingError:

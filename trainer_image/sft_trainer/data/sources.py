@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -53,19 +53,21 @@ def open_source(
     cache_dir: Path,
     s3: "S3Settings | None" = None,
     token: str | None = None,
+    on_fetch: Callable[[int], None] = lambda downloaded: None,
 ) -> SourceRows:
     """The rows of ``source``; what is not on this machine is brought to ``cache_dir`` (or the hub's cache) first.
 
-    Raises DataError when there is nothing to read, the split is not there, or a file cannot be read; and what
-    ``fetch.localise`` raises.
+    ``on_fetch(bytes downloaded)`` is called meanwhile. Raises DataError when there is nothing to read, the split is not
+    there, or a file cannot be read; and what ``fetch.localise`` raises.
     """
     if source.uri.startswith("hf://"):
         from .hub import open_hub
 
-        return open_hub(source, cache_dir, token)
+        return open_hub(source, cache_dir, token, on_fetch)
     from sft_trainer.fetch import localise
 
-    return open_path(localise(source.uri, cache_dir, s3, token, kind="dataset"), source)
+    path = localise(source.uri, cache_dir, s3, token, kind="dataset", on_progress=on_fetch)
+    return open_path(path, source)
 
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:

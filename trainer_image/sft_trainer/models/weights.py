@@ -1,7 +1,7 @@
 """Weights from safetensors files into a sharded model: every process reads only its own slices."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,15 @@ def check_weights(model: CausalLM, path: Path) -> None:
         pass
 
 
-def load_weights(model: CausalLM, path: Path) -> None:
+def load_weights(model: CausalLM, path: Path, on_tensor: Callable[[int], None] = lambda done: None) -> None:
     """Fill the parameters of ``model`` (after ``to_empty``) from the safetensors files in ``path``.
 
-    Raises ``ModelError`` naming tensors that are missing, of another shape, or hold NaN or infinities.
+    ``on_tensor(tensors done)`` is called after each one. Raises ``ModelError`` naming tensors that are missing, of
+    another shape, or hold NaN or infinities.
     """
-    for name, parameter, stored in _stored_tensors(model, path):
+    for done, (name, parameter, stored) in enumerate(_stored_tensors(model, path), 1):
         _read_slice(name, stored, parameter)
+        on_tensor(done)
 
 
 def _stored_tensors(model: CausalLM, path: Path) -> Iterator[tuple[str, torch.Tensor, Any]]:

@@ -1,0 +1,73 @@
+"""Long work outside of training shows that it lives: a report at most once a second, whatever is being done."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.progress import Phase, TrainingProgress
+from sft_api.rundir import PROGRESS_FILE
+from sft_trainer import reporting
+from sft_trainer.evaluate import evaluate
+from sft_trainer.models.weights import load_weights
+from sft_trainer.reporting import Reporter
+from sft_trainer.supervisor.watch import ProgressWatch
+from tests.unit.data.examples import FakeExamples
+from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
+
+
+def written(folder: Path) -> TrainingProgress:
+    return TrainingProgress.model_validate_json((folder / PROGRESS_FILE).read_bytes())
+
+
+def test_signs_of_life_are_published_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: clock[0])
+    reporter = Reporter(tmp_path, writes=True)
+    details = []
+    for done in range(30):
+        reporter.alive(Phase.EXPORTING, f"{done}/30 tensors")
+        details.append(written(tmp_path).phase_detail)
+        clock[0] += 0.25
+    assert list(dict.fromkeys(details)) == [f"{done}/30 tensors" for done in range(0, 30, 4)]
+
+
+def test_work_that_reports_is_not_taken_for_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an evaluation of twelve hours, a batch of which takes one
+    clock = [0.0]
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: clock[0])
+    reporter, watch = Reporter(tmp_path, writes=True), ProgressWatch(None)
+    reporter.phase(Phase.EVALUATING)
+    for done in range(12):
+        clock[0] += 3600
+        reporter.alive(Phase.EVALUATING, f"{done}/12 batches")
+        assert watch.observe(written(tmp_path), clock[0]) is None
+    # When it says nothing any more, then it hangs
+    assert watch.observe(written(tmp_path), clock[0] + 9000) is not None
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_evaluation_tells_its_batches(world_size: int) -> None:
+    sets: Any = {"a": FakeExamples([8, 8, 8, 8]), "b": FakeExamples([8])}
+    told: list[tuple[int, int]] = []
+    result = evaluate(
+        torch.nn.Linear(1, 1),
+        lambda batch: torch.tensor(float(len(batch.labels))),
+        sets,
+        bin_tokens=8,
+        rank=0,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        on_batch=lambda done, total: told.append((done, total)),
+    )
+    batches = {1: 5, 3: 3}[world_size]
+    assert told == [(done, batches) for done in range(1, batches + 1)]
+    assert result.losses["b"] == 1.0
+
+
+def test_reading_weights_tells_its_tensors(tmp_path: Path) -> None:
+    reference = save_model("llama", tmp_path)
+    told: list[int] = []
+    load_weights(build(tmp_path), tmp_path, on_tensor=told.append)
+    assert told == [*range(1, len([*reference.parameters()]) + 1)]
