@@ -256,9 +256,9 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
 
 def progress_bar(on_progress: OnProgress) -> Any:
     """A class for the hub library, which shows its progress in bars: it shows nothing, and tells the bytes."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
             self._counts_bytes = options.get("unit") == "B"
