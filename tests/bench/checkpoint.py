@@ -26,7 +26,8 @@ import torch
 from sft_api.checkpoints import RunState
 from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.store import S3Settings, Store, open_store
+from sft_trainer.checkpoint.opening import open_store
+from sft_trainer.checkpoint.store import S3Settings, Store
 from tests.cluster.object_store import object_store
 
 Tensors = dict[str, torch.Tensor]

@@ -19,7 +19,8 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
 
 from . import export
-from .checkpoint.store import S3Settings, Store, open_store
+from .checkpoint.opening import open_store
+from .checkpoint.store import S3Settings, Store
 from .data.batches import MicroBatch, Step, empty_micro_batch, micro_batch
 from .distributed import Ranks, device_for, join_group, sum_over_ranks
 from .errors import NonFiniteLossError, StopRequested

@@ -20,8 +20,8 @@ from botocore.exceptions import EndpointConnectionError
 
 from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.s3 import S3Store, part_size
-from sft_trainer.checkpoint.store import open_store
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -196,7 +196,8 @@ def test_part_size_keeps_every_object_below_the_limit() -> None:
 FILL = textwrap.dedent(
     """
     import sys
-    from sft_trainer.checkpoint.store import open_store, S3Settings
+    from sft_trainer.checkpoint.opening import open_store
+    from sft_trainer.checkpoint.store import S3Settings
     from sft_trainer.errors import StorageFullError
     settings = S3Settings(endpoint=sys.argv[2], region="us-east-1", force_path_style=True)
     store = open_store(sys.argv[1], settings)
@@ -253,7 +254,7 @@ def test_too_large_a_file_counts_as_full(tmp_path: Path) -> None:
 def test_read_only_folder(tmp_path: Path) -> None:
     """A read-only bind mount, since root ignores permissions."""
     script = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'
-    python = "import sys; from sft_trainer.checkpoint.store import open_store; open_store(sys.argv[1]).probe()"
+    python = "import sys; from sft_trainer.checkpoint.opening import open_store; open_store(sys.argv[1]).probe()"
     command = ["sh", "-c", script, "sh", str(tmp_path), sys.executable, "-c", python, f"file://{tmp_path}/run"]
     done = subprocess.run(["unshare", "--mount", *command], capture_output=True, text=True, timeout=60, check=False)
     assert "AccessDeniedError" in done.stderr

@@ -18,7 +18,8 @@ import huggingface_hub.constants
 import pytest
 
 from sft_api.v1alpha1 import DataSource
-from sft_trainer.data.sources import SourceRows, open_source
+from sft_trainer.data.source_rows import SourceRows
+from sft_trainer.data.sources import open_source
 from sft_trainer.errors import AccessDeniedError, DataError, StorageFullError, StorageUnavailableError
 
 COMMIT = "b" * 40

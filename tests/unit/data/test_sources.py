@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from sft_api.v1alpha1 import DataSource
 from sft_trainer.data.readers import JsonLines
-from sft_trainer.data.sources import SourceRows, open_path
+from sft_trainer.data.source_rows import SourceRows, open_path
 from sft_trainer.errors import DataError
 
 ROWS = [{"n": i, "text": f"é{i}"} for i in range(10)]

@@ -261,23 +261,3 @@ def bucket_and_prefix(uri: str) -> tuple[str, str]:
     if not bucket:
         raise ConfigError(f"{uri!r} names no bucket: write s3://bucket/prefix")
     return bucket, prefix.strip("/")
-
-
-def open_store(uri: str, s3: S3Settings | None = None) -> Store:
-    """The store behind ``file:///path``, ``pvc://claim/path`` or ``s3://bucket/prefix``.
-
-    Contacts nothing yet: ``probe`` does. Raises ConfigError for another scheme, StorageNotFoundError for a
-    claim that is not mounted.
-    """
-    from sft_trainer.checkpoint.local import LocalStore
-
-    if uri.startswith("file://"):
-        return LocalStore(file_path(uri), uri=uri)
-    if uri.startswith("pvc://"):
-        return LocalStore(pvc_path(uri), uri=uri)
-    if uri.startswith("s3://"):
-        from sft_trainer.checkpoint.s3 import S3Store
-
-        bucket, prefix = bucket_and_prefix(uri)
-        return S3Store(bucket, prefix, s3 or S3Settings())
-    raise ConfigError(f"{uri!r} has no scheme that can be stored to: use s3://, pvc:// or file:///")

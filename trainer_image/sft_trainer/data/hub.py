@@ -15,7 +15,7 @@ from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableE
 from sft_trainer.fetch import OnProgress, disk_cause, disk_error, progress_bar
 
 from .readers import OPENERS, HubRows
-from .sources import SourceRows, cut, open_file
+from .source_rows import SourceRows, cut, open_file
 from .splits import Slice, choose
 
 if TYPE_CHECKING:

@@ -1,50 +1,14 @@
-"""Data sources: from a URI, a split and a subset to rows in a fixed order, with an identity that is a digest."""
+"""Data sources: from a URI, a split and a subset to rows in a fixed order, wherever they are kept."""
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft_trainer.errors import DataError
-
-from .readers import OPENERS, Reader, Row
-from .splits import Slice, choose, group_by_split
+from .source_rows import SourceRows, open_path
 
 if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
     from sft_trainer.checkpoint.store import S3Settings
-
-_PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", ".csv", ".tsv"}
-_NAMES_SHOWN = 5
-# Files beside the data that have a data suffix.
-_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-
-
-@dataclass(frozen=True)
-class SourceRows:
-    """All rows of a source, in the source's order; can be sent to other processes."""
-
-    name: str
-    """The URI, for messages."""
-    digest: str
-    """SHA-256 of the content of files, or of repository and commit; together with the slices."""
-    pieces: tuple[tuple[Reader, int, int], ...]
-    """Readers, each with the rows ``start`` to ``stop`` of it that belong to the source."""
-    warnings: tuple[str, ...] = ()
-    """What the user may not expect, such as files beside the data that are left out."""
-
-    def __len__(self) -> int:
-        return sum(stop - start for _, start, stop in self.pieces)
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        """Rows ``start`` to ``stop`` (excluded), each with its place. Raises DataError at an unreadable row."""
-        ends = accumulate(piece_stop - piece_start for _, piece_start, piece_stop in self.pieces)
-        for (reader, piece_start, piece_stop), end in zip(self.pieces, ends, strict=True):
-            shift = piece_start - (end - (piece_stop - piece_start))
-            yield from reader.read(max(start + shift, piece_start), min(stop + shift, piece_stop))
 
 
 def open_source(
@@ -61,6 +25,7 @@ def open_source(
     there, or a file cannot be read; and what ``fetch.localise`` raises.
     """
     if source.uri.startswith("hf://"):
+        # Not at the top, like the fetcher below: libraries that rows of this machine do not need.
         from .hub import open_hub
 
         return open_hub(source, cache_dir, token, on_fetch)
@@ -68,133 +33,3 @@ def open_source(
 
     path = localise(source.uri, cache_dir, s3, token, kind="dataset", on_progress=on_fetch)
     return open_path(path, source)
-
-
-def open_path(path: Path, source: "DataSource") -> SourceRows:
-    """The rows of a file, of all data files in a folder, or of a ``save_to_disk`` folder."""
-    try:
-        if source.subset is not None:
-            raise DataError(f"subset '{source.subset}' is for hf:// only; name a folder")
-        found = _find_files(path)
-        if found.unsplit and source.split is None:
-            raise DataError(
-                f"{_listed(found.unsplit)} would be left out, as only the names of others say a split "
-                f"({', '.join(found.splits)}): set split to leave them out, name one file, or put each split "
-                "into a folder of its own (train/, test/)"
-            )
-        splits = found.splits
-        if path.is_file() and source.split is not None and "train" in source.split:
-            splits = {"train": [path]}  # a URI that names one file means that file, whatever its name says
-        slices = choose(source.split, [*splits])
-        needed = dict.fromkeys(file for piece in slices for file in splits[piece.split])
-        hashed = hashlib.sha256(json.dumps([_content_digest(file) for file in needed]).encode())
-        readers = {split: [open_file(file) for file in splits[split]] for split in {piece.split for piece in slices}}
-    except DataError as error:
-        raise DataError(f"data source {source.uri}: {error}") from error
-    return replace(cut(source.uri, hashed.hexdigest(), readers, slices), warnings=found.warnings(source.uri))
-
-
-def cut(name: str, identity: str, readers: Mapping[str, Sequence[Reader]], slices: Sequence[Slice]) -> SourceRows:
-    """Those rows of the splits' ``readers`` that ``slices`` name; ``identity`` stands for what the readers hold."""
-    hashed = hashlib.sha256(identity.encode())
-    pieces: list[tuple[Reader, int, int]] = []
-    for piece in slices:
-        start, stop = piece.bounds(sum(reader.count for reader in readers[piece.split]))
-        hashed.update(f" {piece.split} {start} {stop}".encode())
-        offset = 0
-        for reader in readers[piece.split]:
-            low, high = max(start - offset, 0), min(stop - offset, reader.count)
-            if low < high:
-                pieces.append((reader, low, high))
-            offset += reader.count
-    return SourceRows(name, hashed.hexdigest(), tuple(pieces))
-
-
-def open_file(path: Path) -> Reader:
-    """The reader for a file by its suffix, which must be one of ``OPENERS``. Raises DataError."""
-    opener = OPENERS.get(path.suffix.lower())
-    if opener is None:
-        raise DataError(f"{path} is of no known kind; known are {', '.join(OPENERS)}")
-    try:
-        return opener(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _content_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@dataclass(frozen=True)
-class _Files:
-    """What a path holds; names are relative to it."""
-
-    splits: dict[str, list[Path]]
-    """The data files of each split, in the order in which they are read."""
-    unsplit: tuple[str, ...] = ()
-    """Data files whose names say no split, while those of others do."""
-    unread: tuple[str, ...] = ()
-    """Files that may be data, of a kind that is not read."""
-
-    def warnings(self, uri: str) -> tuple[str, ...]:
-        reasons = {
-            self.unsplit: "only the names of others say a split",
-            self.unread: f"only {', '.join(OPENERS)} are read: unpack or convert them if they belong to the data",
-        }
-        return tuple(
-            f"data source {uri}: {_listed(names)} left out: {reason}" for names, reason in reasons.items() if names
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", … {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{len(names)} file{'s' * (len(names) > 1)} ({', '.join(names[:_NAMES_SHOWN])}{more})"
-
-
-def _find_files(path: Path) -> _Files:
-    if (path / "dataset_dict.json").is_file():
-        return _Files({name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")})
-    if (path / "state.json").is_file():
-        return _Files({"train": _saved_files(path)})
-    root, files = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
-    names = [file.relative_to(root).as_posix() for file in files if file.is_file()]
-    known = [name for name in names if Path(name).suffix.lower() in OPENERS and _is_data(Path(name))]
-    if not known:
-        found = ", ".join(names[:8]) or "nothing"
-        raise DataError(f"no data files, found {found}; known are {', '.join(OPENERS)}")
-    kinds = sorted({Path(name).suffix.lower() for name in known})
-    if len(kinds) > 1:
-        raise DataError(f"files of several kinds ({', '.join(kinds)}); name one file or folder")
-    groups = group_by_split(known)
-    read = {name for group in groups.values() for name in group}
-    return _Files(
-        splits={split: [root / name for name in group] for split, group in groups.items()},
-        unsplit=tuple(name for name in known if name not in read),
-        unread=tuple(name for name in names if _may_be_data(Path(name)) and _is_data(Path(name))),
-    )
-
-
-def _may_be_data(path: Path) -> bool:
-    """Whether a file of a kind that is not read looks like rows: packed ones, and tables."""
-    return path.suffix.lower() in _PACKED_OR_TABLE
-
-
-def _is_data(path: Path) -> bool:
-    return path.name not in _METADATA and not any(part.startswith((".", "_")) for part in path.parts)
-
-
-def _saved_splits(file: Path) -> list[str]:
-    try:
-        return [str(name) for name in json.loads(file.read_bytes())["splits"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} is not what save_to_disk writes: {error!r}; save the data set again") from error
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """The files that ``save_to_disk`` wrote, in order."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        return [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder} is no complete save_to_disk folder: {error!r}") from error

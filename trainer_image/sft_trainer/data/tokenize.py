@@ -30,7 +30,8 @@ from .chat import TemplateRefusal
 from .formats import Columns, Format, conversation, detect_format
 from .masks import MarkedText, TrainOn, foreign_control_token, mark, token_mask
 from .readers import Row
-from .sources import SourceRows, open_source
+from .source_rows import SourceRows
+from .sources import open_source
 from .tokenized import Chunk, Counts, ExamplesWriter, LengthStatistics, TokenizationReport, TokenizedSource
 from .tokenizer import Codec
 from .tokenizer import load_tokenizer as load_tokenizer
