@@ -182,6 +182,7 @@ def test_an_error_that_cannot_be_pickled_leaves_nobody_waiting(tmp_path: Path) -
     for message, seconds in ranks.run(2, tmp_path, save_with_an_error_that_cannot_travel, store):
         assert message == "rank 1: Stubborn: a bug"
         assert seconds < 30
+    assert store.list("checkpoints/") == [], "what the other rank had written is of no use, and in the way"
 
 
 def claim_without_access(store: Store) -> str:
