@@ -299,7 +299,7 @@ class KeepSpec(ApiModel):
 
     last: Annotated[int, Field(ge=1, le=1000)] = Field(default=2, description="The newest so many.")
     best: Annotated[int, Field(ge=0, le=100)] = Field(
-        default=0, description="Besides them, so many with the lowest evaluation loss."
+        default=0, description="Besides them, so many with the lowest evaluation loss; each evaluation is then saved."
     )
 
 
@@ -308,7 +308,8 @@ class ResumeSpec(ApiModel):
 
     policy: Literal["auto", "never"] = Field(
         default="auto",
-        description="auto: from the newest verified checkpoint of this job; never: from the model.",
+        description="auto: from the newest verified checkpoint of this job; never: from the model, also after a crash, "
+        "a lost pod or a suspension.",
     )
 
 
