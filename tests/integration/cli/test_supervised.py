@@ -324,7 +324,10 @@ def test_fresh_on_a_mounted_volume_says_what_to_do(runs: Runs) -> None:
 def test_the_end_of_the_terminal_saves_too(runs: Runs) -> None:
     runs.write(training={"steps": 10_000})
     terminal, inside = pty.openpty()
+    # What a test session under nohup ignores, its children would ignore too.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = runs.start(stderr=inside)
+    signal.signal(signal.SIGHUP, before)
     os.close(inside)
     runs.wait_for_step(3)
 
