@@ -27,6 +27,8 @@ ATTEMPTS_PREFIX = "attempts/"
 CHECKPOINTS_PREFIX = "checkpoints/"
 MANIFEST_NAME = "manifest.json"
 STATUS_KEY = "status.json"
+BEST_METRIC = "evalLoss"
+"""Of ``RunState.metrics``: the lower, the better the checkpoint."""
 
 _ATTEMPT_KEY = re.compile(r"attempts/(\d{5,})\.json")
 _FOLDER = re.compile(r"step-(\d{8,})-a(\d{5,})")

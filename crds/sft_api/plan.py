@@ -21,7 +21,7 @@ def declared_processes(spec: SFTJobSpec) -> int:
 
 
 def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:
-    """The plan of ``spec``, a function of it alone: the same in the operator, ``sft run`` and after any restart.
+    """The plan of ``spec``: the same in the operator, ``sft run`` and after any restart.
 
     With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
     process; without packing 32 examples, rounded up to the processes. See docs/reference for every field.

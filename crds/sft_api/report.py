@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
-from .checkpoints import checkpoint_id
+from .checkpoints import CheckpointId, checkpoint_id
 from .progress import CommittedCheckpoint, Incident, TerminationMessage, TrainingProgress
 from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus, RestartsStatus
 
@@ -86,6 +86,21 @@ def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
     )
 
 
+def checkpoint_status(
+    identity: CheckpointId, uri: str, time: datetime, size_bytes: int, eval_loss: float | None
+) -> CheckpointStatus:
+    """The entry of ``status.checkpoints`` for a verified checkpoint in the folder ``uri``."""
+    return CheckpointStatus(
+        step=identity.step,
+        attempt=identity.attempt,
+        uri=uri,
+        time=timestamp(time),
+        size_bytes=size_bytes,
+        verified=True,
+        eval_loss=eval_loss,
+    )
+
+
 def checkpoints_status(verified: Sequence[CheckpointStatus]) -> CheckpointsStatus:
     """``status.checkpoints`` for all that are kept, newest first; of equally good ones the newer is the best."""
     scored = [entry for entry in verified if entry.eval_loss is not None]
@@ -116,17 +131,9 @@ def committed(checkpoints: CheckpointsStatus) -> tuple[str, list[CommittedCheckp
 
 def last_checkpoints(end: TerminationMessage) -> list[CheckpointStatus]:
     """What ``committed`` put into a termination message."""
+    # Verified: rank 0 checks every file before it commits, and tells only of what it committed.
     return [
-        CheckpointStatus(
-            step=one.step,
-            attempt=one.attempt,
-            uri=f"{end.checkpoints_uri}/{entry.folder}",
-            time=timestamp(entry.time),
-            size_bytes=entry.size_bytes,
-            # Rank 0 checks every file before it commits, and tells only of what it committed.
-            verified=True,
-            eval_loss=entry.eval_loss,
-        )
+        checkpoint_status(one, f"{end.checkpoints_uri}/{entry.folder}", entry.time, entry.size_bytes, entry.eval_loss)
         for entry in end.checkpoints
         if (one := checkpoint_id(entry.folder))
     ]

@@ -73,11 +73,11 @@ class Cluster:
         return await self._request("get", kind, "GET", self._url(kind, namespace, name))
 
     async def list(
-        self, kind: str, namespace: str | None, *, labels: str = "", fields: str = "", limit: int = LIST_CHUNK
+        self, kind: str, namespace: str | None, *, labels: str = "", fields: str = "", at_most: int | None = None
     ) -> tuple[list[Manifest], int]:
-        """All objects, and the version at which the list was made. ``limit`` is the size of a page."""
+        """All objects (or ``at_most`` so many), and the version at which the list was made."""
         items: list[Manifest] = []
-        query = {"limit": str(limit)}
+        query = {"limit": str(at_most or LIST_CHUNK)}
         if labels:
             query["labelSelector"] = labels
         if fields:
@@ -86,7 +86,7 @@ class Cluster:
             page = await self._request("list", kind, "GET", f"{self._url(kind, namespace)}?{urlencode(query)}")
             items += page.get("items") or []
             metadata = page.get("metadata") or {}
-            if not metadata.get("continue"):
+            if at_most or not metadata.get("continue"):
                 return items, int(metadata.get("resourceVersion") or 0)
             query["continue"] = metadata["continue"]
 

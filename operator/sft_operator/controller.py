@@ -133,7 +133,7 @@ class Operator:
         pause = 1.0
         while True:
             try:
-                await self._cluster.list(KIND, self._settings.namespace)
+                await self._cluster.list(KIND, self._settings.namespace, at_most=1)
             except ApiError as error:
                 if error.code == 404:
                     raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sft_api.checkpoints import (
+    BEST_METRIC,
     CHECKPOINTS_PREFIX,
     MANIFEST_NAME,
     CheckpointId,
@@ -19,7 +20,7 @@ from sft_api.checkpoints import (
     decode_manifest,
     missing_or_wrong,
 )
-from sft_api.report import checkpoints_status, timestamp
+from sft_api.report import checkpoint_status, checkpoints_status
 from sft_api.v1alpha1 import CheckpointStatus
 
 from .config import StoreSettings
@@ -130,12 +131,5 @@ def summary(
 
 
 def _status(uri: str, one: CheckpointId, manifest: Manifest) -> CheckpointStatus:
-    return CheckpointStatus(
-        step=one.step,
-        attempt=one.attempt,
-        uri=f"{uri.rstrip('/')}/{one.prefix.rstrip('/')}",
-        time=timestamp(manifest.created),
-        size_bytes=manifest.bytes,
-        verified=True,
-        eval_loss=manifest.run.metrics.get("evalLoss"),
-    )
+    folder = f"{uri.rstrip('/')}/{one.prefix.rstrip('/')}"
+    return checkpoint_status(one, folder, manifest.created, manifest.bytes, manifest.run.metrics.get(BEST_METRIC))

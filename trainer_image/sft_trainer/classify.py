@@ -1,11 +1,10 @@
 """From an exception to a failure class and a sentence for the user."""
 
-import errno
 import os
 
 from sft_api.failures import FailureClass
 
-from .errors import TrainingError
+from .errors import DISK_DENIED, DISK_FULL, TrainingError
 
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout", "nccl error")
 
@@ -22,9 +21,9 @@ def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
         )
     if isinstance(error, MemoryError):
         return FailureClass.OUT_OF_MEMORY, f"host memory ran out at step {step + 1}: raise compute.resources memory"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return FailureClass.STORAGE_FULL, f"the disk is full ({error}): free space, or raise compute.cacheSize"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in DISK_DENIED:
         return FailureClass.ACCESS_DENIED, (
             f"user {os.getuid()} may not use a file ({error}): change its owner or mode, or set SFT_CACHE_DIR (HF_HOME "
             "for the hub) to a folder that can be written"

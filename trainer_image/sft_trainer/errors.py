@@ -3,9 +3,14 @@
 The message is shown to the user as it is: one sentence that quotes the value and says what to change.
 """
 
+import errno
 from typing import ClassVar
 
 from sft_api.failures import FailureClass
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""Numbers of the operating system's errors."""
 
 
 class TrainingError(Exception):

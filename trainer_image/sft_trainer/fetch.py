@@ -4,7 +4,6 @@ Downloads from buckets are kept in a cache folder under a name that changes with
 renamed when complete. The hub's files go into the hub library's own cache (``HF_HOME``), which other tools share.
 """
 
-import errno
 import fcntl
 import fnmatch
 import hashlib
@@ -26,6 +25,8 @@ from sft_trainer.checkpoint.store import (
     pvc_path,
 )
 from sft_trainer.errors import (
+    DISK_DENIED,
+    DISK_FULL,
     AccessDeniedError,
     ConfigError,
     DataError,
@@ -43,8 +44,6 @@ OnProgress = Callable[[int], None]
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -212,16 +211,16 @@ def _disk_errors(cache_dir: Path) -> Iterator[None]:
 
 def disk_cause(error: BaseException | None) -> OSError | None:
     """The error of a full or forbidden disk that is behind ``error``; libraries wrap it in their own."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL | _DENIED):
+    while error is not None and not (isinstance(error, OSError) and error.errno in DISK_FULL | DISK_DENIED):
         error = error.__cause__
     return error
 
 
 def disk_error(error: OSError, cache_dir: Path | str) -> TrainingError:
     """What an error of the disk under ``cache_dir`` means for the run."""
-    if error.errno in _FULL:
+    if error.errno in DISK_FULL:
         return StorageFullError(f"{cache_dir}: {error.strerror}; enlarge compute.cacheSize, or free space")
-    if error.errno in _DENIED:
+    if error.errno in DISK_DENIED:
         return AccessDeniedError(
             f"{cache_dir}: user {os.getuid()} cannot write the cache ({error}): change its owner or mode, or set "
             "SFT_CACHE_DIR (HF_HOME for the hub) to a folder that can be written"

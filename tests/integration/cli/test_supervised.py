@@ -17,6 +17,7 @@ import yaml
 import sft_trainer
 from sft_api.v1alpha1.status import SFTJobStatus
 from tests.integration.run.disks import small_disk
+from tests.integration.run.runs import processes_in
 from tests.unit.cli.jobs import manifest
 
 SFT = str(Path(sys.executable).with_name("sft"))
@@ -67,15 +68,7 @@ class Runs:
 
     def processes(self) -> list[int]:
         """Everything that works for a run in this folder."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if os.readlink(entry / "cwd") == str(self.folder):
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        return processes_in(self.folder)
 
 
 def wait_until(condition: Any) -> None:

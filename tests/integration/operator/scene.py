@@ -282,15 +282,7 @@ class Scene:
     def run_pod(self, pod: Object, *, ready: bool = True) -> None:
         """Play scheduler and kubelet: the container of ``pod`` runs."""
         now = _now()
-        name = pod["metadata"]["name"]
-        binding = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": name},
-            "target": {"name": self.namespace},
-        }
-        answer = self.request("POST", self.path("pods", name, "binding"), binding)
-        assert answer.accepted or answer.code == 409, answer.body
+        self.bind(pod)
         self.patch(
             "pods",
             pod["metadata"]["name"],

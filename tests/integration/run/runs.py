@@ -109,15 +109,20 @@ class Place:
 
     def processes(self) -> list[int]:
         """Pids of everything that works in this folder."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if os.readlink(entry / "cwd") == str(self.folder):
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        return processes_in(self.folder)
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Pids of everything whose current folder is ``folder``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "cwd") == str(folder):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:

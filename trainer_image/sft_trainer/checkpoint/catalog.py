@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from sft_api.checkpoints import (
     ATTEMPTS_PREFIX,
+    BEST_METRIC,
     CHECKPOINTS_PREFIX,
     MANIFEST_NAME,
     CheckpointId,
@@ -18,11 +19,10 @@ from sft_api.checkpoints import (
     missing_or_wrong,
     newest_attempt,
 )
+from sft_api.report import checkpoint_status
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
 from sft_trainer.checkpoint.store import Store
-
-BEST_METRIC = "evalLoss"
 
 
 @dataclass(frozen=True)
@@ -119,15 +119,7 @@ class Catalog:
 
 def describe(identity: CheckpointId, uri: str, time: datetime, size: int, run: RunState) -> CheckpointStatus:
     """The entry of the job's status for a verified checkpoint below the store ``uri``."""
-    return CheckpointStatus(
-        step=identity.step,
-        attempt=identity.attempt,
-        uri=f"{uri}/{identity.prefix}".rstrip("/"),
-        time=time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        size_bytes=size,
-        verified=True,
-        eval_loss=run.metrics.get(BEST_METRIC),
-    )
+    return checkpoint_status(identity, f"{uri}/{identity.prefix}".rstrip("/"), time, size, run.metrics.get(BEST_METRIC))
 
 
 def status_of(manifest: Manifest, uri: str) -> CheckpointStatus:

@@ -130,8 +130,8 @@ class PackedBatches:
     """Steps of a fixed number of full bins (``globalBatchTokens``).
 
     Windows of the stream are packed first-fit-decreasing, the bins of a window shuffled or put in the order in which
-    their first examples are stored; step ``t`` takes bins
-    ``[t n, (t + 1) n)`` of the concatenated windows. Only the last step of the last epoch may be shorter.
+    their first examples are stored; step ``t`` takes bins ``[t n, (t + 1) n)`` of the concatenated windows. Only the
+    last step of the last epoch may be shorter.
     """
 
     def __init__(

@@ -77,9 +77,9 @@ def tokenize_source(
     """The examples of ``source`` in the order of its rows, from the cache or made now.
 
     ``on_fetch(bytes downloaded)`` is called while files come from elsewhere, ``on_progress(rows done, rows in all)`` as
-    chunks of rows are finished, ``on_warning`` with a sentence for
-    what the user may not expect of the files. Raises DataError for rows that
-    cannot be read or have no exact mask, saying which and what to change, and when no row is left.
+    chunks of rows are finished, ``on_warning`` with a sentence for what the user may not expect of the files. Raises
+    DataError for rows that cannot be read or have no exact mask, saying which and what to change, and when no row is
+    left.
     """
     rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token, on_fetch=on_fetch)
     for warning in rows.warnings:
