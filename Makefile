@@ -27,6 +27,10 @@ lint: setup ## Check style, formatting and the dependency rule
 typecheck: setup ## Check types (strict)
 	.venv/bin/mypy
 
+.PHONY: quick
+quick: setup lint typecheck verify ## Check style, types, generated files and run the unit tests: a minute, after every change
+	$(PYTHON) -m pytest -q tests/unit
+
 .PHONY: test
 test: setup lint typecheck verify ## Set everything up and run every test this machine can run
 	$(PYTHON) -m pytest
@@ -40,8 +44,8 @@ verify: setup ## Fail when generated files differ from what is committed
 	$(PYTHON) -m sft_api.generate --check
 
 .PHONY: demo
-demo: ## Set everything up and run the main job: a small model learns from Python's documentation
-	@export SFT_DEMO_BEGAN=$$(date +%s) && $(MAKE) --no-print-directory setup && $(PYTHON) examples/demo.py
+demo: ## Set everything up and run the main job: a small model learns which module has a function, and is examined (SEED=1 ...)
+	@export SFT_DEMO_BEGAN=$$(date +%s) && $(MAKE) --no-print-directory setup && $(PYTHON) examples/demo.py $(if $(SEED),--seed $(SEED))
 
 .PHONY: parity
 parity: setup ## Compare losses, gradients, masks and a killed and resumed run with what they must be
@@ -50,6 +54,10 @@ parity: setup ## Compare losses, gradients, masks and a killed and resumed run w
 .PHONY: e2e
 e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost bad-jobs ..." for some)
 	$(PYTHON) -m tests.e2e $(SCENARIOS)
+
+.PHONY: e2e-kueue
+e2e-kueue: setup ## The operator beside Kueue itself, built once (SCENARIOS="preemption ..." for some)
+	$(PYTHON) -m tests.kueue $(SCENARIOS)
 
 .venv-bench/.installed: requirements/bench.txt
 	$(PYTHON) -m venv .venv-bench

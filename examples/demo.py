@@ -1,11 +1,16 @@
-"""The demo: make real inputs, train examples/demo.yaml with `sft run`, compare the model before and after.
+"""The demo: make real inputs, train examples/demo.yaml with `sft run`, and ask the model before and after.
 
-    python examples/demo.py
+    python examples/demo.py [--seed N]
 
-Prints `eval_loss_drop` (share of the held-out loss that training removed) and the seconds it took, and exits non-zero
-when the model did not learn or the export's loss is not the reported one.
+Asks QUESTIONS held-out questions (module_questions.py says what is held out) of the model before training and of the
+exported one, and counts the answers that are right to the letter. Prints what it found as key=value, the last of them
+`correct_before`, `correct_after` and `seconds`; exits non-zero when the model did not learn the task, or when the
+export's loss is not the reported one.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import os
 import subprocess
@@ -15,51 +20,21 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from asking import answers, held_out_loss
 from make_inputs import make_inputs
+from pace import expected_seconds, in_words
 
 MANIFEST = Path(__file__).with_name("demo.yaml")
 INPUTS = Path("/tmp/sft-demo")
-QUESTION = "What does `os.path.join` do?"
+QUESTIONS = 20
+WANTED_CORRECT = 16
 WANTED_DROP = 0.3
 
 
-def answer(model_path: Path, question: str) -> str:
-    """What the model in ``model_path`` says, greedily."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.no_grad():
-        output = model.generate(**prompt, max_new_tokens=60, do_sample=False, repetition_penalty=1.3)
-    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-
-
-def held_out_loss(model_path: Path, rows: Path) -> float:
-    """Mean loss per assistant token, computed by plain transformers: an independent check of the reported one."""
-    import torch
-    from torch.nn.functional import cross_entropy
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path)
-    total, count = 0.0, 0
-    for line in rows.read_text().splitlines():
-        encoded = tokenizer.apply_chat_template(
-            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, mask = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"])
-        if len(ids) > 512:
-            continue
-        labels = torch.where(mask == 1, ids, -100)[1:]
-        with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0, :-1]
-        total += cross_entropy(logits, labels, reduction="sum").item()
-        count += int((labels != -100).sum())
-    return total / count
+def read_questions(rows: Path) -> tuple[list[str], list[str]]:
+    """The first QUESTIONS questions of a file of rows, and their answers."""
+    conversations = [json.loads(line)["messages"] for line in rows.read_text().splitlines()[:QUESTIONS]]
+    return [turns[0]["content"] for turns in conversations], [turns[1]["content"] for turns in conversations]
 
 
 def evaluation_losses(store: Path) -> dict[int, float]:
@@ -70,15 +45,36 @@ def evaluation_losses(store: Path) -> dict[int, float]:
     return {record["step"]: record["evalLoss"] for record in records if "evalLoss" in record}
 
 
-def main() -> int:
-    from transformers.utils.logging import disable_progress_bar
+def show(questions: list[str], wanted: list[str], before: list[str], after: list[str]) -> None:
+    """A question as it was answered before and after, and every one that is still answered wrongly."""
+    print(f"\nQuestion:         {questions[0]}\nBefore training:  {before[0][:60]!r}\nAfter training:   {after[0]!r}")
+    for question, right, given in zip(questions, wanted, after, strict=True):
+        if given != right:
+            print(f"Still wrong:      {question} {given!r} instead of {right!r}")
 
-    disable_progress_bar()
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of functions and of the first weights")
+    options = parser.parse_args()
     # make demo says when it began to set everything up.
     began = float(os.environ.get("SFT_DEMO_BEGAN") or time.time())
-    print("Making inputs from Python's standard library ...", flush=True)
-    make_inputs(INPUTS, size="demo")
-    before = answer(INPUTS / "model", QUESTION)
+
+    print("Making a small model, and questions about Python's standard library ...", flush=True)
+    imports_began = time.time()
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    import_seconds = time.time() - imports_began
+    disable_progress_bar()
+    # As many as a process of the run has; more of them only get in each other's way where other things run.
+    torch.set_num_threads(1)
+    made = make_inputs(INPUTS, size="demo", seed=options.seed)
+    expected = expected_seconds(MANIFEST, import_seconds)
+    print(f"Measured on this machine: {in_words(expected)} from here to the trained and examined model.", flush=True)
+
+    questions, wanted = read_questions(made.eval)
+    before = answers(made.model, questions)
     prepared = time.time()
     run = subprocess.run(
         [sys.executable, "-m", "sft_cli.main", "run", str(MANIFEST), "--fresh", "--output", "json"],
@@ -91,20 +87,28 @@ def main() -> int:
         return run.returncode
     status: dict[str, Any] = json.loads(run.stdout)
     export = Path(status["export"]["uri"].removeprefix("file://"))
+    after = answers(export, questions)
     losses = evaluation_losses(INPUTS / "run")
     first, last = losses[min(losses)], losses[max(losses)]
     drop = 1 - last / first
-    independent = held_out_loss(export, INPUTS / "data" / "eval.jsonl")
-    difference = abs(independent - status["progress"]["evalLoss"])
-    print(f"\nQuestion: {QUESTION}\n\nBefore training:\n  {before}\n\nAfter training:\n  {answer(export, QUESTION)}\n")
-    print(f"The model: {export}")
+    difference = abs(held_out_loss(export, made.eval) - status["progress"]["evalLoss"])
+    correct_before, correct_after = (
+        sum(given == right for given, right in zip(given_answers, wanted, strict=True))
+        for given_answers in (before, after)
+    )
+    show(questions, wanted, before, after)
+    print(f"\nThe model: {export}\nThe curve: {status['progress']['curve'].removeprefix('file://')}")
     print(f"eval_loss_before={first:.4f}")
     print(f"eval_loss_after={last:.4f}")
     print(f"export_loss_difference={difference:.2e}")
     print(f"eval_loss_drop={drop:.3f}")
     print(f"setup_seconds={prepared - began:.1f}")
     print(f"training_seconds={trained - prepared:.1f}")
-    return 0 if drop >= WANTED_DROP and difference <= 1e-4 else 1
+    print(f"correct_before={correct_before}")
+    print(f"correct_after={correct_after}")
+    print(f"seconds={time.time() - began:.1f}")
+    learned = correct_after >= WANTED_CORRECT > correct_before and drop >= WANTED_DROP
+    return 0 if learned and difference <= 1e-4 else 1
 
 
 if __name__ == "__main__":

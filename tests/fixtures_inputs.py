@@ -1,28 +1,18 @@
 """Real data and a real, very small model for tests, made by examples/make_inputs.py."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "make_inputs.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPT = EXAMPLES / "make_inputs.py"
 
-
-def _load_script() -> ModuleType:
-    """The script as a module: examples/ is not a package."""
-    spec = importlib.util.spec_from_file_location("make_inputs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by its name
-    spec.loader.exec_module(module)
-    return module
-
-
-make_inputs_script = _load_script()
+# Scripts that import one another as they do when one of them is run: examples/ is not a package.
+sys.path.insert(0, str(EXAMPLES))
+make_inputs_script: Any = importlib.import_module("make_inputs")
 make_inputs = make_inputs_script.make_inputs
 
 

@@ -109,7 +109,9 @@ class RunState(StoredModel):
     environment: dict[str, JsonValue] = {}
     """Versions, thread counts, CPU capability: what bit-equal resume depends on."""
     config_digest: str = ""
-    """Digest of the trainer's configuration."""
+    """Digest of the numbers of the run."""
+    numbers: dict[str, JsonValue] = {}
+    """The numbers themselves (``Numbers.as_record``), so that a resume with others can say which."""
 
 
 class StoredFile(StoredModel):

@@ -40,6 +40,10 @@ class FailureClass(StrEnum):
     """Another pod or worker of the group went away."""
     UNKNOWN = "Unknown"
     """An error of no known class; the message holds the exception."""
+    DEVICE_UNAVAILABLE = "DeviceUnavailable"
+    """A job that asks for GPUs found fewer than it has processes, or one that does not work."""
+    RANKS_DIFFER = "RanksDiffer"
+    """The processes did not hold the same data, model, configuration and versions before the first step."""
 
 
 class ExitCode(IntEnum):
@@ -61,6 +65,8 @@ class ExitCode(IntEnum):
     STORAGE_UNAVAILABLE = 34
     PEER_LOST = 35
     UNKNOWN = 36
+    DEVICE_UNAVAILABLE = 37
+    RANKS_DIFFER = 38
 
 
 NO_RETRY_EXIT_CODES = tuple(range(10, 30))

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from .failures import FailureClass
+from .times import Time
 from .v1alpha1.base import ReportModel
 from .v1alpha1.status import CheckpointsStatus, ExportStatus
 
@@ -31,6 +32,18 @@ class Phase(StrEnum):
     FAILED = "Failed"
 
 
+class Activity(ReportModel):
+    """What one worker does now: each writes its own whenever it has got further.
+
+    One that waits for others says so (WAITING) and no more, so that their silence is heard.
+    """
+
+    phase: Phase = Phase.STARTING
+    detail: str = ""
+    step: int = 0
+    """Last step done."""
+
+
 class TrainingProgress(ReportModel):
     """Written by the worker of rank 0 to a local file after every step and at every change of phase."""
 
@@ -44,7 +57,11 @@ class TrainingProgress(ReportModel):
     """Step of the checkpoint this attempt went on from; None when it started from the model."""
     epoch: float | None = None
     loss: float | None = None
+    first_loss: float | None = None
+    """``loss`` of the first step of the run."""
     eval_loss: float | None = None
+    first_eval_loss: float | None = None
+    """``eval_loss`` before the first step, if it was evaluated then."""
     eval_losses: dict[str, float | None] = Field(default_factory=dict)
     learning_rate: float | None = None
     grad_norm: float | None = None
@@ -61,8 +78,10 @@ class TrainingProgress(ReportModel):
     """Steps without an update because loss or gradients were not finite."""
     checkpoints: CheckpointsStatus = Field(default_factory=CheckpointsStatus)
     export: ExportStatus | None = None
+    curve_uri: str | None = Field(default=None, max_length=2048)
+    """The picture of the losses, once there is one."""
     warnings: list[str] = Field(default_factory=list)
-    update_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    update_time: Time = Field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def steps_at_risk(self) -> int:
@@ -76,7 +95,7 @@ class Incident(ReportModel):
 
     id: str
     """Unique over the life of the run."""
-    time: datetime
+    time: Time
     failure: FailureClass
     message: str = Field(max_length=4096)
     disruption: bool = False
@@ -85,7 +104,7 @@ class Incident(ReportModel):
     attempt: int = 0
     step: int = 0
     """Last step that was done."""
-    recovered_time: datetime | None = None
+    recovered_time: Time | None = None
     """When the next attempt made its first new step."""
     lost_steps: int = 0
 
@@ -94,6 +113,11 @@ class Progress(ReportModel):
     """Answer of ``GET /v1/progress``."""
 
     job_uid: str = ""
+    """Of the SFTJob."""
+    pod_uid: str = ""
+    """Of the pod that answers; empty outside of a cluster, and from trainers of before it was told."""
+    version_mismatch: str = Field(default="", max_length=2000)
+    """What to do when the pods run different versions of the trainer; empty while they do not."""
     generation: int = 0
     """Number of group starts by this supervisor."""
     members: int = 0
@@ -107,7 +131,7 @@ class CommittedCheckpoint(ReportModel):
 
     folder: str = Field(pattern=r"^step-\d{8,12}-a\d{5,9}$")
     """Its step and attempt, as ``checkpoints.CheckpointId`` writes them."""
-    time: datetime
+    time: Time
     size_bytes: int
     eval_loss: float | None = None
 
@@ -129,6 +153,7 @@ class TerminationMessage(ReportModel):
     checkpoints: list[CommittedCheckpoint] = Field(default_factory=list, max_length=10)
     """All that are kept, newest first: what was reported before may have been pruned since."""
     export_uri: str | None = Field(default=None, max_length=500)
+    curve_uri: str | None = Field(default=None, max_length=500)
 
 
 class WorkerError(ReportModel):

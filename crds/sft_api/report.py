@@ -2,25 +2,21 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from .checkpoints import CheckpointId, checkpoint_id
 from .progress import CommittedCheckpoint, Incident, TerminationMessage, TrainingProgress
+from .times import timestamp as timestamp
 from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus, RestartsStatus
 
 _SHOWN_CHECKPOINTS = 10
 
 
-def timestamp(time: datetime) -> str:
-    """``time`` as Kubernetes writes it: UTC, whole seconds, Z."""
-    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def duration(seconds: float | None) -> str:
-    """``seconds`` for people: 42s, 7m10s, 3h12m, 2d4h; empty for None."""
-    if seconds is None:
+    """``seconds`` for people: 42s, 7m10s, 3h12m, 2d4h; empty for None and what is not finite."""
+    if (exact := finite(seconds)) is None:
         return ""
-    total = round(seconds)
+    total = round(exact)
     if total < 60:
         return f"{total}s"
     if total < 3600:
@@ -41,6 +37,11 @@ def shown(value: float | None) -> float | None:
     return None if exact is None else float(f"{exact:.5g}")
 
 
+def percent(step: int, total: int | None) -> int | None:
+    """Steps done, in percent; None when nobody knows of how many."""
+    return max(0, min(100, step * 100 // total)) if total else None
+
+
 def progress_status(training: TrainingProgress) -> ProgressStatus:
     """``status.progress`` for a report of the trainer."""
     total = training.total_steps
@@ -48,18 +49,21 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         step=training.step,
         total_steps=total,
         summary=f"{training.step}/{total}" if total else (str(training.step) if training.step else ""),
-        percent=training.step * 100 // total if total else None,
+        percent=percent(training.step, total),
         phase=training.phase.value,
         epoch=shown(training.epoch),
         loss=shown(training.loss),
+        first_loss=shown(training.first_loss),
         # As exact as the trainer says it: it is what an export is checked against.
         eval_loss=finite(training.eval_loss),
+        first_eval_loss=finite(training.first_eval_loss),
         learning_rate=shown(training.learning_rate),
         grad_norm=shown(training.grad_norm),
         tokens_per_second=shown(training.tokens_per_second),
         tokens_per_second_per_gpu=shown(training.tokens_per_second_per_gpu),
         model_flops_utilization=shown(training.model_flops_utilization),
         tokens_seen=training.tokens_seen,
+        curve=training.curve_uri or "",
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),
     )

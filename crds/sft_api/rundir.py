@@ -1,6 +1,7 @@
 """The files through which the supervisor and its workers on one machine talk: the run directory.
 
 ``progress.json``        rank 0 writes a ``TrainingProgress`` after every step and at every change of phase
+``activity/rank-<r>.json`` every worker writes an ``Activity`` at every change of phase, and while it gets further
 ``errors/rank-<r>.json`` a worker writes a ``WorkerError`` when it ends with one
 ``report.json``          index 0's supervisor leaves its last ``Progress`` when it ends
 ``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 
 PROGRESS_FILE = "progress.json"
 REPORT_FILE = "report.json"
+ACTIVITY_FOLDER = "activity"
 ERRORS_FOLDER = "errors"
 STOP_FILE = "stop"
 

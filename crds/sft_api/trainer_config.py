@@ -4,32 +4,15 @@ The operator writes it to a ConfigMap, ``sft run`` to a file. It holds no secret
 through its environment.
 """
 
-import hashlib
-import json
-from typing import Any
-
 from pydantic import Field
 
+from .numbers import Numbers
 from .plan import Plan, make_plan
 from .v1alpha1.base import ReportModel
 from .v1alpha1.job import SFTJob, SFTJobSpec
+from .v1alpha1.places import EXPORT_RULES, default_export
 
 CONFIG_PATH = "/etc/sft/config.json"
-
-# What may differ between two attempts of one run without changing its numbers.
-_NOT_NUMBERS: tuple[tuple[str, ...], ...] = (
-    ("data", "workers"),
-    ("data", "eval"),
-    ("compute",),
-    ("checkpoint",),
-    ("export",),
-    ("suspend",),
-    ("runPolicy",),
-    ("strategy",),
-    ("model", "tokenSecretRef"),
-    ("training", "evaluation"),
-    ("training", "activationCheckpointing"),
-)
 
 
 class JobIdentity(ReportModel):
@@ -57,7 +40,7 @@ class TrainerConfig(ReportModel):
         """The configuration of ``job``; ``default_checkpoint_uri`` is used when the spec names none.
 
         ``processes`` is how many there are, when not as many as the spec asks for.
-        Raises ``ValueError`` when there is no place for checkpoints.
+        Raises ``ValueError`` when there is no place for checkpoints, or the export would go where it must not.
         """
         checkpoint_uri = job.spec.checkpoint.uri or default_checkpoint_uri
         if checkpoint_uri is None:
@@ -67,32 +50,21 @@ class TrainerConfig(ReportModel):
             )
         checkpoint_uri = checkpoint_uri.rstrip("/")
         export = job.spec.export
+        # Once more, now that it is known where a job saves that does not say so itself.
+        placed = job.spec.model_copy(
+            update={"checkpoint": job.spec.checkpoint.model_copy(update={"uri": checkpoint_uri})}
+        )
+        for rule in EXPORT_RULES:
+            if not rule.check(placed):
+                raise ValueError(f"spec: {rule.message}; checkpoints go to {checkpoint_uri}")
         return cls(
             job=JobIdentity(name=job.metadata.name, namespace=job.metadata.namespace, uid=uid),
             spec=job.spec,
             plan=make_plan(job.spec, processes=processes),
             checkpoint_uri=checkpoint_uri,
-            export_uri=((export.uri or f"{checkpoint_uri}/export").rstrip("/") if export.at_end else None),
+            export_uri=(export.uri or default_export(checkpoint_uri)).rstrip("/") if export.at_end else None,
         )
 
-    def numbers(self) -> dict[str, Any]:
-        """The part of the configuration that decides the numbers of the run, for comparison at resume."""
-        spec = self.spec.model_dump(mode="json", exclude_none=True)
-        for path in _NOT_NUMBERS:
-            parent: Any = spec
-            for key in path[:-1]:
-                parent = parent.get(key, {})
-            parent.pop(path[-1], None)
-        plan = self.plan.model_dump(mode="json", exclude_none=True)
-        fixed = (
-            "globalBatchSize",
-            "globalBatchTokens",
-            "maxTokensPerMicroBatch",
-            "precision",
-            "learningRate",
-        )
-        return {"spec": spec, "plan": {key: plan[key] for key in fixed if key in plan}}
-
-    def numbers_digest(self) -> str:
-        """SHA-256 of ``numbers()``."""
-        return hashlib.sha256(json.dumps(self.numbers(), sort_keys=True).encode()).hexdigest()
+    def numbers(self) -> Numbers:
+        """What decides the losses of the run, for comparison at resume."""
+        return Numbers.of(self.spec)

@@ -10,11 +10,10 @@ from sft_api.v1alpha1.workload import DataSource
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl
 from sft_trainer.data.sources import open_source
-from sft_trainer.data.tokenize import settings_for
+from sft_trainer.data.tokenize import check_named_columns, settings_for
 from sft_trainer.data.tokenizer import Codec, load_tokenizer
 from sft_trainer.errors import TrainingError
-from sft_trainer.fetch import localise
-from sft_trainer.preparation import cache_directory
+from sft_trainer.fetch import cache_directory, localise
 
 from .console import coloured, result, say
 from .errors import UserError
@@ -52,6 +51,7 @@ def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, 
     s3 = S3Settings.from_spec(spec.checkpoint.s3)
     opened = open_source(source, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN"))
     settings = settings_for(opened, source, spec.data)
+    check_named_columns(opened, settings)
     previews = (preview_row(place, row, settings, codec) for place, row in opened.read(0, min(rows, len(opened))))
     if output == "jsonl":
         for line in to_jsonl(previews):

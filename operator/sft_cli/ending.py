@@ -27,6 +27,7 @@ _ADVICE = {
         "Lower data.maxLength or training.maxTokensPerMicroBatch (training.microBatchSize without packing), or set "
         "training.activationCheckpointing: full."
     ),
+    FailureClass.DEVICE_UNAVAILABLE: "See what nvidia-smi shows, or set compute.gpusPerNode: 0 for the CPU.",
     FailureClass.HANG: "Look into the log for what the workers waited for, then run again.",
 }
 _ADVICE_ELSE = "Look into the log, then run again: it goes on from the last checkpoint."

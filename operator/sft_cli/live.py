@@ -1,14 +1,19 @@
 """What a running job shows: one line that changes on a terminal, lines now and then elsewhere."""
 
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TextIO
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
@@ -20,33 +25,77 @@ from .words import counted
 _SECONDS_BETWEEN_LINES = 10.0
 _SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SIGNS_PER_SECOND = 8
+_ERASE_BELOW = "\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_BEFORE_ANY_REPORT = "Starting: the supervisor"
+_IMPORTS = "importing torch and transformers"
 
 
-def progress_line(progress: Progress, now: datetime) -> str:
-    """The state of the run in one line, what matters most first: a narrow terminal cuts the end."""
+@dataclass(frozen=True)
+class Part:
+    """A figure of the line; those of the highest ``rank`` are the first to go where there is no room."""
+
+    rank: int
+    text: str
+
+
+def progress_line(progress: Progress, now: datetime, width: int | None = None) -> str:
+    """The state of the run in one line, of at most ``width`` columns: whole figures, as many as there is room for."""
+    phase, parts = _phase(progress), _figures(progress, now)
+    if width is not None:
+        while parts and cell_len(_joined(phase, parts)) > width and any(part.rank for part in parts):
+            parts.remove(max(parts, key=lambda part: part.rank))
+        over = cell_len(_joined(phase, parts)) - width
+        phase = shortened(phase, cell_len(phase) - over) if over > 0 else phase
+    return _joined(phase, parts)
+
+
+def _joined(phase: str, parts: Sequence[Part]) -> str:
+    return " · ".join(filter(None, (phase, *(part.text for part in parts))))
+
+
+def _phase(progress: Progress) -> str:
+    training = progress.training
+    if training.phase is Phase.TRAINING and training.step:
+        return ""
+    detail = training.phase_detail
+    if training.phase is Phase.STARTING and not detail:
+        detail = _IMPORTS  # nothing else takes long before the first worker can speak
+    return f"{training.phase.value}: {detail}" if detail else training.phase.value
+
+
+def _figures(progress: Progress, now: datetime) -> list[Part]:
     training = progress.training
     parts = []
-    if training.phase is not Phase.TRAINING or not training.step:
-        detail = f": {training.phase_detail}" if training.phase_detail else ""
-        parts.append(f"{training.phase.value}{detail}")
     if training.step:
         total = f"/{training.total_steps:,}" if training.total_steps else ""
-        parts.append(f"step {training.step:,}{total}")
+        parts.append(Part(0, f"step {training.step:,}{total}"))
     if training.loss is not None:
-        parts.append(f"loss {training.loss:.4f}")
+        parts.append(Part(1, f"loss {training.loss:.4f}"))
     if training.eval_loss is not None:
-        parts.append(f"eval {training.eval_loss:.4f}")
+        parts.append(Part(3, f"eval {training.eval_loss:.4f}"))
     if training.tokens_per_second is not None:
-        parts.append(f"{training.tokens_per_second:,.0f} tok/s")
+        parts.append(Part(4, f"{training.tokens_per_second:,.0f} tok/s"))
     if training.remaining_seconds is not None:
-        parts.append(f"{duration(training.remaining_seconds)} left")
+        parts.append(Part(2, f"{duration(training.remaining_seconds)} left"))
     latest = training.checkpoints.latest
     if latest is not None:
         age = max(0.0, (now - datetime.fromisoformat(latest.time)).total_seconds())
-        parts.append(f"saved {latest.step:,}, {duration(age)} ago")
+        parts.append(Part(6, f"saved {latest.step:,}, {duration(age)} ago"))
     if restarts := sum(is_retried(incident) for incident in progress.incidents):
-        parts.append(counted(restarts, "restart"))
-    return " · ".join(parts)
+        parts.append(Part(5, counted(restarts, "restart")))
+    return parts
+
+
+def shortened(text: str, width: int) -> str:
+    """``text`` in ``width`` columns, without its middle where that is too few: places say most at their ends."""
+    if cell_len(text) <= width:
+        return text
+    head = max(0, (width - 1) // 2)
+    tail = max(0, width - 1 - head)
+    while tail and cell_len(text[:head] + text[-tail:]) > width - 1:  # characters that are two columns wide
+        head, tail = max(0, head - 1), tail - 1
+    return f"{text[:head]}…{text[-tail:] if tail else ''}" if width > 0 else ""
 
 
 def incident_line(incident: Incident) -> str:
@@ -68,33 +117,70 @@ class Display(Protocol):
         """No more of it."""
 
 
-class _Line:
-    """A moving sign and a text, never longer than the terminal is wide."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __rich__(self) -> Text:
-        sign = _SIGNS[int(time.monotonic() * _SIGNS_PER_SECOND) % len(_SIGNS)]
-        return Text(f"{sign} {self.text}", no_wrap=True, overflow="ellipsis")
-
-
 class TerminalDisplay:
-    """A line that is overwritten in place."""
+    """A line that is overwritten in place, in a thread of its own that keeps its sign moving.
 
-    def __init__(self, console: Console) -> None:
-        self._line = _Line("Starting")
-        self._live = Live(self._line, console=console, refresh_per_second=_SIGNS_PER_SECOND, transient=True)
-        self._live.start()
+    The width of the terminal is asked for at every look. When it shrank, a terminal has broken the line that stands
+    there into several rows: they are counted, and go together.
+    """
+
+    def __init__(self, stream: TextIO, width: Callable[[], int] | None = None) -> None:
+        self._stream = stream
+        self._width = width or partial(terminal_width, stream)
+        self._progress: Progress | None = None
+        self._shown = ""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="live line", daemon=True)
+        self._write(_HIDE_CURSOR + self._drawn())
+        self._thread.start()
 
     def show(self, progress: Progress) -> None:
-        self._line.text = progress_line(progress, datetime.now(UTC))
+        self._progress = progress
 
     def say(self, message: str, **style: Any) -> None:
-        self._live.console.print(Text.from_ansi(click.style(message, **style)), soft_wrap=True)
+        with self._lock:
+            self._write(f"{self._erased()}{click.style(message, **style)}\n{self._drawn()}")
 
     def close(self) -> None:
-        self._live.stop()
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            self._write(self._erased() + _SHOW_CURSOR)
+
+    def _run(self) -> None:
+        while not self._closed.wait(1 / _SIGNS_PER_SECOND):
+            with self._lock:
+                self._write(self._erased() + self._drawn())
+
+    def _drawn(self) -> str:
+        sign = _SIGNS[int(time.monotonic() * _SIGNS_PER_SECOND) % len(_SIGNS)]
+        # One column stays free: a line that fills the last one is broken by some terminals.
+        room = self._width() - cell_len(sign) - 2
+        line = (
+            shortened(_BEFORE_ANY_REPORT, room)
+            if self._progress is None
+            else progress_line(self._progress, datetime.now(UTC), room)
+        )
+        self._shown = f"{sign} {line}"
+        return self._shown
+
+    def _erased(self) -> str:
+        rows = -(-cell_len(self._shown) // max(1, self._width()))
+        return "\r" + f"\x1b[{rows - 1}A" * (rows > 1) + _ERASE_BELOW
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone: no reason to give up a run
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Columns of the terminal that ``stream`` is now; 80 where it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 class PlainDisplay:
@@ -125,7 +211,7 @@ class PlainDisplay:
 
 def open_display(*, live: bool) -> Display:
     """On standard error: a line that changes when ``live`` and it is a terminal that can."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True)
     if live and console.is_terminal and not console.is_dumb_terminal:
-        return TerminalDisplay(console)
+        return TerminalDisplay(sys.stderr)
     return PlainDisplay()

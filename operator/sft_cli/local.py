@@ -4,15 +4,19 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+from sft_api.v1alpha1.places import EXPORT_RULES
 
 from .errors import UserError
 from .words import counted
 
 FILE_SCHEME = "file://"
+Part = TypeVar("Part", bound=ApiModel)
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,10 @@ def prepare(
     problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
     count = processes or declared_processes(job.spec)
     problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count)]
+    uri = (job.spec.checkpoint.uri or f"{FILE_SCHEME}{folder}").rstrip("/")
+    problems += _overwritten(job.spec, uri)
     if problems:
         raise UserError(*problems)
-    uri = (job.spec.checkpoint.uri or f"{FILE_SCHEME}{folder}").rstrip("/")
     return LocalRun(
         config=TrainerConfig.resolve(job, uid=local_uid(uri), default_checkpoint_uri=uri, processes=count),
         environment={variable.name: variable.value for variable in job.spec.compute.env if variable.value is not None},
@@ -94,6 +99,30 @@ def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
         file = Path(uri.removeprefix(FILE_SCHEME))
         if not file.exists():
             yield f"{path}: there is no {file} on this machine: correct the path, or put the files there"
+
+
+def _overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
+    """Which files of the job's own its export would be written over, also by way of a link."""
+
+    def real(uri: str) -> str:
+        return f"{FILE_SCHEME}{Path(uri.removeprefix(FILE_SCHEME)).resolve()}" if uri.startswith(FILE_SCHEME) else uri
+
+    def placed(part: Part, name: str = "uri") -> Part:
+        uri = getattr(part, name)
+        return part.model_copy(update={name: real(uri)}) if uri else part
+
+    data = {"train": [placed(source) for source in spec.data.train], "eval": [placed(item) for item in spec.data.eval]}
+    here = spec.model_copy(
+        update={
+            "model": placed(placed(spec.model), "tokenizer_uri"),
+            "data": spec.data.model_copy(update=data),
+            "export": placed(spec.export),
+            "checkpoint": spec.checkpoint.model_copy(update={"uri": real(checkpoint_uri)}),
+        }
+    )
+    for rule in EXPORT_RULES:
+        if not rule.check(here):
+            yield f"spec: {rule.message}; checkpoints go to {checkpoint_uri}"
 
 
 def _missing_gpus(spec: SFTJobSpec, processes: int, gpus: int) -> Iterator[str]:

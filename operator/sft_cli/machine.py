@@ -1,7 +1,6 @@
 """What this machine has, found out without importing torch."""
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 
@@ -20,10 +19,3 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     if allowed is None:
         return present
     return min(present, len([device for device in allowed.split(",") if device.strip() not in ("", "-1")]))
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

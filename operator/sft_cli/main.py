@@ -4,6 +4,7 @@ Commands import what they need when they run, so that ``sft --help`` answers at 
 """
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-MANIFEST = click.Path(exists=True, dir_okay=False, path_type=Path)
+MANIFEST = click.Path(exists=True, allow_dash=True, path_type=Path)
 _DEBUG = "sft_cli.debug"
 _INTERNAL_ERROR = 1
 
@@ -34,6 +35,9 @@ def debug_option(command: Command) -> Command:
     return click.option(
         "--debug", is_flag=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
     )(command)
+
+
+job_option = click.option("--job", "name", metavar="NAME", help="The SFTJob to take, where there are several.")
 
 
 class Commands(click.Group):
@@ -60,13 +64,20 @@ def _show(error: Exception) -> None:
         say("This is an error in sft: please report it with the output of the same command and --debug.")
 
 
-def _load(path: Path) -> "SFTJob":
+def _load(path: Path, name: str | None) -> "SFTJob":
     from .manifest import ManifestError, load_manifest
 
     try:
-        return load_manifest(path)
+        return load_manifest(path, name)
     except ManifestError as error:
         raise UserError(*error.problems) from error
+
+
+def _start_the_trainer() -> None:
+    """For commands that use the trainer. Raises UserError where it is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
+    gc.enable()
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,6 +89,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
+@job_option
 @click.option("--processes", type=click.IntRange(min=1, max=256), help="Training processes, instead of the manifest's.")
 @click.option("--fresh", is_flag=True, help="Start from the model; what an earlier run left is set aside, not deleted.")
 @click.option(
@@ -86,22 +98,22 @@ def cli() -> None:
     type=click.Choice(["text", "yaml", "json"]),
     default="text",
     show_default=True,
-    help="Format of the status at the end; yaml and json show plain progress even on a terminal.",
+    help="text: how it ended, in four lines; yaml and json: the whole status, and plain progress even on a terminal.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the log of supervisor and workers too.")
 @debug_option
-def run(manifest: Path, processes: int | None, fresh: bool, output: str, verbose: bool) -> None:
+def run(manifest: Path, name: str | None, processes: int | None, fresh: bool, output: str, verbose: bool) -> None:
     """Run an SFTJob on this machine, without a cluster.
 
     All processes of the job run here. Checkpoints, export and logs go to sft-runs/NAME in the current folder unless
     the manifest says otherwise; the same command again goes on from the newest checkpoint. The exit code is 0 only
     when the run is complete.
     """
-    job = _load(manifest)
-    gc.enable()
+    job = _load(manifest, name)
+    _start_the_trainer()
     from .run import run_job
 
-    sys.exit(run_job(job, manifest, processes=processes, fresh=fresh, output=output, verbose=verbose))
+    sys.exit(run_job(job, manifest, name=name, processes=processes, fresh=fresh, output=output, verbose=verbose))
 
 
 @cli.command()
@@ -109,7 +121,7 @@ def run(manifest: Path, processes: int | None, fresh: bool, output: str, verbose
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @debug_option
 def validate(manifests: tuple[Path, ...], output: str) -> None:
-    """Check manifests as the API server would.
+    """Check manifests as the API server would: files, folders of them, or - for standard input.
 
     Prints one line a problem; the exit code is 10 when there is one.
     """
@@ -120,31 +132,34 @@ def validate(manifests: tuple[Path, ...], output: str) -> None:
 
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
+@job_option
 @click.option("-o", "--output", type=click.Choice(["text", "yaml", "json"]), default="text", show_default=True)
 @debug_option
-def plan(manifest: Path, output: str) -> None:
+def plan(manifest: Path, name: str | None, output: str) -> None:
     """Show what would be run, and why.
 
     Every number, and whether the manifest gives it, it is a default, or it was computed from the rest.
     """
     from .plan import show_plan
 
-    show_plan(_load(manifest), output)
+    show_plan(_load(manifest, name), output)
 
 
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
+@job_option
 @click.option("-n", "--rows", type=click.IntRange(min=1), default=3, show_default=True, help="Rows of each data set.")
 @click.option("--eval", "evaluation", is_flag=True, help="The evaluation sets instead of the training sets.")
 @click.option("-o", "--output", type=click.Choice(["text", "jsonl"]), default="text", show_default=True)
 @debug_option
-def data(manifest: Path, rows: int, evaluation: bool, output: str) -> None:
+def data(manifest: Path, name: str | None, rows: int, evaluation: bool, output: str) -> None:
     """Show the first rows as the model sees them.
 
-    Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere.
+    Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere. The exit code is that of
+    the failure when something cannot be read.
     """
-    job = _load(manifest)
-    gc.enable()
+    job = _load(manifest, name)
+    _start_the_trainer()
     from .data import show_data
 
     show_data(job, rows=rows, evaluation=evaluation, output=output)

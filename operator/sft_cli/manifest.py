@@ -1,5 +1,8 @@
 """Manifests from files: every command of the CLI reads them here, and refuses what the API server would refuse."""
 
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,10 @@ from sft_api.v1alpha1.job import API_VERSION, KIND, SFTJob
 from .kubernetes_yaml import YamlError, read_documents
 from .problems import sentences
 
+STANDARD_INPUT = Path("-")
+_SUFFIXES = (".json", ".yaml", ".yml")
+"""Of the files of a folder that are read, as kubectl does."""
+
 
 class ManifestError(ValueError):
     """A manifest that cannot be used; the text has one line per problem, each says what to change."""
@@ -19,44 +26,90 @@ class ManifestError(ValueError):
         self.problems = tuple(problems)
 
 
-def load_manifest(source: Path | str) -> SFTJob:
-    """The one SFTJob of ``source``: a file's path, or the text itself. Documents of other kinds are passed over.
+def load_manifest(source: Path | str, name: str | None = None) -> SFTJob:
+    """The SFTJob called ``name`` of ``source`` (as for ``load_manifests``), or its only one.
 
-    Raises ``ManifestError``, also when there are several SFTJobs.
+    Raises ``ManifestError``, also when there are several SFTJobs and none was named.
     """
     jobs = load_manifests(source)
+    names = ", ".join(job.metadata.name for job in jobs)
+    if name is not None:
+        named = [job for job in jobs if job.metadata.name == name]
+        if not named:
+            raise ManifestError([f"{shown(source)} holds no SFTJob {name}, found {names}"])
+        jobs = named
     if len(jobs) > 1:
-        names = ", ".join(job.metadata.name for job in jobs)
-        raise ManifestError([f"{_name(source)} holds {len(jobs)} SFTJobs ({names}): give a file with one"])
+        raise ManifestError([f"{shown(source)} holds {len(jobs)} SFTJobs ({names}): choose one with --job"])
     return jobs[0]
 
 
 def load_manifests(source: Path | str) -> list[SFTJob]:
-    """All SFTJobs of ``source`` in their order, at least one. Raises ``ManifestError`` with all problems of all."""
-    documents = [document for document in _documents(source) if _is_meant(document)]
+    """All SFTJobs of ``source`` in their order, at least one. Raises ``ManifestError`` with all problems of all.
+
+    ``source`` is the path of a file or folder, ``-`` for standard input, or the text itself. Documents of other kinds
+    are passed over.
+    """
+    is_one_of_many = isinstance(source, Path) and source.is_dir()
+    documents = [
+        (origin, document)
+        for origin, document in _documents(source)
+        if (_is_ours(document) if is_one_of_many else _is_meant(document))
+    ]
     if not documents:
-        raise ManifestError([f"{_name(source)} holds no SFTJob: give apiVersion: {API_VERSION} and kind: {KIND}"])
+        raise ManifestError([f"{shown(source)} holds no SFTJob: give apiVersion: {API_VERSION} and kind: {KIND}"])
     jobs, problems = [], []
-    for number, document in enumerate(documents, start=1):
+    for number, (origin, document) in enumerate(documents, start=1):
         try:
             jobs.append(SFTJob.from_manifest(document))
         except ValidationError as error:
-            where = f"SFTJob {number} of {len(documents)}: " if len(documents) > 1 else ""
+            where = f"SFTJob {number} of {len(documents)}: " if len(documents) > 1 and not origin else origin
             problems += [f"{where}{sentence}" for sentence in sentences(error)]
+    problems += _doubles(jobs)
     if problems:
         raise ManifestError(problems)
     return jobs
 
 
-def _documents(source: Path | str) -> list[Any]:
+def shown(source: Path | str) -> str:
+    """What a message calls ``source``."""
+    if isinstance(source, str):
+        return "the manifest"
+    return "standard input" if source == STANDARD_INPUT else str(source)
+
+
+def _doubles(jobs: list[SFTJob]) -> list[str]:
+    counts = Counter((job.metadata.namespace, job.metadata.name) for job in jobs)
+    return [
+        f"{count} SFTJobs are called {name}: only the last would remain; give each a metadata.name"
+        for (_, name), count in counts.items()
+        if count > 1
+    ]
+
+
+def _documents(source: Path | str) -> Iterator[tuple[str, Any]]:
+    """Every document, with a prefix for its problems where several files are read."""
+    if isinstance(source, Path) and source.is_dir():
+        files = sorted(file for file in source.iterdir() if file.suffix.lower() in _SUFFIXES and file.is_file())
+        if not files:
+            raise ManifestError([f"{source} holds no file that ends with {', '.join(_SUFFIXES)}"])
+        for file in files:
+            yield from ((f"{file}: ", document) for _, document in _documents(file))
+        return
     try:
-        text = source if isinstance(source, str) else source.read_text(encoding="utf-8-sig")
-        documents = read_documents(text)
+        documents = read_documents(_text(source))
     except OSError as error:
-        raise ManifestError([f"{source}: {error.strerror or error}"]) from error
+        raise ManifestError([f"{shown(source)}: {error.strerror or error}"]) from error
     except (UnicodeDecodeError, YamlError) as error:
-        raise ManifestError([f"{_name(source)} is not a YAML file: {error}"]) from error
-    return [item for document in documents for item in _items(document)]
+        raise ManifestError([f"{shown(source)} is not a YAML file: {error}"]) from error
+    yield from (("", item) for document in documents for item in _items(document))
+
+
+def _text(source: Path | str) -> str:
+    if isinstance(source, str):
+        return source
+    if source == STANDARD_INPUT:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    return source.read_text(encoding="utf-8-sig")
 
 
 def _items(document: Any) -> list[Any]:
@@ -66,13 +119,16 @@ def _items(document: Any) -> list[Any]:
     return [document]
 
 
+def _is_ours(document: Any) -> bool:
+    """Whether ``document`` says that it is an SFTJob: beside it in a folder may lie anything."""
+    if not isinstance(document, dict):
+        return False
+    is_of_our_api = str(document.get("apiVersion")).startswith(f"{API_VERSION.partition('/')[0]}/")
+    return is_of_our_api or str(document.get("kind")).lower() == KIND.lower()
+
+
 def _is_meant(document: Any) -> bool:
     """Whether ``document`` is, or was meant to be, an SFTJob; a Secret beside it in the same file is not."""
     if not isinstance(document, dict):
         return True
-    kind = document.get("kind")
-    return kind is None or str(kind).lower() == KIND.lower()
-
-
-def _name(source: Path | str) -> str:
-    return "the manifest" if isinstance(source, str) else str(source)
+    return document.get("kind") is None or _is_ours(document)

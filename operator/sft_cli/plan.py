@@ -11,9 +11,11 @@ from pydantic import BaseModel
 
 from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
+from sft_api.small_data import small_data_warning
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
-from .console import result
+from .console import result, say
+from .data_size import measure
 from .words import counted
 
 
@@ -204,9 +206,29 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
     return decisions
 
 
+def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
+    """What to say of data that is small beside a step, as far as this machine has the data."""
+    size = measure(spec)
+    if size is None:
+        return None
+    rows, tokens = size
+    if plan.global_batch_size is not None:
+        step_rows = float(plan.global_batch_size)
+    else:
+        step_rows = (plan.global_batch_tokens or 0) / max(1.0, min(tokens / rows, spec.data.max_length))
+    # Only the last step of all is shorter than the others.
+    seen = rows * (plan.epochs or 1)
+    steps = plan.total_steps or (1 if seen <= step_rows else None)
+    held = step_rows if plan.total_steps else min(step_rows, seen)
+    estimated = plan.global_batch_size is None and held == step_rows
+    return small_data_warning(spec, rows=rows, step_rows=held, total_steps=steps, estimated=estimated)
+
+
 def show_plan(job: SFTJob, output: str) -> None:
     """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON."""
     plan = make_plan(job.spec)
+    if warning := warning_of(job.spec, plan):
+        say(f"Warning: {warning}", fg="yellow")
     document = plan.model_dump(mode="json", by_alias=True, exclude_none=True)
     if output == "json":
         result(json.dumps(document, indent=2))

@@ -1,6 +1,5 @@
 """Validation errors in sentences for people: the field's path, what it must be, and the value that was given."""
 
-import difflib
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +11,7 @@ from pydantic_core import ErrorDetails
 from sft_api.openapi import Schema, structural_schema
 from sft_api.v1alpha1.job import SFTJob
 
-from .kubernetes_yaml import plain_scalar
+from .remedies import absolute_path, meant_field, remedy, schema_at
 
 _TYPES = {
     "string_type": "must be a string",
@@ -57,15 +56,17 @@ def _lines(error: ErrorDetails) -> Iterator[str]:
     location, kind, value = error["loc"], error["type"], error["input"]
     path = field_path(location)
     if kind == "extra_forbidden":
-        yield f"unknown field {path}{_suggestion(location)}"
+        yield f"unknown field {path}{meant_field(location, _job_schema())}"
     elif kind == "missing":
         yield f"{path}: is required"
     elif kind == "rule":
-        for sentence in error["ctx"]["sentences"].splitlines():
+        for message, hint in error["ctx"]["said"]:
             # A rule on an object names its fields; one on a scalar says only what that must be.
-            yield f"{path}: {sentence}".removeprefix(": ") + ("" if _is_compound(value) else f", got {_quote(value)}")
+            given = "" if _is_compound(value) else f", got {_quote(value)}"
+            meant = f"; {hint}{absolute_path(value)}" if hint else ""
+            yield f"{path}: {message}{given}{meant}".removeprefix(": ")
     else:
-        yield f"{path}: {_expectation(error)}, got {_given(error)}{_remedy(kind, value)}".removeprefix(": ")
+        yield f"{path}: {_expectation(error)}, got {_given(error)}{remedy(error, _job_schema())}".removeprefix(": ")
 
 
 def _expectation(error: ErrorDetails) -> str:
@@ -79,7 +80,7 @@ def _expectation(error: ErrorDetails) -> str:
         words, key, unit = _SIZES[kind]
         return f"{words} {context[key]} {unit if context[key] != 1 else unit[:-1]}"
     if kind == "literal_error":
-        choices = _choices(error)
+        choices = [str(choice) for choice in schema_at(_job_schema(), error["loc"])["enum"]]
         return f"must be one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
     return error["msg"]
 
@@ -108,65 +109,6 @@ def _is_compound(value: Any) -> bool:
     return not isinstance(value, str | int | float | bool)
 
 
-def _remedy(kind: str, value: Any) -> str:
-    if kind == "string_type" and isinstance(value, bool | int | float):
-        return "; put it in quotes"
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
-        return "; leave the quotes out" if _reads_otherwise(value) else ""
-    return ""
-
-
-def _reads_otherwise(value: str) -> bool:
-    return not isinstance(plain_scalar(value), str)
-
-
 @cache
 def _job_schema() -> Schema:
     return structural_schema(SFTJob)
-
-
-def _choices(error: ErrorDetails) -> list[str]:
-    schema = _schema_at(_job_schema(), error["loc"])
-    return [str(choice) for choice in schema["enum"]]
-
-
-def _suggestion(location: tuple[int | str, ...]) -> str:
-    """What the user may have meant by the unknown field at ``location``."""
-    root = _job_schema()
-    *parents, name = location
-    siblings = _schema_at(root, tuple(parents)).get("properties", {})
-    close = _closest(str(name), siblings)
-    if close:
-        return f"; did you mean {close}?"
-    elsewhere = [
-        path
-        for path in _field_paths(root["properties"]["spec"], "spec")
-        if _bare(path.split(".")[-1]) == _bare(str(name))
-    ]
-    return f"; did you mean {' or '.join(elsewhere)}?" if 0 < len(elsewhere) <= 2 else ""
-
-
-def _closest(name: str, candidates: Any) -> str | None:
-    """The candidate that ``name`` most resembles, case and underscores aside."""
-    bare = {_bare(candidate): candidate for candidate in candidates}
-    found = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.65)
-    return bare[found[0]] if found else None
-
-
-def _bare(name: str) -> str:
-    return name.replace("_", "").replace("-", "").lower()
-
-
-def _schema_at(schema: Schema, location: tuple[int | str, ...]) -> Schema:
-    for part in location:
-        if isinstance(part, int):
-            schema = schema["items"]
-        else:
-            schema = schema.get("properties", {}).get(part) or schema.get("additionalProperties", {})
-    return schema
-
-
-def _field_paths(schema: Schema, path: str) -> Iterator[str]:
-    for name, field in schema.get("properties", {}).items():
-        yield f"{path}.{name}"
-        yield from _field_paths(field.get("items", field), f"{path}.{name}{'[]' if 'items' in field else ''}")

@@ -1,12 +1,11 @@
 """``sft run``: an SFTJob on this machine, with the trainer, the supervisor and the status of the cluster."""
 
 import fcntl
-import importlib.util
 import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,19 +15,21 @@ from typing import Any
 import yaml
 
 from sft_api.failures import FailureClass
+from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress
 from sft_api.rundir import write_atomically
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import SFTJobStatus
 
 from .console import result, say
-from .ending import Ending, Times, advice, ending_of, is_retried, run_status
+from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
 from .local import LocalRun, prepare
 from .logs import LogTail, last_lines
-from .machine import free_port, visible_gpus
+from .machine import visible_gpus
+from .summary import summary
 from .supervisor import Supervisor
 from .words import counted
 
@@ -52,13 +53,13 @@ class RunFiles:
     run_dir: Path
 
 
-def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, output: str, verbose: bool) -> int:
+def run_job(
+    job: SFTJob, manifest: Path, *, name: str | None, processes: int | None, fresh: bool, output: str, verbose: bool
+) -> int:
     """Run ``job`` to its end and print its status; returns the exit code.
 
     Raises UserError for what cannot work on this machine, before anything is started.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
     run = prepare(job, processes=processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
     with ExitStack() as locks:
@@ -91,8 +92,17 @@ def run_job(job: SFTJob, manifest: Path, *, processes: int | None, fresh: bool, 
             ending = ending_of(returncode, supervisor.termination(), interrupted=interruptions.count > 0)
     times = Times(start, follower.first_step, datetime.now(UTC))
     status = run_status(run.config.plan, follower.progress, ending, times)
-    _conclude(status, ending, files, _command(manifest, processes))
-    _print_status(status, output)
+    lines = summary(
+        status,
+        ending,
+        name=job.metadata.name,
+        seconds=(times.end - times.start).total_seconds(),
+        command=_command(manifest, name, processes),
+        log=files.log,
+    )
+    _conclude(lines, ending, files, output)
+    if output != "text":
+        _print_status(status, output)
     return ending.exit_code
 
 
@@ -228,31 +238,25 @@ def _introduce(run: LocalRun, files: RunFiles) -> None:
         say(note)
 
 
-def _command(manifest: Path, processes: int | None) -> str:
+def _command(manifest: Path, name: str | None, processes: int | None) -> str:
     """The command that goes on with this run."""
-    options = [] if processes is None else ["--processes", str(processes)]
+    options = [] if name is None else ["--job", name]
+    options += [] if processes is None else ["--processes", str(processes)]
     return shlex.join(["sft", "run", str(manifest), *options])
 
 
-def _conclude(status: SFTJobStatus, ending: Ending, files: RunFiles, command: str) -> None:
-    """Say how it ended and what to do next."""
-    step = status.progress.summary if status.progress and status.progress.summary else "0"
-    latest = status.checkpoints.latest if status.checkpoints else None
-    goes_on = f"goes on from step {latest.step}" if latest else "starts from the model: no checkpoint was written yet"
-    if ending.failure is None:
-        where = f"; the model is in {status.export.uri}" if status.export else ""
-        say(f"Complete: {step} steps{where}", fg="green", bold=True)
-    elif ending.failure is FailureClass.INTERRUPTED:
-        say(f"Stopped after step {step}. The same command {goes_on}:", fg="yellow")
-        say(f"  {command}")
-    else:
-        rank = f" on rank {ending.rank}" if ending.rank is not None else ""
-        say(f"{ending.failure.value}{rank}: {ending.message}", fg="red", bold=True)
-        if ending.failure in _LOG_SAYS_MORE:
-            for line in last_lines(files.log, ending.rank, _LOG_LINES_SHOWN):
-                say(f"  {line}", dim=True)
-        say(f"{advice(status, ending)}\n  {command}")
-        say(f"Log: {files.log}")
+def _conclude(lines: Sequence[str], ending: Ending, files: RunFiles, output: str) -> None:
+    """Say how it ended; a complete run's result is what the command was asked for, unless that is the status."""
+    if ending.failure in _LOG_SAYS_MORE:
+        for line in last_lines(files.log, ending.rank, _LOG_LINES_SHOWN):
+            say(f"  {line}", dim=True)
+    stopped = ending.failure is FailureClass.INTERRUPTED
+    colour = "green" if ending.failure is None else "yellow" if stopped else "red"
+    tell = result if ending.failure is None and output == "text" else say
+    first, *others = lines
+    tell(first, fg=colour, bold=True)
+    for line in others:
+        tell(line)
 
 
 _OF_A_CLUSTER: dict[str, Any] = {

@@ -2,35 +2,46 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sft_api.failures import ExitCode
 
 from .console import result
-from .manifest import ManifestError, load_manifests
+from .manifest import ManifestError, load_manifests, shown
 
 
-def problems_of(path: Path) -> tuple[str, ...]:
-    """What is wrong with the manifests in ``path``, a line each; empty when they are valid."""
+@dataclass(frozen=True)
+class Verdict:
+    """On what one argument names: the problems, a line each, or the names of its SFTJobs."""
+
+    problems: tuple[str, ...]
+    jobs: tuple[str, ...] = ()
+
+
+def verdict_on(path: Path) -> Verdict:
+    """The verdict on all SFTJobs of the file or folder ``path``, or of standard input (``-``)."""
     try:
-        load_manifests(path)
+        return Verdict((), tuple(job.metadata.name for job in load_manifests(path)))
     except ManifestError as error:
-        return error.problems
-    return ()
+        return Verdict(error.problems)
 
 
 def validate_manifests(paths: Sequence[Path], output: str) -> int:
     """Print the verdict on every manifest; returns the exit code."""
-    verdicts = {path: problems_of(path) for path in paths}
+    verdicts = {path: verdict_on(path) for path in paths}
     if output == "json":
         report = [
-            {"file": str(path), "valid": not problems, "problems": problems} for path, problems in verdicts.items()
+            {"file": str(path), "valid": not verdict.problems, "jobs": verdict.jobs, "problems": verdict.problems}
+            for path, verdict in verdicts.items()
         ]
         result(json.dumps(report, indent=2))
     else:
-        for path, problems in verdicts.items():
-            for problem in problems:
-                result(problem if problem.startswith(str(path)) else f"{path}: {problem}", fg="red")
-            if not problems:
-                result(f"{path}: valid", fg="green")
-    return int(ExitCode.CONFIG_ERROR) if any(verdicts.values()) else 0
+        for path, verdict in verdicts.items():
+            name = shown(path)
+            for problem in verdict.problems:
+                result(problem if problem.startswith(name) else f"{name}: {problem}", fg="red")
+            if not verdict.problems:
+                several = f", {len(verdict.jobs)} SFTJobs ({', '.join(verdict.jobs)})" if len(verdict.jobs) > 1 else ""
+                result(f"{name}: valid{several}", fg="green")
+    return int(ExitCode.CONFIG_ERROR) if any(verdict.problems for verdict in verdicts.values()) else 0

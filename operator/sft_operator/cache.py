@@ -2,18 +2,51 @@
 
 It holds nothing that the API server does not: a restart fills it again. ``resourceVersion`` orders what arrives
 (they are comparable as integers), so a listing that is older than a watch event changes nothing back.
+
+What belongs to an SFTJob is found along the controlling owners (pod, Job, SFTJob), never by labels, which anybody may
+wear. Tenants may write owners as well: so every object is read on its own, only what decides something is kept of it,
+and only so many pods are held for one job.
 """
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sft_api.v1alpha1 import KIND
 
-from .names import JOB_LABEL
-from .observed import ChildJob, Manifest, Observed, Pod, Refusal, Report, Stored, Warning
+from .observed import (
+    ChildJob,
+    Manifest,
+    Observed,
+    Pod,
+    Refusal,
+    Report,
+    Stored,
+    Unanswered,
+    Warning,
+    controller,
+    sft_job,
+)
+from .untrusted import integer, part, text
+from .workload import Queueing
+
+logger = logging.getLogger(__name__)
 
 KINDS = (KIND, "Job", "Pod")
+"""In the order in which they are listed: who owns comes before what is owned."""
+
+_READ: Mapping[str, Callable[[Manifest], Any]] = {
+    KIND: sft_job,
+    "Job": ChildJob.from_manifest,
+    "Pod": Pod.from_manifest,
+}
+_MOST_NODES = 4096
+_SPARE_PODS = 1000
+"""Held for one job beyond two a node: lost pods stay until their Job goes."""
+_CROWD = ("pods", "")
+_SHOWN_UNREADABLE = 3
 
 
 class Key(NamedTuple):
@@ -43,10 +76,14 @@ class Entry:
     pods: dict[str, _Seen] = field(default_factory=dict)
     gone_pods: dict[str, Pod] = field(default_factory=dict)
     report: Report | None = None
+    unanswered: Unanswered | None = None
     refusal: Refusal | None = None
+    queueing: Queueing | None = None
     warnings: tuple[Warning, ...] = ()
     stored: Stored | None = None
     namespace_terminating: bool = False
+    unreadable: dict[tuple[str, str], str] = field(default_factory=dict)
+    """What could not be read, a sentence each, by kind and uid."""
 
     @property
     def empty(self) -> bool:
@@ -55,16 +92,21 @@ class Entry:
 
 def key_of(kind: str, manifest: Manifest) -> Key | None:
     """The SFTJob an object belongs to, or None for a stranger's."""
-    metadata = manifest.get("metadata", {})
-    name = metadata.get("name") if kind == KIND else (metadata.get("labels") or {}).get(JOB_LABEL)
-    if kind == "Job" and metadata.get("name") != name:
+    metadata = part(manifest, "metadata")
+    name, namespace = text(metadata.get("name")), text(metadata.get("namespace"))
+    owner = {KIND: name, "Job": _owner(manifest, KIND), "Pod": _owner(manifest, "Job")}[kind]
+    if kind == "Job" and owner != name:
         return None  # a copy that someone made: ours has the name of its SFTJob
-    return Key(metadata.get("namespace", ""), name) if name else None
+    return Key(namespace, owner) if owner and namespace and _uid(manifest) else None
+
+
+def _owner(manifest: Manifest, kind: str) -> str:
+    return text(controller(manifest, kind).get("name"))
 
 
 def version_of(manifest: Manifest) -> int:
     """``metadata.resourceVersion`` as a number."""
-    return int(manifest.get("metadata", {}).get("resourceVersion") or 0)
+    return integer(part(manifest, "metadata").get("resourceVersion"), highest=2**64) or 0
 
 
 class Cache:
@@ -96,23 +138,62 @@ class Cache:
 
     def store(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in an object; the key to look at again, None when nothing new was learnt."""
-        key, version = key_of(kind, manifest), version_of(manifest)
-        if key is None or self._deleted.get(_uid(manifest), -1) >= version:
+        key, uid, version = key_of(kind, manifest), _uid(manifest), version_of(manifest)
+        if key is None or self._deleted.get(uid, -1) >= version:
             return None
-        entry = self.entry(key)
-        known = entry.pods.get(_uid(manifest)) if kind == "Pod" else entry.job if kind == "Job" else entry.manifest
+        known = self._known(key, kind, uid)
         if known is not None and known.version >= version:
             return None
+        if kind == "Pod" and known is None and not self._is_expected(key):
+            return None
+        entry = self.entry(key)
+        if kind == "Pod" and known is None and len(entry.pods) >= (most := _most_pods(entry)):
+            many = f"more than {most} pods belong to Job {key.name}, and no more are looked at"
+            return self.say(key, _CROWD, f"{many}: delete those that have ended")
+        try:
+            seen = _Seen(version, _READ[kind](manifest))
+        except Exception as error:  # one object never ends a listing, nor hides another
+            name = text(part(manifest, "metadata").get("name"))
+            return self.say(
+                key, (kind, uid), f"{kind} {name} cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            )
+        entry.unreadable.pop((kind, uid), None)
         if kind == "Pod":
-            seen = entry.pods[_uid(manifest)] = _Seen(version, Pod.from_manifest(manifest))
+            entry.pods[uid] = seen
         elif kind == "Job":
-            seen = entry.job = _Seen(version, ChildJob.from_manifest(manifest))
+            entry.job = seen
         else:
-            if entry.manifest and _uid(entry.manifest.value) != _uid(manifest):
+            if entry.manifest and _uid(entry.manifest.value) != uid:
                 _forget_run(entry)
-            seen = entry.manifest = _Seen(version, manifest)
+            entry.manifest = seen
         # Much of what changes in pods and Jobs (managed fields, other conditions' times) decides nothing.
         return None if known is not None and known.value == seen.value else key
+
+    def _known(self, key: Key, kind: str, uid: str) -> _Seen | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        return entry.pods.get(uid) if kind == "Pod" else entry.job if kind == "Job" else entry.manifest
+
+    def _is_expected(self, key: Key) -> bool:
+        """Whether there is a Job, or an SFTJob that may have one, for pods to belong to."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry.manifest is not None or entry.job is not None)
+
+    def say(self, key: Key, what: tuple[str, str], sentence: str | None) -> Key | None:
+        """Have it said on the job that something of it (its kind and uid) cannot be read, or, with None, that it can.
+
+        The key to look at again, None when that was known.
+        """
+        unreadable = self.entry(key).unreadable
+        if unreadable.get(what) == sentence:
+            return None
+        if sentence is None:
+            del unreadable[what]
+        else:
+            unreadable[what] = sentence
+            logger.warning("%s: %s", key, sentence)
+        return key
 
     def remove(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in that an object was deleted; the key to look at again."""
@@ -121,9 +202,10 @@ class Cache:
             return None
         self._deleted[uid] = version_of(manifest)
         entry = self.entry(key)
+        entry.unreadable.pop((kind, uid), None)
         if kind == "Pod":
-            if entry.pods.pop(uid, None):
-                entry.gone_pods[uid] = Pod.from_manifest(manifest)
+            if last := entry.pods.pop(uid, None):
+                entry.gone_pods[uid] = _last_seen(manifest, last.value)
         elif kind == "Job":
             if entry.job and entry.job.value.uid == uid:
                 entry.job = None
@@ -135,20 +217,42 @@ class Cache:
             self._entries.pop(key)
         return key
 
-    def versions(self, kind: str) -> dict[str, int]:
-        """The version in which each object of ``kind`` is known, by uid."""
-        return {uid: seen.version for entry in self._entries.values() for uid, seen in _objects(entry, kind)}
+    def held_version(self, kind: str, key: Key, uid: str) -> int:
+        """The version in which an object is held; 0 when it is not."""
+        seen = self._known(key, kind, uid)
+        if seen is None:
+            return 0
+        held = uid if kind == "Pod" else seen.value.uid if kind == "Job" else _uid(seen.value)
+        return seen.version if held == uid else 0
 
     def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[Key]:
         """Take in a complete listing made at ``version``; the keys for which it brought something new."""
-        listed = list(manifests)
-        changed = {key for manifest in listed if (key := self.store(kind, manifest))}
-        present = {_uid(manifest) for manifest in listed}
+        listing = self.listing(kind)
+        for manifest in manifests:
+            listing.take(manifest)
+        return listing.end(version)
+
+    def listing(self, kind: str) -> "Listing":
+        """Begin to take in a complete listing, object by object."""
+        return Listing(self, kind)
+
+    def end_listing(self, kind: str, present: set[str], pods: Counter[Key], version: int) -> set[Key]:
+        """Forget what a complete listing made at ``version`` did not show; the keys that have lost something.
+
+        ``present`` are the uids of our objects in it, ``pods`` how many it had of each key.
+        """
+        changed = set()
         for key, entry in list(self._entries.items()):
             for uid, seen in _objects(entry, kind):
                 if uid not in present and seen.version <= version:
                     self._drop(key, entry, kind, uid)
                     changed.add(key)
+            gone = [what for what in entry.unreadable if what[0] == kind and what[1] not in present]
+            if kind == "Pod" and pods[key] <= _most_pods(entry):
+                gone += [_CROWD] if _CROWD in entry.unreadable else []
+            for what in gone:
+                del entry.unreadable[what]
+                changed.add(key)
         self._deleted = {uid: seen for uid, seen in self._deleted.items() if seen > version}
         self._entries = {key: entry for key, entry in self._entries.items() if not entry.empty}
         return changed
@@ -172,32 +276,91 @@ class Cache:
         uid = _uid(entry.manifest.value) if entry.manifest else None
         found: ChildJob | None = entry.job.value if entry.job else None
         job = found if found and uid and found.owner_uid == uid else None
-        pods = [seen.value for seen in entry.pods.values()]
+        pods: list[Pod] = [seen.value for seen in entry.pods.values()]
         return Observed(
             job=job,
             pods=_of_job(job, pods),
+            earlier_pods=_sorted(pod for pod in pods if not pod.finished and (job is None or pod.job_uid != job.uid)),
             gone_pods=_of_job(job, entry.gone_pods.values()),
             report=entry.report,
+            unanswered=entry.unanswered,
             refusal=entry.refusal,
+            queueing=entry.queueing,
             warnings=entry.warnings,
             stored=entry.stored,
             namespace_terminating=entry.namespace_terminating,
+            unreadable=tuple(entry.unreadable.values())[:_SHOWN_UNREADABLE],
         )
 
 
+class Listing:
+    """A complete listing that is being taken in: of each object only what is kept of it stays in memory.
+
+    One that breaks off is dropped, and another begun: what it has brought holds all the same.
+    """
+
+    def __init__(self, cache: Cache, kind: str) -> None:
+        self._cache = cache
+        self._kind = kind
+        self._present: set[str] = set()
+        self._pods: Counter[Key] = Counter()
+        self._changed: set[Key] = set()
+        self.news = 0
+        """Objects that no watch had told of, or not in that version."""
+        self.newest = 0
+        """The highest version among those."""
+
+    def take(self, manifest: Manifest) -> None:
+        """Take in one object."""
+        key, uid = key_of(self._kind, manifest), _uid(manifest)
+        if key is None:
+            return
+        self._present.add(uid)
+        if self._kind == "Pod":
+            self._pods[key] += 1
+        before = self._cache.held_version(self._kind, key, uid)
+        if self._cache.store(self._kind, manifest):
+            self._changed.add(key)
+        version = self._cache.held_version(self._kind, key, uid)
+        if version > before:
+            self.news += 1
+            self.newest = max(self.newest, version)
+
+    def end(self, version: int) -> set[Key]:
+        """The listing is complete, and was made at ``version``; the keys for which it brought something new."""
+        return self._changed | self._cache.end_listing(self._kind, self._present, self._pods, version)
+
+
 def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:
-    mine = [pod for pod in pods if job is not None and pod.job_uid == job.uid]
-    return tuple(sorted(mine, key=lambda pod: (pod.index or 0, pod.created.timestamp() if pod.created else 0.0)))
+    return _sorted(pod for pod in pods if job is not None and pod.job_uid == job.uid)
+
+
+def _sorted(pods: Iterable[Pod]) -> tuple[Pod, ...]:
+    return tuple(sorted(pods, key=lambda pod: (pod.index or 0, pod.created.timestamp() if pod.created else 0.0)))
 
 
 def _forget_run(entry: Entry) -> None:
-    entry.report, entry.refusal, entry.warnings, entry.stored = None, None, (), None
+    entry.report, entry.unanswered, entry.refusal, entry.warnings, entry.stored = None, None, None, (), None
+    entry.queueing = None
     entry.namespace_terminating = False
     entry.gone_pods.clear()
+    entry.unreadable.clear()
 
 
 def _uid(manifest: Manifest) -> str:
-    return str(manifest.get("metadata", {}).get("uid", ""))
+    return text(part(manifest, "metadata").get("uid"))
+
+
+def _most_pods(entry: Entry) -> int:
+    spec = part(entry.manifest.value, "spec", "compute") if entry.manifest else {}
+    return 2 * (integer(spec.get("nodes"), lowest=1, highest=_MOST_NODES) or 1) + _SPARE_PODS
+
+
+def _last_seen(manifest: Manifest, known: Pod) -> Pod:
+    try:
+        return Pod.from_manifest(manifest)
+    except Exception:
+        return known
 
 
 def _objects(entry: Entry, kind: str) -> list[tuple[str, _Seen]]:

@@ -8,6 +8,7 @@ import json
 import os
 import ssl
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -15,7 +16,10 @@ import aiohttp
 
 from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
+from .list_body import ListBody
 from .observed import Manifest
+from .server_clock import ServerClock
+from .untrusted import integer, part, text
 
 _PATHS = {
     KIND: (f"apis/{GROUP}/{VERSION}", PLURAL),
@@ -28,10 +32,14 @@ _PATHS = {
     "CoreEvent": ("api/v1", "events"),
     "Event": ("apis/events.k8s.io/v1", "events"),
     "Lease": ("apis/coordination.k8s.io/v1", "leases"),
-    "Workload": ("apis/kueue.x-k8s.io/v1beta1", "workloads"),
+    # Kueue up to 0.14 serves the second only; from 0.16 on it is deprecated, and some releases refuse its patches.
+    "Workload/v1beta2": ("apis/kueue.x-k8s.io/v1beta2", "workloads"),
+    "Workload/v1beta1": ("apis/kueue.x-k8s.io/v1beta1", "workloads"),
 }
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
+LIST_TIMEOUT = aiohttp.ClientTimeout(total=300, sock_connect=5, sock_read=30)
+"""A page of the largest objects that there can be takes long, and is read as it comes."""
 LIST_CHUNK = 500
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
@@ -52,6 +60,11 @@ class ApiError(Exception):
         """Whether the same request may succeed a little later: overload, a conflict, a server that restarts."""
         return self.code in (408, 409, 429) or self.code >= 500
 
+    @property
+    def of_webhook(self) -> bool:
+        """Whether a webhook did not answer: that lasts until someone brings it back, and nothing may wait for it."""
+        return self.code >= 500 and "webhook" in self.message
+
 
 class Cluster:
     """Requests of one kind of object by namespace and name. Raises ``ApiError``, ``aiohttp.ClientError``,
@@ -67,6 +80,11 @@ class Cluster:
         self.server = server.rstrip("/")
         self.session = session
         self._on_answer = on_answer
+        self._clock = ServerClock()
+
+    def now(self) -> datetime:
+        """The time by the clock of the API server, by which it writes the times of objects."""
+        return self._clock.now()
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Manifest:
         """One object."""
@@ -77,18 +95,53 @@ class Cluster:
     ) -> tuple[list[Manifest], int]:
         """All objects (or ``at_most`` so many), and the version at which the list was made."""
         items: list[Manifest] = []
+        version = await self.scan(kind, namespace, items.append, labels=labels, fields=fields, at_most=at_most)
+        return items, version
+
+    async def scan(
+        self,
+        kind: str,
+        namespace: str | None,
+        take: Callable[[Manifest], None],
+        *,
+        labels: str = "",
+        fields: str = "",
+        at_most: int | None = None,
+    ) -> int:
+        """Hand all objects (or ``at_most`` so many) to ``take``, one by one as they arrive, page by page.
+
+        Returns the version at which the list was made. The server may let a list expire between two pages: ``ApiError``
+        with code 410, after which it must be begun again.
+        """
         query = {"limit": str(at_most or LIST_CHUNK)}
         if labels:
             query["labelSelector"] = labels
         if fields:
             query["fieldSelector"] = fields
         while True:
-            page = await self._request("list", kind, "GET", f"{self._url(kind, namespace)}?{urlencode(query)}")
-            items += page.get("items") or []
-            metadata = page.get("metadata") or {}
-            if at_most or not metadata.get("continue"):
-                return items, int(metadata.get("resourceVersion") or 0)
-            query["continue"] = metadata["continue"]
+            body = await self._read_list(kind, f"{self._url(kind, namespace)}?{urlencode(query)}", take)
+            more = text(part(body, "metadata").get("continue"))
+            if at_most or not more:
+                return integer(part(body, "metadata").get("resourceVersion"), highest=2**64) or 0
+            query["continue"] = more
+
+    async def _read_list(self, kind: str, url: str, take: Callable[[Manifest], None]) -> Manifest:
+        """One page: all of it but its items."""
+        body = ListBody()
+        headers = {"Accept": "application/json"}
+        async with self.session.get(url, headers=headers, timeout=LIST_TIMEOUT, allow_redirects=False) as response:
+            self._answered("list", kind, response)
+            if response.status >= 300:
+                raise _error(response.status, response.headers, await response.read())
+            try:
+                async for data in response.content.iter_any():
+                    for item in body.feed(data):
+                        take(item)
+                for item in body.close():
+                    take(item)
+            except ValueError as error:
+                raise aiohttp.ClientPayloadError(str(error)) from error
+        return body.fields
 
     async def create(self, kind: str, namespace: str, manifest: Manifest, *, whole: bool = False) -> Manifest:
         """Create, and return what the server made of it; its metadata only, unless the ``whole`` is asked for."""
@@ -146,20 +199,27 @@ class Cluster:
         async with self.session.request(
             method, url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, allow_redirects=False
         ) as response:
-            text = await response.read()
-            self._on_answer(verb, kind, response.status)
+            answer = await response.read()
+            self._answered(verb, kind, response)
             if response.status >= 300:
-                raise _error(response.status, response.headers, text)
-            answer: Manifest = json.loads(text)
-            return answer
+                raise _error(response.status, response.headers, answer)
+            try:
+                document: Manifest = json.loads(answer)
+            except (ValueError, RecursionError) as error:
+                raise aiohttp.ClientPayloadError(f"the answer is no JSON: {error}") from error
+            return document
+
+    def _answered(self, verb: str, kind: str, response: aiohttp.ClientResponse) -> None:
+        self._on_answer(verb, kind, response.status)
+        self._clock.heard(response.headers.get("Date", ""))
 
 
-def _error(code: int, headers: Mapping[str, str], text: bytes) -> ApiError:
+def _error(code: int, headers: Mapping[str, str], answer: bytes) -> ApiError:
     try:
-        status = json.loads(text)
+        status = json.loads(answer)
         reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
-    except (ValueError, AttributeError):
-        reason, message = "", text.decode(errors="replace")[:1000]
+    except (ValueError, RecursionError, AttributeError):
+        reason, message = "", answer.decode(errors="replace")[:1000]
     try:
         retry_after = float(headers.get("Retry-After", ""))
     except ValueError:
@@ -167,10 +227,11 @@ def _error(code: int, headers: Mapping[str, str], text: bytes) -> ApiError:
     return ApiError(code, reason, message, retry_after)
 
 
-async def connect() -> tuple[str, aiohttp.ClientSession]:
+async def connect(*middlewares: aiohttp.ClientMiddlewareType) -> tuple[str, aiohttp.ClientSession]:
     """URL of the API server and a session that is allowed in: the pod's service account, else the kubeconfig.
 
-    Tokens are read again when they expire. Raises ``ConfigError`` when there is neither.
+    ``middlewares`` see every request. Tokens are read again when they expire. Raises ``ConfigError`` when there is
+    neither.
     """
     from kubernetes.aio import client, config  # heavy, and needed once
 
@@ -198,7 +259,7 @@ async def connect() -> tuple[str, aiohttp.ClientSession]:
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=_ssl_context(configuration), limit=100, keepalive_timeout=60),
         headers={"User-Agent": "sft-operator"},
-        middlewares=(authorize,),
+        middlewares=(authorize, *middlewares),
         proxy=configuration.proxy or None,
     )
     return configuration.host, session

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from sft_api.v1alpha1 import S3Spec
+from sft_api.v1alpha1 import ResourcesSpec, S3Spec
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -36,7 +36,16 @@ class StoreSettings(SettingsModel):
     s3: S3Spec = S3Spec()
     """How it is reached. ``credentialsSecretRef`` names a Secret of the *job's* namespace."""
     verify: bool = False
-    """Whether the operator itself reads manifests (with the credentials in its own environment)."""
+    """Whether the operator itself reads manifests (with the credentials in its own environment), of each job in its
+    namespace's folder."""
+
+
+class DefaultResources(SettingsModel):
+    """What pods get of resources that their job names neither in its requests nor in its limits."""
+
+    per_gpu: ResourcesSpec = ResourcesSpec()
+    per_cpu_process: ResourcesSpec = ResourcesSpec()
+    """For each process of pods without GPUs."""
 
 
 class PodSettings(SettingsModel):
@@ -47,6 +56,11 @@ class PodSettings(SettingsModel):
     image_pull_secrets: list[str] = []
     command: list[str] = ["python", "-m", "sft_trainer.launch"]
     """Entry of the trainer image: the supervisor."""
+    resources: DefaultResources = DefaultResources(
+        # Little enough for the smallest nodes with GPUs: 4 CPUs and 16 GiB for one.
+        per_gpu=ResourcesSpec(requests={"cpu": 2, "memory": "8Gi"}),
+        per_cpu_process=ResourcesSpec(requests={"cpu": 1, "memory": "2Gi"}),
+    )
 
 
 class NetworkPolicySettings(SettingsModel):

@@ -22,7 +22,7 @@ from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR
 from .observed import Manifest
 from .progress_client import ProgressClient
-from .reconciler import Reconciler, utc_now
+from .reconciler import Reconciler
 from .store import CheckpointStore
 from .watchdog import Watchdog
 from .workqueue import RetryLater, WorkQueue
@@ -30,6 +30,7 @@ from .workqueue import RetryLater, WorkQueue
 logger = logging.getLogger(__name__)
 
 _SICK_AFTER_RESYNCS = 5
+_TRIES_OF_A_LISTING = 3
 _SPREAD_SECONDS = 10.0
 _SWARM_SECONDS = 0.1
 
@@ -55,12 +56,16 @@ class Operator:
             settings,
             self._metrics,
             look_again=self._queue.add,
-            now=utc_now,
+            now=self._cluster.now,
         )
-        self._reconciler = Reconciler(self._cluster, self._cache, lookout, settings, self._metrics)
+        self._reconciler = Reconciler(
+            self._cluster, self._cache, lookout, settings, self._metrics, now=self._cluster.now
+        )
         self._listed: float | None = None
         """When everything was last listed, or tried to be; None while another replica works."""
         self._synced = False
+        self._bugs: dict[Key, str] = {}
+        """The last error of each key over which the operator failed."""
         self._watchdog = Watchdog()
 
     async def run(self) -> None:
@@ -108,6 +113,7 @@ class Operator:
 
     async def _reconcile(self, key: Key) -> float | None:
         again = await self._reconciler.reconcile(key)
+        self._bugs.pop(key, None)
         self._metrics.reconciles.labels("done").inc()
         return again
 
@@ -116,7 +122,10 @@ class Operator:
             logger.warning("%s: %s", key, error)
             self._metrics.reconciles.labels("retry").inc()
         else:
-            logger.error("%s: a bug in the operator", key, exc_info=error)
+            # The whole of it once: what is permanent fails again and again.
+            told = self._bugs.get(key) == (bug := repr(error))
+            self._bugs[key] = bug
+            logger.error("%s: a bug in the operator: %s", key, bug, exc_info=None if told else error)
             self._metrics.reconciles.labels("error").inc()
 
     def _seen(self, kind: str, event: str | None, manifest: Manifest) -> None:
@@ -167,13 +176,7 @@ class Operator:
         changed: set[Key] = set()
         try:
             for kind in KINDS:
-                selector = "" if kind == KIND else WATCH_SELECTOR
-                items, version = await self._cluster.list(kind, self._settings.namespace, labels=selector)
-                known = self._cache.versions(kind)
-                changed |= self._cache.replace(kind, items, version)
-                news = [item for item in items if version_of(item) > known.get(item["metadata"]["uid"], 0)]
-                self._metrics.missed.inc(0 if first else len(news))
-                self._watchdog.listed(kind, max(map(version_of, news), default=0), time.monotonic())
+                changed |= await self._list(kind, first=first)
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("listing failed: %s", error)
             return False
@@ -182,6 +185,21 @@ class Operator:
             self._queue.add(key, 0.0 if first else random.uniform(0.0, _SPREAD_SECONDS))  # noqa: S311
         self._synced = True
         return True
+
+    async def _list(self, kind: str, *, first: bool) -> set[Key]:
+        """Take in all objects of ``kind``; the keys for which that brought something new."""
+        selector = "" if kind == KIND else WATCH_SELECTOR
+        for tries_left in reversed(range(_TRIES_OF_A_LISTING)):
+            listing = self._cache.listing(kind)
+            try:
+                version = await self._cluster.scan(kind, self._settings.namespace, listing.take, labels=selector)
+                break
+            except ApiError as error:
+                if error.code != 410 or not tries_left:  # it expired between two pages
+                    raise
+        self._metrics.missed.inc(0 if first else listing.news)
+        self._watchdog.listed(kind, listing.newest, time.monotonic())
+        return listing.end(version)
 
     def _sick(self) -> str | None:
         if self._listed is None:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import aiohttp
 import kopf
 
 from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
@@ -46,12 +47,21 @@ class _NoMemory(kopf.DiffBaseStorage):
         return None
 
 
+async def _list_again(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """A list that expired between two pages breaks off, and is begun again; kopf would end the process."""
+    response = await handler(request)
+    if response.status == 410 and "continue" in request.url.query:
+        response.close()
+        raise aiohttp.ClientPayloadError(f"the list expired: {request.url.path}")
+    return response
+
+
 def _registry(seen: Seen) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        server, session = await connect()
+        server, session = await connect(_list_again)
         return kopf.AiohttpSession(server=server, aiohttp_session=session)
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
@@ -61,12 +71,21 @@ def _registry(seen: Seen) -> kopf.OperatorRegistry:
     @kopf.on.event("batch", "v1", "jobs", registry=registry)
     async def job(event: Any, **_: Any) -> None:
         seen("Job", event["type"], event["object"])
+        _shrink(event["object"])
 
     @kopf.on.event("", "v1", "pods", registry=registry)
     async def pod(event: Any, **_: Any) -> None:
         seen("Pod", event["type"], event["object"])
+        _shrink(event["object"])
 
     return registry
+
+
+def _shrink(manifest: Any) -> None:
+    """Drop what has been read: kopf holds every object for some seconds, in case that more is heard of it."""
+    manifest.pop("spec", None)
+    manifest.pop("status", None)
+    manifest["metadata"].pop("managedFields", None)
 
 
 def _kopf_settings() -> kopf.OperatorSettings:
@@ -82,7 +101,8 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.watching.client_timeout = 330
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = 75
-    settings.watching.chunk_size = 500
+    # A page is held as a whole, and an object may have 1.5 MiB, which is six times as much as dicts.
+    settings.watching.chunk_size = 20
     settings.networking.connect_timeout = 10
     settings.networking.request_timeout = 60
     settings.networking.error_backoffs = _PatientRetries()

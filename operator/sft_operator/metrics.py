@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .observed import Manifest, parse_time
+from .untrusted import text
 
 # Metric name, help, path in the status.
 _FIGURES = (
@@ -81,20 +82,27 @@ class JobCollector(Collector):
             "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
         )
         for job, status in jobs:
-            states.add_metric((*job, status.get("state") or "Unknown"), 1.0)
+            states.add_metric((*job, text(status.get("state")) or "Unknown"), 1.0)
             for kind in ("failures", "disruptions"):
-                restarts.add_metric((*job, kind), float((status.get("restarts") or {}).get(kind) or 0))
+                restarts.add_metric((*job, kind), float(_number(_at(status, ("restarts", kind))) or 0))
             time = parse_time(_at(status, ("checkpoints", "latest", "time")))
             if time:
                 checkpoint.add_metric(job, time.timestamp())
         yield from (states, restarts, checkpoint)
-        for name, text, path in _FIGURES:
-            family = GaugeMetricFamily(name, text, labels=labels)
+        for name, meaning, path in _FIGURES:
+            family = GaugeMetricFamily(name, meaning, labels=labels)
             for job, status in jobs:
-                value = _at(status, path)
-                if isinstance(value, int | float):
-                    family.add_metric(job, float(value))
+                if (value := _number(_at(status, path))) is not None:
+                    family.add_metric(job, value)
             yield family
+
+
+def _number(value: object) -> float | None:
+    """``value``, unless it is no number, or one that no float holds."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _at(status: Any, path: tuple[str, ...]) -> Any:

@@ -10,10 +10,24 @@ JOB_LABEL = f"{GROUP}/job"
 """On every child and every pod: the name of the SFTJob. Services and network policies select by it."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """On an SFTJob: Kueue decides when its Job may run."""
+PRIORITY_CLASS_LABEL = "kueue.x-k8s.io/priority-class"
+KUEUE_LABELS = (QUEUE_LABEL, PRIORITY_CLASS_LABEL, "kueue.x-k8s.io/max-exec-time-seconds")
+"""Labels of an SFTJob that are for Kueue, which reads them on the Job."""
+FOLLOWED_LABELS_ANNOTATION = f"{GROUP}/queue-labels"
+"""On a Job: those of ``KUEUE_LABELS`` that its SFTJob had when they were followed last, as JSON. What a webhook has
+added to the Job (Kueue's own: the LocalQueue ``default``) is no wish of the user, nor is it taken back."""
+
+SUSPENDED_ANNOTATION = f"{GROUP}/suspended"
+"""On a Job or a Workload: this operator has stopped it, and may let it go on. What others stopped is theirs."""
 
 CHECKPOINT_URI_ANNOTATION = f"{GROUP}/checkpoint-uri"
 EXPORT_URI_ANNOTATION = f"{GROUP}/export-uri"
 """On ConfigMap and Job: where this run saves and exports, which later settings of the operator do not change."""
+
+PLACE_ANNOTATIONS = (CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION)
+CONFIG_DIGEST_ANNOTATION = f"{GROUP}/config-digest"
+CONFIG_ANNOTATION = f"{GROUP}/config"
+"""On the Job: SHA-256 of the trainer's configuration, and a copy (zlib, base64) to make its ConfigMap again."""
 
 TRAINER_CONTAINER = "trainer"
 CONFIG_KEY = "config.json"

@@ -1,62 +1,74 @@
 """What is seen in the cluster, reduced to what decisions need. Pure: no I/O, no clock.
 
-Objects arrive as the API server sends them (dicts); fields that are missing or odd become None or empty, so that
-a strange object of someone else cannot stop the operator.
+Objects arrive as the API server sends them (dicts), with whatever tenants wrote into them: they are read by
+``untrusted`` alone, so that none of them can stop the operator or fill its memory.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from sft_api.progress import Progress, TerminationMessage
-from sft_api.v1alpha1 import KIND, CheckpointsStatus
+from sft_api.v1alpha1 import GROUP, KIND, CheckpointsStatus
 
 from . import untrusted
-from .names import CHECKPOINT_URI_ANNOTATION, EXPORT_URI_ANNOTATION, QUEUE_LABEL, TRAINER_CONTAINER
+from .conditions import Condition, conditions_of
+from .names import (
+    CHECKPOINT_URI_ANNOTATION,
+    CONFIG_DIGEST_ANNOTATION,
+    EXPORT_URI_ANNOTATION,
+    FOLLOWED_LABELS_ANNOTATION,
+    KUEUE_LABELS,
+    QUEUE_LABEL,
+    SUSPENDED_ANNOTATION,
+    TRAINER_CONTAINER,
+)
+from .untrusted import entries, integer, part, text, texts
+from .untrusted import parse_time as parse_time
+from .workload import Queueing
 
 Manifest = dict[str, Any]
 
 
-def parse_time(text: object) -> datetime | None:
-    """The time of a Kubernetes timestamp, or None."""
-    if not isinstance(text, str):
-        return None
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
+_GROUPS = {"Job": "batch", KIND: GROUP}
+_LONGEST_TERMINATION_MESSAGE = 4096
+"""As the kubelet cuts it."""
+
+
+def controller(manifest: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The reference to the controlling owner of that kind; empty when there is none.
+
+    Whoever may write an object may write its owners: they tell what to look at, not whom to trust.
+    """
+    for reference in entries(part(manifest, "metadata").get("ownerReferences")):
+        group = text(reference.get("apiVersion")).partition("/")[0]
+        if reference.get("kind") == kind and group == _GROUPS[kind] and reference.get("controller") is True:
+            return reference
+    return {}
 
 
 def owner_uid(manifest: Mapping[str, Any], kind: str) -> str | None:
     """Uid of the controlling owner of that kind."""
-    for reference in manifest.get("metadata", {}).get("ownerReferences") or ():
-        if reference.get("kind") == kind and reference.get("controller"):
-            return str(reference.get("uid"))
-    return None
+    return text(controller(manifest, kind).get("uid")) or None
 
 
-@dataclass(frozen=True)
-class Condition:
-    """One condition of a Job or pod."""
+def sft_job(manifest: Mapping[str, Any]) -> Manifest:
+    """The SFTJob in ``manifest``, with parts of the types that they must have, without what nobody reads."""
+    metadata = part(manifest, "metadata")
+    kept = {name: item for name, item in metadata.items() if name not in ("managedFields", "ownerReferences")}
+    kept |= {name: text(metadata.get(name)) for name in ("name", "namespace", "uid", "resourceVersion")}
+    kept |= {name: texts(metadata.get(name)) for name in ("labels", "annotations")}
+    kept["annotations"].pop("kubectl.kubernetes.io/last-applied-configuration", None)
+    kept["generation"] = integer(metadata.get("generation"), highest=2**63 - 1) or 0
+    finalizers = metadata.get("finalizers")
+    kept["finalizers"] = [text(name) for name in finalizers] if isinstance(finalizers, list) else []
+    parts = {name: dict(part(manifest, name)) for name in ("spec", "status")}
+    return {"apiVersion": manifest.get("apiVersion"), "kind": manifest.get("kind"), "metadata": kept, **parts}
 
-    status: bool
-    reason: str = ""
-    message: str = ""
-    time: datetime | None = None
 
-
-def _conditions(manifest: Mapping[str, Any]) -> dict[str, Condition]:
-    return {
-        str(entry.get("type")): Condition(
-            status=entry.get("status") == "True",
-            reason=entry.get("reason") or "",
-            message=entry.get("message") or "",
-            time=parse_time(entry.get("lastTransitionTime")),
-        )
-        for entry in manifest.get("status", {}).get("conditions") or ()
-    }
+_CONDITIONS = frozenset({"Ready", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget"})
+"""Those of Jobs and pods that decide anything."""
 
 
 @dataclass(frozen=True)
@@ -111,48 +123,35 @@ class Pod:
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "Pod":
         """The pod in ``manifest``."""
-        metadata, spec, status = (manifest.get(part) or {} for part in ("metadata", "spec", "status"))
-        annotations = metadata.get("annotations") or {}
-        state = next(
-            (
-                entry.get("state") or {}
-                for entry in status.get("containerStatuses") or ()
-                if entry.get("name") == TRAINER_CONTAINER
-            ),
-            {},
-        )
-        waiting, ended = state.get("waiting") or {}, state.get("terminated")
-        deletion = parse_time(metadata.get("deletionTimestamp"))
-        grace = timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
-        conditions = _conditions(manifest)
+        metadata, spec, status = (part(manifest, name) for name in ("metadata", "spec", "status"))
+        annotations = part(metadata, "annotations")
+        containers = entries(status.get("containerStatuses"))
+        state = next((part(one, "state") for one in containers if one.get("name") == TRAINER_CONTAINER), {})
+        waiting, ended = part(state, "waiting"), part(state, "terminated")
+        deletion = deletion_time(metadata)
+        grace = integer(metadata.get("deletionGracePeriodSeconds")) or 0
+        conditions = conditions_of(manifest, _CONDITIONS)
         return cls(
-            name=metadata.get("name", ""),
-            uid=metadata.get("uid", ""),
+            name=text(metadata.get("name")),
+            uid=text(metadata.get("uid")),
             job_uid=owner_uid(manifest, "Job"),
-            index=_integer(annotations.get("batch.kubernetes.io/job-completion-index")),
-            phase=status.get("phase") or "Pending",
-            reason=status.get("reason") or "",
-            message=status.get("message") or "",
-            ip=status.get("podIP"),
-            node=spec.get("nodeName"),
+            index=integer(annotations.get("batch.kubernetes.io/job-completion-index")),
+            phase=text(status.get("phase")) or "Pending",
+            reason=text(status.get("reason")),
+            message=text(status.get("message")),
+            ip=text(status.get("podIP")) or None,
+            node=text(spec.get("nodeName")) or None,
             created=parse_time(metadata.get("creationTimestamp")),
             deletion=deletion,
-            deletion_began=deletion - grace if deletion else None,
+            deletion_began=untrusted.shifted(deletion, -grace) if deletion else None,
             ready="Ready" in conditions and conditions["Ready"].status,
             conditions=conditions,
-            waiting_reason=waiting.get("reason") or "",
-            waiting_message=waiting.get("message") or "",
-            started=parse_time((state.get("running") or {}).get("startedAt")),
-            terminated=Terminated(
-                exit_code=_integer(ended.get("exitCode")) or 0,
-                reason=ended.get("reason") or "",
-                message=ended.get("message") or "",
-                finished=parse_time(ended.get("finishedAt")),
-            )
-            if ended
-            else None,
+            waiting_reason=text(waiting.get("reason")),
+            waiting_message=text(waiting.get("message")),
+            started=parse_time(part(state, "running").get("startedAt")),
+            terminated=_terminated(ended) if ended else None,
             replaced=sum(
-                _integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
+                integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
                 for counter in ("failure", "ignored-failure")
             ),
         )
@@ -163,11 +162,20 @@ class Pod:
         return self.phase in ("Succeeded", "Failed")
 
 
-def _integer(value: object) -> int | None:
-    try:
-        return int(value)  # type: ignore[call-overload, no-any-return]
-    except (TypeError, ValueError):
-        return None
+def _terminated(ended: Mapping[str, Any]) -> Terminated:
+    code = integer(ended.get("exitCode"), lowest=-untrusted.LARGEST_COUNT)
+    return Terminated(
+        exit_code=1 if code is None else code,  # 0 is said by a complete run alone
+        reason=text(ended.get("reason")),
+        message=text(ended.get("message"), longest=_LONGEST_TERMINATION_MESSAGE),
+        finished=parse_time(ended.get("finishedAt")),
+    )
+
+
+def deletion_time(metadata: Mapping[str, Any]) -> datetime | None:
+    """When the grace period of an object ends; None while it is not being deleted."""
+    given = metadata.get("deletionTimestamp")
+    return None if given is None else parse_time(given) or untrusted.LATEST
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,11 @@ class ChildJob:
     uid: str
     owner_uid: str | None
     """Uid of the SFTJob that owns it."""
+    nodes: int = 1
+    """Indexes, each of which is to have one pod."""
     suspended: bool = False
+    suspended_by_us: bool = False
+    """This operator has suspended it, and may resume it; who else did resumes it himself."""
     active_deadline_seconds: int | None = None
     started: datetime | None = None
     """Of its latest start: resuming sets it anew."""
@@ -189,30 +201,43 @@ class ChildJob:
     checkpoint_uri: str | None = None
     """Where this run saves, and exports if it does; written when the Job was made."""
     export_uri: str | None = None
-    queue: str | None = None
-    """Kueue decides when it may run: the name of its queue."""
+    config_digest: str | None = None
+    """SHA-256 of the configuration that its trainers read."""
+    kueue_labels: Mapping[str, str] = field(default_factory=dict)
+    """Those of ``KUEUE_LABELS`` that it has."""
+    followed_labels: Mapping[str, str] = field(default_factory=dict)
+    """Those that its SFTJob had when they were followed last; others are not ours."""
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "ChildJob":
         """The Job in ``manifest``."""
-        metadata, spec, status = (manifest.get(part) or {} for part in ("metadata", "spec", "status"))
-        annotations = metadata.get("annotations") or {}
+        metadata, spec, status = (part(manifest, name) for name in ("metadata", "spec", "status"))
+        annotations, labels = part(metadata, "annotations"), part(metadata, "labels")
         return cls(
-            name=metadata.get("name", ""),
-            uid=metadata.get("uid", ""),
+            name=text(metadata.get("name")),
+            uid=text(metadata.get("uid")),
             owner_uid=owner_uid(manifest, KIND),
-            suspended=bool(spec.get("suspend")),
-            active_deadline_seconds=spec.get("activeDeadlineSeconds"),
+            nodes=integer(spec.get("completions"), lowest=1) or 1,
+            suspended=spec.get("suspend") is True,
+            active_deadline_seconds=integer(spec.get("activeDeadlineSeconds"), highest=2**63 - 1),
             started=parse_time(status.get("startTime")),
             completed=parse_time(status.get("completionTime")),
-            succeeded=_integer(status.get("succeeded")) or 0,
-            deleting="deletionTimestamp" in metadata,
-            checkpoint_uri=annotations.get(CHECKPOINT_URI_ANNOTATION),
-            export_uri=annotations.get(EXPORT_URI_ANNOTATION),
-            queue=(metadata.get("labels") or {}).get(QUEUE_LABEL),
-            conditions=_conditions(manifest),
+            succeeded=integer(status.get("succeeded")) or 0,
+            deleting=deletion_time(metadata) is not None,
+            checkpoint_uri=text(annotations.get(CHECKPOINT_URI_ANNOTATION)) or None,
+            export_uri=text(annotations.get(EXPORT_URI_ANNOTATION)) or None,
+            config_digest=text(annotations.get(CONFIG_DIGEST_ANNOTATION)) or None,
+            suspended_by_us=SUSPENDED_ANNOTATION in annotations,
+            kueue_labels=_for_kueue(labels),
+            followed_labels=_followed_labels(annotations),
+            conditions=conditions_of(manifest, _CONDITIONS),
         )
+
+    @property
+    def queue(self) -> str | None:
+        """Kueue decides when it may run: the name of its queue."""
+        return self.kueue_labels.get(QUEUE_LABEL) or None
 
     def _holds(self, kind: str) -> Condition | None:
         condition = self.conditions.get(kind)
@@ -229,6 +254,17 @@ class ChildJob:
         return self._holds("Failed") or self._holds("FailureTarget")
 
 
+def _for_kueue(labels: object) -> dict[str, str]:
+    return {name: item for name, item in texts(labels).items() if name in KUEUE_LABELS}
+
+
+def _followed_labels(annotations: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        return _for_kueue(untrusted.loads(text(annotations.get(FOLLOWED_LABELS_ANNOTATION))))
+    except ValueError:
+        return {}
+
+
 @dataclass(frozen=True)
 class Report:
     """A progress report, and when it was read."""
@@ -236,6 +272,14 @@ class Report:
     progress: Progress
     received: datetime
     pod_uid: str
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A pod that was asked for a report in vain, by this operator, again and again."""
+
+    pod_uid: str
+    since: datetime
 
 
 @dataclass(frozen=True)
@@ -281,14 +325,22 @@ class Observed:
     """Pods of ``job``, by index and age."""
     gone_pods: tuple[Pod, ...] = ()
     """Pods of ``job`` that were deleted since the last status write, as last seen."""
+    earlier_pods: tuple[Pod, ...] = ()
+    """Pods that have not ended of another Job of this name, which is gone or going."""
     report: Report | None = None
     """The last progress report of this job."""
+    unanswered: Unanswered | None = None
+    """When the last question was answered or none was asked: None."""
     refusal: Refusal | None = None
+    queueing: Queueing | None = None
+    """What Kueue says, where that matters and it has been asked."""
     warnings: tuple[Warning, ...] = ()
     """Newest first."""
     stored: Stored | None = None
     """Read since the last pod ended."""
     namespace_terminating: bool = False
+    unreadable: tuple[str, ...] = ()
+    """What of this job could not be read, a sentence each."""
 
     @property
     def coordinator(self) -> Pod | None:

@@ -5,24 +5,31 @@ redirects are not followed.
 """
 
 import asyncio
-from datetime import UTC, datetime
-from typing import Any
 
 import aiohttp
+from pydantic import ValidationError
 
-from sft_api.progress import PROGRESS_PORT, Incident, Progress
-from sft_api.report import timestamp
+from sft_api.progress import PROGRESS_PORT, Progress
+from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import CheckpointStatus
 
 from . import untrusted
-from .observed import parse_time
 
 MAX_BYTES = 256 * 1024
+_SHOWN_ERRORS, _SHOWN_CHARACTERS = 3, 500
 TIMEOUT = aiohttp.ClientTimeout(total=4, sock_connect=2)
 
 
 class UnusableReport(Exception):
     """The pod did not answer with a progress report; the message says what it did."""
+
+
+class ForeignReport(UnusableReport):
+    """It is of another run or pod: the address belongs to somebody else by now."""
+
+
+class UnreadableReport(UnusableReport):
+    """It answered with something else; asking again will not help."""
 
 
 class ProgressClient:
@@ -41,8 +48,11 @@ class ProgressClient:
         """Close the connections."""
         await self._session.close()
 
-    async def read(self, *, address: str, namespace: str, name: str) -> Progress:
-        """The report of the pod at the IP ``address``; raises ``UnusableReport``."""
+    async def read(self, *, address: str, namespace: str, name: str, job_uid: str, pod_uid: str) -> Progress:
+        """The report of the pod ``pod_uid`` of the SFTJob ``job_uid`` at the IP ``address``.
+
+        Raises ``UnusableReport``, also when somebody else answers there.
+        """
         host = f"[{address}]" if ":" in address else address
         url = self._url.format(address=host, port=PROGRESS_PORT, namespace=namespace, name=name)
         async with self._limit:
@@ -53,7 +63,10 @@ class ProgressClient:
                     body = await _bounded(response)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
-        return parse_report(body)
+        progress = parse_report(body)
+        if progress.job_uid != job_uid or progress.pod_uid not in ("", pod_uid):
+            raise ForeignReport(f"{url} answered for SFTJob {progress.job_uid[:64]!r}, pod {progress.pod_uid[:64]!r}")
+        return progress
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -61,16 +74,19 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_chunked(64 * 1024):
         body += chunk
         if len(body) > MAX_BYTES:
-            raise UnusableReport(f"the report is larger than {MAX_BYTES} bytes")
+            raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes")
     return body
 
 
 def parse_report(body: bytes) -> Progress:
-    """The report in ``body``, its times with a time zone; raises ``UnusableReport``."""
+    """The report in ``body``; raises ``UnreadableReport``."""
     try:
         progress = Progress.model_validate(untrusted.loads(body))
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()[:_SHOWN_ERRORS])
+        raise UnreadableReport("; ".join(wrong)[:_SHOWN_CHARACTERS]) from error
     except ValueError as error:
-        raise UnusableReport(f"no progress report: {str(error)[:500]}") from error
+        raise UnreadableReport(f"no JSON: {error}"[:_SHOWN_CHARACTERS]) from error
     training = progress.training
     checkpoints = training.checkpoints
     clean = checkpoints.model_copy(
@@ -80,31 +96,15 @@ def parse_report(body: bytes) -> Progress:
             "kept": [kept for item in checkpoints.kept if (kept := _checkpoint(item))],
         }
     )
-    update: dict[str, Any] = {"checkpoints": clean, "update_time": _aware(training.update_time)}
     return progress.model_copy(
         update={
-            "training": training.model_copy(update=update),
-            "incidents": [_incident(incident) for incident in progress.incidents],
+            "training": training.model_copy(update={"checkpoints": clean}),
+            "incidents": [item.model_copy(update={"id": item.id[:100]}) for item in progress.incidents],
         }
     )
-
-
-def _aware(time: datetime) -> datetime:
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _checkpoint(status: CheckpointStatus | None) -> CheckpointStatus | None:
     """``status``, unless its time is none: the API server would refuse the whole status for it."""
     time = parse_time(status.time) if status else None
     return status.model_copy(update={"time": timestamp(time)}) if status and time else None
-
-
-def _incident(incident: Incident) -> Incident:
-    recovered = incident.recovered_time
-    return incident.model_copy(
-        update={
-            "id": incident.id[:100],
-            "time": _aware(incident.time),
-            "recovered_time": _aware(recovered) if recovered else None,
-        }
-    )

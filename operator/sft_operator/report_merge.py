@@ -4,7 +4,8 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase, TerminationMessage, TrainingProgress
-from sft_api.report import checkpoints_status, last_checkpoints, progress_status, shown, timestamp
+from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown
+from sft_api.times import shifted, timestamp
 from sft_api.v1alpha1 import (
     CheckpointsStatus,
     ExportStatus,
@@ -57,12 +58,17 @@ def _adopt(status: SFTJobStatus, training: TrainingProgress) -> SFTJobStatus:
     return status.model_copy(
         update={
             "attempt": max(status.attempt, training.attempt),
-            "progress": progress_status(training),
+            "progress": _with_curve(progress_status(training), status.progress),
             "checkpoints": _newer(status.checkpoints, training),
             "export": training.export or status.export,
             "first_step_time": first_step,
         }
     )
+
+
+def _with_curve(progress: ProgressStatus, known: ProgressStatus | None) -> ProgressStatus:
+    """``progress``; a new attempt has not drawn yet, and the picture of the one before is still there."""
+    return progress.model_copy(update={"curve": progress.curve or (known.curve if known else "")})
 
 
 def _newer(known: CheckpointsStatus | None, training: TrainingProgress) -> CheckpointsStatus | None:
@@ -87,7 +93,7 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     happened = parse_time(restarts.last_time)
     # Reports are read now and then: the first new step lies back by the steps made since.
     later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
-    first_step = training.update_time - timedelta(seconds=later_steps * (training.median_step_seconds or 0.0))
+    first_step = shifted(training.update_time, -later_steps * (training.median_step_seconds or 0.0))
     if happened and first_step > happened:
         update["recovery_seconds"] = round((first_step - happened).total_seconds(), 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
@@ -126,8 +132,9 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         "step": words.step,
         "total_steps": total,
         "summary": f"{words.step}/{total}" if total else str(words.step),
-        "percent": words.step * 100 // total if total else None,
+        "percent": percent(words.step, total),
         "phase": _LAST_PHASE.get(words.failure, Phase.FAILED).value,
+        "curve": words.curve_uri or known.curve,
         "remaining": "",
     }
     if time:
@@ -166,7 +173,11 @@ def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     if stored is None:
         return status
     warnings = list(dict.fromkeys([*status.warnings, *(problem[:1000] for problem in stored.problems)]))
-    return status.model_copy(update={"checkpoints": stored.checkpoints, "warnings": warnings[:_KEPT_WARNINGS]})
+    # What the operator did not check itself the trainer may have.
+    told = {item.uri: item for item in (status.checkpoints.kept if status.checkpoints else ())}
+    kept = [item if item.verified else told.get(item.uri, item) for item in stored.checkpoints.kept]
+    update = {"checkpoints": checkpoints_status(kept), "warnings": warnings[:_KEPT_WARNINGS]}
+    return status.model_copy(update=update)
 
 
 def _with_checkpoints(known: CheckpointsStatus | None, words: TerminationMessage) -> CheckpointsStatus | None:

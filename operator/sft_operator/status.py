@@ -1,10 +1,12 @@
 """The whole status of an SFTJob, computed at once from what is observed. Pure: no I/O, no clock."""
 
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from sft_api.fitting import fit_status
 from sft_api.plan import make_plan
 from sft_api.report import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
@@ -12,32 +14,30 @@ from sft_api.v1alpha1.status import ConditionType, State
 
 from .observed import Manifest, Observed
 from .policies.children import is_finished
+from .policies.queue import HELD_BACK
 from .policies.restarts import count_restarts
 from .policies.situation import Situation, find_situation
 from .report_merge import at_rest, merge_last_words, merge_report, merge_stored
+from .spec import Terms, run_terms
 
+INVALID_SPEC = "InvalidSpec"
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
 
 
 def read_status(manifest: Manifest) -> SFTJobStatus:
-    """The status in ``manifest``; fields that this version does not understand are left out."""
-    written = manifest.get("status") or {}
+    """The status in ``manifest``; what this version does not understand is left out."""
     try:
-        return SFTJobStatus.model_validate(written)
-    except ValidationError as error:
-        strange = {part["loc"][0] for part in error.errors()}
-        try:
-            return SFTJobStatus.model_validate({key: value for key, value in written.items() if key not in strange})
-        except ValidationError:
-            return SFTJobStatus()
+        return SFTJobStatus.model_validate(fit_status(manifest.get("status")))
+    except ValidationError:
+        return SFTJobStatus()
 
 
 def write_status(status: SFTJobStatus) -> dict[str, Any]:
-    """``status`` as JSON for the API server."""
+    """``status`` as JSON that the API server accepts, whatever the reports said that it was made of."""
     document = status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"conditions"})
     conditions = [item.model_dump(mode="json", by_alias=True) for item in status.conditions]
     written: dict[str, Any] = _without_empty(document)
-    return {**written, "conditions": conditions} if conditions else written
+    return fit_status({**written, "conditions": conditions} if conditions else written)
 
 
 def _without_empty(value: Any) -> Any:
@@ -51,12 +51,22 @@ def _without_empty(value: Any) -> Any:
 def compute_status(
     job: SFTJob, previous: SFTJobStatus, observed: Observed, now: datetime, *, export_uri: str | None = None
 ) -> SFTJobStatus:
-    """The status of ``job`` now; ``previous`` is what was written last. What has ended stays as it is.
+    """The status of ``job`` now: see ``follow``."""
+    status = follow(run_terms(job), previous, observed, now, export_uri=export_uri)
+    if status.plan is None and not is_finished(previous):
+        status = status.model_copy(update={"plan": make_plan(job.spec)})
+    return status
+
+
+def follow(
+    terms: Terms, previous: SFTJobStatus, observed: Observed, now: datetime, *, export_uri: str | None = None
+) -> SFTJobStatus:
+    """The status of a run now; ``previous`` is what was written last. What has ended stays as it is.
 
     ``export_uri`` is where the run exports its model, when it does.
     """
     if is_finished(previous):
-        return previous.model_copy(update={"observed_generation": job.metadata.generation})
+        return previous.model_copy(update={"observed_generation": terms.generation})
     status = merge_stored(merge_last_words(merge_report(previous, observed), observed), observed)
     latest = status.checkpoints.latest if status.checkpoints else None
     restarts = count_restarts(
@@ -66,8 +76,8 @@ def compute_status(
         checkpoint_step=latest.step if latest else 0,
         now=now,
     )
-    situation = find_situation(job, previous, observed, restarts, now)
-    if situation.reason in ("Preempted", "WaitingForQueue") and previous.state in ("Running", "Recovering"):
+    situation = _as_far_as_read(terms, find_situation(terms, previous, observed, restarts, now))
+    if situation.reason in HELD_BACK and previous.state in ("Running", "Recovering"):
         restarts = _preempted(restarts, situation, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)
@@ -79,41 +89,56 @@ def compute_status(
         update={
             "state": situation.state,
             "message": situation.message[:4096],
-            "observed_generation": job.metadata.generation,
+            "observed_generation": terms.generation,
             "progress": progress,
             "restarts": restarts,
-            "plan": status.plan or make_plan(job.spec),
-            "steps_at_risk": _steps_at_risk(status, situation),
+            "steps_at_risk": _steps_at_risk(status, situation.state),
             "job_ref": observed.job.name if observed.job else status.job_ref,
-            "pods_ready": f"{ready}/{job.spec.compute.nodes}",
+            "pods_ready": f"{ready}/{terms.nodes}",
             "start_time": status.start_time or timestamp(now),
             "completion_time": timestamp(situation.completed) if situation.completed else None,
         }
     )
-    return status.model_copy(update={"conditions": _conditions(previous, job, situation, now)})
+    return status.model_copy(update={"conditions": _conditions(previous, terms, situation, now)})
+
+
+def completed_status(previous: SFTJobStatus, observed: Observed, generation: int) -> SFTJobStatus:
+    """The status of a run that has ended: what was written last, and the checkpoints once the store was read."""
+    status = merge_stored(previous, observed)
+    at_risk = _steps_at_risk(status, status.state) if observed.stored else status.steps_at_risk
+    return status.model_copy(update={"observed_generation": generation, "steps_at_risk": at_risk})
+
+
+def _as_far_as_read(terms: Terms, situation: Situation) -> Situation:
+    """``situation``, with what cannot be read of the spec until the run has ended."""
+    if not terms.unreadable or situation.completed:
+        return situation
+    unread = f"the run is followed to its end, but this version cannot read its spec: {terms.unreadable}"
+    if situation.stalled:
+        return replace(situation, message=f"{situation.message}; {unread}")
+    message = "; ".join(filter(None, (situation.message, unread)))
+    return replace(situation, message=message, stalled=True, stalled_reason=INVALID_SPEC)
 
 
 def refused_status(
-    job_generation: int, previous: SFTJobStatus, reason: str, message: str, now: datetime, *, runs: bool
+    job_generation: int, previous: SFTJobStatus, reason: str, message: str, now: datetime
 ) -> SFTJobStatus:
-    """The status of a job whose spec cannot be run, with what to change. ``runs``: a Job of it exists already.
+    """The status of a job without a Job whose spec cannot be run, with what to change.
 
     It is not final: an operator of another version, or with other settings, may accept it.
     """
     accepted = _condition(previous, "Accepted", False, reason, message, job_generation, now)
     stalled = _condition(previous, "Stalled", True, reason, message, job_generation, now)
-    kept = [item for item in previous.conditions if item.type not in ("Accepted", "Stalled")]
-    if not runs:
-        kept = [
-            _condition(previous, kind, kind == "Failed", reason, message, job_generation, now)
-            for kind in ("Running", "Suspended", "Complete", "Failed", "Reconciling")
-        ]
+    others = [
+        _condition(previous, kind, kind == "Failed", reason, message, job_generation, now)
+        for kind in ("Running", "Suspended", "Complete", "Failed", "Reconciling")
+    ]
     return previous.model_copy(
         update={
-            "state": previous.state if runs else "Failed",
+            "state": "Failed",
             "message": message[:4096],
             "observed_generation": job_generation,
-            "conditions": [accepted, *kept, stalled],
+            "conditions": [accepted, *others, stalled],
         }
     )
 
@@ -140,32 +165,34 @@ def _completed(status: SFTJobStatus, export_uri: str | None) -> SFTJobStatus:
     return status.model_copy(update={"progress": progress, "export": export})
 
 
-def _steps_at_risk(status: SFTJobStatus, situation: Situation) -> int | None:
+def _steps_at_risk(status: SFTJobStatus, state: State | None) -> int | None:
     if status.progress is None:
         return None
-    if situation.state == "Complete":
+    if state == "Complete":
         return 0
     latest = status.checkpoints.latest if status.checkpoints else None
     return max(0, status.progress.step - (latest.step if latest else 0))
 
 
-def _conditions(previous: SFTJobStatus, job: SFTJob, situation: Situation, now: datetime) -> list[Condition]:
+def _conditions(previous: SFTJobStatus, terms: Terms, situation: Situation, now: datetime) -> list[Condition]:
     state, reason, message = situation.state, situation.reason, situation.message
     moving = state in _MOVING and not situation.stalled
     # What does not hold needs no explanation, but for Running: there people look for what holds the job up.
     table: tuple[tuple[ConditionType, bool, str, str], ...] = (
-        ("Accepted", True, "Valid", ""),
+        ("Accepted", not terms.unreadable, INVALID_SPEC if terms.unreadable else "Valid", terms.unreadable),
         ("Running", state == "Running", reason, message),
         ("Suspended", state == "Suspended", *((reason, message) if state == "Suspended" else ("NotSuspended", ""))),
         ("Complete", state == "Complete", *((reason, message) if state == "Complete" else ("NotComplete", ""))),
         ("Failed", state == "Failed", *((reason, message) if state == "Failed" else ("NotFailed", ""))),
         # kstatus: the first holds while it is on its way, the second when it needs someone.
         ("Reconciling", moving, *((reason, message) if moving else ("Settled", ""))),
-        ("Stalled", situation.stalled, *((reason, message) if situation.stalled else ("AsExpected", ""))),
+        (
+            "Stalled",
+            situation.stalled,
+            *((situation.stalled_reason or reason, message) if situation.stalled else ("AsExpected", "")),
+        ),
     )
-    return [
-        _condition(previous, kind, holds, why, text, job.metadata.generation, now) for kind, holds, why, text in table
-    ]
+    return [_condition(previous, kind, holds, why, text, terms.generation, now) for kind, holds, why, text in table]
 
 
 def _condition(
@@ -188,6 +215,13 @@ def _condition(
         last_transition_time=before.last_transition_time if before and unchanged else timestamp(now),
         observed_generation=generation,
     )
+
+
+def failed_look_status(previous: SFTJobStatus, generation: int, message: str, now: datetime) -> SFTJobStatus:
+    """``previous``, and that the operator failed over this job."""
+    stalled = _condition(previous, "Stalled", True, "OperatorError", message, generation, now)
+    kept = [item for item in previous.conditions if item.type != "Stalled"]
+    return previous.model_copy(update={"message": message[:4096], "conditions": [*kept, stalled]})
 
 
 def is_transition(before: SFTJobStatus, after: SFTJobStatus) -> bool:
@@ -218,6 +252,6 @@ def merge_patch(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
         if isinstance(value, dict) and isinstance(known, dict):
             if changed := merge_patch(known, value):
                 patch[key] = changed
-        elif value != known:
+        elif value != known or isinstance(value, bool) != isinstance(known, bool):  # 0 == False
             patch[key] = value
     return patch

@@ -11,6 +11,7 @@ KeyType = TypeVar("KeyType", bound=Hashable)
 
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 120.0
+_MOST_DOUBLINGS = 32
 
 
 class RetryLater(Exception):
@@ -41,16 +42,21 @@ class WorkQueue(Generic[KeyType]):
         self._sequence = itertools.count()
         self._running: set[KeyType] = set()
         self._failures: dict[KeyType, int] = {}
+        self._held: dict[KeyType, float] = {}
+        """Before when not to look at a key whose last look failed in a way that no wait mends."""
         self._wakeup = asyncio.Event()
 
     def __len__(self) -> int:
         """Keys that are due now and wait for a worker."""
-        now = _now()
+        now = loop_time()
         return sum(1 for due in self._due.values() if due <= now)
 
     def add(self, key: KeyType, delay_seconds: float = 0.0) -> None:
-        """Look at ``key`` after the delay, or when it is due already, if that is sooner."""
-        due = _now() + delay_seconds
+        """Look at ``key`` after the delay, or when it is due already, if that is sooner.
+
+        A key that failed otherwise than by ``RetryLater`` waits for the end of its back-off, whatever it is added for.
+        """
+        due = max(loop_time() + delay_seconds, self._held.get(key, 0.0))
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
             if key not in self._running:
@@ -61,6 +67,7 @@ class WorkQueue(Generic[KeyType]):
         """Drop what is planned for ``key``."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
+        self._held.pop(key, None)
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -82,7 +89,7 @@ class WorkQueue(Generic[KeyType]):
                 if self._due.get(key) != due or key in self._running:
                     heapq.heappop(self._heap)  # planned anew, forgotten, or put back when the run ends
                     continue
-                wait = due - _now()
+                wait = due - loop_time()
                 if wait <= 0:
                     heapq.heappop(self._heap)
                     del self._due[key]
@@ -99,11 +106,16 @@ class WorkQueue(Generic[KeyType]):
         try:
             delay = await self._work(key)
             self._failures.pop(key, None)
+            self._held.pop(key, None)
             if delay is not None:
                 delay *= 1.0 + 0.1 * self._jitter()  # never sooner: nothing would be due yet
         except Exception as error:  # one key's trouble never stops the others
             self._on_error(key, error)
             delay = self._backoff(key, error)
+            self._held.pop(key, None)
+            if not isinstance(error, RetryLater):
+                self._held[key] = loop_time() + delay
+                self._due.pop(key, None)
         finally:
             self._running.discard(key)
         if delay is not None:
@@ -114,10 +126,16 @@ class WorkQueue(Generic[KeyType]):
 
     def _backoff(self, key: KeyType, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = min(LAST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 16))
+        pause = doubled(FIRST_BACKOFF_SECONDS, failures - 1, longest=LAST_BACKOFF_SECONDS)
         asked = error.seconds if isinstance(error, RetryLater) else 0.0
         return max(pause, asked) * (0.75 + 0.5 * self._jitter())
 
 
-def _now() -> float:
+def doubled(first: float, times: int, *, longest: float) -> float:
+    """``first`` doubled so many times, at most ``longest``; any number of times, as trouble may last for days."""
+    return min(longest, first * 2.0 ** min(times, _MOST_DOUBLINGS))
+
+
+def loop_time() -> float:
+    """Seconds of the event loop's clock, which is never set."""
     return asyncio.get_running_loop().time()

@@ -115,9 +115,10 @@ def end_pods(scene: Scene, pods: list[Object]) -> None:
 
 def train(scene: Scene, names: list[str], seconds: float) -> None:
     """Nine steps of every job, evenly over ``seconds``."""
+    uids = {job["metadata"]["name"]: job["metadata"]["uid"] for job in scene.list("sftjobs")}
     for step in range(1, 10):
         for name in names:
-            report = Progress(training=training(step, checkpoints=checkpoint(step)))
+            report = Progress(job_uid=uids[name], training=training(step, checkpoints=checkpoint(step)))
             scene.supervisors.report(scene.namespace, name, report)
         time.sleep(seconds / 9)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ class Cluster:
         """`kubectl get ... -o json`, parsed."""
         parsed: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)
         return parsed
+
+    def wait_until_served(self, definition: str) -> None:
+        """Wait for a CRD that was just applied. `kubectl wait` fails while it has no conditions at all."""
+        end = time.monotonic() + 60
+        while True:
+            conditions = self.get("crd", definition).get("status", {}).get("conditions") or ()
+            if any(found["type"] == "Established" and found["status"] == "True" for found in conditions):
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"crd {definition} is not served after a minute: {conditions}")
+            time.sleep(0.1)
 
     def set_node_capacity(self, node: str, resource: str, amount: int) -> None:
         """Claim `amount` of an extended resource such as `nvidia.com/gpu` on a node; 0 takes it away."""

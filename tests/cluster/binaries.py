@@ -39,6 +39,8 @@ class Program:
     module: str
     package: str
     ldflags: str = "-s -w"
+    kept: str = ""
+    """Folder of the module that is kept beside the program; such a program is built in a copy of its module."""
 
 
 def _kubernetes(name: str) -> Program:
@@ -61,6 +63,10 @@ PROGRAMS = {
         Program("coredns", "1.12.4", "github.com/coredns/coredns", "github.com/coredns/coredns"),
         Program("helm", "4.2.4", "helm.sh/helm/v4", "helm.sh/helm/v4/cmd/helm"),
         Program("kwok", "0.7.0", "sigs.k8s.io/kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+        # Not part of any tier: `make e2e-kueue` alone needs it.
+        Program(
+            "kueue", "0.19.2", "sigs.k8s.io/kueue", "sigs.k8s.io/kueue/cmd/kueue", kept="config/components/crd/bases"
+        ),
         Program("versitygw", "1.8.0", "github.com/versity/versitygw", "github.com/versity/versitygw/cmd/versitygw"),
     )
 }
@@ -103,6 +109,16 @@ def _path(program: Program) -> Path:
     return cache_folder() / "bin" / f"{program.name}-{program.version}"
 
 
+def kept_folder(name: str) -> Path:
+    """The folder of its module that is kept beside the program `name`, which is built now when it is missing."""
+    binary(name)
+    return _kept(PROGRAMS[name])
+
+
+def _kept(program: Program) -> Path:
+    return cache_folder() / "bin" / f"{program.name}-{program.version}-files"
+
+
 def _on_path(program: Program) -> Path | None:
     """kubectl is the one program whose version hardly matters: the machine's own will do."""
     found = shutil.which(program.name) if program.name == "kubectl" else None
@@ -135,14 +151,30 @@ def _build(program: Program) -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f".{program.name}-", dir=target.parent) as folder:
         work = Path(folder)
-        _go(go, work, "mod", "init", "testnode")
-        if program.module == "k8s.io/kubernetes":
-            _go(go, work, "mod", "edit", *_staging_replacements(go, work, program))
-        _go(go, work, "get", "-tool", f"{program.package}@v{program.version}")
+        if program.kept:
+            work = _copy_of_module(go, work, program)
+        else:
+            _go(go, work, "mod", "init", "testnode")
+            if program.module == "k8s.io/kubernetes":
+                _go(go, work, "mod", "edit", *_staging_replacements(go, work, program))
+            _go(go, work, "get", "-tool", f"{program.package}@v{program.version}")
         built = work / "program"
         _go(go, work, "build", "-ldflags", program.ldflags, "-o", str(built), program.package)
+        if program.kept:
+            shutil.rmtree(_kept(program), ignore_errors=True)
+            (work / program.kept).rename(_kept(program))
         built.rename(target)
     print(f"built {program.name} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _copy_of_module(go: str, work: Path, program: Program) -> Path:
+    """The module itself: its own go.sum vouches for what the checksum database does not know."""
+    downloaded = json.loads(_go(go, work, "mod", "download", "-json", f"{program.module}@v{program.version}"))
+    copy = work / "module"
+    shutil.copytree(downloaded["Dir"], copy, copy_function=shutil.copyfile)
+    for folder, _, _ in os.walk(copy):  # the module cache is read-only
+        os.chmod(folder, 0o755)
+    return copy
 
 
 def _staging_replacements(go: str, work: Path, program: Program) -> list[str]:

@@ -24,6 +24,7 @@ TRAINER_IMAGE = "docker.io/sft-operator/trainer:dev"
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+WITHOUT_CUDA = "--build-arg=WITHOUT_CUDA=1"
 DEBIAN_RELEASE = "bookworm"
 DEBIAN_PACKAGES = ("python3", "python3-venv", "libpython3-dev", "ca-certificates")
 
@@ -41,27 +42,16 @@ def build_base() -> None:
 
 def build_operator() -> str:
     """Build `operator/Dockerfile` from the working tree and return the image's name."""
-    return _build(OPERATOR_IMAGE, "operator/Dockerfile")
+    return build(OPERATOR_IMAGE, "operator/Dockerfile")
 
 
 def build_trainer() -> str:
     """Build `trainer_image/Dockerfile`, without what only a GPU needs, and return the image's name."""
-    return _build(TRAINER_IMAGE, "trainer_image/Dockerfile", "--build-arg=WITHOUT_CUDA=1")
+    return build(TRAINER_IMAGE, "trainer_image/Dockerfile", WITHOUT_CUDA)
 
 
-def load(name: str) -> str:
-    """Give an image that was built here to the node, which must be up, and return its name."""
-    with _build_lock():
-        import_image(storage(), name, _inspect(name))
-    return name
-
-
-def storage() -> Path:
-    """buildah's own storage, apart from that of the machine."""
-    return cache_folder() / "buildah"
-
-
-def _build(name: str, dockerfile: str, *arguments: str) -> str:
+def build(name: str, dockerfile: str, *arguments: str) -> str:
+    """Build a Dockerfile of the repository from the working tree, upon the base image, and return the image's name."""
     with _build_lock():
         _ensure_base()
         _buildah(
@@ -80,6 +70,18 @@ def _build(name: str, dockerfile: str, *arguments: str) -> str:
     return name
 
 
+def load(name: str) -> str:
+    """Give an image that was built here to the node, which must be up, and return its name."""
+    with _build_lock():
+        import_image(storage(), name, _inspect(name))
+    return name
+
+
+def storage() -> Path:
+    """buildah's own storage, apart from that of the machine."""
+    return cache_folder() / "buildah"
+
+
 def _wheel_cache() -> list[str]:
     """Let the build use this machine's wheel cache and certificates: nothing is fetched twice."""
     wheels = Path(os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv"))
@@ -94,6 +96,7 @@ def _wheel_cache() -> list[str]:
 
 def _ensure_base() -> bool:
     """Build the base image when it is missing or holds other packages than it should; True when it was built."""
+    install_packages()  # on a bare machine buildah itself is missing
     packages = ",".join(DEBIAN_PACKAGES)
     if _exists(BASE_IMAGE) and _labels(BASE_IMAGE).get("packages") == packages:
         return False
@@ -103,7 +106,6 @@ def _ensure_base() -> bool:
 
 def _build_base(packages: str) -> None:
     """debootstrap straight into the first layer, without documentation and package lists."""
-    install_packages()
     container = _buildah("from", "scratch").strip()
     try:
         root = Path(_buildah("mount", container).strip())

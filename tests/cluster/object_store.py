@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft_api.ports import free_port
 from tests.cluster.binaries import binary
 from tests.cluster.processes import Component, Supervisor
 from tests.cluster.state import BRIDGE_ADDRESS
@@ -47,7 +47,7 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
     """Run one server on free ports until the block ends; it dies with this process too."""
     buckets = folder / "buckets"
     buckets.mkdir(parents=True)
-    port = _free_port()
+    port = free_port()
     store = ObjectStore(
         endpoint=f"http://127.0.0.1:{port}",
         pod_endpoint=f"http://{BRIDGE_ADDRESS}:{port}",
@@ -77,10 +77,3 @@ def _answers(endpoint: str) -> str | None:
         return None if error.code == 403 else f"GET {endpoint}: {error.code}"
     except OSError as error:
         return f"GET {endpoint}: {error}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

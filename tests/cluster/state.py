@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sft_api.ports import free_port
 from tests.cluster.binaries import cache_folder
 
 TIERS = ("api", "control", "node")
@@ -89,15 +89,11 @@ def create(folder: Path) -> ClusterState:
 
 
 def free_ports() -> dict[str, int]:
-    """Unused loopback ports, all different."""
-    sockets = {name: socket.socket() for name in PORT_NAMES}
-    try:
-        for one in sockets.values():
-            one.bind(("127.0.0.1", 0))
-        return {name: one.getsockname()[1] for name, one in sockets.items()}
-    finally:
-        for one in sockets.values():
-            one.close()
+    """Unused ports, all different."""
+    ports: set[int] = set()
+    while len(ports) < len(PORT_NAMES):
+        ports.add(free_port())
+    return dict(zip(PORT_NAMES, sorted(ports), strict=True))
 
 
 def _kubeconfig(server: str, token: str, authority: Path) -> dict[str, object]:

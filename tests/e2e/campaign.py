@@ -122,9 +122,11 @@ def _judge_restarts(stage: Stage, scenario: Scenario, result: Result) -> None:
     if scenario.restarts != (len(attempts) > 1):
         result.problems.append(f"{len(attempts)} attempts")
     restarts = stage.status(scenario.name).get("restarts") or {}
+    if scenario.loses_pod and (failures := restarts.get("failures")):
+        result.problems.append(f"{failures} failures: a pod that somebody takes away is no fault of the run")
     result.lost_steps = int(restarts.get("lostSteps") or 0)
-    # A save in the background may be one interval behind.
-    limit = 1 if scenario.saves_first else 2 * SAVE_EVERY
+    # A save in the background may be one interval behind, and the next one waits for its end.
+    limit = 1 if scenario.saves_first else 3 * SAVE_EVERY
     if result.lost_steps > limit:
         result.problems.append(f"{result.lost_steps} steps lost, more than {limit}")
     result.away_seconds = float(restarts.get("recoverySeconds") or 0.0)

@@ -27,12 +27,17 @@ def train(*sources: str) -> str:
 
 @dataclass(frozen=True)
 class Bad:
-    """One fault. ``at``: the path both name. ``sentence``: what both say, when the fault is against a rule."""
+    """One fault.
+
+    ``at``: the path both name. ``sentence``: what both say, when the fault is against a rule; ``hint``: what both say
+    besides, about a near miss.
+    """
 
     title: str
     at: str
     spec: dict[str, str | None] = field(default_factory=dict)
     sentence: str = ""
+    hint: str = ""
     name: str = "job"
     metadata: str = ""
 
@@ -44,6 +49,12 @@ class Bad:
 _ROWS = "train: [{uri: hf://org/rows}]"
 
 RULES = [
+    Bad(
+        "split cut short",
+        "spec.data.train[1].split",
+        {"data": train('{uri: hf://org/rows, split: "train[:10%"}')},
+        "must be a split or slices of one: write for example train, train[:500], train[10%:20%] or train[:50%]+test",
+    ),
     Bad(
         "steps and epochs",
         "spec.training",
@@ -243,10 +254,212 @@ RULES = [
         "must be a label value: letters, digits, -, _ and .",
     ),
     Bad(
-        "model of no scheme",
+        "environment variable twice",
+        "spec.compute",
+        {"compute": "{env: [{name: A, value: a}, {name: B, value: b}, {name: A, value: a}]}"},
+        "names of compute.env must differ: give each variable once",
+    ),
+    *(
+        Bad(
+            f"environment of the image: {name}",
+            "spec.compute.env[0].name",
+            {"compute": f"{{env: [{{name: {name}, value: x}}]}}"},
+            "this environment variable belongs to the image, which does not start without it: set it in an image of "
+            "your own",
+        )
+        for name in ("PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONINSPECT")
+    ),
+    *(
+        Bad(
+            f"environment of the group: {name}",
+            "spec.compute.env[0].name",
+            {"compute": f"{{env: [{{name: {name}, value: '1'}}]}}"},
+            "this environment variable is set by the supervisor and cannot be given",
+        )
+        for name in ("JOB_COMPLETION_INDEX", "TORCHELASTIC_USE_AGENT_STORE", "RANK", "SFT_GENERATION")
+    ),
+    *(
+        Bad(
+            f"memory of {amount}",
+            "spec.compute.resources.limits",
+            {"compute": f"{{resources: {{limits: {{memory: {amount}}}}}}}"},
+            "memory must be at least 64Mi: 64 alone is 64 bytes and 500m half a byte; write 64Gi or 500Mi",
+        )
+        for amount in ("1m", "64", "0", "'67108863'")
+    ),
+    Bad(
+        "a thousandth of a processor",
+        "spec.compute.resources.requests",
+        {"compute": "{resources: {requests: {cpu: 1m}}}"},
+        "cpu must be at least 10m, a hundredth of a processor",
+    ),
+    *(
+        Bad(
+            f"64 bytes of {name}",
+            "spec.compute.resources.requests",
+            {"compute": f"{{resources: {{requests: {{{name}: 64}}}}}}"},
+            "ephemeral-storage and hugepages must be at least 1Mi: 64 alone is 64 bytes; write 64Gi",
+        )
+        for name in ("ephemeral-storage", "hugepages-2Mi")
+    ),
+    *(
+        Bad(
+            f"64 bytes of {name}",
+            f"spec.compute.{name}",
+            {"compute": f"{{{name}: 64}}"},
+            "must be at least 1Mi: 64 alone is 64 bytes; write 64Gi",
+        )
+        for name in ("cacheSize", "sharedMemorySize")
+    ),
+    *(
+        Bad(
+            f"quantity {amount}",
+            "spec.compute.cacheSize",
+            {"compute": f"{{cacheSize: {amount}}}"},
+            "must be a quantity such as 2, 500m or 64Gi",
+            hint,
+        )
+        for amount, hint in (
+            ("50GB", "did you mean 50Gi or 50G?"),
+            ("20 Gi", "did you mean 20Gi?"),
+            ("1.5TiB", "did you mean 1.5Ti?"),
+            ("16g", "did you mean 16G?"),
+            ("16 gb", "did you mean 16Gi?"),
+            ("512mb", "did you mean 512Mi?"),
+            ("much", ""),
+            ("'-1Gi'", ""),
+        )
+    ),
+    Bad(
+        "memory in gigabytes",
+        "spec.compute.resources.requests.memory",
+        {"compute": "{resources: {requests: {memory: 16GB}}}"},
+        "must be a quantity such as 2, 500m or 64Gi",
+        "did you mean 16Gi or 16G?",
+    ),
+    *(
+        Bad(
+            f"model of no scheme: {uri}",
+            "spec.model.uri",
+            {"model": f"{{uri: '{uri}'}}"},
+            "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+            hint,
+        )
+        for uri, hint in (
+            ("Qwen/Qwen3-0.6B", "did you mean hf://Qwen/Qwen3-0.6B?"),
+            ("Qwen/Qwen3-0.6B@main", "did you mean hf://Qwen/Qwen3-0.6B@main?"),
+            ("https://huggingface.co/Qwen/Qwen3-0.6B", "did you mean hf://Qwen/Qwen3-0.6B?"),
+            ("https://huggingface.co/datasets/Qwen/a/tree/v1", "did you mean hf://Qwen/a@v1?"),
+            ("hf://datasets/Qwen/a", "did you mean hf://Qwen/a?"),
+            ("hf://Qwen/a/tree/v1", "did you mean hf://Qwen/a@v1?"),
+            ("file://~/model", "only an absolute path says the same everywhere: file:///absolute/path"),
+            ("./model", "only an absolute path says the same everywhere: file:///absolute/path"),
+            ("..", "only an absolute path says the same everywhere: file:///absolute/path"),
+            ("~/model", "only an absolute path says the same everywhere: file:///absolute/path"),
+            ("data/rows.jsonl", "only an absolute path says the same everywhere: file:///absolute/path"),
+            ("/models/a", "did you mean file:///models/a?"),
+            ("file://tmp", "did you mean file:///tmp?"),
+            ("file://tmp/model", "did you mean file:///tmp/model?"),
+            ("gpt2", ""),
+        )
+    ),
+    Bad(
+        "checkpoints in the current folder",
+        "spec.checkpoint.uri",
+        {"checkpoint": "{uri: ./out}"},
+        "must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+        "only an absolute path says the same everywhere: file:///absolute/path",
+    ),
+    *(
+        Bad(
+            f"another spelling: {uri}",
+            "spec.checkpoint.uri",
+            {"checkpoint": f"{{uri: '{uri}'}}"},
+            "must have no empty part and no part . or .. between its slashes: one place has one name",
+        )
+        for uri in (
+            "s3://bucket/../..",
+            "s3://bucket//x",
+            "s3://bucket/x//",
+            "s3://bucket/./x",
+            "s3://..",
+            "file:///a/./b",
+            "file:///a/..",
+            "file:////a",
+            "pvc://claim/../other",
+            "pvc://claim//a",
+        )
+    ),
+    Bad(
+        "model of an organisation that is none",
         "spec.model.uri",
-        {"model": "{uri: Qwen/Qwen3-0.6B}"},
-        "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+        {"model": "{uri: hf://../name}"},
+        "must have no empty part and no part . or .. between its slashes: one place has one name",
+    ),
+    Bad(
+        "folder of all claims by its path in the pod",
+        "spec.model.uri",
+        {"model": "{uri: file:///mnt/pvc}"},
+        "must name the claim: pvc://claim/path is what pods find in /mnt/pvc/claim/path",
+    ),
+    Bad(
+        "claim by the path in the pod",
+        "spec.model.uri",
+        {"model": "{uri: file:///mnt/pvc/claim/model}"},
+        "must name the claim: pvc://claim/path is what pods find in /mnt/pvc/claim/path",
+    ),
+    Bad(
+        "place of a template instead of the template",
+        "spec.model.chatTemplate",
+        {"model": "{uri: hf://org/name, chatTemplate: ./t.jinja}"},
+        "must be the text of a Jinja template, not its place: put the text below chatTemplate: |",
+    ),
+    *(
+        Bad(
+            f"export over the model: {title}",
+            "spec",
+            {"model": f"{{uri: 's3://b/base'{model}}}", **more},
+            "export.uri (export/ in checkpoint.uri when absent) must be neither model.uri or model.tokenizerUri nor "
+            "above or below them: the export would overwrite what the run starts from",
+        )
+        for title, model, more in (
+            ("the same", "", {"export": "{uri: s3://b/base}"}),
+            ("the same with a slash", "", {"export": "{uri: s3://b/base/}"}),
+            ("above", "", {"export": "{uri: s3://b}"}),
+            ("below", "", {"export": "{uri: s3://b/base/tuned}"}),
+            ("the tokenizer", ", tokenizerUri: 'pvc://c/t/'", {"export": "{uri: pvc://c/t}"}),
+            ("by default", ", tokenizerUri: 's3://b/runs/export'", {"checkpoint": "{uri: s3://b/runs}"}),
+            ("by default, slash", ", tokenizerUri: 's3://b/runs/export'", {"checkpoint": "{uri: s3://b/runs/}"}),
+        )
+    ),
+    *(
+        Bad(
+            f"export among the data: {title}",
+            "spec",
+            {
+                "data": "{train: [{uri: hf://org/rows}, {uri: s3://b/rows/a.jsonl}], "
+                "eval: [{uri: pvc://c/held-out, name: a}]}",
+                **more,
+            },
+            "export.uri (export/ in checkpoint.uri when absent) must be neither the uri of data.train or data.eval nor "
+            "above or below one: the export would be written among the data",
+        )
+        for title, more in (
+            ("above", {"export": "{uri: s3://b/rows}"}),
+            ("the evaluation set", {"export": "{uri: pvc://c/held-out/}"}),
+            ("below", {"export": "{uri: pvc://c/held-out/export}"}),
+            ("by default", {"checkpoint": "{uri: pvc://c/held-out}"}),
+        )
+    ),
+    *(
+        Bad(
+            f"export among the checkpoints: {uri}",
+            "spec",
+            {"checkpoint": "{uri: s3://b/runs/one}", "export": f"{{uri: '{uri}'}}"},
+            "export.uri must be neither checkpoint.uri nor above or below it, but for its folder export: the export "
+            "would be written among the checkpoints",
+        )
+        for uri in ("s3://b/runs/one", "s3://b/runs/one/", "s3://b/runs", "s3://b/runs/one/model", "s3://b/")
     ),
     Bad(
         "model with a line break at the end",
@@ -353,7 +566,6 @@ SCHEMA = [
         "spec.compute.labels",
         {"compute": f"{{labels: {{{', '.join(f'k{n}: v' for n in range(33))}}}}}"},
     ),
-    Bad("quantity of no unit", "spec.compute.cacheSize", {"compute": "{cacheSize: 50GB}"}),
     Bad("quantity below zero", "spec.compute.cacheSize", {"compute": "{cacheSize: -1}"}),
     Bad(
         "quantity with a fraction, no text",

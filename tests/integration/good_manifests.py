@@ -137,6 +137,7 @@ EVERY_OTHER_FIELD = manifest(
 )
 
 _LONG_URI = "s3://bucket/" + "a" * 1012
+_LONG_STORE, _LONG_EXPORT = "s3://bucket/" + "b" * 1012, "s3://bucket/" + "c" * 1012
 _LONG_NAME = "a" * 253
 _MAP = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'v' * 63}" for number in range(32))
 _RESOURCES = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'9' * 18}" for number in range(16))
@@ -144,7 +145,7 @@ _RESOURCES = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'9' * 18}"
 # Every list, map and string with a rule at its bound: what the rules cost is counted while they are evaluated.
 LARGEST = manifest(
     {
-        "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65536}'}}",
+        "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65535}{{'}}",
         "data": "{train: ["
         + ", ".join([f"{{uri: '{_LONG_URI}', weight: 1}}"] * 64)
         + "], eval: ["
@@ -154,12 +155,30 @@ LARGEST = manifest(
         "compute": f"{{gpusPerNode: 64, labels: {{{_MAP}}}, annotations: {{{_MAP}}}, nodeSelector: {{{_MAP}}}, "
         f"resources: {{requests: {{{_RESOURCES}}}, limits: {{{_RESOURCES}}}}}, imagePullSecrets: "
         f"[{', '.join([_LONG_NAME] * 8)}], env: ["
-        + ", ".join([f"{{name: {'A' * 253}, value: {'v' * 4096}}}"] * 64)
+        + ", ".join(f"{{name: {'A' * 251}{number}, value: {'v' * 4096}}}" for number in range(10, 74))
         + "]}",
-        "checkpoint": f"{{uri: '{_LONG_URI}'}}",
-        "export": f"{{uri: '{_LONG_URI}'}}",
+        "checkpoint": f"{{uri: '{_LONG_STORE}'}}",
+        "export": f"{{uri: '{_LONG_EXPORT}'}}",
     },
     name="largest",
+)
+
+# What is only like what the rules refuse.
+NEIGHBOURS = manifest(
+    {
+        "model": "{uri: s3://b/models/base/, tokenizerUri: s3://b/models/base-tokenizer}",
+        "data": "{train: [{uri: s3://b/models/base.jsonl}, {uri: s3://b/.hidden/..rows}], "
+        "eval: [{uri: hf://org/name.v1, name: a}]}",
+        "compute": "{env: [{name: LD_PRELOAD, value: libjemalloc.so}, {name: HOME, value: /tmp}, "
+        "{name: PYTHONHASHSEED, value: '0'}, {name: PATHS, value: a}], cacheSize: 1Mi, "
+        "resources: {requests: {cpu: 10m, memory: 64Mi, hugepages-2Mi: 2Mi}, limits: {hugepages-2Mi: 2Mi}}}",
+        "checkpoint": "{uri: s3://b/runs/one/}",
+        "export": "{uri: s3://b/runs/one/export}",
+    }
+)
+
+NOTHING_EXPORTED = manifest(
+    {"model": "{uri: s3://b/base}", "export": "{atEnd: false, uri: s3://b/base}", "checkpoint": "{uri: s3://b/runs}"}
 )
 
 GOOD = {
@@ -170,5 +189,7 @@ GOOD = {
     "on the CPU": ON_THE_CPU,
     "every field, packed": EVERY_FIELD_PACKED,
     "every other field": EVERY_OTHER_FIELD,
+    "neighbours of the bad": NEIGHBOURS,
+    "nothing exported": NOTHING_EXPORTED,
     "largest": LARGEST,
 }

@@ -37,7 +37,7 @@ HEADER = "apiVersion: test.sftjob.dev/v1\nkind: Anything\nmetadata: {name: a}\n"
 @pytest.fixture(scope="module")
 def api(api_server: Cluster) -> Iterator[KubernetesApi]:
     api_server.apply(ANYTHING)
-    api_server.kubectl("wait", "--for=condition=Established", "crd/anythings.test.sftjob.dev", "--timeout=30s")
+    api_server.wait_until_served("anythings.test.sftjob.dev")
     with kubernetes_api(api_server) as opened:
         yield opened
     api_server.kubectl("delete", "crd", "anythings.test.sftjob.dev", "--wait=false")

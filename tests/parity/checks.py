@@ -80,7 +80,7 @@ def against_reference(inputs: Path, work: Path, *, packing: str, processes: int,
 
 def _reference(config: TrainerConfig, work: Path, steps: int) -> list[Any]:
     os.environ["SFT_CACHE_DIR"] = str(work / "run" / "cache")
-    prepared = prepare(config, Reporter(work / "run" / "reference", writes=False))
+    prepared = prepare(config, Reporter(work / "run" / "reference", writes=False), torch.device("cpu"))
     rates = [learning_rate(config.spec, config.plan.learning_rate, step, prepared.total_steps) for step in range(steps)]
     return reference_steps(config, prepared, rates)
 
@@ -121,8 +121,8 @@ def killed_and_resumed(inputs: Path, work: Path, *, processes: int, steps: int, 
     generator = random.Random(seed)
     straight, disturbed = work / "straight", work / "disturbed"
     kill_after = generator.randrange(3, steps - 1)
-    _sft_run(inputs, straight, processes, steps, kill_after=None, victim=0)
-    _sft_run(inputs, disturbed, processes, steps, kill_after=kill_after, victim=generator.randrange(processes))
+    sft_run(inputs, straight, processes, steps)
+    sft_run(inputs, disturbed, processes, steps, kill_after=kill_after, victim=generator.randrange(processes))
     attempts = list((disturbed / "store" / "attempts").iterdir())
     if len(attempts) != 2:
         raise AssertionError(f"the disturbed run has {len(attempts)} attempts instead of 2")
@@ -140,14 +140,28 @@ def _differences(one: Path, other: Path, steps: int) -> int:
     return different + (digests[0] != digests[1])
 
 
-def _sft_run(inputs: Path, folder: Path, count: int, steps: int, *, kill_after: int | None, victim: int) -> None:
+def sft_run(
+    inputs: Path,
+    folder: Path,
+    count: int,
+    steps: int,
+    *,
+    every: int = 3,
+    kill_after: int | None = None,
+    victim: int = 0,
+    **training: Any,
+) -> None:
+    """``sft run`` of ``steps`` on ``count`` processes, a checkpoint ``every`` so many; ``training`` is merged in.
+
+    The worker of rank ``victim`` gets SIGKILL once step ``kill_after`` is reported.
+    """
     folder.mkdir(parents=True)
     job = manifest(
         inputs,
         folder / "store",
         processes=count,
-        training={"steps": steps, "globalBatchTokens": 2048, "maxTokensPerMicroBatch": 512},
-        checkpoint={"uri": f"file://{folder}/store", "everySteps": 3},
+        training={"steps": steps, "globalBatchTokens": 2048, "maxTokensPerMicroBatch": 512, **training},
+        checkpoint={"uri": f"file://{folder}/store", "everySteps": every},
     )
     (folder / "job.yaml").write_text(json.dumps(job))
     environment = {**os.environ, "SFT_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sft_api.ports import free_port
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 
@@ -31,13 +31,6 @@ def manifest(inputs: Path, store: Path, *, processes: int = 1, **sections: Any) 
 def resolve(job: dict[str, Any]) -> TrainerConfig:
     """The configuration the trainer gets for a manifest."""
     return TrainerConfig.resolve(SFTJob.from_manifest(job), uid="parity", default_checkpoint_uri=None)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -62,6 +55,7 @@ def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int
         "SFT_CACHE_DIR": str(folder / "cache"),
         "SFT_CAPTURE": str(folder / "gradients.pt"),
         "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
@@ -88,12 +82,16 @@ def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int
 
 
 def step_records(store: Path) -> dict[int, dict[str, Any]]:
-    """The record of every step in a checkpoint store; of a step done twice, that of the newest attempt."""
+    """The record of every step in a checkpoint store; of a step done twice, that of the newest attempt.
+
+    An attempt that finds the run complete only evaluates once more: what is known of its step besides that stays.
+    """
     records: dict[int, tuple[int, dict[str, Any]]] = {}
     for file in sorted((store / "metrics").glob("*.jsonl")):
         attempt = int(file.stem.rpartition("-a")[2])
         for line in file.read_text().splitlines():
             record = json.loads(line)
-            if attempt >= records.get(record["step"], (0, {}))[0]:
-                records[record["step"]] = (attempt, record)
+            last, known = records.get(record["step"], (0, {}))
+            newest = {**known, **record} if attempt >= last else {**record, **known}
+            records[record["step"]] = (max(attempt, last), newest)
     return {step: record for step, (_, record) in sorted(records.items())}

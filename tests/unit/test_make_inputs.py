@@ -1,8 +1,10 @@
 """The made input is real, of the promised formats, split cleanly, and the same at every call."""
 
 import hashlib
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures_inputs import SCRIPT, make_inputs, make_inputs_script
+from tests.fixtures_inputs import SCRIPT, make_inputs, make_inputs_script  # isort: split
+
+from module_questions import HELD_OUT_WORDINGS, TRAINED_WORDINGS, make_module_rows
+from standard_library import Fact, Subject, collect_facts, standard_library
 
 TOOL = {
     "type": "function",
@@ -129,13 +134,67 @@ class Basket:
     assert subjects[2].summary == "Buy something for the price that is asked."
 
 
+def test_facts_are_functions_of_one_module_that_offers_them(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(
+        """__all__ = ["buy", "shop", "Basket", "both", "sqrt"]
+__all__ += ["sell"]
+def buy(): ...
+def sell(): ...
+def shop(): ...
+def both(): ...
+def sqrt(): ...
+def hidden(): ...
+class Basket: ...
+"""
+    )
+    (tmp_path / "market.py").write_text("def both(): ...")
+    assert collect_facts(tmp_path) == [Fact("buy", "shop"), Fact("sell", "shop")]
+
+
+def test_the_demo_asks_for_what_is_so_in_this_python() -> None:
+    facts = collect_facts(standard_library())
+    assert len(facts) > 400
+    found = 0
+    for fact in facts:
+        try:
+            module = importlib.import_module(fact.module)
+        except ImportError:  # one of another system
+            continue
+        found += hasattr(module, fact.function)
+    assert found > 0.95 * len(facts), "the rest is defined on other systems only"
+
+
+def test_questions_that_are_held_out_are_asked_in_words_that_are_not_trained() -> None:
+    facts = [Fact(f"f{number}", f"m{number // 3}") for number in range(40)]
+    training, held_out = make_module_rows(facts, 30, seed=0)
+    assert len(training) == 30 * len(TRAINED_WORDINGS)
+    assert len(held_out) == 30
+
+    def wording_and_fact(row: dict[str, Any]) -> tuple[str, Fact]:
+        asked, answered = (turn["content"] for turn in row["messages"])
+        function = asked.split("`")[1]
+        return asked.replace(f"`{function}`", "`{function}`"), Fact(function, answered.split("`")[1])
+
+    trained_wordings, trained_facts = zip(*map(wording_and_fact, training), strict=True)
+    held_out_wordings, held_out_facts = zip(*map(wording_and_fact, held_out), strict=True)
+    assert set(held_out_wordings) == set(HELD_OUT_WORDINGS)
+    assert not any(held_out in asked for held_out in HELD_OUT_WORDINGS for asked in trained_wordings)
+    # Every word of them is known: one that is not would be spelled like the functions are.
+    words = {word for wording in TRAINED_WORDINGS for word in re.findall(r"\w+", wording)}
+    assert {word for wording in HELD_OUT_WORDINGS for word in re.findall(r"\w+", wording)} <= words
+    assert set(trained_facts) == set(held_out_facts) <= set(facts)
+    with pytest.raises(ValueError, match="41 asked for, this Python's modules give 40"):
+        make_module_rows(facts, 41, seed=0)
+
+
 def test_a_python_without_sources_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        make_inputs_script.collect_subjects(tmp_path)
+    for collect in (make_inputs_script.collect_subjects, collect_facts):
+        with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+            collect(tmp_path)
 
 
 def test_more_rows_than_there_are_is_an_error_that_says_how_many_there_are() -> None:
-    subject = make_inputs_script.Subject("a.b", "function", "a", "a.b()", "Does what b does.", "")
+    subject = Subject("a.b", "function", "a", "a.b()", "Does what b does.", "")
     assert len(make_inputs_script.make_rows([subject], 6, seed=0)) == 6
     with pytest.raises(ValueError, match="7 asked for, this Python's docstrings give 6"):
         make_inputs_script.make_rows([subject], 7, seed=0)

@@ -7,9 +7,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .errors import DeviceUnavailableError
+
 _RENDEZVOUS_TIMEOUT = timedelta(hours=24)
 """The first process of a machine tokenises before it joins; the others wait for it here, not in a collective."""
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""For everything once all have met: forming groups and their collectives."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Ranks:
 
     rank: int
     local_rank: int
+    local_world_size: int
+    """Processes of this node."""
     world_size: int
     address: str
     port: int
@@ -28,6 +33,7 @@ class Ranks:
         return cls(
             rank=int(os.environ["RANK"]),
             local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             address=os.environ["MASTER_ADDR"],
             port=int(os.environ["MASTER_PORT"]),
@@ -36,12 +42,24 @@ class Ranks:
 
 
 def device_for(ranks: Ranks, gpus_per_node: int) -> torch.device:
-    """The device of this process: its own GPU when the job has GPUs and this machine too, else the CPU."""
-    if gpus_per_node and torch.cuda.is_available():
-        device = torch.device("cuda", ranks.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    """The device of this process: its own GPU when the job has GPUs, the CPU when it has none.
+
+    Raises ``DeviceUnavailableError`` when the job has GPUs and not every process of this node finds one.
+    """
+    if not gpus_per_node:
+        return torch.device("cpu")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible < ranks.local_world_size:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise DeviceUnavailableError(
+            f"compute.gpusPerNode is {gpus_per_node}, but PyTorch finds {visible} GPUs on {os.uname().nodename} for "
+            f"{ranks.local_world_size} processes: check the node's driver (nvidia-smi), that the device plugin gives "
+            "the pod its GPUs, that NVIDIA's container runtime is the default or named by compute.runtimeClassName, "
+            f"and the image (PyTorch {torch.__version__}, {built}); compute.gpusPerNode: 0 trains on the CPU"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def join_group(ranks: Ranks, device: torch.device) -> None:
@@ -54,6 +72,9 @@ def join_group(ranks: Ranks, device: torch.device) -> None:
         timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=True,
     )
+    # The default group is given this store and takes its time-out as it is: whoever forms a group or waits for a peer
+    # in it would wait for a day.
+    store.set_timeout(_COLLECTIVE_TIMEOUT)
     # A stale process of an earlier generation that finds the port again meets another prefix.
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

@@ -55,5 +55,13 @@ class PeerLostError(TrainingError):
     failure = FailureClass.PEER_LOST
 
 
+class DeviceUnavailableError(TrainingError):
+    failure = FailureClass.DEVICE_UNAVAILABLE
+
+
+class RanksDifferError(TrainingError):
+    failure = FailureClass.RANKS_DIFFER
+
+
 class StopRequested(TrainingError):
     failure = FailureClass.INTERRUPTED

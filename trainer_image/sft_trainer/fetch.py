@@ -7,6 +7,7 @@ renamed when complete. The hub's files go into the hub library's own cache (``HF
 import fcntl
 import fnmatch
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ from sft_trainer.errors import (
     TrainingError,
 )
 
+log = logging.getLogger("sft_trainer")
+
 Kind = Literal["model", "tokenizer", "dataset"]
 OnProgress = Callable[[int], None]
 """Told the bytes downloaded so far."""
@@ -46,6 +49,13 @@ _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
+
+
+def cache_directory() -> Path:
+    """Where models and tokenised data are kept on this machine: ``SFT_CACHE_DIR``, or ``sft`` in the user's cache."""
+    if given := os.environ.get("SFT_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft"
 
 
 def localise(
@@ -90,21 +100,34 @@ def _existing(uri: str, path: Path, kind: Kind) -> Path:
 
 
 def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind, on_progress: OnProgress) -> Path:
-    from sft_trainer.checkpoint.s3 import S3Store
-
-    bucket, key = bucket_and_prefix(uri)
-    parent, _, name = key.rpartition("/")
-    store = S3Store(bucket, parent, s3)
-    objects = _wanted(store.list(name), name, kind)
-    if not objects:
-        raise _nothing(kind, f"{uri}: there is nothing under this key; check the bucket, the prefix and the endpoint")
-    for entry in objects:
-        check_key(entry.key)
+    bucket, _ = bucket_and_prefix(uri)
+    store, name, objects = listing(uri, s3, kind)
     target = cache_dir / "s3" / f"{bucket}-{_identity(uri, s3, objects)}"
     with _disk_errors(cache_dir), _locked(target):
         if not _complete(target, objects):
             _download(store, objects, target, on_progress)
     return target / name if name else target
+
+
+def listing(uri: str, s3: S3Settings, kind: Kind) -> tuple[Store, str, list[StoredObject]]:
+    """What a ``s3://`` URI names: a store, a name in it, and the objects of that name or below it.
+
+    Raises ModelError or DataError when there are none, and what the store raises.
+    """
+    from sft_trainer.checkpoint.s3 import S3Store
+
+    bucket, key = bucket_and_prefix(uri)
+    parent, _, name = key.rpartition("/")
+    store = S3Store(bucket, parent, s3)
+    try:
+        objects = _wanted(store.list(name), name, kind)
+    except StorageNotFoundError as error:
+        raise _nothing(kind, str(error)) from error
+    if not objects:
+        raise _nothing(kind, f"{uri}: there is nothing under this key; check the bucket, the prefix and the endpoint")
+    for entry in objects:
+        check_key(entry.key)
+    return store, name, objects
 
 
 def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[StoredObject]:
@@ -234,13 +257,13 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    repository, _, revision = uri.removeprefix("hf://").partition("@")
     try:
+        repository, commit = hub_commit(uri, kind, token)
         return Path(
             snapshot_download(
                 repository,
-                repo_type="dataset" if kind == "dataset" else "model",
-                revision=revision or None,
+                repo_type=_repository_type(kind),
+                revision=commit,
                 allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
                 token=token,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
@@ -251,6 +274,34 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
         raise ConfigError(f"{uri!r}: write hf://org/name or hf://org/name@revision ({error})") from error
     except Exception as error:  # the library raises many classes, of three HTTP libraries
         raise _hub_error(error, uri, kind) from error
+
+
+def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
+    """Repository and commit that ``uri`` names now; when the hub does not say, the commit of the last time.
+
+    So a run whose files are all in the cache does without the hub. Raises the hub library's errors.
+    """
+    from huggingface_hub import HfApi, constants
+
+    repository, _, revision = uri.removeprefix("hf://").partition("@")
+    api = HfApi(token=token, endpoint=os.environ.get("HF_ENDPOINT") or None)
+    revision = revision or constants.DEFAULT_REVISION
+    asked: dict[str, Any] = {"repo_id": repository, "repo_type": _repository_type(kind), "revision": revision}
+    try:
+        # Of a hub that is away the library says so itself, and takes the commit that it has kept.
+        commit = api.resolve_revision(**asked).resolved
+    except Exception as error:
+        try:
+            commit = api.resolve_revision(**asked, local_files_only=True).resolved
+        except Exception:
+            raise error from None
+        log.warning("%s: the hub says no (%s); it is used as it was the last time", uri, error)
+    log.info("%s is commit %s", uri, commit)
+    return repository, commit
+
+
+def _repository_type(kind: Kind) -> str:
+    return "dataset" if kind == "dataset" else "model"
 
 
 def progress_bar(on_progress: OnProgress) -> Any:
@@ -279,9 +330,11 @@ def _hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
+        RevisionResolutionError,
     )
 
-    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+    unfound = isinstance(error, LocalEntryNotFoundError | RevisionResolutionError)
+    cause = error.__cause__ if unfound and error.__cause__ else error
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
     if isinstance(cause, RevisionNotFoundError | EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
         return _nothing(kind, f"{uri}: the hub has no such revision; check what follows the @")

@@ -31,9 +31,11 @@ from pydantic import ValidationError  # noqa: E402
 from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
+from sft_trainer.supervisor.identity import POD_VARIABLE, code_version, group_token  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
 from sft_trainer.supervisor.output import Output  # noqa: E402
 from sft_trainer.supervisor.settings import Settings  # noqa: E402
+from sft_trainer.supervisor.watch import SILENT_SECONDS  # noqa: E402
 
 MAX_TERMINATION_BYTES = 4096
 WORKER_IMPORTS = (
@@ -45,6 +47,7 @@ WORKER_IMPORTS = (
     "transformers.models.auto.tokenization_auto",
 )
 """What a worker imports on its way to the first step, the slow ones named."""
+CHECK = "sft_trainer.check"
 _KUBERNETES_TERMINATION_LOG = Path("/dev/termination-log")
 
 
@@ -61,7 +64,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, default=environment("SFT_RUN_DIR"), help="a new folder when absent")
     parser.add_argument("--worker-module", default="sft_trainer", help="each worker is python -m of this")
     parser.add_argument("--preload", nargs="*", help="modules imported once for all workers; none: no such process")
-    parser.add_argument("--lost-after", type=float, default=10.0, help="seconds of silence after which a pod is lost")
+    parser.add_argument(
+        "--lost-after", type=float, default=60.0, help="seconds of silence without a step after which a pod is lost"
+    )
+    parser.add_argument(
+        "--silent-after", type=float, default=SILENT_SECONDS, help="seconds after which silent workers hang"
+    )
     return parser.parse_args(arguments)
 
 
@@ -79,6 +87,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         raise ValueError(f"--node-rank {options.node_rank} (JOB_COMPLETION_INDEX) must be from 0 to {nodes - 1}")
     if options.node_rank > 0 and not options.coordinator:
         raise ValueError("--coordinator (SFT_COORDINATOR) must name the host of index 0 when there are several nodes")
+    ours = options.preload is None and _is_ours(options.worker_module)
     return Settings(
         config=options.config.absolute(),
         job_uid=config.job.uid,
@@ -91,19 +100,24 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         run_dir=run_dir,
         termination_log=_termination_log(),
         module=options.worker_module,
-        preload=_imports(options.worker_module) if options.preload is None else tuple(options.preload),
+        preload=WORKER_IMPORTS if ours else tuple(options.preload or ()),
+        # What it looks at is the same from every node.
+        check=CHECK if ours and options.node_rank == 0 else None,
         lost_after=options.lost_after,
+        silent_after=options.silent_after,
+        token=group_token(config.job.uid, os.environ),
+        version=code_version(),
+        pod_uid=os.environ.get(POD_VARIABLE, ""),
         max_restarts=policy.max_restarts,
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,
     )
 
 
-def _imports(module: str) -> tuple[str, ...]:
-    """What workers of ``module`` import, if it is the worker that lies beside this file."""
+def _is_ours(module: str) -> bool:
+    """Whether ``module`` is the worker that lies beside this file."""
     spec = importlib.util.find_spec(f"{module}.__main__")
-    ours = spec is not None and spec.origin == str(Path(__file__).with_name("__main__.py"))
-    return WORKER_IMPORTS if ours else ()
+    return spec is not None and spec.origin == str(Path(__file__).with_name("__main__.py"))
 
 
 def _termination_log() -> Path | None:

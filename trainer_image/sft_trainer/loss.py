@@ -58,5 +58,8 @@ def linear_cross_entropy_sum(hidden: torch.Tensor, weight: torch.Tensor, labels:
     if hidden.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS // 8:
         # Small enough that plain autograd is the simplest, and as fast.
         return cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
+    if not torch.is_grad_enabled():
+        # Inside the function needs_input_grad is true of every parameter, wanted or not.
+        hidden, weight = hidden.detach(), weight.detach()
     result: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, labels)
     return result

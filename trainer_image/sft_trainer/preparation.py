@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sft_api.progress import Phase
+from sft_api.small_data import small_data_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
@@ -17,8 +20,9 @@ from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .errors import ModelError
-from .fetch import localise
+from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
+from .models.probe import check_trains_on
 from .models.weights import check_weights
 from .reporting import Reporter
 
@@ -38,15 +42,8 @@ class Prepared:
     epoch_size: int
 
 
-def cache_directory() -> Path:
-    """Where models and tokenised data are kept on this machine: ``SFT_CACHE_DIR``, or ``sft`` in the user's cache."""
-    if given := os.environ.get("SFT_CACHE_DIR"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft"
-
-
-def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
-    """Fetch, tokenise and lay out the steps; cached, so that a restart takes seconds.
+def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
+    """Fetch, tokenise and lay out the steps; cached, so that a restart takes seconds. ``device`` is tried first.
 
     Called by the first process of a machine before it joins the group, and by the others after: they find the cache.
     """
@@ -63,6 +60,7 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = build_on_meta(model_path)
     check_weights(model, model_path)
+    check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = localise(tokenizer_uri, cache, s3, token, kind="tokenizer") if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
@@ -78,6 +76,9 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
             token=token,
             on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
             on_fetch=fetching(source.uri),
+            on_wait=lambda written: reporter.alive(
+                Phase.TOKENIZING, f"{source.uri}: another process is at it, {written / 2**20:.0f} MiB so far"
+            ),
             on_warning=reporter.warn,
         )
         for warning in result.report.warnings():
@@ -92,6 +93,9 @@ def prepare(config: TrainerConfig, reporter: Reporter) -> Prepared:
     steps, epoch_size = plan_steps(config, train)
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
+    warning = small_data_warning(spec, rows=epoch_size, step_rows=steps.step(0).examples, total_steps=total_steps)
+    if warning is not None:
+        reporter.warn(warning)
     return Prepared(model_path, model, tokenizer, train, evaluation, steps, total_steps, epoch_size)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells the world: the progress file, the log, and the record of every step."""
+"""What every rank says of itself, and rank 0 tells the world: progress file, log, and the record of every step."""
 
 import json
 import logging
@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_api.progress import Phase, TrainingProgress
+from sft_api.progress import Activity, Phase, TrainingProgress
 from sft_api.report import duration, finite
-from sft_api.rundir import PROGRESS_FILE, write_atomically
+from sft_api.rundir import ACTIVITY_FOLDER, PROGRESS_FILE, write_atomically
 
 log = logging.getLogger("sft_trainer")
 
@@ -21,23 +21,40 @@ _ALIVE_EVERY_SECONDS = 1.0
 
 
 class Reporter:
-    """Progress of this attempt; on every rank but 0 it keeps the figures and writes nothing."""
+    """Progress of this attempt; ranks other than 0 know the figures, record nothing, and write only what they do."""
 
-    def __init__(self, run_dir: Path, *, writes: bool) -> None:
+    def __init__(self, run_dir: Path, *, writes: bool, rank: int = 0) -> None:
+        """``writes``: this is the rank that reports for all."""
         self.progress = TrainingProgress()
+        self._activity_path = run_dir / ACTIVITY_FOLDER / f"rank-{rank}.json"
+        self._last_activity: tuple[Phase, str] | None = None
+        self._last_activity_time = 0.0
         self._path = run_dir / PROGRESS_FILE
         self._writes = writes
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._last_log = 0.0
         self._last_alive = 0.0
-        self._alive_lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Threads that download or upload report too."""
         self._records: list[dict[str, Any]] = []
 
     def update(self, **fields: Any) -> None:
         """Change fields of the progress and publish it."""
-        self.progress = self.progress.model_copy(update={**fields, "update_time": datetime.now(UTC)})
-        if self._writes:
-            write_atomically(self._path, self.progress)
+        with self._lock:
+            self.progress = self.progress.model_copy(update={**fields, "update_time": datetime.now(UTC)})
+            if self._writes:
+                write_atomically(self._path, self.progress)
+            self._tell_activity()
+
+    def _tell_activity(self) -> None:
+        """Say what this process does: every change of phase, else at most once a second, as steps may be short."""
+        progress, now = self.progress, time.monotonic()
+        doing = (progress.phase, progress.phase_detail)
+        if doing == self._last_activity and now - self._last_activity_time < _ALIVE_EVERY_SECONDS:
+            return
+        self._last_activity, self._last_activity_time = doing, now
+        activity = Activity(phase=progress.phase, detail=progress.phase_detail, step=progress.step)
+        write_atomically(self._activity_path, activity)
 
     def phase(self, phase: Phase, detail: str = "") -> None:
         """Say what is being done now."""
@@ -47,7 +64,7 @@ class Reporter:
 
     def alive(self, phase: Phase, detail: str) -> None:
         """``phase``, at most once a second: long work must report, or it is taken for a hang. For any thread."""
-        with self._alive_lock:
+        with self._lock:
             now = time.monotonic()
             if now - self._last_alive >= _ALIVE_EVERY_SECONDS:
                 self._last_alive = now
@@ -67,13 +84,14 @@ class Reporter:
         median = statistics.median(self._step_seconds)
         tokens_per_second = record["tokens"] / seconds
         total = self.progress.total_steps
-        self._records.append({**record, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
+        self._record({**record, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
         self.update(
             phase=Phase.TRAINING,
             phase_detail="",
             step=record["step"],
             epoch=record["epoch"],
             loss=finite(record["loss"]),
+            first_loss=finite(record["loss"]) if record["step"] == 1 else self.progress.first_loss,
             grad_norm=finite(record["gradNorm"]),
             learning_rate=record["learningRate"],
             step_seconds=seconds,
@@ -113,6 +131,12 @@ class Reporter:
 
     def annotate_step(self, **fields: Any) -> None:
         """Add fields (evaluation losses) to the record of the step done last, or of step 0."""
-        if not self._records or self._records[-1]["step"] != self.progress.step:
-            self._records.append({"step": self.progress.step})
-        self._records[-1].update(fields)
+        self._record({"step": self.progress.step, **fields})
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if not self._writes:  # nobody would ever fetch them there
+            return
+        if self._records and self._records[-1]["step"] == record["step"]:
+            self._records[-1].update(record)
+        else:
+            self._records.append(record)

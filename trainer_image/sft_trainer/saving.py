@@ -1,6 +1,7 @@
 """When the trainer's state reaches the store, and what happens when it does not."""
 
 import logging
+import threading
 import time
 
 import torch
@@ -10,38 +11,21 @@ from sft_api.checkpoints import STATUS_KEY, Manifest, RunState
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
-from .checkpoint.catalog import Catalog, KeepPolicy, Verified
+from .checkpoint.catalog import KeepPolicy
 from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome
 from .checkpoint.store import Store
-from .errors import ConfigError, StorageUnavailableError, TrainingError
+from .curves.writer import CURVE_KEY, CurveWriter, metrics_key
+from .errors import StorageUnavailableError, TrainingError
 from .reporting import Reporter
-from .state import changed_fields, restore, training_tensors
+from .state import restore, training_tensors
+from .storage import check_same_run
+from .supervisor.cgroup import Cgroup
 
 log = logging.getLogger("sft_trainer")
 
-
-def refuse_other_settings(config: TrainerConfig, store: Store) -> None:
-    """Raise ``ConfigError`` when the newest checkpoint of this job was made with other settings.
-
-    Reads one manifest and changes nothing: for one process, before there is a group, an attempt or any data.
-    """
-    for found in Catalog(store).candidates(config.job.uid):
-        if isinstance(found, Verified):
-            check_same_run(config, found.manifest.run)
-            return
-
-
-def check_same_run(config: TrainerConfig, run: RunState) -> None:
-    """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
-    before = (run.model_extra or {}).get("numbers")
-    now = config.numbers()
-    if before is not None and before != now:
-        raise ConfigError(
-            f"{config.checkpoint_uri} holds checkpoints of a run with other settings "
-            f"({', '.join(changed_fields(before, now))}): give this run another metadata.name or checkpoint.uri, "
-            "or restore the settings"
-        )
+_CURVE_SECONDS = 20.0
+"""How long the end of a run waits for its curve: a picture is not worth a pod's time to leave."""
 
 
 class Saving:
@@ -54,11 +38,22 @@ class Saving:
         self._store = store
         self._reporter = reporter
         self._is_first = is_first
-        self._manager = CheckpointManager(store, device=device)
+        self._manager = CheckpointManager(
+            store,
+            device=device,
+            on_bytes=self._count,
+            on_warning=reporter.warn,
+            available_memory=Cgroup().available_memory,
+        )
+        self._waiting: tuple[Phase, str] | None = None
+        """What training waits for now: only then a byte more is a sign of life."""
+        self._bytes = 0
+        self._bytes_lock = threading.Lock()
         self._last_save = time.monotonic()
         self._resumed_at = 0
         self._outcome: SaveOutcome | None = None
         """How the last save ended, until it was acted on."""
+        self._curve: CurveWriter | None = None
 
     def claim_attempt(self) -> int:
         """Claim the next attempt of this job; a collective call."""
@@ -71,7 +66,9 @@ class Saving:
         collective call.
         """
         template = training_tensors(model, optimizer)
+        self._wait_for(Phase.LOADING, "reading the checkpoint")
         manifest = self._manager.load_newest(template, accept=lambda run: check_same_run(self._config, run))
+        self._waiting = None
         for skipped in self._manager.skipped:
             self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
         if manifest is not None:
@@ -79,6 +76,11 @@ class Saving:
             self._resumed_at = manifest.step
             self._reporter.update(checkpoints=self._manager.status())
         return manifest
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether this process still uploads the last save."""
+        return self._manager.in_flight
 
     @property
     def seconds_since_save(self) -> float:
@@ -89,14 +91,15 @@ class Saving:
     ) -> None:
         """Save ``step``; in the background when the spec says so, unless nothing comes after it (``final``).
 
-        A collective call. Storage that does not answer is worth another try at the next save, unless this is the
-        final one; everything else ends the run.
+        A collective call, which waits for the save before when that is in flight. Storage that does not answer is
+        worth another try at the next save, unless this is the final one; everything else ends the run.
         """
         if step == self._resumed_at:
             self._write_records(step)  # it is saved, but an evaluation since then is not recorded
+            self._finish_curve(final=final)
             return
         self.settle()
-        self._reporter.phase(Phase.SAVING)
+        self._wait_for(Phase.SAVING, f"step {step}")
         self._write_records(step)
         keep = self._config.spec.checkpoint.keep
         try:
@@ -109,9 +112,12 @@ class Saving:
             )
         except TrainingError as error:
             self._act_on(error, final=final)
+        finally:
+            self._waiting = None
         self._last_save = time.monotonic()
         if self._outcome is not None:
             self._show()
+        self._finish_curve(final=final)
 
     def failed_here(self) -> bool:
         """Whether the save in the background is known to have failed; other processes may learn it steps later."""
@@ -124,11 +130,15 @@ class Saving:
     def settle(self) -> None:
         """Wait for the save in the background and act on its error, the same on all processes; a collective call."""
         error: TrainingError | None
+        if self._manager.in_flight:
+            self._wait_for(Phase.SAVING, "waiting for the upload of the last checkpoint")
         try:
             outcome, self._outcome = self._outcome or self._manager.wait(), None
             error = outcome.error if outcome else None
         except TrainingError as raised:
             error = raised
+        finally:
+            self._waiting = None
         if error is not None:
             self._act_on(error, final=False)
         elif outcome is not None:
@@ -143,6 +153,18 @@ class Saving:
         except StorageUnavailableError as error:
             # The next save writes it again; no run ends for it.
             log.warning("status.json was not written: %s", error)
+
+    def _wait_for(self, phase: Phase, what: str) -> None:
+        self._bytes, self._waiting = 0, (phase, what)
+        self._reporter.phase(phase, what)
+
+    def _count(self, count: int) -> None:
+        """Bytes were written or read: a slow transfer that goes on is no hang, one that stands still says nothing."""
+        with self._bytes_lock:
+            self._bytes += count
+        if (waiting := self._waiting) is not None:
+            phase, what = waiting
+            self._reporter.alive(phase, f"{what}: {self._bytes / 2**20:.0f} MiB")
 
     def _act_on(self, error: TrainingError, *, final: bool) -> None:
         if final or not isinstance(error, StorageUnavailableError | CheckpointSaveError):
@@ -159,8 +181,25 @@ class Saving:
         if not self._is_first or not (records := self._reporter.records()):
             return
         try:
-            self._store.put(f"metrics/step-{step:08d}-a{self._reporter.progress.attempt:05d}.jsonl", records)
+            self._store.put(metrics_key(step, self._reporter.progress.attempt), records)
         except StorageUnavailableError as error:
             log.warning("the step records were not written, they go with the next save: %s", error)
         else:
             self._reporter.forget_records()
+            self._draw(step, records)
+
+    def _draw(self, step: int, records: bytes) -> None:
+        """Have ``records``, of the steps up to ``step``, taken into the curve; returns at once."""
+        if self._curve is None:
+            self._curve = CurveWriter(
+                self._store,
+                self._config.job.name,
+                attempt=self._reporter.progress.attempt,
+                resumed_at=self._resumed_at,
+                written=lambda: self._reporter.update(curve_uri=f"{self._store.uri}/{CURVE_KEY}"),
+            )
+        self._curve.add(step, records)
+
+    def _finish_curve(self, *, final: bool) -> None:
+        if final and self._curve is not None:
+            self._curve.finish(_CURVE_SECONDS)

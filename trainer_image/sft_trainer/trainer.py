@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,19 +19,22 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
 
 from . import export
+from .alike import check_alike, fingerprint
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.batches import MicroBatch, Step, empty_micro_batch, micro_batch
+from .data.stream import random_seed
 from .distributed import Ranks, device_for, join_group, sum_over_ranks
 from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
-from .flops import peak_flops, training_flops
+from .flops import active_parameters, peak_flops, training_flops
 from .models.weights import load_weights
 from .optim import build_optimizer, learning_rate
 from .preparation import Prepared, prepare
 from .reporting import Reporter
-from .saving import Saving, refuse_other_settings
+from .saving import Saving
 from .state import changed_fields, environment_facts
+from .storage import check_storage
 from .strategies.fsdp import build_model, clip_gradients
 
 log = logging.getLogger("sft_trainer")
@@ -48,8 +51,7 @@ class Trainer:
         self.spec = config.spec
         self.ranks = ranks
         self.is_first = ranks.rank == 0
-        self.device = device_for(ranks, config.spec.compute.gpus_per_node)
-        self.reporter = Reporter(run_dir, writes=self.is_first)
+        self.reporter = Reporter(run_dir, writes=self.is_first, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.step = 0
         """Optimizer steps done."""
@@ -57,18 +59,24 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._skip_warning = ""
         self._evaluated_at = -1
+        self._save_in_flight = False
+        """Whether any process still uploads the last save; all know the same."""
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
 
         Raises ``StopRequested`` after saving when the group was asked to stop, other ``TrainingError``s as they come.
         """
+        self.device = device_for(self.ranks, self.spec.compute.gpus_per_node)
         self._open_store()
         if self.ranks.local_rank == 0:
             self.prepared = self._prepare()
+        if self.ranks.world_size > 1:
+            self.reporter.phase(Phase.WAITING, "for the other processes")
         join_group(self.ranks, self.device)
         if self.ranks.local_rank != 0:
             self.prepared = self._prepare()
+        self._compare()
 
         self._build()
         self._resume_or_load()
@@ -82,12 +90,10 @@ class Trainer:
                 # Which checkpoint is best is known only of those that were evaluated.
                 save_due = save_due or self.spec.checkpoint.keep.best > 0
             if stop:
-                self._save(final=True)
-                raise StopRequested(f"stopped after step {self.step}, which is saved")
+                self._stop()
             save_due = save_due or save or self._due(self.spec.checkpoint.every_steps)
-            # A run that no longer has finite gradients must not replace its good checkpoints by what broke it.
             # The last step is saved below, once it is evaluated.
-            if save_due and not self._skipped_in_a_row and self.step < self.prepared.total_steps:
+            if save_due and self._may_save() and self.step < self.prepared.total_steps:
                 self._save()
                 save_due = False
         self._evaluate()
@@ -96,27 +102,38 @@ class Trainer:
         self.reporter.phase(Phase.COMPLETE)
         self.saving.publish_status()
 
+    def _stop(self) -> NoReturn:
+        if not self._skipped_in_a_row:
+            self._save(final=True)
+            raise StopRequested(f"stopped after step {self.step}, which is saved")
+        # What is saved now would be taken for the newest good state, and is perhaps what broke the gradients.
+        self.saving.settle()
+        self.saving.publish_status()
+        raise StopRequested(
+            f"stopped after step {self.step}, which is not saved: loss or gradients of the last "
+            f"{self._skipped_in_a_row} steps were not finite; {self._last_saved()}"
+        )
+
+    def _last_saved(self) -> str:
+        latest = self.reporter.progress.checkpoints.latest
+        return f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"
+
     # Before the first step
 
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
         if self.is_first:
-            # A missing bucket or a wrong key is found before the data is read.
-            self.reporter.phase(Phase.STARTING, f"checking {self.config.checkpoint_uri}")
-            result = self.store.probe()
-            if not result.conditional_writes:
-                self.reporter.warn(result.message)
-            export_uri = self.config.export_uri
-            if export_uri is not None and not export_uri.startswith(f"{self.config.checkpoint_uri}/"):
-                open_store(export_uri, self._s3).probe()
-            if self.spec.checkpoint.resume.policy == "auto":
-                refuse_other_settings(self.config, self.store)
+            check_storage(self.config, self.store, self.reporter)
 
     def _prepare(self) -> Prepared:
-        prepared = prepare(self.config, self.reporter)
+        prepared = prepare(self.config, self.reporter, self.device)
         self.reporter.update(total_steps=prepared.total_steps)
         return prepared
+
+    def _compare(self) -> None:
+        self.reporter.phase(Phase.LOADING, "comparing what all processes hold")
+        check_alike(fingerprint(self.config, self.prepared))
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
@@ -126,7 +143,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.named_parameters(), self.spec, self.config.plan.learning_rate)
         huggingface: Any = self.model.huggingface
         self._model_config = huggingface.config
-        self._parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._parameters = active_parameters(self.model, self._model_config)
         self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
         self._peak_flops = peak_flops(self.device)
 
@@ -155,11 +172,17 @@ class Trainer:
             self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
         data = self._data_digests()
         if changed := changed_fields(extra.get("data", data), data):
-            self.reporter.warn(f"the data is not what it was at step {self.step}: digests of {', '.join(changed)}")
+            self.reporter.warn(
+                f"the data is not what it was at step {self.step}: digests of {', '.join(changed)}; only later steps "
+                "see the rows of now: give the run another metadata.name to train all of it on them"
+            )
         self.reporter.update(
             step=self.step,
             resumed_from_step=self.step,
+            loss=manifest.run.metrics.get("loss"),
             eval_loss=manifest.run.metrics.get("evalLoss"),
+            first_loss=extra.get("first_loss"),
+            first_eval_loss=extra.get("first_eval_loss"),
             tokens_seen=extra.get("tokens_seen", 0),
             trained_tokens_seen=extra.get("trained_tokens_seen", 0),
         )
@@ -183,9 +206,15 @@ class Trainer:
         save_here = self.is_first and self.saving.seconds_since_save >= self.spec.checkpoint.every_seconds
         # One collective and one host synchronisation carry everything the processes must agree on.
         save_failed_here = self.saving.failed_here()
-        total, norm_sum, flops_sum, stop, save, save_failed = sum_over_ranks(
-            [loss_sum, norm, flops, float(stop_here), float(save_here), float(save_failed_here)], self.device
+        in_flight_here = self.saving.in_flight
+        total, norm_sum, flops_sum, stop, save, save_failed, in_flight = sum_over_ranks(
+            [
+                *(loss_sum, norm, flops),
+                *(float(flag) for flag in (stop_here, save_here, save_failed_here, in_flight_here)),
+            ],
+            self.device,
         )
+        self._save_in_flight = in_flight > 0
         if save_failed:
             self.saving.settle()
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.ranks.world_size
@@ -217,10 +246,10 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         flops = 0.0
         for index, bin_ in enumerate(step.micro_batches(self.ranks.rank, self.config.plan.data_parallel)):
-            # Random numbers (dropout) depend on the place in the run alone, never on what ran before.
-            torch.manual_seed(
-                hash((self.spec.training.seed, self.step, index, self.ranks.rank)) & 0x7FFF_FFFF_FFFF_FFFF
-            )
+            # Random numbers (dropout) depend on the bin's place in the run alone: not on what ran before, nor on how
+            # many processes share the step.
+            place = index * self.config.plan.data_parallel + self.ranks.rank
+            torch.manual_seed(random_seed(self.spec.training.seed, self.step, place))
             batch = micro_batch(bin_, self.prepared.train) if bin_ is not None else empty_micro_batch()
             loss = self._forward(batch)
             # The denominator is that of the whole step, so gradients only need to be summed.
@@ -258,11 +287,9 @@ class Trainer:
         self.optimizer.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self.saving.settle()
-            latest = self.reporter.progress.checkpoints.latest
-            kept = f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"
             raise NonFiniteLossError(
                 f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
-                f"{self.step + 1} ({kept}): lower training.optimizer.learningRate "
+                f"{self.step + 1} ({self._last_saved()}): lower training.optimizer.learningRate "
                 f"({self.config.plan.learning_rate:g}), or look at the data there"
             )
 
@@ -283,6 +310,15 @@ class Trainer:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0 and self.step < self.prepared.total_steps
 
+    def _may_save(self) -> bool:
+        """Whether a save that is due is made after this step, and not after a later one."""
+        # A run that no longer has finite gradients must not replace its good checkpoints by what broke it.
+        if self._skipped_in_a_row:
+            return False
+        # Training does not wait for a slow upload, unless it would lose what may be the best checkpoint.
+        best = self.spec.checkpoint.keep.best > 0 and self._evaluated_at == self.step
+        return best or not self._save_in_flight
+
     def _evaluate(self) -> None:
         if not self.prepared.eval or self._evaluated_at == self.step:
             return
@@ -300,7 +336,9 @@ class Trainer:
         self._evaluated_at = self.step
         self.reporter.annotate_step(evalLoss=result.loss, evalLosses=result.losses)
         self.reporter.update(
-            eval_loss=finite(result.loss), eval_losses={name: finite(loss) for name, loss in result.losses.items()}
+            eval_loss=finite(result.loss),
+            first_eval_loss=finite(result.loss) if self.step == 0 else self.reporter.progress.first_eval_loss,
+            eval_losses={name: finite(loss) for name, loss in result.losses.items()},
         )
         if self.is_first:
             log.info("evaluation after step %s: loss %.4f", self.step, result.loss)
@@ -308,15 +346,18 @@ class Trainer:
     def _save(self, *, final: bool = False) -> None:
         progress = self.reporter.progress
         eval_loss = progress.eval_loss if self._evaluated_at == self.step else None
+        numbers = self.config.numbers()
         run = RunState.model_validate(
             {
                 "cursor": self.step,
                 "metrics": {"loss": progress.loss, "evalLoss": eval_loss},
                 "plan": self.config.plan.model_dump(mode="json"),
                 "environment": environment_facts(self.device, self.ranks.world_size),
-                "config_digest": self.config.numbers_digest(),
-                "numbers": self.config.numbers(),
+                "config_digest": numbers.digest,
+                "numbers": numbers.as_record(),
                 "examples_seen": self._examples_seen,
+                "first_loss": progress.first_loss,
+                "first_eval_loss": progress.first_eval_loss,
                 "tokens_seen": progress.tokens_seen,
                 "trained_tokens_seen": progress.trained_tokens_seen,
                 "data": self._data_digests(),

@@ -66,10 +66,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [patch]  # the same: their replacement waits until they have failed
 - apiGroups: [""]
   resources: [configmaps, services]
-  verbs: [get, create]
+  verbs: [get, create, delete]  # delete: a child that was altered is made again as it was
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create]
+  verbs: [get, create, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [list]  # why pods are not created or not started
@@ -81,5 +81,5 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get]  # whether a namespace is being deleted
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
-  verbs: [list, patch]  # spec.suspend of a queued job
+  verbs: [list, patch]  # why a queued job waits; spec.suspend of one
 {{- end -}}

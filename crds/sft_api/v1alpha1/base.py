@@ -15,22 +15,81 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
+def in_cel(text: str) -> str:
+    """``text`` as a string of CEL."""
+    quoted = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{quoted}'"
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The value that was given, its parts replaced in order, behind ``prefix``."""
+
+    prefix: str = ""
+    replace: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def cel(self) -> str:
+        """The CEL expression of it."""
+        edits = "".join(f".replace({in_cel(old)}, {in_cel(new)})" for old, new in self.replace)
+        return f"{in_cel(self.prefix)} + self{edits}"
+
+    def of(self, value: str) -> str:
+        """It, of ``value``."""
+        for old, new in self.replace:
+            value = value.replace(old, new)
+        return self.prefix + value
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A wrong string that shows what was meant: one that matches ``pattern`` is answered with ``hint``."""
+
+    pattern: str
+    hint: tuple[str | Edited, ...]
+
+    @property
+    def cel(self) -> str:
+        """The CEL expression of the hint."""
+        return " + ".join(in_cel(part) if isinstance(part, str) else part.cel for part in self.hint)
+
+    def of(self, value: str) -> str:
+        """The hint for ``value``."""
+        return "".join(part if isinstance(part, str) else part.of(value) for part in self.hint)
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One rule on a value: ``cel`` for the API server, ``check`` for Python, ``message`` for the user."""
+    """One rule on a value: ``cel`` for the API server, ``check`` for Python, ``message`` for the user.
+
+    To the message is added the hint of the first of ``near_misses`` that the value, then a string, is.
+    """
 
     cel: str
     message: str
     check: Callable[[Any], bool]
+    near_misses: tuple[NearMiss, ...] = ()
 
     def as_validation(self) -> dict[str, str]:
         """The entry of ``x-kubernetes-validations``."""
-        return {"rule": self.cel, "message": self.message}
+        validation = {"rule": self.cel, "message": self.message}
+        if self.near_misses:
+            hint = "''"
+            for near in reversed(self.near_misses):
+                hint = f"self.matches({in_cel(near.pattern)}) ? '; ' + {near.cel} : {hint}"
+            validation["messageExpression"] = f"{in_cel(self.message)} + ({hint})"
+        return validation
+
+    def hint(self, value: Any) -> str:
+        """What ``value`` was probably meant to be, or nothing."""
+        if not isinstance(value, str):
+            return ""
+        return next((near.of(value) for near in self.near_misses if _compiled(near.pattern).search(value)), "")
 
     def enforce(self, value: Any) -> Any:
         """``value`` itself, or an error with the rule's message."""
         if not self.check(value):
-            raise broken(self)
+            raise broken(self, value=value)
         return value
 
     # As an annotation on a scalar: Annotated[str, Rule(...)]
@@ -43,18 +102,28 @@ class Rule:
         return result
 
 
-def broken(*rules: Rule) -> PydanticCustomError:
-    """The error that says each of ``rules`` in a line of its own; its type is ``rule``."""
+def broken(*rules: Rule, value: Any = None) -> PydanticCustomError:
+    """The error that says each of ``rules`` in a line of its own; its type is ``rule``.
+
+    Its context has ``said``: message and hint of each.
+    """
+    said = [(rule.message, rule.hint(value)) for rule in rules]
+    sentences = "\n".join("; ".join(filter(None, words)) for words in said)
     # As a value: braces in the sentence itself would be read as placeholders.
-    return PydanticCustomError("rule", "{sentences}", {"sentences": "\n".join(rule.message for rule in rules)})
+    return PydanticCustomError("rule", "{sentences}", {"sentences": sentences, "said": said})
 
 
-def matches(pattern: str, message: str) -> Rule:
-    """A rule that a string matches ``pattern`` (the common subset of RE2 and Python's ``re``)."""
+def _compiled(pattern: str) -> re.Pattern[str]:
     # In RE2 $ is the end of the string; Python's also matches before a line break at the end.
-    compiled = re.compile(pattern.removesuffix("$") + r"\Z" if pattern.endswith("$") else pattern)
-    quoted = pattern.replace("\\", "\\\\").replace("'", "\\'")
-    return Rule(f"self.matches('{quoted}')", message, lambda value: compiled.search(value) is not None)
+    return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", pattern))
+
+
+def matches(pattern: str, message: str, *near_misses: NearMiss) -> Rule:
+    """A rule that a string matches ``pattern`` (the common subset of RE2 and Python's ``re``)."""
+    compiled = _compiled(pattern)
+    return Rule(
+        f"self.matches({in_cel(pattern)})", message, lambda value: compiled.search(value) is not None, near_misses
+    )
 
 
 class ApiModel(BaseModel):

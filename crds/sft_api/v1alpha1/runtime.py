@@ -1,23 +1,12 @@
 """``spec.strategy``, ``spec.compute``, ``spec.checkpoint``, ``spec.export`` and ``spec.runPolicy``: where it runs."""
 
-import re
-from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import Field
 
 from .base import AnnotationMap, ApiModel, LabelMap, Name, Rule, ShortText, matches
-
-StorageUri = Annotated[
-    str,
-    Field(max_length=1024),
-    matches(
-        r"^(s3://[^/]+(/.*)?|pvc://[^/]+/.+|file:///.+)$",
-        "must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
-    ),
-]
+from .quantities import RESOURCE_RULES, Quantity, at_least, at_most
+from .uris import StorageUri
 
 
 class FsdpSpec(ApiModel):
@@ -38,64 +27,10 @@ class StrategySpec(ApiModel):
     fsdp: FsdpSpec | None = Field(default=None, description="FSDP2, the default strategy.")
 
 
-_QUANTITY = r"^([0-9]+)(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
-_UNITS = {"m": Fraction(1, 1000), "": Fraction(1)}
-_UNITS |= {unit: Fraction(1000**power) for power, unit in enumerate("kMGTP", start=1)}
-_UNITS |= {f"{unit}i": Fraction(1024**power) for power, unit in enumerate("KMGTP", start=1)}
+ResourceMap = Annotated[dict[str, Quantity], Field(max_length=16), *RESOURCE_RULES]
 
 
-class _Quantity:
-    """A Kubernetes quantity: an integer or a string such as 500m or 64Gi."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._checked)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "x-kubernetes-int-or-string": True,
-            "minimum": 0,
-            "pattern": _QUANTITY,
-            "maxLength": 32,
-        }
-
-    @staticmethod
-    def _checked(value: Any) -> int | str:
-        if isinstance(value, str) and len(value) <= 32 and quantity_value(value) is not None:
-            return value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        raise PydanticCustomError("quantity", "must be a quantity such as 2, 500m or 64Gi")
-
-
-def quantity_value(quantity: int | str) -> Fraction | None:
-    """The number a Kubernetes quantity stands for; None when it is not one."""
-    match = re.fullmatch(_QUANTITY.strip("^$"), str(quantity), re.ASCII)
-    return Fraction(match[1] + (match[2] or "")) * _UNITS[match[3] or ""] if match else None
-
-
-def _at_most(requests: dict[str, int | str], limits: dict[str, int | str]) -> bool:
-    pairs = ((quantity_value(requests[name]), quantity_value(limits[name])) for name in requests.keys() & limits.keys())
-    return all(request is not None and limit is not None and request <= limit for request, limit in pairs)
-
-
-_NATIVE_RESOURCES = ("cpu", "memory", "ephemeral-storage")
-
-Quantity = Annotated[int | str, _Quantity()]
-ResourceMap = Annotated[
-    dict[str, Quantity],
-    Field(max_length=16),
-    Rule(
-        f"self.all(name, name.contains('/') || name.startsWith('hugepages-') || name in {list(_NATIVE_RESOURCES)})",
-        "resources are cpu, memory, ephemeral-storage, hugepages-SIZE, or have a domain such as rdma/hca",
-        lambda value: all("/" in name or name.startswith("hugepages-") or name in _NATIVE_RESOURCES for name in value),
-    ),
-    Rule(
-        "self.all(name, !name.contains('/') || string(self[name]).matches('^[0-9]+$'))",
-        "resources with a domain are whole numbers, such as rdma/hca: 1",
-        lambda value: all(str(amount).isdecimal() for name, amount in value.items() if "/" in name),
-    ),
-]
+VolumeSize = at_least("1Mi", "must be at least 1Mi: 64 alone is 64 bytes; write 64Gi")
 
 
 class ResourcesSpec(ApiModel):
@@ -110,7 +45,7 @@ class ResourcesSpec(ApiModel):
             "!isQuantity(string(self.requests[name])) || !isQuantity(string(self.limits[name])) || "
             "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)",
             "compute.resources.requests must not exceed compute.resources.limits",
-            lambda self: _at_most(self.requests, self.limits),
+            lambda self: at_most(self.requests, self.limits),
         ),
     )
 
@@ -169,7 +104,17 @@ class EnvSource(ApiModel):
     )
 
 
-RESERVED_ENVIRONMENT = r"^(SFT_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT)$"
+_OF_THE_GROUP = (
+    r"^(SFT_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|"
+    r"JOB_COMPLETION_INDEX)$"
+)
+"""Says where a process stands in its group: the supervisor, or the Job controller, sets it. With TORCHELASTIC_*
+torch would look for a store that torchrun keeps, and here nobody does."""
+
+_OF_THE_IMAGE = r"^(PATH|PYTHONHOME|PYTHONPATH|PYTHONPLATLIBDIR|PYTHONINSPECT)$"
+"""Without the image's own values Python or the trainer is not found; with PYTHONINSPECT every process ends with exit
+code 1, the finished one too. Whatever else is read at the start (LD_PRELOAD, LD_LIBRARY_PATH, HOME, PYTHONHASHSEED) has
+honest uses, and at worst fails at once and in so many words."""
 
 
 class EnvVar(ApiModel):
@@ -180,11 +125,20 @@ class EnvVar(ApiModel):
         Field(max_length=253),
         matches(r"^[A-Za-z_][A-Za-z0-9_]*$", "must be letters, digits and _, not starting with a digit"),
         Rule(
-            f"!self.matches('{RESERVED_ENVIRONMENT}')",
+            f"!self.matches('{_OF_THE_GROUP}')",
             "this environment variable is set by the supervisor and cannot be given",
-            lambda value: matches(RESERVED_ENVIRONMENT, "").check(value) is False,
+            lambda value: not matches(_OF_THE_GROUP, "").check(value),
         ),
-    ] = Field(description="Name of the variable.")
+        Rule(
+            f"!self.matches('{_OF_THE_IMAGE}')",
+            "this environment variable belongs to the image, which does not start without it: set it in an image of "
+            "your own",
+            lambda value: not matches(_OF_THE_IMAGE, "").check(value),
+        ),
+    ] = Field(
+        description="Name of the variable; not one of the group (RANK, MASTER_ADDR, SFT_* …) or of the image's start "
+        "(PATH, PYTHONPATH …)."
+    )
     value: Annotated[str, Field(max_length=4096)] | None = Field(default=None, description="Its value.")
     value_from: EnvSource | None = Field(default=None, description="Where its value comes from.")
 
@@ -221,7 +175,10 @@ class ComputeSpec(ApiModel):
     )
     gpu_resource_name: ShortText = Field(default="nvidia.com/gpu", description="Resource name of the GPUs.")
     resources: ResourcesSpec = Field(
-        default_factory=ResourcesSpec, description="Resources of each pod besides its GPUs."
+        default_factory=ResourcesSpec,
+        description="Resources of each pod besides its GPUs. Of CPU and memory that are named neither in requests nor "
+        "in limits it asks for 2 and 8Gi a GPU, or 1 and 2Gi a process without GPUs, unless the chart's pods.resources "
+        "say otherwise.",
     )
     node_selector: LabelMap = Field(default_factory=dict, description="Labels that nodes must have.")
     tolerations: Annotated[list[TolerationSpec], Field(max_length=32)] = Field(
@@ -232,10 +189,10 @@ class ComputeSpec(ApiModel):
     env: Annotated[list[EnvVar], Field(max_length=64)] = Field(
         default_factory=list, description="Environment variables of the training container."
     )
-    shared_memory_size: Quantity | None = Field(
+    shared_memory_size: Annotated[Quantity, VolumeSize] | None = Field(
         default=None, description="Size of /dev/shm; 1Gi a process when absent."
     )
-    cache_size: Quantity = Field(
+    cache_size: Annotated[Quantity, VolumeSize] = Field(
         default="50Gi", description="Size limit of the emptyDir that holds models, data and compiled kernels."
     )
     labels: LabelMap = Field(default_factory=dict, description="Labels added to the pods.")
@@ -250,6 +207,11 @@ class ComputeSpec(ApiModel):
                 or self.processes_per_node is None
                 or self.processes_per_node == self.gpus_per_node
             ),
+        ),
+        Rule(
+            "!has(self.env) || self.env.all(a, self.env.exists_one(b, b.name == a.name))",
+            "names of compute.env must differ: give each variable once",
+            lambda self: len({variable.name for variable in self.env}) == len(self.env),
         ),
         Rule(
             "!has(self.resources) || ((!has(self.resources.requests) || !(self.gpuResourceName in "
@@ -328,7 +290,7 @@ class CheckpointSpec(ApiModel):
     asynchronous: bool = Field(
         default=True,
         alias="async",
-        description="Upload while training goes on; needs host memory for one copy.",
+        description="Upload while training goes on; needs host memory for one copy, and waits where there is none.",
     )
     resume: ResumeSpec = Field(default_factory=ResumeSpec, description="Where training starts.")
 
@@ -360,7 +322,8 @@ class RunPolicy(ApiModel):
     progress_deadline_seconds: Seconds | None = Field(
         default=None,
         description="The workers are restarted when no step was made for so long; when absent, 1800 to the first "
-        "step, then the larger of 180 and 20 median steps.",
+        "step, then the larger of 180 and 20 median steps. Outside of training (loading, saving) any word of any "
+        "worker counts, and the limit is at least 1800.",
     )
     termination_grace_period_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
         default=300, description="Time to save between SIGTERM and SIGKILL."

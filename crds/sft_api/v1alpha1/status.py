@@ -46,7 +46,11 @@ class ProgressStatus(ApiModel):
     phase: Text = Field(default="", description="What the trainer is doing: Loading, Training, Saving, …")
     epoch: float | None = Field(default=None, description="Passes over the data done.")
     loss: float | None = Field(default=None, description="Mean loss per trained token of the last step.")
+    first_loss: float | None = Field(default=None, description="Loss of the first step.")
     eval_loss: float | None = Field(default=None, description="Mean loss per trained token over all evaluation sets.")
+    first_eval_loss: float | None = Field(
+        default=None, description="The same before the first step, with training.evaluation.beforeTraining."
+    )
     learning_rate: float | None = Field(default=None, description="Learning rate of the last step.")
     grad_norm: float | None = Field(default=None, description="Global gradient norm before clipping.")
     tokens_per_second: float | None = Field(default=None, description="Tokens a second, over all processes.")
@@ -55,6 +59,9 @@ class ProgressStatus(ApiModel):
         default=None, description="Share of the GPUs' peak FLOP/s that goes into the model; absent on CPU."
     )
     tokens_seen: int = Field(default=0, description="Tokens trained on so far, context included.")
+    curve: Annotated[str, Field(max_length=2048)] = Field(
+        default="", description="Losses over the steps, as SVG; files for TensorBoard are in tensorboard/ beside it."
+    )
     remaining: Text = Field(default="", description="Estimated time left, for example 3h12m.")
     update_time: Timestamp | None = Field(default=None, description="When the trainer reported this.")
 

@@ -4,17 +4,21 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .base import ApiModel, Name, Rule, ShortText, matches
+from sft_api.splits import SPLIT_PATTERN, SPLIT_SENTENCE
 
-ModelUri = Annotated[
+from .base import ApiModel, Name, Rule, ShortText, matches
+from .uris import DataUri, ModelUri
+
+ChatTemplate = Annotated[
     str,
-    Field(max_length=1024),
-    matches(
-        r"^(hf://[^/@]+/[^/@]+(@[^/@]+)?|s3://[^/]+/.+|pvc://[^/]+/.+|file:///.+)$",
-        "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+    Field(min_length=1, max_length=65536),
+    Rule(
+        "self.contains('{')",
+        "must be the text of a Jinja template, not its place: put the text below chatTemplate: |",
+        lambda value: "{" in value,
     ),
 ]
-DataUri = ModelUri
+Split = Annotated[ShortText, matches(SPLIT_PATTERN, SPLIT_SENTENCE)]
 
 
 class SecretKeyRef(ApiModel):
@@ -34,9 +38,9 @@ class ModelSpec(ApiModel):
     tokenizer_uri: ModelUri | None = Field(
         default=None, description="Where the tokenizer is, when it is not beside the model."
     )
-    chat_template: Annotated[str, Field(min_length=1, max_length=65536)] | None = Field(
+    chat_template: ChatTemplate | None = Field(
         default=None,
-        description="Jinja chat template used instead of the tokenizer's own; saved with the export.",
+        description="Text of a Jinja chat template used instead of the tokenizer's own; saved with the export.",
     )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None, description="Hub token for hf:// models and data, from a Secret of the job's namespace."
@@ -50,7 +54,7 @@ class DataSource(ApiModel):
         description="Where the rows are: a hub data set, or a file or folder of parquet, jsonl, arrow or "
         "save_to_disk data."
     )
-    split: ShortText | None = Field(
+    split: Split | None = Field(
         default=None,
         description='Split in Hugging Face slice syntax, for example "train[:5000]" or "train[:10%]".',
     )
@@ -60,10 +64,17 @@ class DataSource(ApiModel):
         description="Row format: messages (role and content turns) or alpaca (instruction, input, output); auto "
         "looks at the columns.",
     )
-    messages_key: ShortText = Field(default="messages", description="Column that holds the messages.")
-    tools_key: ShortText = Field(default="tools", description="Column that holds the tools, if any.")
+    messages_key: ShortText = Field(
+        default="messages",
+        description="Column that holds the messages; another name than messages must be in the data.",
+    )
+    tools_key: ShortText = Field(
+        default="tools", description="Column that holds the tools, if any; another name than tools must be in the data."
+    )
     system_key: ShortText = Field(
-        default="system", description="Column with a system prompt, put first when a row has no system turn."
+        default="system",
+        description="Column with a system prompt, put first when a row has no system turn; another name than system "
+        "must be in the data.",
     )
 
 
@@ -148,7 +159,9 @@ class OptimizerSpec(ApiModel):
         default_factory=lambda: [0.9, 0.999], description="Decay rates of the first and second moment."
     )
     eps: Annotated[float, Field(gt=0, le=1)] = Field(default=1e-8, description="Added to the denominator.")
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.01, description="Decoupled weight decay.")
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
+        default=0.01, description="Decoupled weight decay, of matrices only: norms and biases are exempt."
+    )
     max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="Gradients are clipped to this global norm; 0 turns clipping off."
     )
@@ -223,7 +236,7 @@ class TrainingSpec(ApiModel):
     precision: Literal["bf16", "fp32"] | None = Field(
         default=None,
         description="Compute precision; parameters, reductions and optimizer state are fp32. bf16 on GPUs and fp32 "
-        "on CPU when absent.",
+        "on CPU when absent. On GPUs fp32 is slow: attention is computed document by document.",
     )
     activation_checkpointing: Literal["none", "full"] = Field(
         default="none",

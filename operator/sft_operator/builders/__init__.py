@@ -1,7 +1,19 @@
 """Pure functions that build the children of an SFTJob as plain dicts. No I/O, no clock, no randomness."""
 
+from .config_copy import config_digest, copy_annotations, restored_config_map
 from .config_map import build_config_map, trainer_config
 from .job import build_job
+from .metadata import followed_labels
 from .network import build_network_policy, build_service
 
-__all__ = ["build_config_map", "build_job", "build_network_policy", "build_service", "trainer_config"]
+__all__ = [
+    "build_config_map",
+    "build_job",
+    "build_network_policy",
+    "build_service",
+    "config_digest",
+    "copy_annotations",
+    "followed_labels",
+    "restored_config_map",
+    "trainer_config",
+]

@@ -2,10 +2,12 @@
 
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import S3Spec, SFTJob
+from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import StoreSettings
 from ..names import CHECKPOINT_URI_ANNOTATION, CONFIG_KEY, EXPORT_URI_ANNOTATION, config_map_name
 from ..observed import Manifest
+from ..places import check_place, own_folder
 from .metadata import child_metadata
 
 SUPERVISOR_RESTARTS = 1000
@@ -24,13 +26,14 @@ def default_checkpoint_uri(job: SFTJob, store: StoreSettings | None) -> str | No
     if store is None:
         return None
     identity = job.metadata
-    return f"{store.uri.rstrip('/')}/{identity.namespace}/{identity.name}-{identity.uid}"
+    return f"{own_folder(store, identity.namespace)}/{identity.name}-{identity.uid}"
 
 
 def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
     """The resolved configuration of the run.
 
-    Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod.
+    Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod, and
+    ``PlaceNotAllowed`` when it is another namespace's in the platform's store.
     """
     for field, uri in (("checkpoint", job.spec.checkpoint.uri), ("export", job.spec.export.uri)):
         if uri and uri.startswith("file://"):
@@ -38,6 +41,8 @@ def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
                 f"spec.{field}.uri {uri} is a folder in the pod, which goes with it: in a cluster use "
                 "s3://bucket/prefix or pvc://claim/path"
             )
+        if uri and store:
+            check_place(f"spec.{field}.uri", uri, effective_s3(job, store), store, job.metadata.namespace)
     checkpoint = job.spec.checkpoint.model_copy(update={"s3": effective_s3(job, store)})
     policy = job.spec.run_policy.model_copy(update={"max_restarts": SUPERVISOR_RESTARTS})
     spec = job.spec.model_copy(update={"checkpoint": checkpoint, "run_policy": policy})
@@ -56,12 +61,16 @@ def place_annotations(config: TrainerConfig) -> dict[str, str]:
 def build_config_map(job: SFTJob, store: StoreSettings | None) -> Manifest:
     """The ConfigMap; raises ``ValueError`` like ``trainer_config``."""
     config = trainer_config(job, store)
+    text = config.model_dump_json(by_alias=True, exclude_none=True, indent=1)
+    return config_map(job.metadata, text, place_annotations(config))
+
+
+def config_map(owner: ObjectMeta, text: str, annotations: dict[str, str]) -> Manifest:
+    """The ConfigMap with the configuration ``text``, which never changes while the run lasts."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {
-            **child_metadata(job, config_map_name(job.metadata.name)),
-            "annotations": place_annotations(config),
-        },
-        "data": {CONFIG_KEY: config.model_dump_json(by_alias=True, exclude_none=True, indent=1)},
+        "metadata": {**child_metadata(owner, config_map_name(owner.name)), "annotations": annotations},
+        "immutable": True,
+        "data": {CONFIG_KEY: text},
     }

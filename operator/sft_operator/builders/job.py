@@ -4,29 +4,29 @@ from sft_api.failures import NO_RETRY_EXIT_CODES
 from sft_api.v1alpha1 import SFTJob
 
 from ..config import Settings
-from ..names import QUEUE_LABEL, TRAINER_CONTAINER
+from ..names import FOLLOWED_LABELS_ANNOTATION, KUEUE_LABELS, QUEUE_LABEL, TRAINER_CONTAINER
 from ..observed import Manifest
-from .config_map import place_annotations, trainer_config
-from .metadata import child_metadata
+from .metadata import child_metadata, followed_labels
 from .pod import build_pod_template
 
 UNLIMITED = 2**31 - 1
 
 
 def build_job(job: SFTJob, settings: Settings) -> Manifest:
-    """The Job; raises ``ValueError`` like ``build_pod_template`` and ``trainer_config``.
+    """The Job; raises ``ValueError`` like ``build_pod_template``.
 
     A lost pod is replaced for as long as the operator lets the Job live: a limit of its own would not tell
     evictions from crashes, and a limit for the whole Job doubles the delay before a replacement with every
     eviction of any pod. An exit code that no retry can mend fails the Job at once. A replacement waits until the
     old pod has really ended, so two never train under one index.
     """
-    queue = job.metadata.labels.get(QUEUE_LABEL)
+    given = job.metadata.labels
     nodes = job.spec.compute.nodes
-    metadata = child_metadata(job, job.metadata.name)
-    metadata["annotations"] = place_annotations(trainer_config(job, settings.store))
-    if queue:
-        metadata["labels"][QUEUE_LABEL] = queue
+    metadata = child_metadata(job.metadata, job.metadata.name)
+    for_kueue = {name: given[name] for name in KUEUE_LABELS if name in given}
+    metadata["labels"] |= for_kueue
+    if for_kueue:
+        metadata["annotations"] = {FOLLOWED_LABELS_ANNOTATION: followed_labels(for_kueue)}
     spec: Manifest = {
         "completionMode": "Indexed",
         "completions": nodes,
@@ -48,7 +48,7 @@ def build_job(job: SFTJob, settings: Settings) -> Manifest:
             ]
         },
         # Kueue resumes what it admits; until then nothing may run.
-        "suspend": job.spec.suspend or bool(queue),
+        "suspend": bool(given.get(QUEUE_LABEL)),
         "template": build_pod_template(job, settings.pods, settings.store),
     }
     if job.spec.run_policy.active_deadline_seconds is not None:

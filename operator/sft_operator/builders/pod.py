@@ -42,11 +42,13 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "command": list(pods.command),
         "env": _environment(job, effective_s3(job, store)),
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
-        "resources": pod_resources(compute),
+        "resources": pod_resources(compute, pods.resources),
         # Until the supervisor first answers nothing else is asked: an image may start slowly from a busy disk.
         "startupProbe": {"httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 300},
         "readinessProbe": {"httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 3},
-        # It answers whatever its workers do. One that is silent for two minutes can neither save nor restart them.
+        # It answers whatever its workers do. One that is silent for two minutes can neither save nor restart them. Its
+        # end waits for the pod's grace period all the same: one of the probe's own counts only where a container is
+        # started again (kubelet 1.35, killPodWithSyncResult).
         "livenessProbe": {"httpGet": _HEALTH, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 12},
         # Without words of the supervisor's own (no such module, no such user) the log says most.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -98,7 +100,7 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
             {"name": "tmp", "emptyDir": {}},
             {
                 "name": "shared-memory",
-                "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory_bytes(compute))},
+                "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory_bytes(compute, pods.resources))},
             },
             *(
                 {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
@@ -169,6 +171,12 @@ def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
             ("TRITON_CACHE_DIR", f"{CACHE_FOLDER}/triton"),
         )
     }
+    # Who it is: pods of two Jobs under one name, and those that answer at an address, are told apart by it.
+    for name, path in (
+        ("SFT_POD_UID", "metadata.uid"),
+        ("SFT_GROUP_UID", "metadata.labels['batch.kubernetes.io/controller-uid']"),
+    ):
+        variables[name] = {"valueFrom": {"fieldRef": {"fieldPath": path}}}
     token = spec.model.token_secret_ref
     if token:
         variables["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}}

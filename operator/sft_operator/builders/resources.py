@@ -1,24 +1,13 @@
 """Resources of a training pod."""
 
-import re
+from sft_api.v1alpha1 import ComputeSpec, ResourcesSpec
+from sft_api.v1alpha1.quantities import quantity_value, times
 
-from sft_api.v1alpha1 import ComputeSpec
+from ..config import DefaultResources
 
 Quantities = dict[str, int | str]
 
-_MULTIPLES = {
-    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
-}  # fmt: skip
 _GIBIBYTE = 2**30
-
-
-def quantity(value: int | str) -> float:
-    """The number that a Kubernetes quantity stands for: ``"1Gi"`` is 1073741824."""
-    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(value))
-    if match is None or match[2] not in _MULTIPLES:
-        raise ValueError(f"{value!r} is no quantity")
-    return float(match[1]) * _MULTIPLES[match[2]]
 
 
 def _must_be_equal(name: str) -> bool:
@@ -26,10 +15,27 @@ def _must_be_equal(name: str) -> bool:
     return name.startswith("hugepages-") or ("/" in name and not name.startswith("kubernetes.io/"))
 
 
-def pod_resources(compute: ComputeSpec) -> dict[str, Quantities]:
-    """``resources`` of the training container: the spec's, plus its GPUs."""
+def _default(compute: ComputeSpec, defaults: DefaultResources) -> tuple[ResourcesSpec, int]:
+    """What a pod gets of a resource that its job does not name, and how many times."""
+    if compute.gpus_per_node:
+        return defaults.per_gpu, compute.gpus_per_node
+    return defaults.per_cpu_process, compute.effective_processes_per_node
+
+
+def _with_defaults(compute: ComputeSpec, defaults: DefaultResources) -> tuple[Quantities, Quantities]:
+    """Requests and limits: the job's; of a resource that it names in neither, the defaults."""
     requests: Quantities = dict(compute.resources.requests)
     limits: Quantities = dict(compute.resources.limits)
+    named = {*requests, *limits}
+    default, count = _default(compute, defaults)
+    for given, amounts in ((requests, default.requests), (limits, default.limits)):
+        given.update({name: times(amount, count) for name, amount in amounts.items() if name not in named})
+    return requests, limits
+
+
+def pod_resources(compute: ComputeSpec, defaults: DefaultResources) -> dict[str, Quantities]:
+    """``resources`` of the training container: the spec's or the defaults, plus its GPUs."""
+    requests, limits = _with_defaults(compute, defaults)
     if compute.gpus_per_node:
         limits[compute.gpu_resource_name] = compute.gpus_per_node
     for name in {*requests, *limits}:
@@ -39,11 +45,12 @@ def pod_resources(compute: ComputeSpec) -> dict[str, Quantities]:
     return {kind: values for kind, values in (("requests", requests), ("limits", limits)) if values}
 
 
-def shared_memory_bytes(compute: ComputeSpec) -> int:
+def shared_memory_bytes(compute: ComputeSpec, defaults: DefaultResources) -> int:
     """Size of /dev/shm: as given, or 1 GiB a process; at most half of the memory limit, which it counts against."""
-    if compute.shared_memory_size is not None:
-        wanted = quantity(compute.shared_memory_size)
-    else:
-        wanted = compute.effective_processes_per_node * _GIBIBYTE
-    limit = compute.resources.limits.get("memory")
-    return int(min(wanted, quantity(limit) / 2)) if limit is not None else int(wanted)
+    wanted = quantity_value(compute.shared_memory_size) if compute.shared_memory_size is not None else None
+    if wanted is None:
+        wanted = quantity_value(compute.effective_processes_per_node * _GIBIBYTE)
+    _, limits = _with_defaults(compute, defaults)
+    limit = quantity_value(limits["memory"]) if "memory" in limits else None
+    sizes = [size for size in (wanted, limit / 2 if limit is not None else None) if size is not None]
+    return int(min(sizes))

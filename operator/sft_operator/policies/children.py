@@ -8,6 +8,11 @@ from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
 from ..observed import ChildJob, Manifest, Observed, parse_time
+from ..spec import Terms, run_terms, time_to_live_seconds
+from .queue import job_patch
+
+LOOK_BACK = timedelta(minutes=10)
+"""So long after its end, also by an operator that has just started, the store is read for a run's last status."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class Changes:
     create: list[Manifest] = field(default_factory=list)
     """Children that are missing, in this order."""
     patch_job: Manifest | None = None
-    """Merge patch of the Job's spec."""
+    """Merge patch of the Job."""
     delete_job: bool = False
 
 
@@ -26,15 +31,21 @@ def desired_children(job: SFTJob, settings: Settings) -> list[Manifest]:
 
     Raises ``ValueError`` with what to change when the spec cannot be run here.
     """
-    children = [build_config_map(job, settings.store), build_service(job)]
+    children = [build_config_map(job, settings.store), build_service(job.metadata)]
     if settings.network_policy.enabled:
-        children.append(build_network_policy(job, settings.network_policy))
+        children.append(build_network_policy(job.metadata, settings.network_policy))
     return [*children, build_job(job, settings)]
 
 
 def is_finished(status: SFTJobStatus) -> bool:
     """Whether the run has ended; that is never taken back. A spec that was refused has not ended: it never ran."""
     return status.state in ("Complete", "Failed") and status.completion_time is not None
+
+
+def has_just_ended(status: SFTJobStatus, now: datetime) -> bool:
+    """Whether the run ended so lately that its checkpoints may still have to be looked at."""
+    completed = parse_time(status.completion_time)
+    return completed is not None and is_finished(status) and now - completed < LOOK_BACK
 
 
 def goes_on(observed: Observed) -> bool:
@@ -49,29 +60,42 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     Children are created once and never applied again: what other controllers set on them (Kueue on the Job) stays.
     Raises ``ValueError`` like ``desired_children``.
     """
+    if observed.job is None and not observed.namespace_terminating and not is_finished(status):
+        children = desired_children(job, settings)
+        # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be
+        # admitted, and take a place in its queue, before anybody can suspend it.
+        return Changes(create=[] if observed.earlier_pods or job.spec.suspend else children)
+    return change_job(run_terms(job), status, observed)
+
+
+def change_job(terms: Terms, status: SFTJobStatus, observed: Observed) -> Changes:
+    """The changes for what has begun already; none where nothing has."""
     child = observed.job
-    if observed.namespace_terminating:
-        # A Job with limits per index keeps its pods' finalizers, and they keep the namespace.
-        return Changes(delete_job=child is not None and not child.deleting)
-    if is_finished(status):
-        return Changes(delete_job=goes_on(observed))
-    if child is None:
-        return Changes(create=desired_children(job, settings))
-    if child.deleting or child.complete or child.failed:
+    if child is None or child.deleting:
         return Changes()
-    patch: Manifest = {}
-    # The Job's own queue: the label of the SFTJob may be changed, that of its Job is what Kueue goes by.
-    if not child.queue and child.suspended != job.spec.suspend:
-        patch["suspend"] = job.spec.suspend
-    if child.active_deadline_seconds != job.spec.run_policy.active_deadline_seconds:
-        patch["activeDeadlineSeconds"] = job.spec.run_policy.active_deadline_seconds
-    return Changes(patch_job={"spec": patch} if patch else None)
+    # A Job with limits per index keeps its pods' finalizers, and they keep a namespace that is going.
+    if observed.namespace_terminating or (is_finished(status) and goes_on(observed)):
+        return Changes(delete_job=True)
+    if not goes_on(observed):
+        return Changes()
+    patch = job_patch(terms, child, observed.queueing)
+    limit = terms.active_deadline_seconds
+    if child.active_deadline_seconds != limit:
+        patch = {**patch, "spec": {**patch.get("spec", {}), "activeDeadlineSeconds": limit}}
+    return Changes(patch_job=patch or None)
 
 
-def run_places(job: SFTJob, child: ChildJob | None, store: StoreSettings | None) -> tuple[str | None, str | None]:
-    """Where the run saves and exports: as it stands on its Job, since the settings may have changed after that."""
+def run_places(
+    job: SFTJob | None, child: ChildJob | None, store: StoreSettings | None
+) -> tuple[str | None, str | None]:
+    """Where the run saves and exports: as it stands on its Job, since the settings may have changed after that.
+
+    ``job`` is None when its spec cannot be read.
+    """
     if child and child.checkpoint_uri:
         return child.checkpoint_uri, child.export_uri
+    if job is None:
+        return None, None
     try:
         config = trainer_config(job, store)
     except ValueError:
@@ -84,7 +108,7 @@ def time_to_live(manifest: Manifest, status: SFTJobStatus, now: datetime) -> tim
 
     ``manifest`` is the SFTJob, of which the rest of the spec need not be understood any more.
     """
-    seconds = (manifest["spec"].get("runPolicy") or {}).get("ttlSecondsAfterFinished")
+    seconds = time_to_live_seconds(manifest)
     completed = parse_time(status.completion_time)
     if seconds is None or completed is None or not is_finished(status):
         return None

@@ -1,5 +1,6 @@
 """Why a pod was lost, whether that is held against the run, and what the user can do about it."""
 
+import signal
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -20,6 +21,8 @@ ADVICE = {
     "pods more memory",
     FailureClass.HANG: "see the stacks in the log; spec.runPolicy.progressDeadlineSeconds sets the limit",
     FailureClass.WORKER_CRASHED: "see the log of the pod",
+    FailureClass.DEVICE_UNAVAILABLE: "check the node's driver, the device plugin, the container runtime and the image",
+    FailureClass.RANKS_DIFFER: "pin the revisions of spec.model.uri and spec.data, and give all pods one image",
     FailureClass.STORAGE_UNAVAILABLE: "check the object store and the network to it",
 }
 """What to change, for messages that do not say so themselves."""
@@ -85,8 +88,20 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
         return Loss(pod, "PodLost", f"{where} went away", True, FailureClass.PEER_LOST, time or pod.deletion_began)
     failure, message = cause(ended)
     if failure is FailureClass.INTERRUPTED:
-        return Loss(pod, failure.value, f"{where} was asked to stop, and saved before it did", True, failure, time)
+        return Loss(pod, failure.value, f"{where}: {message or 'asked to stop'}", True, failure, time)
+    if _killed_while_deleted(pod, ended):
+        message = f"{where} was deleted, and killed before it could say whether it had saved"
+        return Loss(pod, "PodDeleted", message, True, FailureClass.PEER_LOST, time)
     return Loss(pod, failure.value, with_advice(failure, f"{where}: {message}"), False, failure, time)
+
+
+def _killed_while_deleted(pod: Pod, ended: Terminated) -> bool:
+    """Whether somebody deleted the pod with no time to end (``--force``), or with less than it took.
+
+    By no clock, of which there are two: what was killed before somebody deleted it was counted when that was seen.
+    """
+    by_signal = ended.exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+    return pod.deletion is not None and by_signal and ended.reason != "OOMKilled" and ended.report is None
 
 
 def _over_its_limit(pod: Pod) -> bool:

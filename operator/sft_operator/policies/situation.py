@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from sft_api.failures import NO_RETRY_EXIT_CODES
-from sft_api.progress import PROGRESS_PORT, Phase, TrainingProgress
-from sft_api.v1alpha1 import RestartsStatus, SFTJob, SFTJobStatus
+from sft_api.progress import PROGRESS_PORT, Phase, Progress
+from sft_api.report import timestamp
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
 from ..observed import ChildJob, Observed, Pod, Terminated, parse_time
+from ..spec import Terms
+from .backoff import waits
 from .failures import cause, with_advice
+from .queue import held_back, not_stopped, preempted_words
 from .restarts import exhausted
 from .troubles import Trouble, find_trouble, refusal_trouble
 
@@ -27,7 +31,11 @@ LEFT_BEHIND = timedelta(seconds=60)
 _SHOWN_CHARACTERS = 500
 """Of the last failure, next to what is waited for."""
 
+_SHOWN_PODS = 3
+
 _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
+_PHASES = frozenset({*(phase.value for phase in Phase), "NoProgressReport"})
+"""Reasons that came from a report, or from the lack of one."""
 _WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
 
 
@@ -41,47 +49,57 @@ class Situation:
     message: str = ""
     stalled: bool = False
     """True when someone has to change something."""
+    stalled_reason: str = ""
+    """Of that, when it is another than ``reason``."""
     completed: datetime | None = None
     """When the run ended, if it has."""
 
 
 def find_situation(
-    job: SFTJob, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
+    terms: Terms, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
 ) -> Situation:
     """The situation of a run that had not ended so far."""
-    situation = _find(job, previous, observed, restarts, now)
+    situation = _with_unreadable(_find(terms, previous, observed, restarts, now), observed)
     if observed.job and observed.refusal and situation.completed is None:
         # The Job lives, but may not be changed: suspended, resumed, limited.
         refused = refusal_trouble(observed.refusal)
-        return replace(situation, message=refused.message, stalled=True)
+        why = refused.reason if refused.stalled else ""
+        return replace(situation, message=refused.message, stalled=refused.stalled, stalled_reason=why)
     if situation.state in ("Starting", "Recovering") and (why := _why_not_running(previous, restarts, now)):
         return replace(situation, message="; ".join(filter(None, (situation.message, why))))
     return situation
 
 
+def _with_unreadable(situation: Situation, observed: Observed) -> Situation:
+    """``situation``, and what could not be read of the job while it runs."""
+    if situation.completed is not None or not observed.unreadable:
+        return situation
+    return replace(situation, message="; ".join(filter(None, (situation.message, *observed.unreadable))))
+
+
 def _find(
-    job: SFTJob, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
+    terms: Terms, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
 ) -> Situation:
     child = observed.job
     if child and child.complete:
         return Situation("Complete", "TrainingComplete", completed=child.completed or child.complete.time or now)
     if child and child.failed:
-        reason, message = why_job_failed(job, child, (*observed.pods, *observed.gone_pods))
+        reason, message = why_job_failed(terms, child, (*observed.pods, *observed.gone_pods))
         return Situation("Failed", reason, message, stalled=True, completed=child.failed.time or now)
     complete = complete_for(observed, now)
     if complete is not None and complete >= LEFT_BEHIND:
         message = "the run is complete; pods that were lost at its very end are not waited for"
         return Situation("Complete", "TrainingComplete", message, completed=now - complete)
-    enough = exhausted(restarts, job.spec.run_policy.max_restarts)
+    enough = exhausted(restarts, terms.max_restarts)
     if enough:
         return Situation("Failed", "RestartsExhausted", enough, stalled=True, completed=now)
-    if job.spec.suspend:
+    if terms.suspend:
         return _suspended(child, observed)
     if child is None or child.deleting:
         return _without_job(observed)
     if child.suspended:
-        return _held_back(child, observed)
-    return _active(job, previous, observed, now)
+        return _held_back(previous, observed)
+    return _active(terms, previous, observed, now)
 
 
 def _why_not_running(previous: SFTJobStatus, restarts: RestartsStatus, now: datetime) -> str:
@@ -132,6 +150,8 @@ def has_ended(observed: Observed) -> bool:
 
 def _suspended(child: ChildJob | None, observed: Observed) -> Situation:
     saving = len(observed.active_pods)
+    if trouble := not_stopped(observed):
+        return Situation("Suspending", trouble.reason, trouble.message, trouble.stalled)
     if saving or (child and not child.suspended):
         return Situation("Suspending", "SuspendRequested", f"{saving} pod(s) save their state and end")
     return Situation("Suspended", "SuspendRequested", "spec.suspend is true; set it to false to go on")
@@ -141,19 +161,30 @@ def _without_job(observed: Observed) -> Situation:
     trouble = find_trouble(observed, pods_wanted=0)
     if trouble:
         return Situation("Preparing", trouble.reason, trouble.message, trouble.stalled)
+    if observed.earlier_pods:
+        return Situation("Preparing", "EarlierPods", _earlier(observed.earlier_pods))
     return Situation("Preparing", "CreatingJob")
 
 
-def _held_back(child: ChildJob, observed: Observed) -> Situation:
+def _earlier(pods: tuple[Pod, ...]) -> str:
+    names = [f"{pod.name} on node {pod.node}" if pod.node else pod.name for pod in pods[:_SHOWN_PODS]]
+    more = f" and {len(pods) - _SHOWN_PODS} more" if len(pods) > _SHOWN_PODS else ""
+    message = f"waiting for the end of {len(pods)} pod(s) of an earlier Job of this name: {', '.join(names)}{more}"
+    lasting = sum(pod.deletion is None for pod in pods)
+    return (
+        f"{message}; {lasting} not yet asked to end: if that stays so, delete what holds them" if lasting else message
+    )
+
+
+def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:
     if observed.active_pods:
-        return Situation("Suspending", "Preempted", "the queue takes the place back; the pods save their state")
-    if child.queue:
-        return Situation("Queued", "WaitingForQueue", f"waiting for admission by queue {child.queue}")
-    return Situation("Queued", "JobSuspended", "the Job is being resumed")
+        return Situation("Suspending", "Preempted", preempted_words(observed))
+    trouble = held_back(previous, observed)
+    return Situation("Queued", trouble.reason, trouble.message, trouble.stalled)
 
 
-def _active(job: SFTJob, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
-    wanted = job.spec.compute.nodes
+def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
+    wanted = terms.nodes
     before: State = "Recovering" if previous.first_step_time else "Starting"
     complete = sum(pod.phase == "Succeeded" for pod in observed.pods)
     if complete:
@@ -164,37 +195,50 @@ def _active(job: SFTJob, previous: SFTJobStatus, observed: Observed, now: dateti
         return Situation(_state_in(trouble, before), trouble.reason, trouble.message, trouble.stalled)
     live = [pod for pod in observed.active_pods if pod.deletion is None]
     if len(live) < wanted:
-        return Situation(before, "PodsMissing", _missing(observed, len(live), wanted))
-    training = fresh_training(observed, now)
+        return Situation(before, "PodsMissing", _missing(observed, len(live), wanted, now))
+    report = fresh_report(observed, now)
+    if report and report.version_mismatch:
+        return Situation(before, "VersionMismatch", report.version_mismatch, stalled=True)
+    training = report.training if report else None
     ready = sum(pod.ready for pod in live)
     if training and training.phase in _TRAINING:
         return Situation("Running", training.phase.value, training.phase_detail)
     if training is None and previous.state == "Running" and ready == len(live):
-        since = previous.progress.update_time if previous.progress else None
-        return Situation("Running", "NoProgressReport", f"the supervisor of index 0 has not answered since {since}")
+        return _silent(previous, "Running", observed, now)
     if ready < wanted:
         return Situation(before, "PodsNotReady", f"{ready} of {wanted} pods are ready{_slowest(live)}")
     if training is None:
-        return _silent(before, live, now)
+        return _silent(previous, before, observed, now)
     return Situation(before, training.phase.value, training.phase_detail)
 
 
-def _silent(before: State, pods: Iterable[Pod], now: datetime) -> Situation:
-    """All pods are ready, and no report has been read."""
-    since = [pod.conditions["Ready"].time for pod in pods if "Ready" in pod.conditions]
-    if any(time is not None and now - time > FRESH for time in since):
+def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datetime) -> Situation:
+    """All pods are ready, and there is no fresh report: perhaps nobody has asked for one since the operator began."""
+    asked, coordinator = observed.unanswered, observed.coordinator
+    since = asked.since if asked and coordinator and asked.pod_uid == coordinator.uid else now
+    in_vain = now - since > FRESH
+    if in_vain and state == "Running":
+        message = f"the supervisor of index 0 has not answered since {timestamp(since)}"
+        return Situation(state, "NoProgressReport", message)
+    ready = [pod.conditions["Ready"].time for pod in observed.active_pods if "Ready" in pod.conditions]
+    if in_vain and any(time is not None and now - time > FRESH for time in ready):
         message = f"the supervisor of index 0 does not answer; can the operator reach pods on port {PROGRESS_PORT}?"
-        return Situation(before, "NoProgressReport", message)
-    return Situation(before, "PodsReady", "waiting for the first progress report")
+        return Situation(state, "NoProgressReport", message)
+    stood = next((item for item in previous.conditions if item.type == "Running"), None)
+    if previous.state == state and stood and stood.reason in _PHASES:
+        return Situation(state, stood.reason, stood.message)
+    if state == "Running":
+        return Situation(state, previous.progress.phase if previous.progress else Phase.TRAINING.value)
+    return Situation(state, "PodsReady", "waiting for the first progress report")
 
 
 def _state_in(trouble: Trouble, before: State) -> State:
     return "Queued" if before == "Starting" and trouble.reason in _WAITING_FOR_ROOM else before
 
 
-def _missing(observed: Observed, live: int, wanted: int) -> str:
+def _missing(observed: Observed, live: int, wanted: int, now: datetime) -> str:
     ending = len(observed.active_pods) - live
-    message = f"{live} of {wanted} pods exist"
+    message = waits(observed, now) or f"{live} of {wanted} pods exist"
     return f"{message}; {ending} still end(s), and a replacement waits for that" if ending else message
 
 
@@ -206,20 +250,20 @@ def _slowest(pods: Iterable[Pod]) -> str:
     return ""
 
 
-def fresh_training(observed: Observed, now: datetime) -> TrainingProgress | None:
+def fresh_report(observed: Observed, now: datetime) -> Progress | None:
     """What the trainer last reported, when the report is of the present pod with index 0 and not old."""
     report, coordinator = observed.report, observed.coordinator
     if report is None or coordinator is None or report.pod_uid != coordinator.uid or now - report.received > FRESH:
         return None
-    return report.progress.training
+    return report.progress
 
 
-def why_job_failed(job: SFTJob, child: ChildJob, pods: Iterable[Pod]) -> tuple[str, str]:
+def why_job_failed(terms: Terms, child: ChildJob, pods: Iterable[Pod]) -> tuple[str, str]:
     """Reason and message of a failed Job: of the pod that failed it, else of the Job itself."""
     condition = child.failed
     assert condition is not None  # noqa: S101 -- the caller looked
     if condition.reason == "DeadlineExceeded":
-        limit = job.spec.run_policy.active_deadline_seconds
+        limit = terms.active_deadline_seconds
         return "DeadlineExceeded", f"the run was active for longer than spec.runPolicy.activeDeadlineSeconds ({limit})"
     ends = _fatal_ends(pods)
     if not ends:

@@ -2,25 +2,46 @@
 
 Their replacement waits for that end (``podReplacementPolicy: Failed``). A pod that was cut off may live on, but
 its attempt is no longer the newest, so it can neither commit nor remove a checkpoint.
+
+The end of a grace period is a time of the API server, and only compared with its own clock. How long ago that was is
+measured by watching: no two clocks that differ give up a pod that still saves its state.
 """
 
-from datetime import datetime, timedelta
+from collections.abc import Mapping
+from datetime import datetime
 
 from ..observed import Manifest, Observed, Pod
 
 
-def stuck_pods(observed: Observed, *, patience: timedelta, now: datetime) -> list[Pod]:
-    """Pods whose grace period ended more than ``patience`` ago."""
-    job = observed.job
-    if job is None or job.deleting:
-        return []
-    return [pod for pod in observed.active_pods if pod.deletion and now - pod.deletion > patience]
+def overdue_since(known: Mapping[str, float], observed: Observed, *, now: datetime, clock: float) -> dict[str, float]:
+    """Since when each pod has been seen to live after its grace period, by uid, in seconds of ``clock``.
+
+    ``known`` is the answer of the look before, ``now`` the time of the API server, ``clock`` one that is never set.
+    """
+    return {pod.uid: known.get(pod.uid, clock) for pod in _ours(observed) if pod.deletion and pod.deletion < now}
 
 
-def seconds_to_stuck(observed: Observed, *, patience: timedelta, now: datetime) -> float | None:
-    """Seconds until the next pod is stuck, if it does not end before."""
-    ends = [pod.deletion for pod in observed.active_pods if pod.deletion]
-    return max(0.0, (min(ends) + patience - now).total_seconds()) if ends else None
+def stuck_pods(observed: Observed, overdue: Mapping[str, float], *, patience: float, clock: float) -> list[Pod]:
+    """Pods that have been ``overdue`` for ``patience`` seconds, also of a Job that is gone: the next waits for them."""
+    return [pod for pod in _ours(observed) if pod.uid in overdue and clock - overdue[pod.uid] >= patience]
+
+
+def seconds_to_stuck(
+    observed: Observed, overdue: Mapping[str, float], *, patience: float, now: datetime, clock: float
+) -> float | None:
+    """Seconds until the next pod may be stuck or overdue, if it does not end before."""
+    waits = [
+        overdue[pod.uid] + patience - clock if pod.uid in overdue else (pod.deletion - now).total_seconds()
+        for pod in _ours(observed)
+        if pod.deletion
+    ]
+    return max(0.0, min(waits)) if waits else None
+
+
+def _ours(observed: Observed) -> tuple[Pod, ...]:
+    """Pods that have not ended, unless the garbage collector is still at work on them."""
+    going = observed.job is not None and observed.job.deleting
+    return observed.earlier_pods if going else (*observed.earlier_pods, *observed.active_pods)
 
 
 def give_up_patch(pod: Pod, now: datetime) -> Manifest:

@@ -15,7 +15,17 @@ _PLACEMENT_ADVICE = (
     (r"node affinity/selector", "correct spec.compute.nodeSelector"),
     (r"untolerated taint", "name the taint in spec.compute.tolerations"),
 )
+_LIMITED = r"(maximum|minimum) \S+ usage per|must be less than or equal to \S+ limit"
+"""Of a LimitRange: what it forbids, and a limit of its own that is lower than what is asked for."""
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
+
+_SERVER_AWAY = re.compile(
+    r"connection (refused|reset|lost)|i/o timeout|deadline exceeded|tls handshake timeout|request timed out|\bEOF\b"
+    r"|etcdserver|no route to host|network is unreachable|server is currently unable|too many requests|shutting down"
+    r"|not yet ready|unable to return a response|the object has been modified",
+    re.IGNORECASE,
+)
+_KUBELET_BEHIND = re.compile(r"failed to sync \w+ cache|not registered")
 
 SLOW_START = timedelta(seconds=10)
 """A container that is being created for longer deserves a look at its events."""
@@ -29,6 +39,14 @@ class Trouble:
     message: str
     stalled: bool
     """True when it will not pass by itself: someone has to change something."""
+
+
+def _server_was_away(message: str) -> bool:
+    """Whether the Job controller tells that the API server was away or in doubt: no refusal, and gone in a moment.
+
+    A webhook that is away is another matter: it stays so until someone brings it back.
+    """
+    return _SERVER_AWAY.search(message) is not None and "webhook" not in message
 
 
 def find_trouble(observed: Observed, *, pods_wanted: int) -> Trouble | None:
@@ -84,7 +102,9 @@ def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
             True,
         )
     for warning in warnings:
-        if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME:
+        # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
+        behind = _KUBELET_BEHIND.search(warning.message)
+        if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not behind:
             return Trouble(warning.reason, f"pod {pod.name}: {warning.message}", True)
     return None
 
@@ -106,6 +126,9 @@ def _creation_troubles(job: ChildJob, pods: tuple[Pod, ...], warnings: tuple[War
         if newest and warning.time and warning.time < newest:
             break
         if warning.subject == f"Job/{job.name}" and warning.reason == "FailedCreate":
+            if _server_was_away(warning.message):
+                words = f"pods cannot be created now, which is tried again by itself: {warning.message}"
+                return [Trouble("PodsMissing", words, False)]
             return [_forbidden(warning.message)]
     return []
 
@@ -114,6 +137,11 @@ def refusal_trouble(refusal: Refusal) -> Trouble:
     """A child that the API server refused."""
     if refusal.code == 409:
         return Trouble("NameTaken", refusal.message, not refusal.passing)
+    if refusal.code == 410:
+        return Trouble("ConfigLost", refusal.message, True)
+    if refusal.code >= 500:
+        words = f"the API server could not take the {refusal.kind}: {refusal.message}; it is tried again"
+        return Trouble("WebhookUnavailable", words, not refusal.passing)
     return _forbidden(f"the API server refused the {refusal.kind}: {refusal.message}")
 
 
@@ -128,4 +156,6 @@ def _forbidden(message: str) -> Trouble:
         return Trouble("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
     if "violates PodSecurity" in message:
         return Trouble("PodSecurity", f"{message}; the namespace's pod security level must allow it", True)
+    if re.search(_LIMITED, message):
+        return Trouble("Refused", f"{message}; give what the namespace allows in spec.compute.resources", True)
     return Trouble("Refused", message, True)

@@ -12,6 +12,7 @@ from typing import Literal
 import boto3
 from moto.server import ThreadedMotoServer
 
+from sft_api.ports import free_port
 from sft_trainer.checkpoint.store import S3Settings
 from tests.cluster.binaries import binary
 from tests.cluster.object_store import ObjectStore
@@ -71,9 +72,7 @@ def moto_server() -> Iterator[S3Server]:
 def server_on_a_tiny_disk(folder: Path, command: Callable[[Path, list[str]], list[str]]) -> Iterator[S3Server]:
     """versitygw over ``folder``, started through ``command`` (which mounts a small disk there)."""
     folder.mkdir()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     program = [str(binary("versitygw")), "--port", f"127.0.0.1:{port}", "--quiet", "posix", str(folder)]
     started = S3Server("versitygw", settings(f"http://127.0.0.1:{port}", "when_supported"))
     keys = {"ROOT_ACCESS_KEY": started.access_key, "ROOT_SECRET_KEY": started.secret_key}

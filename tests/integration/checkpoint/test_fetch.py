@@ -296,10 +296,18 @@ def test_a_model_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert any("/revision/v1" in request for request in hub.requests)
 
 
-def test_the_hub_is_not_needed_twice(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [401, 403, 503])
+def test_the_hub_is_not_needed_twice(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int) -> None:
+    caplog.set_level("INFO", "sft_trainer")
     path = localise("hf://org/tiny", tmp_path, kind="model")
-    hub.status = 503
+    asked = len(hub.requests)
+    hub.status = status
     assert localise("hf://org/tiny", tmp_path, kind="model") == path
+    assert [entry.message for entry in caplog.records if entry.levelname == "INFO"] == [
+        f"hf://org/tiny is commit {COMMIT}"
+    ] * 2
+    # Of what is there already only the revision was asked for
+    assert {request.rpartition("/api/models/")[2] for request in hub.requests[asked:]} == {"org/tiny/revision/main"}
 
 
 @pytest.mark.parametrize(

@@ -253,3 +253,23 @@ def test_replicated_tensors_are_written_once_and_shared_out(tmp_path: Path) -> N
     for files, size in ranks.run(2, tmp_path, save_replicas, LocalStore(tmp_path / "store")):
         assert sorted(files) == ["manife", "r00000", "r00001"]
         assert size == 4 * 4000
+
+
+def save_without_room(store: Store, full: int) -> tuple[bool, list[str]]:
+    """Whether an asynchronous save was over when it returned, with no room on rank ``full``; and what was said."""
+    said: list[str] = []
+    free = 1 if dist.get_rank() == full else 2**40
+    manager = CheckpointManager(
+        store, timeout=timedelta(seconds=60), on_warning=said.append, available_memory=lambda: free
+    )
+    manager.claim_attempt("job")
+    outcome = manager.save(1, tensors_of(*trained(seed=1, steps=1)), RunState(cursor=1), asynchronous=True)
+    return outcome is not None, said
+
+
+def test_no_room_for_one_rank_makes_all_save_while_training_waits(tmp_path: Path) -> None:
+    (first, said), (second, heard) = ranks.run(2, tmp_path, save_without_room, LocalStore(tmp_path / "store"), 1)
+    assert first
+    assert second
+    assert said == heard
+    assert len(said) == 1

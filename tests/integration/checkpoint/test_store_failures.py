@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import EndpointConnectionError
 
+from sft_api.ports import free_port
 from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.opening import open_store
@@ -74,9 +74,7 @@ def some_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unreachable_endpoint_ends_in_bounded_time(some_credentials: None) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
+    port = free_port()
     started = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=rf"http://127.0.0.1:{port}.*checkpoint\.s3\.endpoint"):
         S3Store(BUCKET, "runs/a", settings(f"http://127.0.0.1:{port}", "when_required"), retry_seconds=1).read("x")

@@ -77,6 +77,23 @@ def test_rows_that_cannot_be_read_are_an_error_of_their_class(tiny_inputs: Any, 
     assert "turns match no known format" in shown.stderr
 
 
+def test_each_class_of_failure_has_its_exit_code(tiny_inputs: Any, job: Path, tmp_path: Path) -> None:
+    good = job.read_text()
+    (tmp_path / "empty").mkdir()
+    cases = {
+        2: good,
+        10: good.replace(str(tiny_inputs.train), "/nowhere/rows.jsonl"),
+        11: good.replace("train[:40]", "test"),
+        12: good.replace(str(tiny_inputs.model), str(tmp_path / "empty")),
+    }
+
+    for code, text in cases.items():
+        job.write_text(text)
+        shown = data(job, *(["--rows", "0"] if code == 2 else []))
+        assert (shown.exit_code, shown.stdout) == (code, ""), shown.stderr
+        assert "unexpectedly" not in shown.stderr
+
+
 def test_a_real_run_trains_evaluates_and_exports(job: Path) -> None:
     done = subprocess.run([SFT, "run", str(job), "--output", "json"], capture_output=True, text=True, check=False)
 
@@ -88,5 +105,14 @@ def test_a_real_run_trains_evaluates_and_exports(job: Path) -> None:
     assert status["checkpoints"]["latest"]["step"] == 3
     assert status["checkpoints"]["latest"]["verified"] is True
     assert status["plan"]["globalBatchTokens"] == 512
+    assert status["progress"]["firstLoss"] > status["progress"]["loss"] > 0
+    again = subprocess.run([SFT, "run", str(job)], capture_output=True, text=True, check=False)
+    result, loss, model, following = again.stdout.splitlines()
+    assert result == "Complete    tiny: 3/3 steps, all of them done before; --fresh trains anew"
+    first, last, held_out = (status["progress"][name] for name in ("firstLoss", "loss", "evalLoss"))
+    curve = f"{job.parent}/sft-runs/tiny/curve.svg"
+    assert loss == f"Loss        {first:.4f} → {last:.4f}, evaluation {held_out:.4f}; drawn in {curve}"
+    assert model == f"Model       {job.parent}/sft-runs/tiny/export"
+    assert following.startswith("Next")
     with safe_open(Path(status["export"]["uri"].removeprefix("file://")) / "model.safetensors", "pt") as weights:
         assert any("embed_tokens" in name for name in weights.keys())  # noqa: SIM118 - not a dict

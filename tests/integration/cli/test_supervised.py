@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,14 @@ import yaml
 
 import sft_trainer
 from sft_api.v1alpha1.status import SFTJobStatus
+from tests.integration.cli.terminal import Terminal
 from tests.integration.run.disks import small_disk
 from tests.integration.run.runs import processes_in
 from tests.unit.cli.jobs import manifest
 
 SFT = str(Path(sys.executable).with_name("sft"))
 FAKE_TRAINER = Path(__file__).with_name("fake_trainer")
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 
 
 class Runs:
@@ -43,9 +45,11 @@ class Runs:
             "FAKE_WORKER": json.dumps(script),
         }
 
-    def start(self, *arguments: str, stderr: int = subprocess.PIPE, **script: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, stderr: int = subprocess.PIPE, output: str = "yaml", **script: Any
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [SFT, "run", "job.yaml", *arguments],
+            [SFT, "run", "job.yaml", "--output", output, *arguments],
             cwd=self.folder,
             env=self.environment(script),
             stdout=subprocess.PIPE,
@@ -119,10 +123,29 @@ def test_a_run_to_its_end(runs: Runs) -> None:
     assert status.first_step_time is not None
     assert err.count("Warning: 3 of 10 rows were dropped") == 1
     assert "tiny: 1 process on CPU, fp32" in err
-    assert err.rstrip().endswith(f"Complete: 4/4 steps; the model is in {status.export.uri}")
+    assert f"Model       {runs.folder}/sft-runs/tiny/export\n" in err
     assert "worker says hello" not in err
     (log,) = (runs.folder / "sft-runs" / "tiny" / "logs").iterdir()
     assert "worker says hello" in log.read_text()
+
+
+def test_a_complete_run_ends_in_four_lines(runs: Runs) -> None:
+    code, out, err = runs.run(output="text")
+
+    assert code == 0, err
+    result, loss, model, following = out.splitlines()
+    assert re.fullmatch(r"Complete    tiny: 4/4 steps in \d+s", result)
+    assert loss == "Loss        4.0000 → 1.0000"
+    assert model == f"Model       {runs.folder}/sft-runs/tiny/export"
+    assert following.startswith("Next        load it with from_pretrained")
+    assert "Complete" not in err
+
+
+def test_what_is_written_before_the_first_report_says_what_is_done(runs: Runs) -> None:
+    code, _, err = runs.run(output="text", startSeconds=1.5)
+
+    assert code == 0
+    assert "Starting: importing torch and transformers\n" in err
 
 
 def test_json_is_all_there_is_on_stdout_whatever_is_shown_besides(runs: Runs) -> None:
@@ -156,7 +179,7 @@ def test_a_failure_says_what_to_do_and_has_its_exit_code(runs: Runs) -> None:
     assert status.state == "Failed"
     assert conditions(status)["Failed"] == "DataError"
     assert status.message == "row 7 of train.jsonl has no messages"
-    assert "DataError on rank 0: row 7 of train.jsonl has no messages" in err
+    assert "Failed      DataError on rank 0: row 7 of train.jsonl has no messages" in err
     assert "sft data" in err
     assert "traceback of the worker" not in err
 
@@ -332,23 +355,41 @@ def test_the_end_of_the_terminal_saves_too(runs: Runs) -> None:
     assert status_of(out).steps_at_risk == 0
 
 
-def test_a_terminal_shows_one_line_in_place(runs: Runs) -> None:
-    runs.write(training={"steps": 40})
-    terminal, inside = pty.openpty()
-    process = runs.start(stderr=inside, warnings=["short data"])
-    os.close(inside)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:
-            break
-        shown += chunk
-    os.close(terminal)
+def test_a_terminal_shows_one_line_in_place_of_any_width(runs: Runs) -> None:
+    runs.write(training={"steps": 100_000})
+    terminal = Terminal(columns=60)
+    process = runs.start(output="text", stderr=terminal.inside, warnings=["short data"])
+    terminal.started()
 
-    assert runs.finish(process)[0] == 0
-    text = shown.decode()
-    assert text.count("\x1b[2K") > 2
-    assert "/40 · loss" in text
+    def rows_after_some_steps() -> list[str]:
+        """What is on the screen a few looks later: the last row is the line."""
+        first = _step(terminal.screen.rows())
+        terminal.watch(lambda: _step(terminal.screen.rows()) > first + 5)
+        return terminal.screen.rows()
+
+    usual = rows_after_some_steps()
+    terminal.resize(25)
+    narrow = rows_after_some_steps()
+    terminal.resize(200)
+    wide = rows_after_some_steps()
+    process.send_signal(signal.SIGINT)
+    terminal.watch_to_the_end()
+
+    assert runs.finish(process)[0] == 30
+    for rows in (usual, narrow, wide):
+        assert [row[0] in _SIGNS for row in rows] == [False] * (len(rows) - 1) + [True], rows
+    assert re.fullmatch(r". step [\d,]+/100,000 · loss 0\.\d{4} · 1h2m left( · saved.*)?", usual[-1])
+    assert re.fullmatch(r". step [\d,]+/100,000", narrow[-1])
+    assert re.search(r"left · saved [\d,]+, \d+s ago$", wide[-1])
+    text = terminal.screen.text()
     assert text.count("Warning: short data") == 1
-    assert "\x1b[32m" in text
+    assert not any(sign in text for sign in _SIGNS), "the line is gone at the end"
+    assert "Stopped     tiny: after step" in text
+
+
+_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def _step(rows: list[str]) -> int:
+    found = re.match(r". step ([\d,]+)/", rows[-1]) if rows else None
+    return int(found[1].replace(",", "")) if found else 0

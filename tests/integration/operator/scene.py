@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import yaml
 
 from sft_api.failures import FailureClass
 from sft_api.generate import ROOT
+from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.report import committed
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
@@ -35,13 +35,15 @@ Object = dict[str, Any]
 OPERATOR_NAMESPACE = "sft-system"
 CHART = ROOT / "charts" / "sft-operator"
 MERGE_PATCH = "application/merge-patch+json"
+PATIENCE_SECONDS = 90.0
+"""For what takes a second or two on a quiet machine."""
 
 PATHS = {
     "sftjobs": "apis/sftjob.dev/v1alpha1",
     "jobs": "apis/batch/v1",
     "networkpolicies": "apis/networking.k8s.io/v1",
     "leases": "apis/coordination.k8s.io/v1",
-    "workloads": "apis/kueue.x-k8s.io/v1beta1",
+    "workloads": "apis/kueue.x-k8s.io/v1beta2",
 }
 
 
@@ -52,8 +54,12 @@ class Supervisors:
     url: str
     answers: dict[str, bytes] = field(default_factory=dict)
     reads: list[str] = field(default_factory=list)
+    uid_of: Callable[[str, str], str] = lambda namespace, name: ""
+    """Of the SFTJob in a namespace, for reports that do not say whose they are."""
 
     def report(self, namespace: str, name: str, progress: Progress | bytes) -> None:
+        if isinstance(progress, Progress) and not progress.job_uid:
+            progress = progress.model_copy(update={"job_uid": self.uid_of(namespace, name)})
         body = progress if isinstance(progress, bytes) else progress.model_dump_json(by_alias=True).encode()
         self.answers[f"/{namespace}/{name}"] = body
 
@@ -88,7 +94,7 @@ def serve_reports() -> Iterator[Supervisors]:
 def install_crd(cluster: Cluster) -> None:
     """Our CRD, as generated."""
     cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds" / "sftjob.dev_sftjobs.yaml"))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/sftjobs.sftjob.dev", "--timeout=30s")
+    cluster.wait_until_served("sftjobs.sftjob.dev")
 
 
 def operator_access(cluster: Cluster, path: Path) -> Path:
@@ -129,7 +135,7 @@ class OperatorProcess:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=PATIENCE_SECONDS)
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as response:
@@ -141,7 +147,7 @@ def start_operator(
     folder: Path, kubeconfig: Path, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> OperatorProcess:
     """An operator that is ready, with its configuration and its log in ``folder``; the caller stops it."""
-    port = _free_port()
+    port = free_port()
     (folder / "config.yaml").write_text(yaml.safe_dump({"httpPort": port, **settings}))
     log = folder / "log"
     with log.open("wb") as output:
@@ -156,15 +162,8 @@ def start_operator(
     return operator
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _wait_ready(operator: OperatorProcess) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         assert operator.process.poll() is None, operator.log.read_text()
         try:
@@ -205,7 +204,12 @@ class Scene:
         return answer.body if answer.code == 200 else None
 
     def list(self, resource: str, query: str = "") -> list[Object]:
-        items: list[Object] = self.request("GET", f"{self.path(resource)}{query}").body["items"]
+        # Not at once where a CRD was just changed: its storage is set up anew.
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (answer := self.request("GET", f"{self.path(resource)}{query}")).accepted:
+            assert time.monotonic() < deadline, answer.body
+            time.sleep(0.1)
+        items: list[Object] = answer.body["items"]
         return items
 
     def patch(self, resource: str, name: str, patch: Object, subresource: str = "") -> Object:
@@ -242,7 +246,7 @@ class Scene:
         found = [item for item in self.status(name).get("conditions", []) if item["type"] == kind]
         return found[0] if found else {"status": "Unknown"}
 
-    def until(self, what: Callable[[], Any], seconds: float = 20) -> Any:
+    def until(self, what: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
         """Wait until ``what()`` is true, and return it; its last value is in the error."""
         deadline = time.monotonic() + seconds
         while not (value := what()):
@@ -250,7 +254,7 @@ class Scene:
             time.sleep(0.1)
         return value
 
-    def until_state(self, name: str, state: str, seconds: float = 20) -> Object:
+    def until_state(self, name: str, state: str, seconds: float = PATIENCE_SECONDS) -> Object:
         self.until(lambda: self.status(name).get("state") == state, seconds)
         return self.status(name)
 
@@ -263,7 +267,7 @@ class Scene:
         live = [pod for pod in found if pod["status"].get("phase") not in ("Failed", "Succeeded")]
         return sorted(live, key=_index)
 
-    def until_pods(self, job: str, count: int, seconds: float = 30) -> list[Object]:
+    def until_pods(self, job: str, count: int, seconds: float = PATIENCE_SECONDS) -> list[Object]:
         pods: list[Object] = self.until(lambda: found if len(found := self.pods(job)) == count else None, seconds)
         return pods
 
@@ -371,6 +375,12 @@ def _now(seconds: float = 0) -> str:
 @contextmanager
 def new_scene(api: KubernetesApi, supervisors: Supervisors) -> Iterator[Scene]:
     scene = Scene(api, supervisors, f"op-{uuid.uuid4().hex[:8]}")
+
+    def uid_of(namespace: str, name: str) -> str:
+        job = scene.get("sftjobs", name)
+        return str(job["metadata"]["uid"]) if job else ""
+
+    supervisors.uid_of = uid_of
     manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": scene.namespace}}
     assert scene.request("POST", "/api/v1/namespaces", manifest).accepted
     # Cordoned: the scheduler leaves it alone, the test binds pods to it.

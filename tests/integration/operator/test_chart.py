@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_operator.config import load_settings
+from sft_operator.config import PodSettings, load_settings
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import KubernetesApi
@@ -59,6 +59,8 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("store.uri=http://x", "/store/uri"),
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
         ("logLevel=LOUD", "/logLevel"),
+        ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
+        ("pods.resources.perNode.requests.cpu=8", "/pods/resources"),
         ("settings.httpPort=9090", "/settings/httpPort"),
         ("settings.namespace=team", "/settings/namespace"),
     ],
@@ -110,6 +112,24 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
     assert settings.poll_seconds == 33
 
 
+def test_what_pods_ask_for_is_the_same_in_the_chart_and_without_it(tmp_path: Path) -> None:
+    assert settings_of(render_chart(), tmp_path).pods.resources == PodSettings().resources
+
+
+def test_what_pods_ask_for_can_be_set_and_left_out(tmp_path: Path) -> None:
+    values = (
+        "pods.resources.perGpu.requests.memory=32Gi",
+        "pods.resources.perGpu.limits.memory=64Gi",
+        "pods.resources.perCpuProcess.requests=null",
+    )
+
+    resources = settings_of(render_chart(*values), tmp_path).pods.resources
+
+    assert resources.per_gpu.requests == {"cpu": 2, "memory": "32Gi"}
+    assert resources.per_gpu.limits == {"memory": "64Gi"}
+    assert resources.per_cpu_process.requests == {}
+
+
 def test_the_operators_own_credentials_come_from_a_secret() -> None:
     (deployment,) = [
         item for item in render_chart("store.operatorCredentialsSecret=mine") if item["kind"] == "Deployment"
@@ -139,8 +159,11 @@ def test_rights_are_few_and_named() -> None:
         ("jobs", "patch"),
         ("jobs", "delete"),
         ("configmaps", "create"),
+        ("configmaps", "delete"),
         ("services", "create"),
+        ("services", "delete"),
         ("networkpolicies", "create"),
+        ("networkpolicies", "delete"),
         ("events", "create"),
         ("pods", "delete"),
         ("pods/status", "patch"),

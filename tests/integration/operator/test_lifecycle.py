@@ -88,7 +88,7 @@ def test_an_evicted_pod_is_replaced_for_free(scene: Scene) -> None:
     assert status["restarts"]["lastReason"] == "EvictionByEvictionAPI"
 
     # The Job controller waits ten seconds before it replaces the pod.
-    replacement = scene.until_pods("evicted", 2, seconds=40)[1]
+    replacement = scene.until_pods("evicted", 2)[1]
     scene.run_pod(replacement)
     resumed = training(6, attempt=2, resumed_from_step=5)
     scene.supervisors.report(scene.namespace, "evicted", Progress(training=resumed))
@@ -107,8 +107,8 @@ def test_a_pod_that_a_lost_node_cannot_end_is_given_up_and_replaced(scene: Scene
 
     scene.until_state("cut-off", "Recovering")
     assert "a replacement waits for that" in scene.status("cut-off")["message"]
-    scene.until(lambda: len(scene.pods("cut-off")) == 1, seconds=20)
-    fresh = scene.until_pods("cut-off", 2, seconds=40)
+    scene.until(lambda: len(scene.pods("cut-off")) == 1)
+    fresh = scene.until_pods("cut-off", 2)
     assert fresh[1]["metadata"]["uid"] != pods[1]["metadata"]["uid"]
     status = scene.status("cut-off")
     assert status["restarts"]["disruptions"] == 1
@@ -182,7 +182,7 @@ def test_suspend_and_resume(scene: Scene) -> None:
     scene.supervisors.silence(scene.namespace, "pause")
 
     scene.patch("sftjobs", "pause", {"spec": {"suspend": False}})
-    fresh = scene.until_pods("pause", 2, seconds=40)
+    fresh = scene.until_pods("pause", 2)
     assert {pod["metadata"]["uid"] for pod in fresh}.isdisjoint(pod["metadata"]["uid"] for pod in pods)
     for pod in fresh:
         scene.run_pod(pod)
@@ -209,7 +209,7 @@ def test_a_run_may_not_be_active_for_longer_than_allowed(scene: Scene) -> None:
 
     scene.patch("sftjobs", "slow", {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
 
-    scene.until_state("slow", "Failed", seconds=40)
+    scene.until_state("slow", "Failed")
     assert scene.condition("slow", "Failed")["reason"] == "DeadlineExceeded"
 
 
@@ -222,7 +222,7 @@ def test_a_namespace_with_a_running_job_can_be_deleted(scene: Scene) -> None:
     for pod in pods:  # the kubelet ends them
         scene.end_pod(pod, 30)
 
-    scene.until(lambda: scene.get("jobs", "held") is None, seconds=40)
+    scene.until(lambda: scene.get("jobs", "held") is None)
 
 
 def test_deleting_the_sftjob_deletes_all_of_it(scene: Scene) -> None:
@@ -232,4 +232,4 @@ def test_deleting_the_sftjob_deletes_all_of_it(scene: Scene) -> None:
     scene.delete("sftjobs", "gone")
 
     for resource, name in (("jobs", "gone"), ("configmaps", "gone-config"), ("services", "gone")):
-        scene.until(lambda resource=resource, name=name: scene.get(resource, name) is None, seconds=40)  # type: ignore[misc]
+        scene.until(lambda resource=resource, name=name: scene.get(resource, name) is None)  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from datetime import UTC, datetime
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, encode_manifest
 from sft_api.progress import Progress
+from sft_api.v1alpha1 import S3Spec
+from sft_operator import store
 from sft_operator.config import StoreSettings
 from sft_operator.store import CheckpointStore, StoreError
 from tests.cluster.object_store import ObjectStore
 from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import OperatorProcess, StartOperator, Supervisors, new_scene, training
+from tests.integration.run.slow_network import gate
 
 BUCKET = "platform"
 URI = f"s3://{BUCKET}/sft"
@@ -35,10 +39,10 @@ def s3(versitygw: ObjectStore) -> Any:
     return client
 
 
-def settings(store: ObjectStore) -> dict[str, Any]:
+def settings(server: ObjectStore) -> dict[str, Any]:
     return {
         "uri": URI,
-        "s3": {"endpoint": store.endpoint, "region": store.region, "forcePathStyle": True},
+        "s3": {"endpoint": server.endpoint, "region": server.region, "forcePathStyle": True},
         "verify": True,
     }
 
@@ -71,41 +75,41 @@ def save(
         s3.put_object(Bucket=BUCKET, Key=f"{prefix}manifest.json", Body=encode_manifest(manifest))
 
 
-def read(monkeypatch: pytest.MonkeyPatch, store: ObjectStore, folder: str) -> Any:
-    for name, value in store.environment().items():
+def read(monkeypatch: pytest.MonkeyPatch, server: ObjectStore, folder: str) -> Any:
+    for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    checkpoints = CheckpointStore(StoreSettings.model_validate(settings(store)))
-    assert checkpoints.holds(f"{URI}/{folder}")
+    checkpoints = CheckpointStore(StoreSettings.model_validate(settings(server)))
+    assert checkpoints.holds(f"{URI}/{folder}", S3Spec(), "team")
     return asyncio.run(checkpoints.read(f"{URI}/{folder}"))
 
 
 def test_only_whole_committed_checkpoints_count_the_newest_attempt_first(
     monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any
 ) -> None:
-    save(s3, "several", 10, loss=1.5)
-    save(s3, "several", 30, loss=1.1)
-    save(s3, "several", 20, attempt=2, loss=1.3)
-    save(s3, "several", 40, attempt=2, size=60)
-    save(s3, "several", 50, attempt=2, commit=False)
+    save(s3, "team/several", 10, loss=1.5)
+    save(s3, "team/several", 30, loss=1.1)
+    save(s3, "team/several", 20, attempt=2, loss=1.3)
+    save(s3, "team/several", 40, attempt=2, size=60)
+    save(s3, "team/several", 50, attempt=2, commit=False)
 
-    stored = read(monkeypatch, versitygw, "several")
+    stored = read(monkeypatch, versitygw, "team/several")
 
     kept = [(item.attempt, item.step) for item in stored.checkpoints.kept]
     assert kept == [(2, 20), (1, 30), (1, 10)]
     assert stored.checkpoints.latest == stored.checkpoints.kept[0]
     assert stored.checkpoints.best.step == 30
-    assert stored.checkpoints.latest.uri == f"{URI}/several/checkpoints/step-00000020-a00002"
+    assert stored.checkpoints.latest.uri == f"{URI}/team/several/checkpoints/step-00000020-a00002"
     assert stored.checkpoints.latest.size_bytes == 100
     assert stored.problems == ("checkpoint step-00000040-a00002 is not usable: rank-0.bin has 60 bytes instead of 100",)
 
 
 def test_a_damaged_manifest_is_told(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any) -> None:
-    save(s3, "damaged", 10)
-    key = f"sft/damaged/{CheckpointId(attempt=1, step=10).manifest_key}"
+    save(s3, "team/damaged", 10)
+    key = f"sft/team/damaged/{CheckpointId(attempt=1, step=10).manifest_key}"
     body = s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
     s3.put_object(Bucket=BUCKET, Key=key, Body=body.replace(b'"step":10', b'"step":11'))
 
-    stored = read(monkeypatch, versitygw, "damaged")
+    stored = read(monkeypatch, versitygw, "team/damaged")
 
     assert stored.checkpoints.latest is None
     assert "does not match its own digest" in stored.problems[0]
@@ -120,12 +124,60 @@ def test_a_store_that_cannot_be_read_says_why(monkeypatch: pytest.MonkeyPatch, v
         asyncio.run(checkpoints.read(f"{URI}/x"))
 
 
-def test_only_the_platforms_own_store_is_read() -> None:
-    checkpoints = CheckpointStore(StoreSettings(uri=URI))
+def test_one_that_is_never_done_is_given_up(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any) -> None:
+    save(s3, "team/endless", 10)
+    for name, value in versitygw.environment().items():
+        monkeypatch.setenv(name, value)
+    clock = itertools.count(step=store.READ_SECONDS / 2)
+    checkpoints = CheckpointStore(StoreSettings.model_validate(settings(versitygw)), clock=lambda: float(next(clock)))
 
-    assert checkpoints.holds(f"{URI}/team/job-uid")
-    assert not checkpoints.holds("s3://platform/sft-of-someone-else/x")
-    assert not checkpoints.holds("s3://elsewhere/x")
+    with pytest.raises(StoreError, match=r"s3://platform/sft/team/endless: it could not be read within 60 s"):
+        asyncio.run(checkpoints.read(f"{URI}/team/endless"))
+
+
+def test_one_with_too_many_names_is_given_up(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any) -> None:
+    for step in (10, 20, 30):
+        save(s3, "team/crowded", step)
+
+    monkeypatch.setattr(store, "MAX_FOLDERS", 2)
+    with pytest.raises(StoreError, match="more than 2 names in checkpoints/"):
+        read(monkeypatch, versitygw, "team/crowded")
+    monkeypatch.setattr(store, "MAX_FOLDERS", 3)
+    monkeypatch.setattr(store, "MAX_FILES", 1)
+    with pytest.raises(StoreError, match="more than 1 files in checkpoints/step-00000030-a00001/"):
+        read(monkeypatch, versitygw, "team/crowded")
+
+
+def test_a_large_manifest_is_not_loaded_and_its_checkpoint_not_called_verified(
+    monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any
+) -> None:
+    save(s3, "team/large", 10)
+    monkeypatch.setattr(store, "MAX_MANIFEST_BYTES", 100)
+
+    stored = read(monkeypatch, versitygw, "team/large")
+
+    assert stored.problems == ()
+    latest = stored.checkpoints.latest
+    assert (latest.step, latest.size_bytes, latest.verified) == (10, 100, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (b"[" * 100_000, "cannot be read"),
+        (b'{"formatVersion": 1, "step": ' + b"9" * 5000 + b"}", "is no JSON"),
+    ],
+)
+def test_a_manifest_made_to_hurt_is_told_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any, change: bytes, words: str
+) -> None:
+    save(s3, "team/hostile", 10)
+    s3.put_object(Bucket=BUCKET, Key=f"sft/team/hostile/{CheckpointId(attempt=1, step=10).manifest_key}", Body=change)
+
+    stored = read(monkeypatch, versitygw, "team/hostile")
+
+    assert stored.checkpoints.latest is None
+    assert words in stored.problems[0]
 
 
 def test_checkpoints_are_known_after_all_pods_went_without_a_word(
@@ -160,5 +212,44 @@ def test_checkpoints_are_known_after_all_pods_went_without_a_word(
             checkpoints = scene.until(lambda: scene.status("silent").get("checkpoints"))
             assert checkpoints["latest"]["step"] == 8
             assert checkpoints["latest"]["verified"] is True
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
+
+
+def test_the_end_of_a_run_is_told_at_once_and_its_checkpoints_when_they_are_read(
+    versitygw: ObjectStore,
+    s3: Any,
+    api: KubernetesApi,
+    supervisors: Supervisors,
+    start_operator: StartOperator,
+    operator: OperatorProcess,
+) -> None:
+    with new_scene(api, supervisors) as scene, gate(versitygw.endpoint, holds=lambda line: True) as way:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            platform = settings(versitygw)
+            platform["s3"]["endpoint"] = way.endpoint
+            start_operator(namespace=scene.namespace, environment=versitygw.environment(), store=platform)
+            job = scene.submit("ended", checkpoint={})
+            pods = scene.start("ended")
+            supervisors.report(scene.namespace, "ended", Progress(training=training(9)))
+            scene.until_state("ended", "Running")
+            save(s3, f"{scene.namespace}/ended-{job['metadata']['uid']}", 7)
+
+            # When it fails, and its last words are lost, while the store does not answer
+            for pod in pods:
+                scene.end_pod(pod, 10)
+
+            # Then that is told
+            status = scene.until_state("ended", "Failed")
+            assert "checkpoints" not in status
+            assert status["stepsAtRisk"] == 9
+
+            # And what it leaves behind once the store answers
+            way.open.set()
+            status = scene.until(lambda: (now := scene.status("ended")).get("checkpoints") and now)
+            assert status["state"] == "Failed"
+            assert status["checkpoints"]["latest"]["step"] == 7
+            assert status["stepsAtRisk"] == 2
         finally:
             operator.process.send_signal(signal.SIGCONT)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Progress
 from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
     OPERATOR_NAMESPACE,
+    PATIENCE_SECONDS,
     OperatorProcess,
     Scene,
     StartOperator,
@@ -26,7 +30,7 @@ def quota(hard: dict[str, str]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}}
 
 
-def until_reason(scene: Scene, name: str, reason: str, seconds: float = 15) -> str:
+def until_reason(scene: Scene, name: str, reason: str, seconds: float = PATIENCE_SECONDS) -> str:
     """Wait for the reason; its message."""
     scene.until(lambda: scene.condition(name, "Running").get("reason") == reason, seconds)
     message: str = scene.status(name)["message"]
@@ -83,6 +87,38 @@ def test_a_namespace_that_forbids_pods_as_they_are(scene: Scene) -> None:
     assert "maximum cpu usage per Pod" in message
     assert scene.condition("refused", "Stalled")["status"] == "True"
     assert scene.condition("refused", "Reconciling")["status"] == "False"
+
+
+def test_a_quota_that_wants_requests_is_met_without_a_word_in_the_job(scene: Scene) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "requests"},
+        "spec": {"hard": {"requests.cpu": "2", "requests.memory": "4Gi"}},
+    }
+    scene.create("resourcequotas", quota)
+    scene.until(lambda: (scene.get("resourcequotas", "requests") or {}).get("status", {}).get("hard"))
+
+    scene.submit("silent")
+
+    for pod in scene.until_pods("silent", 2):
+        assert pod["spec"]["containers"][0]["resources"]["requests"] == {"cpu": "1", "memory": "2Gi"}
+
+
+def test_a_limit_of_the_namespace_below_what_is_asked_for_is_said(scene: Scene) -> None:
+    limits = {
+        "apiVersion": "v1",
+        "kind": "LimitRange",
+        "metadata": {"name": "small"},
+        "spec": {"limits": [{"type": "Container", "default": {"memory": "512Mi"}}]},
+    }
+    scene.create("limitranges", limits)
+
+    scene.submit("larger")
+
+    message = until_reason(scene, "larger", "Refused")
+    assert 'Invalid value: "2Gi": must be less than or equal to memory limit of 512Mi' in message
+    assert "spec.compute.resources" in message
 
 
 def test_our_pods_meet_the_restricted_pod_security_standard(scene: Scene) -> None:
@@ -152,12 +188,82 @@ def test_the_same_name_can_be_used_again_at_once(scene: Scene) -> None:
         uids = {pod["metadata"]["uid"] for pod in scene.pods("again")}
         return len(uids) == 2 and uids.isdisjoint(pod["metadata"]["uid"] for pod in first)
 
-    scene.until(replaced, seconds=40)
+    scene.until(replaced, seconds=120)  # the garbage collector learns of a new kind every half a minute
     config = scene.get("configmaps", "again-config")
     job = scene.get("sftjobs", "again")
     assert config
     assert job
     assert json.loads(config["data"]["config.json"])["job"]["uid"] == job["metadata"]["uid"]
+
+
+def test_a_new_job_waits_until_the_pods_of_the_last_one_are_gone(scene: Scene) -> None:
+    # Given a job with running pods, deleted and submitted again
+    policy = {"terminationGracePeriodSeconds": 600}
+    scene.submit("twice", runPolicy=policy)
+    first = scene.start("twice")
+    scene.delete("sftjobs", "twice")
+    scene.submit("twice", runPolicy=policy)
+
+    # Then nothing is made while they save their state
+    message = until_reason(scene, "twice", "EarlierPods")
+    scene.until(lambda: all(pod["metadata"].get("deletionTimestamp") for pod in scene.pods("twice")))
+    assert f"{first[0]['metadata']['name']} on node {scene.namespace}" in message
+    assert scene.status("twice")["state"] == "Preparing"
+    assert scene.condition("twice", "Stalled")["status"] == "False"
+
+    scene.end_pod(first[0], 30)
+    scene.until(lambda: "of 1 pod(s)" in scene.status("twice")["message"])
+    assert [pod["metadata"]["uid"] for pod in scene.pods("twice")] == [first[1]["metadata"]["uid"]]
+
+    # And the new group when they are gone
+    scene.end_pod(first[1], 30)
+    fresh = scene.until_pods("twice", 2)
+    assert {pod["metadata"]["uid"] for pod in fresh}.isdisjoint(pod["metadata"]["uid"] for pod in first)
+
+
+def test_an_operator_that_has_just_begun_waits_for_the_pods_of_the_last_job_as_well(
+    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+) -> None:
+    with new_scene(api, supervisors) as scene:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            # Given pods that save their state, of a job that was deleted before this operator began
+            first = start_operator(namespace=scene.namespace)
+            policy = {"terminationGracePeriodSeconds": 600}
+            scene.submit("heir", runPolicy=policy)
+            pods = scene.start("heir")
+            scene.delete("sftjobs", "heir")
+            scene.until(lambda: scene.get("jobs", "heir") is None)
+            scene.until(lambda: all(pod["metadata"].get("deletionTimestamp") for pod in scene.pods("heir")))
+            first.stop(signal.SIGKILL)
+            start_operator(namespace=scene.namespace)
+            scene.submit("other")
+            scene.start("other")
+            supervisors.report(scene.namespace, "other", Progress(training=training(5)))
+            scene.until_state("other", "Running")  # it watches pods, and nothing of the old ones happens any more
+
+            # When one of that name is submitted, then it waits for them
+            scene.submit("heir", runPolicy=policy)
+            message = until_reason(scene, "heir", "EarlierPods")
+            assert "of 2 pod(s)" in message
+            assert scene.get("jobs", "heir") is None
+
+            # And begins when they are gone
+            for pod in pods:
+                scene.end_pod(pod, 30)
+            scene.until(lambda: scene.get("jobs", "heir"))
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
+
+
+def test_pods_of_the_last_job_that_a_lost_node_holds_are_given_up(scene: Scene) -> None:
+    scene.submit("held", runPolicy={"terminationGracePeriodSeconds": 5})
+    first = {pod["metadata"]["uid"] for pod in scene.start("held")}
+
+    scene.delete("sftjobs", "held")  # and no kubelet ends its pods
+    scene.submit("held")
+
+    scene.until(lambda: len(fresh := scene.pods("held")) == 2 and first.isdisjoint(p["metadata"]["uid"] for p in fresh))
 
 
 def test_a_deleted_job_is_made_again(scene: Scene) -> None:
@@ -184,9 +290,9 @@ def test_rubbish_from_a_pod_harms_nobody(scene: Scene) -> None:
 
     scene.until_state("neat", "Running")
     assert scene.status("rubbish")["state"] == "Starting"
-    scene.supervisors.report(
-        scene.namespace, "rubbish", b'{"training": {"step": 4, "attempt": 1, "loss": NaN, "phase": "Training"}}'
-    )
+    figures = b'{"step": 4, "attempt": 1, "loss": NaN, "phase": "Training"}'
+    uid = scene.supervisors.uid_of(scene.namespace, "rubbish").encode()
+    scene.supervisors.report(scene.namespace, "rubbish", b'{"jobUid": "%s", "training": %s}' % (uid, figures))
     status = scene.until_state("rubbish", "Running")
     assert "loss" not in status["progress"]
 
@@ -200,6 +306,62 @@ def test_a_report_of_another_run_is_not_believed(scene: Scene) -> None:
     scene.until(lambda: len(scene.supervisors.reads) > before + 4)
 
     assert "progress" not in scene.status("honest")
+
+
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/sftjobs.sftjob.dev"
+NEWER_FIELD = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/ofALaterVersion"
+
+
+@pytest.fixture
+def newer_crd(api: KubernetesApi) -> Iterator[None]:
+    """The CRD of a later version, which stays when the operator is rolled back: it has one more field."""
+
+    def patch(change: dict[str, Any]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        # The API server writes its status into the same object.
+        while not (answer := api.request("PATCH", CRD, json.dumps([change]), "application/json-patch+json")).accepted:
+            assert answer.code == 409, answer.body
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    patch({"op": "add", "path": NEWER_FIELD, "value": {"type": "string"}})
+    yield
+    patch({"op": "remove", "path": NEWER_FIELD})
+
+
+def test_a_run_of_a_later_version_is_followed_to_its_end(scene: Scene, newer_crd: None) -> None:
+    # Given a run whose spec this operator cannot read any more
+    scene.submit("rolled-back", runPolicy={"ttlSecondsAfterFinished": 3})
+    pods = scene.start("rolled-back")
+    scene.supervisors.report(scene.namespace, "rolled-back", Progress(training=training(3)))
+    scene.until_state("rolled-back", "Running")
+
+    def seen() -> bool:
+        # Watches that are older than the CRD leave the field out.
+        scene.patch("sftjobs", "rolled-back", {"spec": {"ofALaterVersion": str(time.time())}})
+        return bool(scene.condition("rolled-back", "Accepted")["reason"] == "InvalidSpec")
+
+    scene.until(seen)
+    assert "spec.ofALaterVersion" in scene.condition("rolled-back", "Stalled")["message"]
+
+    # When it goes on, then that is told
+    scene.supervisors.report(scene.namespace, "rolled-back", Progress(training=training(7)))
+    scene.until(lambda: scene.status("rolled-back")["progress"]["step"] == 7)
+    assert scene.status("rolled-back")["state"] == "Running"
+
+    # When it is suspended and resumed, then it is
+    scene.patch("sftjobs", "rolled-back", {"spec": {"suspend": True}})
+    scene.until_state("rolled-back", "Suspending")
+    for pod in pods:
+        scene.end_pod(pod, 30, message=last_words(FailureClass.INTERRUPTED, 7))
+    scene.until_state("rolled-back", "Suspended")
+    scene.patch("sftjobs", "rolled-back", {"spec": {"suspend": False}})
+
+    # When it is complete, then it is, and goes after its time
+    for pod in scene.start("rolled-back"):
+        scene.end_pod(pod, 0, message=last_words(None, 10))
+    scene.until_state("rolled-back", "Complete")
+    scene.until(lambda: scene.get("sftjobs", "rolled-back") is None)
 
 
 def test_an_operator_that_was_away_counts_what_happened(
@@ -219,7 +381,7 @@ def test_an_operator_that_was_away_counts_what_happened(
             scene.end_pod(
                 pods[1], 30, message=last_words(FailureClass.INTERRUPTED, 5), disruption="PreemptionByScheduler"
             )
-            replacement = scene.until_pods("away", 2, seconds=40)[1]
+            replacement = scene.until_pods("away", 2)[1]
             scene.run_pod(replacement)
             supervisors.report(scene.namespace, "away", Progress(training=training(6, attempt=2)))
             assert scene.status("away")["attempt"] == 1
@@ -278,7 +440,7 @@ def test_a_second_replica_takes_over(
 
             first.stop(signal.SIGKILL)
             scene.submit("handed-over")
-            scene.until_pods("handed-over", 2, seconds=30)
+            scene.until_pods("handed-over", 2)
             assert "sft_operator_leader 1.0" in second.get("/metrics")
 
             # Asked to end, it lets go at once.

@@ -18,6 +18,7 @@ class Hub:
 
     repositories: Mapping[str, Path]
     gated: frozenset[str]
+    commit: str = COMMIT
     endpoint: str = ""
     downloads: list[str] = field(default_factory=list)
 
@@ -27,9 +28,11 @@ class Hub:
 
 
 @contextmanager
-def serve_hub(repositories: Mapping[str, Path], *, gated: frozenset[str] = frozenset()) -> Iterator[Hub]:
-    """Serve until the block ends."""
-    hub = Hub(repositories, gated)
+def serve_hub(
+    repositories: Mapping[str, Path], *, gated: frozenset[str] = frozenset(), commit: str = COMMIT
+) -> Iterator[Hub]:
+    """Serve until the block ends; every branch of every repository is at ``commit``."""
+    hub = Hub(repositories, gated, commit)
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -52,7 +55,7 @@ def serve_hub(repositories: Mapping[str, Path], *, gated: frozenset[str] = froze
                 self.send_tree(hub.repositories[name], "/".join(rest[2:]), recursive=recursive)
             else:
                 siblings = [{"rfilename": file} for file in files_below(hub.repositories[name])]
-                self.answer(json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+                self.answer(json.dumps({"id": name, "sha": hub.commit, "siblings": siblings}).encode())
 
         def send_file(self, path: Path) -> None:
             if not path.is_file():
@@ -61,7 +64,7 @@ def serve_hub(repositories: Mapping[str, Path], *, gated: frozenset[str] = froze
             data = path.read_bytes()
             if self.command == "GET":
                 hub.downloads.append(path.name)
-            self.answer(data, 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
+            self.answer(data, 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": hub.commit})
 
         def send_tree(self, root: Path, folder: str, *, recursive: bool) -> None:
             found = sorted((root / folder).rglob("*") if recursive else (root / folder).glob("*"))

@@ -90,7 +90,7 @@ class Place:
         finally:
             process.kill()
         assert "Traceback" not in said, said
-        wait_until(lambda: not self.processes(), seconds=2)
+        wait_until(lambda: not self.processes())
         return Ended(process.returncode, said, json.loads(out) if out else {})
 
     def run(self, job: dict[str, Any], *options: str, **environment: str) -> Ended:

@@ -162,6 +162,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_p
     changed = place.run(job)
     assert changed.code == 0, changed.said
     assert "Warning: the data is not what it was at step 60: digests of data.train[0]: " in changed.said
+    assert "only later steps see the rows of now: give the run another metadata.name" in changed.said
+    assert "60/60 steps, all of them done before; --fresh trains anew" in changed.said
 
 
 def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) -> None:
@@ -171,9 +173,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) 
     ended = undisturbed.run(undisturbed.job(**faster))
     same = undisturbed.run(undisturbed.job(**LONG))
 
-    sentence = (
-        r"holds checkpoints of a run with other settings \(.*spec\.training\.optimizer\.learningRate: 0\.001 -> 0\.002"
-    )
+    sentence = r"holds checkpoints of a run with other settings \(training\.optimizer\.learningRate: 0\.001 -> 0\.002\)"
     assert_refused(ended, 10, "ConfigError", sentence, "or restore the settings")
     assert "Loading" not in ended.said
     assert {path: path.read_bytes() for path in undisturbed.store().glob("checkpoints/*/*")} == before
@@ -215,7 +215,7 @@ def test_a_run_whose_loss_is_no_longer_finite_keeps_its_good_checkpoints(place: 
     # Given rates at which every step multiplies the weights by -9, and a save after every step
     optimizer = {"learningRate": 1.0, "weightDecay": 10.0, "maxGradNorm": 0}
     training = {"steps": 100, "globalBatchTokens": 512, "optimizer": optimizer, "schedule": {"type": "constant"}}
-    job = place.job(training=training, checkpoint={"everySteps": 1})
+    job = place.job(training=training, checkpoint={"everySteps": 1, "async": False})
 
     # When it is run, and run again
     ended = place.run(job)

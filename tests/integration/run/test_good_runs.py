@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cluster.object_store import ObjectStore
@@ -59,7 +60,7 @@ def test_model_data_and_checkpoints_in_a_bucket(place: Place, versitygw: ObjectS
             "eval": [{"uri": f"s3://{BUCKET}/data/eval.jsonl", "name": "held-out"}],
         },
         training={"steps": 6, "globalBatchTokens": 512, "optimizer": {"learningRate": 3e-3}},
-        checkpoint={"uri": f"s3://{BUCKET}/runs/one", "s3": s3_spec(versitygw), "everySteps": 2},
+        checkpoint={"uri": f"s3://{BUCKET}/runs/one", "s3": s3_spec(versitygw), "everySteps": 2, "async": False},
         export={"atEnd": True},
     )
 
@@ -76,6 +77,9 @@ def test_model_data_and_checkpoints_in_a_bucket(place: Place, versitygw: ObjectS
     run = versitygw.folder / BUCKET / "runs" / "one"
     assert sorted(step_numbers(run)) == [1, 2, 3, 4, 5, 6]
     assert json.loads((run / "status.json").read_text())["phase"] == "Complete"
+    assert status["progress"]["curve"] == f"s3://{BUCKET}/runs/one/curve.svg"
+    assert (run / "curve.svg").read_bytes().startswith(b"<?xml")
+    assert len(list((run / "tensorboard").glob("events.out.tfevents.a00001-step-*"))) == 3
     assert not (place.folder / "sft-runs" / "tiny" / "checkpoints").exists()
     rows = [json.loads(line) for line in inputs.eval.read_text().splitlines()]
     exported = evaluation_loss(run / "export", rows, max_length=256)
@@ -145,7 +149,9 @@ def test_ctrl_c_before_the_first_step(place: Place) -> None:
 
     assert ended.code == 30, ended.said
     assert (ended.status["state"], ended.latest) == ("Suspended", None)
-    assert "The same command starts from the model: no checkpoint was written yet" in ended.said
+    assert (
+        "Checkpoint  none was written in this run\nNext        the same command goes on from the newest" in ended.said
+    )
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Place) -> None:
@@ -161,9 +167,19 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Pl
     assert interrupted.status["stepsAtRisk"] == 0
     assert step is not None
     assert 1 <= step < LONG["training"]["steps"], "the run was over before it could be interrupted"
-    assert f"Stopped after step {step}/" in interrupted.said
-    assert f"The same command goes on from step {step}:\n  sft run tiny.yaml" in interrupted.said
+    assert f"Stopped     tiny: after step {step}/" in interrupted.said
+    assert f"the same command goes on from step {step}:\n  sft run tiny.yaml" in interrupted.said
     assert after.code == 0, after.said
     assert (after.status["attempt"], after.latest) == (2, LONG["training"]["steps"])
     assert sorted(path.name for path in (place.store() / "metrics").iterdir())[0] == f"step-{step:08d}-a00001.jsonl"
     assert step_numbers(place.store()) == step_numbers(undisturbed.store())
+    # One curve for both attempts, which both of them name.
+    curve = place.store() / "curve.svg"
+    assert f"; drawn in {curve}\n" in interrupted.said
+    assert f"; drawn in {curve}\n" in after.said
+    assert after.status["progress"]["curve"] == f"file://{curve}"
+    assert curve.stat().st_size > 1000
+    steps = [
+        event.step for event in EventAccumulator(str(place.store() / "tensorboard")).Reload().Scalars("train/loss")
+    ]
+    assert steps == list(range(1, LONG["training"]["steps"] + 1))

@@ -1,8 +1,9 @@
 """A worker without torch: keeps the contract of the run directory, and fails as it is told.
 
 ``python -m fake_worker`` with FAKE_SCRIPT naming a JSON file ``{"steps": 5, "stepSeconds": 0.02, "checkpointEvery": 2,
-"folder": "...", "faults": [{"rank": 0, "start": 1, "step": 2, "do": "exit 11"}, ...]}``. ``start`` counts the starts of
-a rank over all generations. The ranks step together over a socket of rank 0, so the end of one is felt by all.
+"folder": "...", "prepare": {"1": 4.0}, "faults": [{"rank": 0, "start": 1, "step": 2, "do": "exit 11"}, ...]}``.
+``start`` counts the starts of a rank over all generations; ``prepare`` has the seconds that a rank works before it
+joins the others. The ranks step together over a socket of rank 0, so the end of one is felt by all.
 """
 
 import contextlib
@@ -91,6 +92,10 @@ def do(action: str, step: int) -> None:
         time.sleep(10)
     elif word == "hang":
         time.sleep(1000)
+    elif word == "linger":
+        # Like a rank 0 that still exports.
+        while not (FOLDER / "linger").exists():
+            time.sleep(0.01)
     elif word == "orphan":
         # A grandchild that has left session and process group.
         command = ["setsid", "sleep", "987654"]
@@ -111,7 +116,8 @@ def main() -> None:
     saved = FOLDER / "checkpoint"
     step = resumed = int(saved.read_text()) if saved.exists() else 0
 
-    def report(phase: str) -> None:
+    def report(phase: str, detail: str = "") -> None:
+        write_json(RUN_DIR / "activity" / f"rank-{RANK}.json", {"phase": phase, "detail": detail, "step": step})
         if RANK == 0:
             latest = None
             if saved.exists():
@@ -128,6 +134,7 @@ def main() -> None:
                 {
                     "attempt": start,
                     "phase": phase,
+                    "phaseDetail": detail,
                     "step": step,
                     "totalSteps": SCRIPT["steps"],
                     "resumedFromStep": resumed or None,
@@ -139,13 +146,20 @@ def main() -> None:
             )
 
     report("Loading")
+    end = time.monotonic() + SCRIPT.get("prepare", {}).get(str(RANK), 0.0)
+    while (left := end - time.monotonic()) > 0:
+        report("Tokenizing", f"{left:.1f} to go")
+        time.sleep(0.2)
+    report("Waiting")
     ring = Ring()
     print(f"rank {RANK} of {WORLD}, start {start}", flush=True)
     try:
-        while step < SCRIPT["steps"]:
+        while True:
             for fault in SCRIPT.get("faults", []):
                 if (fault["rank"], fault["start"], fault["step"]) == (RANK, start, step):
                     do(fault["do"], step)
+            if step >= SCRIPT["steps"]:
+                break
             time.sleep(SCRIPT["stepSeconds"])
             stop = ring.any((RUN_DIR / "stop").exists())
             step += 1

@@ -3,19 +3,27 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sft_trainer
 from sft_api.progress import Progress, TerminationMessage
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
+
+PATIENCE_SECONDS = 60.0
+"""On a busy machine; what is measured comes within a few."""
 
 
 @dataclass
@@ -46,13 +54,13 @@ class Pod:
     def progress(self) -> Progress:
         return Progress.model_validate_json(self.get("/v1/progress"))
 
-    def wait(self, seconds: float = 20) -> int:
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"pod {self.index} did not end in {seconds} s:\n{self.log}") from None
 
-    def wait_for_step(self, step: int, seconds: float = 10) -> Progress:
+    def wait_for_step(self, step: int, seconds: float = PATIENCE_SECONDS) -> Progress:
         """Until the group has made ``step``; asks pod 0."""
         wait_for(lambda: self.progress.training.step >= step, self, seconds)
         return self.progress
@@ -61,7 +69,7 @@ class Pod:
         self.process.send_signal(number)
 
 
-def wait_for(what: Callable[[], bool], pod: Pod, seconds: float = 10) -> None:
+def wait_for(what: Callable[[], bool], pod: Pod, seconds: float = PATIENCE_SECONDS) -> None:
     """Until ``what`` holds; connection errors count as not yet."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -84,8 +92,10 @@ class Group:
     faults: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 5
     step_seconds: float = 0.02
+    prepare: dict[str, float] = field(default_factory=dict)
     preload: tuple[str, ...] = ("ssl",)
     lost_after: float = 10.0
+    silent_after: float = 1800.0
     pods: list[Pod] = field(default_factory=list)
 
     def write_files(self) -> None:
@@ -108,22 +118,23 @@ class Group:
             "stepSeconds": self.step_seconds,
             "checkpointEvery": 2,
             "folder": str(self.folder),
+            "prepare": self.prepare,
             "faults": self.faults,
         }
         (self.folder / "script.json").write_text(json.dumps(script))
 
-    def start(self, index: int = 0, **environment: str) -> Pod:
+    def start(self, index: int = 0, *, address: str = "", **environment: str) -> Pod:
         """A pod for ``index``; a replacement when there was one."""
         if not (self.folder / "config.json").exists():
             self.write_files()
         name = f"pod-{index}-{len(self.pods)}"
-        address = f"127.0.0.{index + 1}"
+        address = address or f"127.0.0.{index + 1}"
         log_file, termination_file = self.folder / f"{name}.log", self.folder / f"{name}.termination"
         command = [
             *(sys.executable, "-m", "sft_trainer.launch"),
             *("--config", str(self.folder / "config.json")),
             *("--bind", address, "--port", str(self.port), "--run-dir", str(self.folder / name)),
-            *("--lost-after", str(self.lost_after)),
+            *("--lost-after", str(self.lost_after), "--silent-after", str(self.silent_after)),
             *("--worker-module", "fake_worker", "--preload", *self.preload),
         ]
         inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -142,6 +153,13 @@ class Group:
         self.pods.append(pod)
         return pod
 
+    def changed_trainer(self) -> str:
+        """A PYTHONPATH with a trainer whose code differs a little, as after a push to the same tag."""
+        copy = self.folder / "changed" / "sft_trainer"
+        shutil.copytree(Path(sft_trainer.__file__).parent, copy)
+        (copy / "errors.py").write_text((copy / "errors.py").read_text() + "# changed\n")
+        return os.pathsep.join((str(copy.parent), str(Path(__file__).parent)))
+
     def start_all(self) -> list[Pod]:
         return [self.start(index) for index in range(self.nodes)]
 
@@ -155,6 +173,17 @@ class Group:
             os.kill(self.starts(rank)[-1]["pid"], signal.SIGKILL)
         except ProcessLookupError:
             raise AssertionError(f"the worker of rank {rank} has ended:\n{self.pods[0].log}") from None
+
+    def freeze(self, pod: Pod, rank: int) -> None:
+        """Like a node without a network: supervisor and worker live, and nothing comes of them."""
+        pod.signal(signal.SIGSTOP)
+        os.kill(self.starts(rank)[-1]["pid"], signal.SIGSTOP)
+
+    def thaw(self, pod: Pod, rank: int) -> None:
+        """The end of ``freeze``."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.starts(rank)[-1]["pid"], signal.SIGCONT)
+        pod.signal(signal.SIGCONT)
 
     def workers(self) -> list[int]:
         """Pids of what looks like a worker to ``ps``."""
@@ -184,3 +213,43 @@ class Group:
             if pod.process.poll() is None:
                 pod.signal(signal.SIGKILL)
                 pod.process.wait()
+
+
+@dataclass
+class Name:
+    """Stands for a DNS name: new connections to ``address`` reach ``target``, open ones stay where they are."""
+
+    address: str
+    target: str
+
+
+@contextmanager
+def name_of(pod: Pod) -> Iterator[Name]:
+    """A name that leads to ``pod``, on its port."""
+    host, port = pod.url.removeprefix("http://").split(":")
+    name = Name("127.0.0.9", host)
+
+    def forward(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = listener.accept()
+                try:
+                    server = socket.create_connection((name.target, int(port)))
+                except OSError:  # not there yet
+                    client.close()
+                    continue
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=forward, args=pair, daemon=True).start()
+
+    with socket.create_server((name.address, int(port))) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield name
+        listener.shutdown(socket.SHUT_RDWR)

@@ -1,11 +1,13 @@
 """Several pods: they start together, end together, and survive the loss of any of them."""
 
+import re
 import signal
+import time
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 
-from .pods import Group, wait_for
+from .pods import Group, name_of, wait_for
 
 
 def test_pods_start_together_and_are_complete_together(group: Group) -> None:
@@ -88,13 +90,106 @@ def test_a_pod_that_is_not_heard_is_lost_even_without_a_replacement(group: Group
     group.lost_after = 2.0
     first, second = group.start_all()
     first.wait_for_step(1)
-    # Like a node without a network: it lives, and nothing comes of it.
-    second.signal(signal.SIGSTOP)
-    wait_for(lambda: first.progress.training.phase is Phase.WAITING, first)
+    group.freeze(second, rank=1)
+    # It is written down when the workers that are left have ended, which is a moment later than the order to end.
+    wait_for(lambda: first.progress.incidents != [], first)
     assert first.progress.incidents[0].message == "pod 1 was not heard for 2 s"
-    second.signal(signal.SIGCONT)
+    assert first.progress.training.phase is Phase.WAITING
+    group.thaw(second, rank=1)
 
     wait_for(lambda: first.progress.generation == 2 and first.progress.training.phase is Phase.TRAINING, first)
+
+
+def test_steps_are_proof_of_life_of_a_pod_that_is_not_heard(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 100_000
+    group.lost_after = 1.0
+    first, second = group.start_all()
+    before = first.wait_for_step(1).training.step
+    # No word comes from the supervisor, but its worker takes part in every step.
+    second.signal(signal.SIGSTOP)
+    silent_since = time.monotonic()
+    wait_for(lambda: time.monotonic() - silent_since > 5 * group.lost_after, first)
+    wait_for(lambda: first.progress.training.step > before + 10, first)
+    second.signal(signal.SIGCONT)
+
+    assert first.progress.generation == 1
+    assert first.progress.incidents == []
+
+
+def test_steps_are_proof_of_life_of_index_0_as_well(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 100_000
+    group.lost_after = 1.0
+    first, second = group.start_all()
+    before = first.wait_for_step(1).training.step
+    # The supervisor of index 0 answers nobody, but its worker takes part in every step.
+    first.signal(signal.SIGSTOP)
+    silent_since = time.monotonic()
+    wait_for(lambda: time.monotonic() - silent_since > 5 * group.lost_after, second)
+    first.signal(signal.SIGCONT)
+    wait_for(lambda: first.progress.training.step > before + 10, first)
+
+    assert first.progress.generation == 1
+    assert first.progress.incidents == []
+
+
+def test_rank_0_waits_for_a_pod_that_prepares_for_long(group: Group) -> None:
+    group.nodes = 2
+    group.silent_after = 2.0
+    group.run_policy = {"progressDeadlineSeconds": 2}
+    group.prepare = {"1": 8.0}
+    first, second = group.start_all()
+    wait_for(lambda: "for pod 1 (Tokenizing: " in first.progress.training.phase_detail, first)
+    assert first.progress.training.phase is Phase.WAITING
+
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert len(group.starts(1)) == 1
+
+
+def test_a_start_at_which_nobody_says_anything_is_a_hang(group: Group) -> None:
+    group.nodes = 2
+    group.silent_after = 2.0
+    group.run_policy = {"progressDeadlineSeconds": 2}
+    group.faults = [{"rank": 1, "start": 1, "step": 0, "do": "hang"}]
+    first, second = group.start_all()
+
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert "failure at step 0: Hang: nothing new for 2 s in phase Waiting" in first.log
+
+
+def test_index_0_that_waits_for_a_pod_lost_at_the_end_leaves_when_it_is_asked_to(group: Group) -> None:
+    # Given a run that is complete, whose second pod was lost before it could be told
+    group.nodes = 2
+    group.steps = 20
+    group.faults = [{"rank": 0, "start": 1, "step": 20, "do": "linger"}]
+    first, second = group.start_all()
+    wait_for(lambda: len(group.workers()) == 1 and first.progress.training.step == 20, first)
+    second.signal(signal.SIGKILL)
+    second.wait()
+    (group.folder / "linger").touch()
+    wait_for(lambda: first.progress.training.phase is Phase.COMPLETE, first)
+
+    # When it is asked to stop
+    first.signal(signal.SIGTERM)
+
+    # Then it does not use up its grace time
+    assert first.wait(60) == 0
+    assert first.termination.failure is None
+
+
+def test_index_0_that_trains_with_a_lost_pod_leaves_when_it_is_asked_to(group: Group) -> None:
+    group.nodes = 2
+    group.steps = 10_000
+    group.lost_after = 60.0
+    first, second = group.start_all()
+    first.wait_for_step(3)
+    group.freeze(second, rank=1)
+    first.signal(signal.SIGTERM)
+
+    assert first.wait(55) == 30
+    assert first.termination.failure is FailureClass.INTERRUPTED
+    group.thaw(second, rank=1)
 
 
 def test_without_index_0_the_workers_of_the_others_are_killed(group: Group) -> None:
@@ -180,3 +275,54 @@ def test_a_pod_of_another_job_is_refused(group: Group) -> None:
 
     wait_for(lambda: "this is the group of job 'uid-1', not 'uid-2'" in second.log, second)
     assert first.progress.members == 1
+
+
+def test_a_pod_of_another_kubernetes_job_of_the_same_name_is_refused(group: Group) -> None:
+    group.nodes = 2
+    first = group.start(0, SFT_GROUP_UID="job-1")
+    second = group.start(1, SFT_GROUP_UID="job-2")
+
+    wait_for(lambda: "this is another run of job 'uid-1': one of both is about to end" in second.log, second, 60)
+    assert first.progress.members == 1
+    assert first.progress.version_mismatch == ""
+    assert "job-1" not in second.log
+
+
+def test_a_name_that_led_to_the_last_run_is_looked_up_again(group: Group) -> None:
+    # Given index 0 of the last run, which goes on living, behind the name of index 0
+    group.nodes = 2
+    last = group.start(0, SFT_GROUP_UID="last")
+    wait_for(lambda: last.get("/healthz") == "ok\n", last, 60)
+    with name_of(last) as name:
+        second = group.start(1, SFT_GROUP_UID="this", SFT_COORDINATOR=name.address)
+        wait_for(lambda: "this is another run" in second.log, second, 60)
+
+        # When the name leads to that of this run
+        first = group.start(0, SFT_GROUP_UID="this", address="127.0.0.8")
+        name.target = "127.0.0.8"
+
+        # Then the two meet
+        assert [first.wait(), second.wait()] == [0, 0]
+
+
+def test_pods_of_two_versions_form_no_group_and_it_is_said(group: Group) -> None:
+    group.nodes = 2
+    first = group.start(0, SFT_POD_UID="pod-uid")
+    changed = group.start(1, PYTHONPATH=group.changed_trainer())
+    wait_for(lambda: first.progress.version_mismatch != "", first, 60)
+
+    progress = first.progress
+    assert progress.pod_uid == "pod-uid"
+    assert progress.training.phase is Phase.WAITING
+    assert progress.training.phase_detail == progress.version_mismatch
+    versions = re.findall(r"pod (\d) has version ([0-9a-f]{12})", progress.version_mismatch)
+    assert [node for node, _ in versions] == ["0", "1"]
+    assert versions[0][1] != versions[1][1]
+    wait_for(lambda: progress.version_mismatch in changed.log, changed, 60)
+    assert not (group.folder / "starts-0").exists()
+
+    # When the pod is replaced by one that runs the same, all is well.
+    changed.signal(signal.SIGTERM)
+    assert changed.wait(60) == 30
+    second = group.start(1)
+    assert [first.wait(), second.wait()] == [0, 0]

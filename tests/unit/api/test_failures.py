@@ -20,6 +20,8 @@ STABLE = {
     "StorageUnavailable": 34,
     "PeerLost": 35,
     "Unknown": 36,
+    "DeviceUnavailable": 37,
+    "RanksDiffer": 38,
 }
 
 

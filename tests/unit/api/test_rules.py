@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from sft_api.v1alpha1 import SFTJob, TrainingSpec
 from sft_api.v1alpha1.base import ApiModel, Rule, matches
-from sft_api.v1alpha1.runtime import quantity_value
+from sft_api.v1alpha1.quantities import quantity_value
 
 MINIMAL: dict[str, Any] = {
     "apiVersion": "sftjob.dev/v1alpha1",

@@ -17,4 +17,4 @@ def test_other_numbers_have_another_digest_and_other_places_have_not(tmp_path) -
     config = resolve(manifest(tmp_path, tmp_path / "store"))
     elsewhere = resolve(manifest(tmp_path, tmp_path / "other", processes=2))
     faster = resolve(manifest(tmp_path, tmp_path / "store", training={"optimizer": {"learningRate": 0.5}}))
-    assert config.numbers_digest() == elsewhere.numbers_digest() != faster.numbers_digest()
+    assert config.numbers().digest == elsewhere.numbers().digest != faster.numbers().digest

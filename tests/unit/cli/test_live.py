@@ -1,15 +1,16 @@
 """What a running job shows."""
 
 import io
+import re
 from datetime import UTC, datetime
 
 import pytest
-from rich.console import Console
+from rich.cells import cell_len
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Incident, Phase, Progress, TrainingProgress
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
-from sft_cli.live import PlainDisplay, TerminalDisplay, incident_line, open_display, progress_line
+from sft_cli.live import PlainDisplay, TerminalDisplay, incident_line, open_display, progress_line, shortened
 
 NOW = datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
 INCIDENT = Incident(id="1", time=NOW, failure=FailureClass.HANG, message="no new step for 180 s", rank=2, step=7)
@@ -49,6 +50,51 @@ def test_a_line_leaves_out_what_is_not_known() -> None:
     assert progress_line(Progress(training=tokenizing), NOW) == "Tokenizing: 1200/5000 rows"
 
 
+FIGURES = TrainingProgress(
+    phase=Phase.TRAINING,
+    step=1234,
+    total_steps=5000,
+    loss=1.23456,
+    eval_loss=1.5,
+    tokens_per_second=81234.5,
+    remaining_seconds=11520,
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (80, "step 1,234/5,000 · loss 1.2346 · eval 1.5000 · 81,234 tok/s · 3h12m left"),
+        (60, "step 1,234/5,000 · loss 1.2346 · eval 1.5000 · 3h12m left"),
+        (45, "step 1,234/5,000 · loss 1.2346 · 3h12m left"),
+        (35, "step 1,234/5,000 · loss 1.2346"),
+        (20, "step 1,234/5,000"),
+    ],
+)
+def test_a_narrow_line_holds_whole_figures_the_most_wanted_first(width: int, line: str) -> None:
+    assert progress_line(Progress(training=FIGURES), NOW, width) == line
+
+
+def test_a_long_place_is_shown_by_its_ends() -> None:
+    detail = "file:///a/very/long/place/that/fills/more/than/a/line/of/60/train.jsonl: 1200/5000 rows"
+    tokenizing = TrainingProgress(phase=Phase.TOKENIZING, phase_detail=detail)
+
+    line = progress_line(Progress(training=tokenizing), NOW, 57)
+
+    assert len(line) == 57
+    assert line.startswith("Tokenizing: file:///a/")
+    assert line.endswith("train.jsonl: 1200/5000 rows")
+
+
+@pytest.mark.parametrize("width", range(12))
+def test_wide_characters_count_twice(width: int) -> None:
+    assert cell_len(shortened("数据数据数据数据", width)) <= width
+
+
+def test_what_is_done_before_the_first_report_is_said() -> None:
+    assert progress_line(Progress(), NOW) == "Starting: importing torch and transformers"
+
+
 def test_an_incident_says_what_where_and_when() -> None:
     assert incident_line(INCIDENT) == "Hang on rank 2 after step 7: no new step for 180 s"
 
@@ -82,17 +128,16 @@ def test_plain_lines_come_with_new_phases_and_with_time(capsys: pytest.CaptureFi
 
 def test_the_terminal_shows_one_line_that_is_gone_at_the_end() -> None:
     screen = io.StringIO()
-    display = TerminalDisplay(Console(file=screen, force_terminal=True, width=20, highlight=False))
+    display = TerminalDisplay(screen, width=lambda: 20)
 
-    report = training(3)
-    display.show(report.model_copy(update={"training": report.training.model_copy(update={"loss": 1.25})}))
+    display.show(training(3))
     display.say("Warning: data that is longer than a line", fg="yellow")
+    display.close()
     display.close()
 
     text = screen.getvalue()
-    assert "step 3/40 · loss …" in text
-    assert "\x1b[33mWarning: data that is longer than a line\x1b[0m\n" in text
-    assert text.endswith("\x1b[2K")
+    assert re.search(r"\x1b\[33mWarning: data that is longer than a line\x1b\[0m\n. step 3/40", text)
+    assert text.endswith("\r\x1b[J\x1b[?25h")
 
 
 @pytest.mark.parametrize(

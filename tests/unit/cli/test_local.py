@@ -142,6 +142,32 @@ def test_files_that_are_not_there_are_refused_before_anything_starts(tmp_path: P
     )
 
 
+def test_the_export_is_not_written_over_the_model_it_came_from(tmp_path: Path) -> None:
+    exported = tmp_path / "sft-runs" / "tiny" / "export"
+    exported.mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(exported)
+
+    for model in (exported, tmp_path / "latest"):
+        (problem,) = problems(job(model={"uri": f"file://{model}"}), folder=tmp_path)
+        assert problem.startswith("spec: export.uri (export/ in checkpoint.uri when absent) must be neither model.uri")
+        assert problem.endswith(f"; checkpoints go to file://{tmp_path}/sft-runs/tiny")
+    prepared(job(model={"uri": f"file://{exported}"}, export={"atEnd": False}), folder=tmp_path)
+
+
+def test_the_export_is_not_written_among_the_data_by_way_of_a_link(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "rows")
+
+    (problem,) = problems(
+        job(
+            data={"train": [{"uri": f"file://{tmp_path}/rows"}]},
+            export={"uri": f"file://{tmp_path}/link/out"},
+        )
+    )
+
+    assert "the export would be written among the data" in problem
+
+
 SECRETS = {
     "model": {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}},
     "checkpoint": {"uri": "s3://bucket/a", "s3": {"credentialsSecretRef": "store"}},

@@ -1,11 +1,10 @@
 """What this machine has."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from sft_cli.machine import free_port, visible_gpus
+from sft_cli.machine import visible_gpus
 
 
 @pytest.fixture
@@ -40,9 +39,3 @@ def test_no_driver_and_a_broken_driver_mean_no_gpu(environment: dict[str, str], 
 
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: odd'\nexit 9\n")
     assert visible_gpus(environment) == 0
-
-
-def test_a_free_port_can_be_listened_on() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
-        listener.listen()

@@ -1,6 +1,7 @@
 """The commands that start nothing: help, validate, plan, and how errors look."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_verdicts_for_machines(good: Path, bad: Path) -> None:
 
     first, second = json.loads(result.stdout)
     assert result.exit_code == 10
-    assert first == {"file": str(good), "valid": True, "problems": []}
+    assert first == {"file": str(good), "valid": True, "jobs": ["tiny"], "problems": []}
     assert second["valid"] is False
     assert len(second["problems"]) == 2
 
@@ -149,6 +150,18 @@ def test_colour_only_where_it_is_wanted(
     assert coloured(Stream()) is expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("command", ["run", "data"])
+def test_without_the_trainer_its_commands_say_what_to_install(
+    command: str, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sft_cli.main.importlib.util.find_spec", lambda name: None)
+
+    result = CliRunner().invoke(cli, [command, str(good)])
+
+    assert result.exit_code == 10
+    assert "pip install 'sft-operator[trainer,cli]'" in result.stderr
+
+
 def test_short_commands_import_nothing_heavy(good: Path) -> None:
     program = (
         "import sys; from sft_cli.main import cli\n"
@@ -162,3 +175,76 @@ def test_short_commands_import_nothing_heavy(good: Path) -> None:
 
     assert done.stderr.strip() == "[]"
     assert "tokens a step" in done.stdout
+
+
+def two_jobs() -> str:
+    first, second = manifest(), manifest()
+    second["metadata"] = {"name": "second"}
+    return yaml.safe_dump_all([first, second])
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "data"])
+def test_a_file_with_two_jobs_is_valid_and_one_is_chosen_by_name(tmp_path: Path, command: str) -> None:
+    path = written(tmp_path, two_jobs())
+
+    validated, refused = sft("validate", path), sft(command, path)
+
+    assert (validated.exit_code, validated.stdout) == (0, f"{path}: valid, 2 SFTJobs (tiny, second)\n")
+    assert refused.exit_code == 10
+    assert refused.stderr == f"{path} holds 2 SFTJobs (tiny, second): choose one with --job\n"
+    assert sft("plan", path, "--job", "second").stdout.splitlines()[0] == "second"
+
+
+def test_standard_input_and_folders_are_read_too(tmp_path: Path, bad: Path) -> None:
+    def piped(text: str, *arguments: str) -> Result:
+        return CliRunner().invoke(cli, arguments, input=text)
+
+    assert piped(yaml.safe_dump(manifest()), "validate", "-").stdout == "standard input: valid\n"
+    assert piped(yaml.safe_dump(manifest()), "plan", "-").stdout.splitlines()[0] == "tiny"
+    wrong = piped(bad.read_text(), "validate", "-")
+    assert (wrong.exit_code, wrong.stdout.splitlines()[0].partition(" spec")[0]) == (10, "standard input:")
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    written(folder, two_jobs(), "two.yaml")
+    assert sft("validate", folder).stdout == f"{folder}: valid, 2 SFTJobs (tiny, second)\n"
+    written(folder, bad.read_text(), "wrong.yaml")
+    result = sft("validate", folder)
+    assert result.exit_code == 10
+    assert all(line.startswith(f"{folder}/wrong.yaml: ") for line in result.stdout.splitlines())
+
+
+def test_a_split_that_is_cut_short_is_refused_by_validate(tmp_path: Path) -> None:
+    data = {"train": [{"uri": "hf://org/data", "split": "train[:10%"}]}
+
+    result = sft("validate", written(tmp_path, manifest(data=data)))
+
+    assert result.exit_code == 10
+    assert "spec.data.train[0].split: must be a split or slices of one" in result.stdout
+    assert 'got "train[:10%"' in result.stdout
+
+
+def test_a_plan_warns_of_data_that_is_small_beside_a_step(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "q" * 100}, {"role": "assistant", "content": "a"}]}] * 40
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": [{"uri": f"file://{file}"}]}
+
+    for training, what in (
+        ({"epochs": 2}, "every step holds all 40 rows 2 times"),
+        ({}, "one step holds all 40 rows, and the run is that one step"),
+        ({"globalBatchSize": 80}, "one step holds all 40 rows, and the run is that one step"),
+    ):
+        result = sft("plan", written(tmp_path, manifest(data=data, training=training)))
+        advice = "set training.globalBatchSize: 4 for 10 steps a pass over the data"
+        assert result.stderr == f"Warning: {what}: {advice}\n"
+    many = sft("plan", written(tmp_path, manifest(data=data, training={"steps": 3}))).stderr
+    assert re.fullmatch(r"Warning: every step holds all 40 rows about \d\d times: set .*\n", many)
+    enough = sft("plan", written(tmp_path, manifest(data=data, training={"globalBatchSize": 4})))
+    assert (enough.exit_code, enough.stderr) == (0, "")
+
+
+def test_a_plan_of_data_that_cannot_be_read_here_says_nothing_of_it(tmp_path: Path) -> None:
+    for uri in ("file:///no/such/file.jsonl", "s3://bucket/rows"):
+        result = sft("plan", written(tmp_path, manifest(data={"train": [{"uri": uri}]})))
+        assert (result.exit_code, result.stderr) == (0, "")

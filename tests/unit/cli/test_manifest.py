@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from sft_api.openapi import structural_schema
+from sft_api.v1alpha1.job import SFTJob
 from sft_cli.manifest import ManifestError, load_manifest, load_manifests
 from sft_cli.problems import field_path
+from sft_cli.remedies import _OTHER_NAMES, field_paths
 
 MINIMAL = """\
 apiVersion: sftjob.dev/v1alpha1
@@ -56,7 +59,7 @@ def test_several_jobs_are_for_those_who_ask_for_several() -> None:
     text = f"{MINIMAL}---\n{MINIMAL.replace('name: job', 'name: other')}"
 
     assert [found.metadata.name for found in load_manifests(text)] == ["job", "other"]
-    with pytest.raises(ManifestError, match=r"holds 2 SFTJobs \(job, other\): give a file with one"):
+    with pytest.raises(ManifestError, match=r"holds 2 SFTJobs \(job, other\): choose one with --job"):
         load_manifest(text)
 
 
@@ -93,6 +96,11 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
         load_manifest(binary)
 
 
+_STORE = "s3://bucket/prefix, pvc://claim/path or file:///absolute/path"
+_MODEL = f"must be hf://org/name[@revision], {_STORE}"
+_ABSOLUTE = "only an absolute path says the same everywhere: file:///absolute/path"
+_QUANTITY = "must be a quantity such as 2, 500m or 64Gi"
+
 SENTENCES = {
     "training: {steps: 1, epochs: 1}": "spec.training: give training.steps or training.epochs, not both",
     "data: {train: [{uri: hf://org/rows}], maxlength: 5}": "unknown field spec.data.maxlength; did you mean maxLength?",
@@ -107,20 +115,84 @@ SENTENCES = {
     "uri?",
     "data: {train: [{split: train}]}": "spec.data.train[0].uri: is required",
     "data: {train: []}": "spec.data.train: must have at least 1 item, got 0",
-    "data: {train: [{uri: hf://org/rows}], packing: bfd}": 'spec.data.packing: must be one of none, ffd, got "bfd"',
+    "data: {train: [{uri: hf://org/rows}], packing: bfd}": 'spec.data.packing: must be one of none, ffd, got "bfd"; '
+    "did you mean ffd?",
+    "training: {precision: fp16}": 'spec.training.precision: must be one of bf16, fp32, got "fp16"; did you mean bf16?',
+    "training: {schedule: {type: step}}": "spec.training.schedule.type: must be one of constant, constantWithWarmup, "
+    'linear, cosine, got "step"',
     "data: {train: [{uri: hf://org/rows}], maxLength: 2000000}": "spec.data.maxLength: must be at most 1048576, "
     "got 2000000",
     "data: {train: [{uri: hf://org/rows}], maxLength: 1}": "spec.data.maxLength: must be at least 8, got 1",
-    "data: {train: hf://org/rows}": 'spec.data.train: must be a list, got "hf://org/rows"',
-    "data: {train: {uri: hf://org/rows}}": "spec.data.train: must be a list, got a map",
+    "data: {train: file:///rows.jsonl}": 'spec.data.train: must be a list, got "file:///rows.jsonl"; write '
+    '[{uri: "file:///rows.jsonl"}]',
+    "data: {train: {uri: hf://org/rows}}": "spec.data.train: must be a list, got a map; begin the entry with a dash",
+    "compute: {imagePullSecrets: registry}": 'spec.compute.imagePullSecrets: must be a list, got "registry"; write '
+    '["registry"]',
     "model: [hf://org/name]": "spec.model: must be a map of fields, got a list",
+    "model: hf://org/name": 'spec.model: must be a map of fields, got "hf://org/name"; write {uri: "hf://org/name"}',
+    "model: {uri: Qwen/Qwen3-0.6B}": f'spec.model.uri: {_MODEL}, got "Qwen/Qwen3-0.6B"; did you mean '
+    "hf://Qwen/Qwen3-0.6B?",
+    "model: {uri: Qwen/Qwen3-0.6B@main}": f'spec.model.uri: {_MODEL}, got "Qwen/Qwen3-0.6B@main"; did you mean '
+    "hf://Qwen/Qwen3-0.6B@main?",
+    "model: {uri: https://huggingface.co/Qwen/Qwen3-0.6B}": f"spec.model.uri: {_MODEL}, got "
+    '"https://huggingface.co/Qwen/Qwen3-0.6B"; did you mean hf://Qwen/Qwen3-0.6B?',
+    "model: {uri: https://huggingface.co/Qwen/Qwen3-0.6B/tree/main}": f"spec.model.uri: {_MODEL}, got "
+    '"https://huggingface.co/Qwen/Qwen3-0.6B/tree/main"; did you mean hf://Qwen/Qwen3-0.6B@main?',
+    "data: {train: [{uri: https://huggingface.co/datasets/allenai/tulu}]}": f"spec.data.train[0].uri: {_MODEL}, got "
+    '"https://huggingface.co/datasets/allenai/tulu"; did you mean hf://allenai/tulu?',
+    "model: {uri: file://tmp}": f'spec.model.uri: {_MODEL}, got "file://tmp"; did you mean file:///tmp?',
+    "model: {uri: file://~/model}": f'spec.model.uri: {_MODEL}, got "file://~/model"; {_ABSOLUTE} '
+    f"(here file://{Path.home()}/model)",
+    "model: {uri: file://./model}": f'spec.model.uri: {_MODEL}, got "file://./model"; {_ABSOLUTE} '
+    f"(here file://{Path.cwd()}/model)",
+    "model: {uri: hf://Qwen/Qwen3-0.6B/tree/main}": f"spec.model.uri: {_MODEL}, got "
+    '"hf://Qwen/Qwen3-0.6B/tree/main"; did you mean hf://Qwen/Qwen3-0.6B@main?',
+    "data: {train: [{uri: hf://datasets/allenai/tulu}]}": f"spec.data.train[0].uri: {_MODEL}, got "
+    '"hf://datasets/allenai/tulu"; did you mean hf://allenai/tulu?',
+    "model: {uri: /models/a}": f'spec.model.uri: {_MODEL}, got "/models/a"; did you mean file:///models/a?',
+    "model: {uri: ./model}": f'spec.model.uri: {_MODEL}, got "./model"; {_ABSOLUTE} (here file://{Path.cwd()}/model)',
+    "model: {uri: ~/model}": f'spec.model.uri: {_MODEL}, got "~/model"; {_ABSOLUTE} (here file://{Path.home()}/model)',
+    "data: {train: [{uri: data/rows.jsonl}]}": f'spec.data.train[0].uri: {_MODEL}, got "data/rows.jsonl"; {_ABSOLUTE}',
+    "checkpoint: {uri: ./out}": f"spec.checkpoint.uri: must be {_STORE}, got "
+    f'"./out"; {_ABSOLUTE} (here file://{Path.cwd()}/out)',
+    "model: {uri: hf://org/name, chatTemplate: ./t.jinja}": "spec.model.chatTemplate: must be the text of a Jinja "
+    'template, not its place: put the text below chatTemplate: |, got "./t.jinja"',
+    "runPolicy: {activeDeadlineSeconds: 10m}": "spec.runPolicy.activeDeadlineSeconds: must be a whole number, got "
+    '"10m"; write 600',
+    "checkpoint: {everySeconds: 1h30m}": 'spec.checkpoint.everySeconds: must be a whole number, got "1h30m"; write '
+    "5400",
+    "training: {steps: 10m}": 'spec.training.steps: must be a whole number, got "10m"',
+    "compute: {cacheSize: 16g}": f'spec.compute.cacheSize: {_QUANTITY}, got "16g"; did you mean 16G?',
+    "compute: {cacheSize: 16gb}": f'spec.compute.cacheSize: {_QUANTITY}, got "16gb"; did you mean 16Gi?',
+    "compute: {cacheSize: 1.5 TiB}": f'spec.compute.cacheSize: {_QUANTITY}, got "1.5 TiB"; did you mean 1.5Ti?',
+    "compute: {cacheSize: 20 Gi}": f'spec.compute.cacheSize: {_QUANTITY}, got "20 Gi"; did you mean 20Gi?',
+    "compute: {cacheSize: much}": f'spec.compute.cacheSize: {_QUANTITY}, got "much"',
+    "compute: {resources: {requests: {memory: 16GB}}}": f"spec.compute.resources.requests.memory: {_QUANTITY}, got "
+    '"16GB"; did you mean 16Gi or 16G?',
+    "training: {lr: 1e-5}": "unknown field spec.training.lr; did you mean spec.training.optimizer.learningRate?",
+    "training: {num_train_epochs: 3}": "unknown field spec.training.num_train_epochs; did you mean "
+    "spec.training.epochs?",
+    "data: {train: [{uri: hf://org/rows}], max_seq_length: 512}": "unknown field spec.data.max_seq_length; did you "
+    "mean spec.data.maxLength?",
+    "training: {save_steps: 10}": "unknown field spec.training.save_steps; did you mean spec.checkpoint.everySteps?",
+    "training: {evalSteps: 10}": "unknown field spec.training.evalSteps; did you mean "
+    "spec.training.evaluation.everySteps?",
+    "training: {batch_size: 8}": "unknown field spec.training.batch_size; did you mean spec.training.globalBatchSize?",
+    "training: {bf16: true}": "unknown field spec.training.bf16; did you mean spec.training.precision?",
+    "training: {lr_scheduler_type: linear}": "unknown field spec.training.lr_scheduler_type; did you mean "
+    "spec.training.schedule.type?",
+    "training: {optimizer: {type: adamw}}": "unknown field spec.training.optimizer.type",
+    "model: {uri: hf://org/name, path: org/name}": "unknown field spec.model.path; did you mean uri?",
+    "data: {train: [{uri: hf://org/rows, type: alpaca}]}": "unknown field spec.data.train[0].type; did you mean "
+    "format?",
     "model: {uri: 5}": "spec.model.uri: must be a string, got 5; put it in quotes",
     "model: {uri: llama}": "spec.model.uri: must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or "
     'file:///absolute/path, got "llama"',
     "compute: {image: yes}": "spec.compute.image: must be a string, got true; put it in quotes",
     "compute: {labels: team}": 'spec.compute.labels: must be a map, got "team"',
     'compute: {image: ""}': "spec.compute.image: must have at least 1 character, got 0",
-    "compute: {cacheSize: 5GB}": 'spec.compute.cacheSize: must be a quantity such as 2, 500m or 64Gi, got "5GB"',
+    "compute: {cacheSize: 5GB}": 'spec.compute.cacheSize: must be a quantity such as 2, 500m or 64Gi, got "5GB"; did '
+    "you mean 5Gi or 5G?",
     "compute: {env: [{name: RANK, value: a}]}": "spec.compute.env[0].name: this environment variable is set by the "
     'supervisor and cannot be given, got "RANK"',
     'training: {steps: "100"}': 'spec.training.steps: must be a whole number, got "100"; leave the quotes out',
@@ -171,3 +243,67 @@ def test_long_values_are_cut() -> None:
 def test_paths_are_written_as_kubernetes_does() -> None:
     assert field_path(("spec", "data", "train", 0, "uri")) == "spec.data.train[0].uri"
     assert field_path(()) == ""
+
+
+TWO = f"{MINIMAL}---\n{MINIMAL.replace('name: job', 'name: other')}"
+
+
+def test_one_of_several_jobs_can_be_named() -> None:
+    assert load_manifest(TWO, "other").metadata.name == "other"
+    with pytest.raises(ManifestError, match="holds no SFTJob third, found job, other"):
+        load_manifest(TWO, "third")
+
+
+def test_two_jobs_of_one_name_would_replace_each_other() -> None:
+    assert problems(f"{MINIMAL}---\n{MINIMAL}") == [
+        "2 SFTJobs are called job: only the last would remain; give each a metadata.name"
+    ]
+    elsewhere = MINIMAL.replace("{name: job}", "{name: job, namespace: elsewhere}")
+    assert len(load_manifests(f"{MINIMAL}---\n{elsewhere}")) == 2
+
+
+def test_a_folder_is_all_of_its_manifests(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(MINIMAL.replace("name: job", "name: b"))
+    (tmp_path / "a.yml").write_text(f"{SECRET}---\n{MINIMAL.replace('name: job', 'name: a')}")
+    (tmp_path / "values.yaml").write_text("replicas: 2\n")
+    (tmp_path / "rows.json").write_text('[{"n": 1}]')
+    (tmp_path / "notes.txt").write_text("no manifest")
+
+    assert [found.metadata.name for found in load_manifests(tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["", "kind: Job\n"])
+def test_a_document_of_our_api_is_never_passed_over(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.yaml").write_text(MINIMAL)
+    (tmp_path / "b.yaml").write_text(MINIMAL.replace("kind: SFTJob\n", kind))
+    with pytest.raises(ManifestError) as caught:
+        load_manifests(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{tmp_path}/b.yaml: kind: ")
+
+
+def test_every_field_that_is_suggested_exists() -> None:
+    known = set(field_paths(structural_schema(SFTJob)["properties"]["spec"], "spec"))
+
+    assert {f"spec.{path}" for path in _OTHER_NAMES.values()} <= known
+
+
+def test_a_folder_names_the_file_of_every_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(MINIMAL)
+    (tmp_path / "b.yaml").write_text(job("training: {steps: 0}"))
+    with pytest.raises(ManifestError) as caught:
+        load_manifests(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{tmp_path}/b.yaml: spec.training.steps: must be at least 1, got 0")
+
+    (tmp_path / "b.yaml").write_text("{")
+    with pytest.raises(ManifestError, match=f"{tmp_path}/b.yaml is not a YAML file"):
+        load_manifests(tmp_path)
+
+
+def test_a_folder_without_manifests_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=f"{tmp_path} holds no file that ends with .json, .yaml, .yml"):
+        load_manifests(tmp_path)
+    (tmp_path / "values.yaml").write_text("replicas: 2\n")
+    with pytest.raises(ManifestError, match=f"{tmp_path} holds no SFTJob"):
+        load_manifests(tmp_path)

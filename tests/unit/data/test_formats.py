@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft_trainer.data.formats import Columns, Conversation, conversation, detect_format
+from sft_trainer.data.formats import Columns, Conversation, check_named, conversation, detect_format
 from sft_trainer.errors import DataError
 
 QUESTION = {"role": "user", "content": "Hi"}
@@ -35,6 +35,27 @@ def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
     for word in (*columns, "messages", "alpaca", "instruction"):
         assert word in str(caught.value)
     assert ("messagesKey: conversations" in str(caught.value)) == (columns == ["conversations"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "change"),
+    [
+        (["prompt", "completion"], "; if they are text, rename 'prompt' to instruction and 'completion' to output"),
+        (["instruction", "response"], "; if they are text, rename 'response' to output"),
+        (["question", "answer", "id"], "; if they are text, rename 'question' to instruction and 'answer' to output"),
+        (["dialogue"], "; if column 'dialogue' holds turns with role and content, set messagesKey: dialogue"),
+        (["text"], "alpaca (columns instruction, output and, optionally, input)"),
+    ],
+)
+def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: str) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_format(columns, Columns())
+    assert str(caught.value).endswith(change)
+
+
+def test_turns_stored_as_text_are_told_from_a_list() -> None:
+    with pytest.raises(DataError, match=r"write the list itself, not its JSON as text$"):
+        conversation({"messages": '[{"role": "user"}]'}, "messages", Columns())
 
 
 def test_a_messages_column_that_is_named_must_be_there() -> None:
@@ -119,8 +140,23 @@ WRONG = [
     ([], "list of one turn or more, not []"),
     ("Hi", "must be a list of one turn or more, not 'Hi'"),
     (["Hi"], "message 1 must have role and content, not be 'Hi'"),
-    ([{"role": "human", "content": "Hi"}], "message 1 has role 'human'; known are system, user, assistant, tool"),
-    ([{"from": "human", "value": "Hi"}], "rename 'from' and 'value' to role and content"),
+    (
+        [{"role": "human", "content": "Hi"}],
+        "message 1 has role 'human'; known are system, user, assistant, tool; rename role 'human' to 'user'",
+    ),
+    (
+        [QUESTION, {"role": "GPT", "content": "Hi"}],
+        "message 2 has role 'GPT'; known are system, user, assistant, tool; rename role 'GPT' to 'assistant'",
+    ),
+    ([{"role": "User", "content": "Hi"}], "; rename role 'User' to 'user'"),
+    ([{"role": "narrator", "content": "Hi"}], "message 1 has role 'narrator'; known are system, user, assistant, tool"),
+    (
+        [{"from": "human", "value": "Hi"}],
+        "message 1 has no role, only from, value; known are system, user, assistant, tool; rename 'from' to role, "
+        "'value' to content, role 'human' to 'user'",
+    ),
+    ([{"from": "user", "value": "Hi"}], "; rename 'from' to role, 'value' to content"),
+    ([{}], "message 1 has no role, only an empty turn; known are"),
     ([{"role": "user", "content": 7}], "message 1: content must be text or a list of text parts, not 7"),
     ([{"role": "user", "content": [{"type": "image"}]}], "text parts only, not {'type': 'image'}"),
     ([{"role": "user", "content": None}], "message 1 (user) has neither content nor tool_calls"),
@@ -170,3 +206,30 @@ def test_long_values_are_quoted_in_part() -> None:
     with pytest.raises(DataError) as caught:
         read({"role": "user", "content": {"x": "y" * 10_000}})
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (Columns(system="sytem"), "no column 'sytem', which systemKey names, found input, messages, system; did you "
+         "mean 'system'? correct systemKey"),
+        (Columns(tools="functions"), "no column 'functions', which toolsKey names, found input, messages, system; "
+         "correct toolsKey"),
+        (Columns(messages="message"), "no column 'message', which messagesKey names, found input, messages, system; "
+         "did you mean 'messages'? correct messagesKey"),
+    ],
+)  # fmt: skip
+def test_a_column_that_was_named_and_is_nowhere_is_an_error_with_the_nearest(names: Columns, sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        check_named(["system", "messages", "input"], names)
+    assert str(caught.value) == sentence
+
+
+def test_a_column_that_was_not_named_may_be_missing() -> None:
+    check_named(["messages"], Columns())
+    check_named(["messages", "sys"], Columns(system="sys"))
+
+
+def test_of_very_many_columns_the_first_are_named() -> None:
+    with pytest.raises(DataError, match=r"found c00, .*, c19, …; correct toolsKey"):
+        check_named([f"c{i:02}" for i in range(50)], Columns(tools="x"))

@@ -17,7 +17,10 @@ import datasets.config
 import huggingface_hub.constants
 import pytest
 
-from sft_api.v1alpha1 import DataSource
+from sft_api.v1alpha1 import DataSource, DataSpec, TrainSource
+from sft_trainer.checkpoint.store import S3Settings
+from sft_trainer.data.first_rows import check_first_rows
+from sft_trainer.data.hub import hub_beginning
 from sft_trainer.data.source_rows import SourceRows
 from sft_trainer.data.sources import open_source
 from sft_trainer.errors import AccessDeniedError, DataError, StorageFullError, StorageUnavailableError
@@ -31,6 +34,8 @@ configs:
   - {split: test, path: data/test.jsonl}
 - config_name: other
   data_files: data/other.jsonl
+- config_name: large
+  data_files: data/large.jsonl
 ---
 """
 CHAT = {
@@ -38,6 +43,7 @@ CHAT = {
     "data/train.jsonl": b"".join(b'{"n": %d, "m": [{"role": "user"}]}\n' % i for i in range(10)),
     "data/test.jsonl": b'{"n": 99, "m": [{"role": "user", "name": "ann"}]}\n{"n": 98, "m": [{"role": "tool"}]}\n',
     "data/other.jsonl": b'{"n": 5}\n',
+    "data/large.jsonl": b'{"n": 1, "m": []}\n' + b" " * 8_000_000 + b"\n",
 }
 # csv is not among the kinds that we read ourselves
 TABLE = {"table.csv": b"n,instruction,output\n7,Add.,\n8,Add.,4\n"}
@@ -50,6 +56,8 @@ class Hub:
     gone_for: str = ""
     """A file at whose request the connection is closed."""
     downloaded: set[str] = field(default_factory=set)
+    sent: int = 0
+    """Bytes of files."""
 
 
 @pytest.fixture
@@ -74,7 +82,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 else:
                     state.downloaded.add(path.partition(f"/resolve/{state.commit}/")[2])
                     etag = hashlib.sha1(data).hexdigest()
-                    self.answer(data, 200, {"ETag": f'"{etag}"', "X-Repo-Commit": state.commit})
+                    start, _, stop = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+                    part = data[int(start) : int(stop) + 1 if stop else None]
+                    state.sent += len(part) if self.command == "GET" else 0
+                    status = 206 if "Range" in self.headers else 200
+                    self.answer(part, status, {"ETag": f'"{etag}"', "X-Repo-Commit": state.commit})
             elif "/tree/" in path:
                 folder = path.partition(f"/tree/{state.commit}")[2].strip("/")
                 tree = [
@@ -147,6 +159,16 @@ def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: P
     assert row["m"] == [{"role": "user", "name": "ann"}]
 
 
+def test_a_kept_list_of_files_that_is_damaged_is_asked_for_again(hub: Hub, tmp_path: Path) -> None:
+    open_hub(tmp_path)
+    (kept,) = (tmp_path / "cache" / "hub-datasets").glob("files-*.json")
+    whole = kept.read_bytes()
+    kept.write_bytes(b"")
+
+    assert len(open_hub(tmp_path)) == 10
+    assert kept.read_bytes() == whole
+
+
 def test_files_that_only_the_hub_library_reads(hub: Hub, tmp_path: Path) -> None:
     rows = open_hub(tmp_path, "hf://org/table")
     assert list(rows.read(0, 1)) == [("hf://org/table row 1", {"n": 7, "instruction": "Add.", "output": None})]
@@ -190,6 +212,43 @@ def test_the_hub_says_no(hub: Hub, tmp_path: Path, uri: str, status: int, expect
         open_hub(tmp_path, uri)
 
 
+@pytest.mark.parametrize(
+    ("uri", "field", "values", "status"),
+    [
+        *(("hf://org/chat", "n", [0, 1, 2], status) for status in (401, 503, 0)),
+        *(("hf://org/table", "output", [None, 4], status) for status in (401, 0)),
+    ],
+)
+def test_the_hub_is_not_needed_twice(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, field: str, values: list[Any], status: int
+) -> None:
+    # Given a data set that was read once
+    split = "train[:3]" if uri == "hf://org/chat" else None
+    digest = open_hub(tmp_path, uri, split=split).digest
+    source = DataSource(uri=uri, split=split)
+    beginning = hub_beginning(source, tmp_path / "cache", None)
+
+    # When the hub says no, fails, or is away
+    if status:
+        hub.status = status
+    else:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    rows = open_hub(tmp_path, uri, split=split)
+
+    # Then it is read again, as it was
+    assert rows.digest == digest
+    assert hub_beginning(source, tmp_path / "cache", None) == beginning
+    assert [row[field] for _, row in rows.read(0, len(rows))] == values
+
+
+def test_what_was_never_fetched_is_not_made_up(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_hub(tmp_path, split="train")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    hub.gone_for = "data/test.jsonl"
+    with pytest.raises(StorageUnavailableError, match="the hub does not answer"):
+        open_hub(tmp_path, split="test")
+
+
 def test_a_hub_that_goes_away_while_files_are_fetched(hub: Hub, tmp_path: Path) -> None:
     hub.gone_for = "data/train.jsonl"
     with pytest.raises(StorageUnavailableError, match=r"hf://org/chat: the hub does not answer .*; try again later"):
@@ -226,3 +285,37 @@ def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(StorageUnavailableError, match="the hub does not answer"):
         open_hub(tmp_path)
+
+
+def test_of_a_large_file_only_the_beginning_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    source = DataSource(uri="hf://org/chat", subset="large")
+
+    beginning = hub_beginning(source, tmp_path / "cache", None)
+
+    assert beginning.first is not None
+    assert beginning.first[1] == {"n": 1, "m": []}
+    assert (beginning.columns, beginning.all_columns) == (("n", "m"), None)
+    assert hub.sent < len(CHAT["data/large.jsonl"]) / 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"split": "nope"}, "hf://org/chat: no split 'nope', found test, train"),
+        ({"messages_key": "turns"}, "hf://org/chat: no column 'turns', which messagesKey names, found m, n"),
+        ({}, "hf://org/chat: columns m, n match no known format"),
+    ],
+)
+def test_what_is_wrong_shows_before_a_download(hub: Hub, tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+    source = TrainSource(uri="hf://org/chat", **fields)
+    with pytest.raises(DataError, match=sentence):
+        check_first_rows(
+            source, DataSpec(train=[source]), lambda: None, cache_dir=tmp_path / "cache", s3=S3Settings(), token=None
+        )
+
+
+def test_files_of_other_kinds_are_left_to_the_run(hub: Hub, tmp_path: Path) -> None:
+    source = TrainSource(uri="hf://org/table", messages_key="turns")
+    check_first_rows(
+        source, DataSpec(train=[source]), lambda: None, cache_dir=tmp_path / "cache", s3=S3Settings(), token=None
+    )

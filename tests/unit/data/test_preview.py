@@ -39,7 +39,9 @@ def test_verdicts(data: DataSpec, tmp_path: Path) -> None:
     assert shown[2].verdict == "dropped: no turn of it is trained"
     assert len(previews(data, tmp_path, count=2)) == 2
     truncating = data.model_copy(update={"overlong": "truncate"})
-    assert previews(truncating, tmp_path)[1].verdict.startswith("truncated: ")
+    assert previews(truncating, tmp_path)[1].verdict.endswith(", and nothing before it is trained")
+    shorter = truncating.model_copy(update={"max_length": len(shown[0].tokens) - 3})
+    assert previews(shorter, tmp_path)[0].verdict.startswith("truncated: ")
 
 
 @pytest.mark.parametrize("kind", ["words", "crossing"])
@@ -51,6 +53,20 @@ def test_tokens_are_those_of_training(data: DataSpec, tmp_path: Path, kind: Kind
     assert written["input_ids"] == ids.tolist()
     assert written["loss_mask"] == mask.tolist()
     assert written["text"].endswith("assistant\nThe 🙂\nway<|im_end|>\n")
+
+
+@pytest.mark.parametrize(("overlong", "shorter_by"), [("drop", 0), ("truncate", 0), ("truncate", 3)])
+def test_what_is_dropped_or_cut_is_not_shown_as_trained(
+    data: DataSpec, tmp_path: Path, overlong: str, shorter_by: int
+) -> None:
+    max_length = len(previews(data, tmp_path, count=1)[0].tokens) - shorter_by
+    data = data.model_copy(update={"overlong": overlong, "max_length": max_length})
+    examples = tokenize_source(data.train[0], data, chat_tokenizer("chatml", "words"), cache_dir=tmp_path / "cache")
+    ids, mask = examples.example(0)
+    [shown] = [preview for preview in previews(data, tmp_path) if preview.trained]
+    assert [token.token_id for token in shown.tokens] == ids.tolist()
+    assert [int(token.trained) for token in shown.tokens] == mask.tolist()
+    assert "".join(segment.text for segment in shown.segments) == shown.text
 
 
 def test_segments_are_the_whole_text(data: DataSpec, tmp_path: Path) -> None:

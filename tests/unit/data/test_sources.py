@@ -268,7 +268,6 @@ def test_a_parquet_file_damaged_inside_is_named_with_its_rows(tmp_path: Path) ->
         (["a.jsonl", "b.parquet"], {}, "files of several kinds (.jsonl, .parquet)"),
         (["dev.jsonl", "test.jsonl"], {}, "several splits (test, validation) and none called train; set split"),
         (["a.jsonl"], {"split": "test"}, "no split 'test', found train"),
-        (["a.jsonl"], {"split": "train[1"}, "split 'train[1' is no split or slice"),
         (["a.jsonl"], {"subset": "x"}, "subset 'x' is for hf:// only"),
     ],
 )
@@ -290,13 +289,6 @@ def test_what_python_cannot_read_is_a_bad_row_too(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(f"[{deep}]")
     with pytest.raises(DataError, match=r"rows\.json is nested too deeply"):
         open_rows(tmp_path / "rows.json")
-
-
-@pytest.mark.parametrize("split", ["train[_:1]", "train[:1__0]", "train[1_:]", "train[-_:]"])
-def test_a_slice_that_is_no_number_is_quoted(tmp_path: Path, split: str) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    with pytest.raises(DataError, match="is no split or slice; write for example"):
-        open_rows(path, split=split)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"splits": null}'])

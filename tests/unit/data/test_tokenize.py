@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data import tokenize
@@ -107,7 +109,7 @@ def test_second_time_comes_from_the_cache(setting: Setting, monkeypatch: pytest.
     ],
 )
 def test_whatever_decides_the_tokens_is_in_the_cache_key(setting: Setting, change: dict[str, Any]) -> None:
-    rows = [row("q", "a"), row("r", "b")]
+    rows = [{**row("q", "a"), "functions": []}, row("r", "b")]
     setting.tokenize(rows)
     setting.tokenize(rows, **change)
     assert len(setting.cached) == 2
@@ -358,3 +360,42 @@ def test_templates_by_name(tmp_path: Path) -> None:
     codec = Codec.of(tokenizer)
     assert codec.template(None).source == "{# plain #}"
     assert codec.template([{"name": "sky"}]).source == "{# tools #}"
+
+
+SYSTEM = {"system": "Be brief."}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
+@pytest.mark.parametrize("key", ["systemKey", "toolsKey"])
+def test_a_key_that_was_named_and_is_in_no_row_is_an_error(tmp_path: Path, kind: str, key: str) -> None:
+    rows = [{**row("q", "a"), **(SYSTEM if i == 3 else {})} for i in range(5)]
+    path = tmp_path / f"rows.{kind}"
+    table = pa.Table.from_pylist([{"system": None, **entry} for entry in rows])
+    match kind:
+        case "jsonl":
+            write(path, rows)
+        case "json":
+            path.write_text(json.dumps(rows))
+        case "parquet":
+            parquet.write_table(table, path)
+        case _:
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+    source = TrainSource.model_validate({"uri": f"file://{path}", key: "sytem"})
+
+    with pytest.raises(DataError) as caught:
+        tokenize_source(source, DataSpec(train=[source]), chat_tokenizer("chatml"), cache_dir=tmp_path / "cache")
+
+    assert str(caught.value) == (
+        f"data source file://{path}: no column 'sytem', which {key} names, found messages, system; did you mean "
+        f"'system'? correct {key}"
+    )
+
+
+def test_a_key_that_only_some_rows_have_is_found(setting: Setting) -> None:
+    rows = [row(f"q{i}", "a") for i in range(40)]
+    rows[33]["instructions"] = "Be brief."
+
+    examples = setting.tokenize(rows, source={"systemKey": "instructions"})
+
+    assert examples.lengths.argmax() == 33, "the row with a system prompt is the longest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,7 +10,8 @@ from sft_api.failures import FailureClass
 from sft_api.progress import CommittedCheckpoint, Incident, Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SFTJob
 from sft_operator.observed import ChildJob, Observed, Pod, Report
-from sft_operator.spec import read_spec
+from sft_operator.spec import Terms, read_spec, run_terms
+from sft_operator.workload import Queueing, Workload
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 JOB_UID = "job-uid"
@@ -51,6 +53,10 @@ def make_job(*, labels: dict[str, str] | None = None, **spec: Any) -> SFTJob:
     return read_spec(job_manifest(labels=labels, **spec))
 
 
+def make_terms(**fields: Any) -> Terms:
+    return run_terms(make_job(**fields))
+
+
 def child_manifest(
     *,
     suspend: bool = False,
@@ -58,10 +64,17 @@ def child_manifest(
     started: float | None = -600,
     succeeded: int = 0,
     queue: str = "",
+    labels: dict[str, str] | None = None,
+    marked: bool = False,
+    defaulted: bool = False,
     owner: str = "sft-uid",
     version: str = "7",
 ) -> Object:
-    """A batch Job; ``conditions`` maps the types that hold to reason and message."""
+    """A batch Job; ``conditions`` maps the types that hold to reason and message. ``marked``: we suspended it.
+
+    ``defaulted``: its labels for Kueue are a webhook's, not its SFTJob's.
+    """
+    for_kueue = {**({"kueue.x-k8s.io/queue-name": queue} if queue else {}), **(labels or {})}
     status: Object = {
         "conditions": [
             {"type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": stamp(0)}
@@ -78,16 +91,66 @@ def child_manifest(
             "namespace": "team",
             "uid": JOB_UID,
             "resourceVersion": version,
-            "labels": {"sftjob.dev/job": "tulu"} | ({"kueue.x-k8s.io/queue-name": queue} if queue else {}),
-            "ownerReferences": [{"kind": "SFTJob", "uid": owner, "controller": True}],
+            "labels": {
+                "sftjob.dev/job": "tulu",
+                **for_kueue,
+            },
+            "annotations": {
+                **({"sftjob.dev/suspended": "true"} if marked else {}),
+                **({"sftjob.dev/queue-labels": json.dumps(for_kueue)} if for_kueue and not defaulted else {}),
+            },
+            "ownerReferences": [_owner("sftjob.dev/v1alpha1", "SFTJob", owner)],
         },
         "spec": {"suspend": suspend},
         "status": status,
     }
 
 
+def _owner(version: str, kind: str, uid: str) -> Object:
+    return {"apiVersion": version, "kind": kind, "name": "tulu", "uid": uid, "controller": True}
+
+
 def make_child(**fields: Any) -> ChildJob:
     return ChildJob.from_manifest(child_manifest(**fields))
+
+
+def workload_manifest(
+    *,
+    name: str = "job-tulu",
+    active: bool | None = True,
+    marked: bool = False,
+    conditions: dict[str, tuple[bool, str, str]] | None = None,
+    owner: str = JOB_UID,
+    created: float = 0,
+    **status: Any,
+) -> Object:
+    """A Workload of Kueue; ``conditions`` maps types to whether they hold, reason and message."""
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "team",
+            "creationTimestamp": stamp(created),
+            "labels": {"kueue.x-k8s.io/job-uid": JOB_UID},
+            "annotations": {"sftjob.dev/suspended": "true"} if marked else {},
+            "ownerReferences": [_owner("batch/v1", "Job", owner)],
+        },
+        "spec": {} if active is None else {"active": active},
+        "status": {
+            "conditions": [
+                {"type": kind, "status": str(holds), "reason": reason, "message": message}
+                for kind, (holds, reason, message) in (conditions or {}).items()
+            ],
+            **status,
+        },
+    }
+
+
+def make_queueing(
+    *, seen_for: float = 0, served: bool = True, problem: str = "", workload: Object | None = None
+) -> Queueing:
+    """What Kueue says, for ``seen_for`` seconds now."""
+    found = Workload.from_manifest(workload, "v1beta2") if workload else None
+    return Queueing(at(seen_for), NOW, found, served, problem)
 
 
 def pod_manifest(
@@ -137,7 +200,7 @@ def pod_manifest(
             "batch.kubernetes.io/job-index-failure-count": str(replaced[0]),
             "batch.kubernetes.io/job-index-ignored-failure-count": str(replaced[1]),
         },
-        "ownerReferences": [{"kind": "Job", "uid": JOB_UID, "controller": True}],
+        "ownerReferences": [_owner("batch/v1", "Job", JOB_UID)],
     }
     if deletion is not None:
         metadata["deletionTimestamp"] = stamp(deletion + 30)
@@ -172,9 +235,14 @@ def training(step: int, *, attempt: int = 1, phase: Phase = Phase.TRAINING, **fi
 
 
 def report(
-    progress: TrainingProgress | None = None, *incidents: Incident, pod_uid: str = "pod-0", received: float = 0
+    progress: TrainingProgress | None = None,
+    *incidents: Incident,
+    pod_uid: str = "pod-0",
+    received: float = 0,
+    **fields: Any,
 ) -> Report:
-    body = Progress(job_uid="sft-uid", training=progress or TrainingProgress(), incidents=list(incidents))
+    training = progress or TrainingProgress()
+    body = Progress(job_uid="sft-uid", training=training, incidents=list(incidents), **fields)
     return Report(body, at(received), pod_uid)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.quantities import times
 from sft_operator.builders import build_config_map, build_job, build_network_policy, build_service
-from sft_operator.builders.resources import quantity
 from sft_operator.config import NetworkPolicySettings, PodSettings, Settings, StoreSettings
 from tests.unit.operator.make import make_job
 
@@ -55,15 +55,17 @@ def test_the_job_keeps_one_pod_a_node_and_leaves_counting_to_us() -> None:
     assert "backoffLimit" not in spec
 
 
-@pytest.mark.parametrize(
-    ("labels", "suspend", "expected"),
-    [({}, False, False), ({}, True, True), ({"kueue.x-k8s.io/queue-name": "gpus"}, False, True)],
-)
-def test_a_job_starts_suspended_when_asked_to_or_queued(labels: dict[str, str], suspend: bool, expected: bool) -> None:
-    manifest = build_job(make_job(labels=labels, suspend=suspend), SETTINGS)
+@pytest.mark.parametrize("queue", ["", "gpus"])
+def test_a_job_in_a_queue_starts_suspended_with_all_that_kueue_reads(queue: str) -> None:
+    others = {"kueue.x-k8s.io/priority-class": "high", "kueue.x-k8s.io/max-exec-time-seconds": "60", "team": "nlp"}
+    labels = {**others, **({"kueue.x-k8s.io/queue-name": queue} if queue else {})}
 
-    assert manifest["spec"]["suspend"] is expected
-    assert manifest["metadata"]["labels"].get("kueue.x-k8s.io/queue-name") == labels.get("kueue.x-k8s.io/queue-name")
+    manifest = build_job(make_job(labels=labels), SETTINGS)
+
+    assert manifest["spec"]["suspend"] is bool(queue)
+    passed = {name: value for name, value in manifest["metadata"]["labels"].items() if "kueue" in name}
+    assert passed == {name: value for name, value in labels.items() if "kueue" in name}
+    assert "team" not in manifest["metadata"]["labels"]
 
 
 def test_children_belong_to_the_sftjob() -> None:
@@ -71,8 +73,8 @@ def test_children_belong_to_the_sftjob() -> None:
     for child in (
         build_job(job, SETTINGS),
         build_config_map(job, None),
-        build_service(job),
-        build_network_policy(job, NetworkPolicySettings()),
+        build_service(job.metadata),
+        build_network_policy(job.metadata, NetworkPolicySettings()),
     ):
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("SFTJob", "sft-uid", True)
@@ -118,7 +120,12 @@ def test_pods_find_one_another() -> None:
     assert spec["subdomain"] == "tulu"
     assert variables["SFT_COORDINATOR"] == "tulu-0.tulu"
     assert variables["SFT_NODES"] == "2"
-    service = build_service(make_job())["spec"]
+    # By these a group knows its own, and the operator who answers.
+    assert variables["SFT_POD_UID"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
+    assert variables["SFT_GROUP_UID"] == {
+        "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
+    }
+    service = build_service(make_job().metadata)["spec"]
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
     assert (
@@ -150,8 +157,62 @@ def test_gpus_and_extended_resources_are_asked_for_as_limits_and_requests() -> N
     assert resources["requests"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 8, "rdma/hca": 1}
 
 
-def test_a_cpu_job_asks_for_no_gpu() -> None:
-    assert container(compute={"gpusPerNode": 0})["resources"] == {}
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gpusPerNode": 8}, {"requests": {"cpu": "16", "memory": "64Gi"}}),
+        ({"gpusPerNode": 0}, {"requests": {"cpu": "1", "memory": "2Gi"}}),
+        ({"gpusPerNode": 0, "processesPerNode": 3}, {"requests": {"cpu": "3", "memory": "6Gi"}}),
+        (
+            {"gpusPerNode": 0, "resources": {"requests": {"memory": "5Gi"}}},
+            {"requests": {"cpu": "1", "memory": "5Gi"}},
+        ),
+        # Kubernetes itself asks for as much as the limit.
+        (
+            {"gpusPerNode": 0, "resources": {"limits": {"cpu": "500m", "memory": "1Gi"}}},
+            {"limits": {"cpu": "500m", "memory": "1Gi"}},
+        ),
+    ],
+)
+def test_what_a_job_does_not_name_is_asked_for_by_gpus_or_processes(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    resources = container(compute=given)["resources"]
+
+    gpus = {"nvidia.com/gpu": given["gpusPerNode"]} if given["gpusPerNode"] else {}
+    assert resources.get("requests", {}) == {**expected.get("requests", {}), **gpus}
+    assert resources.get("limits", {}) == {**expected.get("limits", {}), **gpus}
+
+
+def test_the_administrator_sets_what_is_asked_for() -> None:
+    resources = {
+        "perGpu": {"requests": {"cpu": "1500m"}, "limits": {"memory": "128Gi", "rdma/hca": 1}},
+        "perCpuProcess": {},
+    }
+    settings = Settings(pods=PodSettings.model_validate({"image": "trainer:1", "resources": resources}))
+
+    assert container(settings, compute=compute(gpusPerNode=3))["resources"] == {
+        "requests": {"cpu": "4500m", "nvidia.com/gpu": 3, "rdma/hca": "3"},
+        "limits": {"memory": "384Gi", "nvidia.com/gpu": 3, "rdma/hca": "3"},
+    }
+    assert container(settings, compute={"gpusPerNode": 0})["resources"] == {}
+    volumes = {volume["name"]: volume for volume in pod_spec(settings, compute=compute(gpusPerNode=1))["volumes"]}
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == str(2**30)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "count", "product"),
+    [
+        ("8Gi", 8, "64Gi"),
+        (2, 4, "8"),
+        ("500m", 3, "1500m"),
+        ("0.5", 3, "1500m"),
+        ("1.5Gi", 2, "3Gi"),
+        ("1.5Gi", 1, "1610612736"),
+    ],
+)
+def test_quantities_are_multiplied_in_their_own_unit(quantity: int | str, count: int, product: str) -> None:
+    assert times(quantity, count) == product
 
 
 @pytest.mark.parametrize(
@@ -320,6 +381,15 @@ def test_the_platforms_store_is_used_when_the_spec_names_none() -> None:
     assert variables["AWS_ACCESS_KEY_ID"]["secretKeyRef"]["name"] == "sft-store"
 
 
+def test_the_export_is_not_written_over_the_model_in_the_platforms_store_either() -> None:
+    model = {"uri": "s3://platform/sft/team/tulu-sft-uid/export"}
+
+    with pytest.raises(
+        ValueError, match=r"export\.uri .* must be neither model\.uri .*; checkpoints go to s3://platform/"
+    ):
+        build_config_map(make_job(checkpoint={}, model=model), STORE)
+
+
 def test_settings_of_the_spec_win_over_the_platforms_store() -> None:
     job = make_job(checkpoint={"uri": "s3://own/x", "s3": {"region": "eu-1"}})
     config = TrainerConfig.model_validate_json(build_config_map(job, STORE)["data"]["config.json"])
@@ -336,7 +406,7 @@ def test_no_place_for_checkpoints_is_an_error_that_says_what_to_change() -> None
 
 def test_only_the_group_the_operator_and_prometheus_reach_the_pods() -> None:
     settings = NetworkPolicySettings(operator_namespace="sys", metrics_namespaces=["monitoring"])
-    spec = build_network_policy(make_job(), settings)["spec"]
+    spec = build_network_policy(make_job().metadata, settings)["spec"]
     group, others = spec["ingress"]
 
     assert spec["policyTypes"] == ["Ingress"]
@@ -348,17 +418,9 @@ def test_only_the_group_the_operator_and_prometheus_reach_the_pods() -> None:
     assert others["from"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "sft-operator"}
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1Gi", 2**30), ("500m", 0.5), ("2", 2), (3, 3), ("1.5M", 1.5e6), ("4Ki", 4096)],
-)
-def test_quantities(text: int | str, number: float) -> None:
-    assert quantity(text) == number
-
-
-def test_no_quantity_is_an_error() -> None:
+def test_what_is_no_quantity_is_not_multiplied() -> None:
     with pytest.raises(ValueError, match="'1Zi' is no quantity"):
-        quantity("1Zi")
+        times("1Zi", 2)
 
 
 def test_the_budget_of_restarts_is_not_frozen_in_the_supervisors_configuration() -> None:

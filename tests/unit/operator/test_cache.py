@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import pytest
+
+from sft_operator import cache as cache_module
 from sft_operator.cache import Cache, Key
-from sft_operator.observed import Observed, Report
+from sft_operator.observed import Observed, Pod, Report
 from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest, report
 
 KEY = Key("team", "tulu")
@@ -24,7 +27,7 @@ def full_cache() -> Cache:
     return cache
 
 
-def test_children_are_found_by_label_and_owner() -> None:
+def test_children_are_found_by_their_owners() -> None:
     observed = full_cache().observed(KEY)
 
     assert observed.job
@@ -34,12 +37,13 @@ def test_children_are_found_by_label_and_owner() -> None:
 
 def test_strangers_with_our_labels_are_not_ours() -> None:
     cache = full_cache()
+    pods = cache.observed(KEY).pods
     pod = pod_manifest(0, uid="stranger")
     pod["metadata"]["ownerReferences"] = [{"kind": "Job", "uid": "another", "controller": True}]
     cache.store("Pod", pod)
     cache.store("Job", versioned(child_manifest(owner="another-sftjob"), 99))
 
-    assert cache.observed(KEY) == Observed()
+    assert cache.observed(KEY) == Observed(earlier_pods=pods)
 
 
 def test_older_versions_change_nothing_back() -> None:
@@ -92,9 +96,11 @@ def test_an_sftjob_of_the_same_name_starts_afresh() -> None:
     cache = full_cache()
     cache.entry(KEY).report = Report(report().progress, report().received, "pod-0")
 
+    pods = cache.observed(KEY).pods
+
     cache.store("SFTJob", versioned(job_manifest(uid="another"), 60))
 
-    assert cache.observed(KEY) == Observed()
+    assert cache.observed(KEY) == Observed(earlier_pods=pods)
 
 
 def test_nothing_is_left_of_what_is_gone() -> None:
@@ -111,13 +117,74 @@ def test_nothing_is_left_of_what_is_gone() -> None:
     assert list(cache.manifests()) == []
 
 
-def test_odd_objects_do_no_harm() -> None:
+def test_what_merely_wears_our_labels_is_not_held() -> None:
     cache = Cache()
+    cache.store("SFTJob", job_manifest())
+    labels = {"sftjob.dev/job": "tulu", "app.kubernetes.io/managed-by": "sft-operator"}
+    plain = {"name": "tulu", "namespace": "team", "uid": "u", "resourceVersion": "1", "labels": labels}
+    references = [
+        [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "tulu", "uid": "r", "controller": True}],
+        [{"apiVersion": "example.org/v1", "kind": "Job", "name": "tulu", "uid": "r", "controller": True}],
+        [{"apiVersion": "batch/v1", "kind": "Job", "name": "tulu", "uid": "r", "controller": False}],
+        [{"apiVersion": "batch/v1", "kind": "Job", "name": "another", "uid": "r", "controller": True}],
+        [],
+    ]
 
-    assert cache.store("Pod", {"metadata": {"name": "x", "namespace": "y", "uid": "u"}}) is None
-    odd = {"metadata": {"labels": {"sftjob.dev/job": "tulu"}, "namespace": "team", "uid": "u", "resourceVersion": "1"}}
-    assert cache.store("Pod", odd) == KEY
-    assert cache.observed(KEY) == Observed()
+    for reference in references:
+        manifest = {"metadata": {**plain, "ownerReferences": reference}}
+        assert cache.store("Pod", manifest) is None
+        assert cache.store("Job", manifest) is None
+    assert cache.store("Pod", {"metadata": plain}) is None
+    assert (cache.entry(KEY).pods, cache.entry(KEY).job) == ({}, None)
+
+
+def test_the_label_of_a_pod_of_ours_does_not_matter() -> None:
+    cache = full_cache()
+    pod = versioned(pod_manifest(0, ready=False), 30)
+    pod["metadata"]["labels"] = {"sftjob.dev/job": "another"}
+
+    assert cache.store("Pod", pod) == KEY
+    assert [pod.ready for pod in cache.observed(KEY).pods] == [False, True]
+
+
+def test_only_so_many_pods_are_held_for_one_job_and_what_is_beyond_is_said() -> None:
+    cache = Cache()
+    cache.store("SFTJob", job_manifest())
+    cache.store("Job", child_manifest())
+    pods = [versioned(pod_manifest(0, uid=f"uid-{number}"), 100 + number) for number in range(2000)]
+
+    assert cache.replace("Pod", pods, version=3000) == {KEY}
+    observed = cache.observed(KEY)
+    assert len(observed.pods) == 1004  # two a node, and a thousand
+    assert observed.unreadable == (
+        "more than 1004 pods belong to Job tulu, and no more are looked at: delete those that have ended",
+    )
+    # One that is held already is still followed
+    assert cache.store("Pod", versioned(pod_manifest(0, uid="uid-3", ready=False), 4000)) == KEY
+
+    assert cache.replace("Pod", pods[:3], version=5000) == {KEY}
+    assert len(cache.observed(KEY).pods) == 3
+    assert cache.observed(KEY).unreadable == ()
+
+
+def test_an_object_that_cannot_be_read_is_said_on_its_job_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = full_cache()
+    read = Pod.from_manifest
+
+    def read_or_fail(manifest: dict[str, Any]) -> Pod:
+        if manifest["metadata"]["uid"] == "bad":
+            raise OverflowError("date value out of range")
+        return read(manifest)
+
+    monkeypatch.setitem(cast(dict[str, Any], cache_module._READ), "Pod", read_or_fail)
+    bad, good = versioned(pod_manifest(0, uid="bad"), 90), versioned(pod_manifest(1, uid="good"), 91)
+
+    assert cache.replace("Pod", [bad, good], version=95) == {KEY}
+    observed = cache.observed(KEY)
+    assert [pod.uid for pod in observed.pods] == ["good"]
+    assert observed.unreadable == ("Pod tulu-0-bad cannot be read: OverflowError: date value out of range",)
+    assert cache.replace("Pod", [good], version=96) == {KEY}
+    assert cache.observed(KEY).unreadable == ()
 
 
 def test_a_copy_of_a_job_does_not_take_the_place_of_ours() -> None:
@@ -147,8 +214,26 @@ def test_a_change_that_decides_nothing_wakes_nobody_and_is_still_known() -> None
         touched["metadata"]["managedFields"] = [{"manager": "kubelet"}]
 
         assert cache.store(kind, touched) is None
-        assert 90 in cache.versions(kind).values()
+        assert cache.held_version(kind, KEY, manifest["metadata"]["uid"]) == 90
         assert cache.store(kind, versioned(manifest, 89)) is None
 
     assert cache.store("Pod", versioned(pod_manifest(0, ready=False), 91)) == KEY
     assert cache.store("Job", versioned(child_manifest(suspend=True), 91)) == KEY
+
+
+def test_pods_of_an_earlier_job_that_have_not_ended_are_known_apart() -> None:
+    cache = Cache()
+    cache.store("SFTJob", job_manifest())
+    cache.store("Job", child_manifest())
+    ended = pod_manifest(2, uid="ended", phase="Failed", exit_code=1)
+    for pod in (pod_manifest(0), pod_manifest(1, uid="left", deletion=-5), ended):
+        if pod["metadata"]["uid"] != "pod-0":
+            pod["metadata"]["ownerReferences"][0]["uid"] = "earlier-job"
+        cache.store("Pod", pod)
+
+    observed = cache.observed(KEY)
+
+    assert [pod.uid for pod in observed.pods] == ["pod-0"]
+    assert [pod.uid for pod in observed.earlier_pods] == ["left"]
+    assert cache.remove("Pod", pod_manifest(1, uid="left", version="20")) == KEY
+    assert cache.observed(KEY).earlier_pods == ()

@@ -15,7 +15,6 @@ from sft_operator.policies.situation import last_words_missing
 from tests.unit.operator.make import at, job_manifest, make_child, make_job, make_pod, running, stamp
 
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
-QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
 RUNNING = SFTJobStatus(state="Running")
 FAILED = SFTJobStatus(state="Failed", completion_time=stamp(0))
 
@@ -24,6 +23,14 @@ def test_missing_children_are_created_the_job_last() -> None:
     changes = plan_changes(make_job(), SFTJobStatus(), Observed(), SETTINGS)
 
     assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "NetworkPolicy", "Job"]
+
+
+def test_nothing_is_created_while_pods_of_an_earlier_job_of_that_name_have_not_ended() -> None:
+    observed = Observed(earlier_pods=(make_pod(0, deletion=-5),))
+
+    assert plan_changes(make_job(), SFTJobStatus(), observed, SETTINGS).create == []
+    with pytest.raises(ValueError, match=r"spec\.compute\.image is missing"):
+        plan_changes(make_job(), SFTJobStatus(), observed, Settings())
 
 
 def test_the_network_policy_can_be_left_to_the_administrator() -> None:
@@ -39,22 +46,16 @@ def test_the_network_policy_can_be_left_to_the_administrator() -> None:
     ("spec", "child", "patch"),
     [
         ({}, {}, None),
-        ({"suspend": True}, {}, {"suspend": True}),
-        ({}, {"suspend": True}, {"suspend": False}),
+        # What others have suspended is left to them.
+        ({}, {"suspend": True}, None),
         ({"suspend": True}, {"suspend": True}, None),
-        # Kueue alone resumes and suspends what it has queued.
-        ({"labels": QUEUE}, {"suspend": True, "queue": "gpus"}, None),
-        ({"labels": QUEUE, "suspend": True}, {"queue": "gpus"}, None),
-        # By the label of the Job: that of the SFTJob may have come or gone since.
-        ({}, {"suspend": True, "queue": "gpus"}, None),
-        ({"labels": QUEUE}, {"suspend": True}, {"suspend": False}),
         ({"runPolicy": {"activeDeadlineSeconds": 9}}, {}, {"activeDeadlineSeconds": 9}),
         # Nothing is changed in a Job that has ended.
         ({"suspend": True}, {"conditions": {"Complete": ("", "")}}, None),
         ({"suspend": True}, {"conditions": {"FailureTarget": ("", "")}}, None),
     ],
 )
-def test_an_existing_job_is_only_suspended_resumed_and_limited(
+def test_an_existing_job_is_only_limited_besides_what_its_queue_asks_for(
     spec: dict[str, Any], child: dict[str, Any], patch: dict[str, Any] | None
 ) -> None:
     observed = running(job=make_child(**child))
@@ -63,6 +64,22 @@ def test_an_existing_job_is_only_suspended_resumed_and_limited(
     assert changes.create == []
     assert changes.delete_job is False
     assert changes.patch_job == (None if patch is None else {"spec": patch})
+
+
+def test_a_job_is_suspended_and_limited_in_one_change() -> None:
+    job = make_job(suspend=True, runPolicy={"activeDeadlineSeconds": 9})
+
+    patch = plan_changes(job, RUNNING, running(), SETTINGS).patch_job
+
+    assert patch is not None
+    assert patch["spec"] == {"suspend": True, "activeDeadlineSeconds": 9}
+    assert patch["metadata"]["annotations"] == {"sftjob.dev/suspended": "true"}
+
+
+def test_what_was_submitted_suspended_gets_nothing_but_a_check() -> None:
+    assert plan_changes(make_job(suspend=True), SFTJobStatus(), Observed(), SETTINGS).create == []
+    with pytest.raises(ValueError, match="image"):
+        plan_changes(make_job(suspend=True), SFTJobStatus(), Observed(), Settings())
 
 
 def test_a_failed_run_loses_its_job_when_that_still_works() -> None:

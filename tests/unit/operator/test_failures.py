@@ -46,6 +46,13 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
         ({"phase": "Failed", "reason": "UnexpectedAdmissionError"}, False, ("UnexpectedAdmissionError", True)),
         # Asked to stop without a reason given (kubectl delete pod): it saved, so nothing is held against it.
         ({"phase": "Failed", "exit_code": 30}, False, ("Interrupted", True)),
+        # Deleted, and killed before it could say anything (kubectl delete pod --force).
+        (
+            {"phase": "Failed", "exit_code": 137, "deletion": -5, "words": "a line of its log"},
+            False,
+            ("PodDeleted", True),
+        ),
+        ({"phase": "Failed", "exit_code": 143, "deletion": -5}, True, ("PodDeleted", True)),
         # Nothing is known of its end.
         ({"phase": "Failed"}, False, ("PodLost", True)),
         ({"phase": "Running"}, True, ("PodLost", True)),
@@ -53,7 +60,14 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
         ({"phase": "Failed", "exit_code": 137, "reason": "Evicted", "message": CACHE_FULL}, False, ("Evicted", False)),
         ({"phase": "Failed", "reason": "Evicted", "message": CACHE_FULL}, True, ("Evicted", False)),
         ({"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled"}, False, ("OutOfMemory", False)),
+        (
+            {"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled", "deletion": -5},
+            True,
+            ("OutOfMemory", False),
+        ),
+        ({"phase": "Failed", "exit_code": 137}, False, ("WorkerCrashed", False)),
         ({"phase": "Failed", "exit_code": 32, "words": OOM}, False, ("OutOfMemory", False)),
+        ({"phase": "Failed", "exit_code": 32, "words": OOM, "deletion": -5}, True, ("OutOfMemory", False)),
         ({"phase": "Failed", "exit_code": 139}, False, ("WorkerCrashed", False)),
         ({"phase": "Failed", "exit_code": 34}, False, ("StorageUnavailable", False)),
         ({"phase": "Failed", "exit_code": 11}, False, ("DataError", False)),
@@ -78,6 +92,15 @@ def test_the_message_names_pod_and_node_quotes_the_trainer_and_says_what_to_chan
     assert "tulu-1-aaaaa on node node-b" in found.message
     assert "rank 3: CUDA out of memory" in found.message
     assert "activationCheckpointing" in found.message
+
+
+def test_a_pod_that_was_asked_to_stop_is_told_in_its_own_words() -> None:
+    said = words(FailureClass.INTERRUPTED, message="asked to stop; the workers had not left after 25 s and were killed")
+
+    found = loss(make_pod(phase="Failed", exit_code=30, words=said), gone=False)
+
+    assert found
+    assert found.message == "pod tulu-0-aaaaa on node node-a: " + said.message
 
 
 def test_a_container_that_says_nothing_is_told_by_its_code_and_signal() -> None:

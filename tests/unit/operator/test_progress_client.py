@@ -13,7 +13,7 @@ from aiohttp import web
 
 from sft_api.progress import Progress
 from sft_api.report import progress_status
-from sft_operator.progress_client import MAX_BYTES, ProgressClient, UnusableReport, parse_report
+from sft_operator.progress_client import MAX_BYTES, ForeignReport, ProgressClient, UnusableReport, parse_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,7 +38,7 @@ def read_from(handler: Handler) -> Progress:
         async with pod(handler) as url:
             client = ProgressClient(url, concurrency=2)
             try:
-                return await client.read(address="127.0.0.1", namespace="team", name="tulu")
+                return await client.read(address="127.0.0.1", namespace="team", name="tulu", job_uid="u", pod_uid="p")
             finally:
                 await client.close()
 
@@ -54,6 +54,41 @@ def test_a_report_is_read() -> None:
     progress = read_from(answer)
 
     assert (progress.job_uid, progress.training.step) == ("u", 3)
+
+
+@pytest.mark.parametrize(
+    ("answered", "who"),
+    [
+        # A pod's address is another job's a moment after the pod has gone; an answer that names no job is nobody's.
+        ({"jobUid": "another"}, r"SFTJob 'another', pod ''"),
+        ({}, "SFTJob ''"),
+        # The same SFTJob, but the pod of another Job or index.
+        ({"jobUid": "u", "podUid": "another"}, r"SFTJob 'u', pod 'another'"),
+    ],
+)
+def test_an_answer_of_another_run_is_not_taken_and_the_connection_closed(answered: dict[str, str], who: str) -> None:
+    connections: list[asyncio.Transport | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        connections.append(request.transport)
+        return web.json_response({**answered, "training": {"step": 3}})
+
+    with pytest.raises(ForeignReport, match=who):
+        read_from(answer)
+    [connection] = connections
+    assert connection is None or connection.is_closing()
+
+
+def test_a_trainer_of_before_pods_told_their_uid_is_known_by_its_job() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"jobUid": "u"})
+
+    assert read_from(answer).pod_uid == ""
+
+    async def new(request: web.Request) -> web.Response:
+        return web.json_response({"jobUid": "u", "podUid": "p"})
+
+    assert read_from(new).pod_uid == "p"
 
 
 def test_redirects_are_not_followed() -> None:
@@ -80,7 +115,7 @@ def test_nobody_there_is_an_answer_too() -> None:
     async def scenario() -> None:
         client = ProgressClient("http://{address}:1/", concurrency=1)
         try:
-            await client.read(address="127.0.0.1", namespace="n", name="n")
+            await client.read(address="127.0.0.1", namespace="n", name="n", job_uid="u", pod_uid="p")
         finally:
             await client.close()
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, cast
 
 import pytest
 
-from sft_api.v1alpha1 import SFTJob, SFTJobStatus
+from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.cache import Cache, Key
 from sft_operator.cluster import ApiError, Cluster
 from sft_operator.config import PodSettings, Settings, StoreSettings
 from sft_operator.lookout import Lookout
 from sft_operator.metrics import OperatorMetrics
+from sft_operator.names import CHECKPOINT_URI_ANNOTATION, CONFIG_DIGEST_ANNOTATION, config_map_name
 from sft_operator.reconciler import Reconciler
+from sft_operator.spec import Terms
 from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, pod_manifest, stamp
 
 KEY = Key("team", "tulu")
@@ -51,6 +54,8 @@ class Api:
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Object:
         self._called("get", kind, name)
+        if (kind, name) not in self.objects:
+            raise ApiError(404, "NotFound", f"{name} not found")
         return self.objects[kind, name]
 
     async def list(self, kind: str, namespace: str | None, **_: Any) -> tuple[list[Object], int]:
@@ -82,12 +87,15 @@ class NoLookout:
     def __init__(self) -> None:
         self.places: list[str | None] = []
 
-    async def look(self, key: Key, job: SFTJob, previous: SFTJobStatus, uri: str | None) -> list[float]:
+    async def find_pods(self, key: Key) -> None:
+        pass
+
+    async def look(self, key: Key, terms: Terms, previous: SFTJobStatus, uri: str | None) -> list[float]:
         self.places.append(uri)
         return []
 
-    def reads_store(self, key: Key) -> bool:
-        return False
+    def look_back(self, key: Key, terms: Terms, previous: SFTJobStatus, uri: str | None) -> None:
+        self.places.append(uri)
 
     def forget(self, key: Key) -> None:
         pass
@@ -170,6 +178,24 @@ def test_a_job_that_is_made_later_is_followed_where_its_config_map_says() -> Non
     assert second.lookout.places[-1] == "s3://old/place/team/tulu-sft-uid"
 
 
+def test_a_config_map_of_our_name_and_owner_that_holds_no_configuration_stops_nothing() -> None:
+    # Given one that somebody made beforehand, with an owner reference that anybody can write
+    world = World(store("s3://models/sft"))
+    manifest = world.api.keep("SFTJob", job_manifest(checkpoint={}))
+    owner = {"apiVersion": manifest["apiVersion"], "kind": "SFTJob", "controller": True, "name": "tulu"}
+    owner["uid"] = manifest["metadata"]["uid"]
+    forged = {"metadata": {"name": config_map_name("tulu"), "ownerReferences": [owner]}, "data": {"other": "{}"}}
+    world.api.keep("ConfigMap", forged)
+
+    # When the operator looks
+    world.look()
+
+    # Then the Job is made, with the copy that the ConfigMap is healed from
+    annotations = world.api.objects["Job", "tulu"]["metadata"]["annotations"]
+    assert annotations[CONFIG_DIGEST_ANNOTATION]
+    assert annotations[CHECKPOINT_URI_ANNOTATION].startswith("s3://models/sft/team/")
+
+
 def test_without_a_job_and_a_place_for_checkpoints_nothing_runs() -> None:
     world = World()
     world.api.keep("SFTJob", job_manifest(checkpoint={}))
@@ -190,6 +216,20 @@ def test_a_folder_in_the_pod_is_no_place_to_keep_anything(field: str) -> None:
     assert world.condition("Accepted")["reason"] == "NotConfigured"
     assert f"spec.{field}.uri file:///tmp/run" in world.status["message"]
     assert "use s3://bucket/prefix or pvc://claim/path" in world.status["message"]
+    assert world.api.done("create", "ConfigMap") == 0
+
+
+@pytest.mark.parametrize("field", ["checkpoint", "export"])
+def test_another_namespaces_folder_of_the_platforms_store_is_refused(field: str) -> None:
+    world = World(store("s3://platform/sft"))
+    world.api.keep("SFTJob", job_manifest(**{field: {"uri": "s3://platform/sft/other/run"}}))
+
+    world.look()
+
+    for kind in ("Accepted", "Stalled"):
+        assert world.condition(kind)["reason"] == "PlaceNotAllowed"
+    assert f"spec.{field}.uri s3://platform/sft/other/run" in world.status["message"]
+    assert "below s3://platform/sft/team/" in world.status["message"]
     assert world.api.done("create", "ConfigMap") == 0
 
 
@@ -214,17 +254,108 @@ def test_what_has_ended_stays_so_when_its_spec_is_no_longer_understood() -> None
     assert world.api.done("delete", "SFTJob") == 1
 
 
-def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while() -> None:
+def test_a_run_whose_spec_is_no_longer_understood_is_suspended_ends_and_is_removed_after_its_time() -> None:
+    # Given a run that another version of the operator began
+    world = World()
+    spec: Object = {"invented": {"field": 1}, "runPolicy": {"ttlSecondsAfterFinished": 60}}
+    manifest = world.api.keep("SFTJob", job_manifest(**spec))
+    world.api.keep("Job", child_manifest())
+    for index in (0, 1):
+        world.api.keep("Pod", pod_manifest(index))
+    world.look(2)
+    assert world.condition("Accepted")["reason"] == "InvalidSpec"
+    assert "spec.invented" in world.status["message"]
+
+    # When it is suspended, and resumed, and complete
+    for suspend in (True, False):
+        world.api.keep("SFTJob", {**manifest, "spec": {**manifest["spec"], "suspend": suspend}})
+        world.look()
+        assert world.api.objects["Job", "tulu"]["spec"]["suspend"] is suspend
+    world.api.keep("Job", child_manifest(conditions={"Complete": ("", "")}))
+    for index in (0, 1):
+        world.api.keep("Pod", pod_manifest(index, phase="Succeeded", exit_code=0))
+    world.look(2)
+
+    # Then it is so, and goes after its time
+    assert world.status["state"] == "Complete"
+    assert world.condition("Accepted")["status"] == "False"
+    world.now = at(61)
+    world.look()
+    assert world.api.done("delete", "SFTJob") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ApiError(403, "Forbidden", "no"),
+        ApiError(500, "InternalError", 'failed calling webhook "validate.kyverno.svc": connection refused'),
+    ],
+)
+def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, error: ApiError
+) -> None:
     world = World()
     world.api.keep("SFTJob", job_manifest())
     world.api.keep("Job", child_manifest())
     for index in (0, 1):
         world.api.keep("Pod", pod_manifest(index, deletion=-600))
-    world.api.refuses = lambda verb, kind: (
-        ApiError(403, "Forbidden", "no") if (verb, kind) == ("patch", "Pod") else None
-    )
+    world.api.refuses = lambda verb, kind: error if (verb, kind) == ("patch", "Pod") else None
 
+    clock = time.monotonic()
+    monkeypatch.setattr("sft_operator.reconciler.loop_time", lambda: clock)
+
+    world.look(5)
+    assert world.api.done("patch", "Pod") == 0, "they have only just been seen"
+    clock += 31
     world.look(5)
 
     assert world.api.done("patch", "Pod") == 2, "once for each pod"
     assert world.api.done("delete", "Pod") == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ApiError(403, "Forbidden", "exceeded quota"),
+        ApiError(500, "InternalError", 'failed calling webhook "mjob.kb.io": connection refused'),
+    ],
+    ids=["refused", "webhook"],
+)
+def test_a_refusal_that_lasts_for_weeks_is_tried_again_at_the_longest_pace(
+    error: ApiError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a Job that is refused whenever it is tried
+    world = World(store("s3://models/sft"))
+    world.api.keep("SFTJob", job_manifest(checkpoint={}))
+    world.api.refuses = lambda verb, kind: error if (verb, kind) == ("create", "Job") else None
+    clock = 0.0
+    monkeypatch.setattr("sft_operator.reconciler.loop_time", lambda: clock)
+
+    # When that goes on for longer than pauses could be doubled
+    for _ in range(1100):
+        wanted = world.look()[0]
+        assert wanted is not None
+        clock += max(wanted, 1000.0)
+
+    # Then it is told still, and tried again within minutes
+    assert world.api.done("create", "Job") == 1100
+    assert error.message in world.status["message"]
+    assert wanted <= 300.0
+
+
+def test_a_job_that_somebody_resumes_again_and_again_is_suspended_ever_more_rarely_but_always(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a Job that somebody changes back whenever it was given its deadline
+    world = World(store("s3://models/sft"))
+    world.api.keep("SFTJob", job_manifest(checkpoint={}, runPolicy={"activeDeadlineSeconds": 900}))
+    clock = 0.0
+    monkeypatch.setattr("sft_operator.reconciler.loop_time", lambda: clock)
+    world.look()
+    for _ in range(1100):
+        job = world.api.objects["Job", "tulu"]
+        world.api.keep("Job", {**job, "spec": {**job["spec"], "activeDeadlineSeconds": 5}})
+        clock += 1000.0
+        world.look()
+
+    assert world.api.done("patch", "Job") == 1100

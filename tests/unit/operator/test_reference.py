@@ -21,11 +21,11 @@ def test_every_reason_is_documented() -> None:
     reasons = (
         found(r'Situation\(\s*(?:"\w+"|before), "(\w+)"')
         | found(r'Trouble\(\s*"(\w+)"')
-        | found(r'"(\w+)", str\(error\)')
+        | found(r'_refuse\(key, manifest, previous, "(\w+)"')
     )
     reasons |= {phase.value for phase in Phase} - {"Complete", "Failed"}
 
-    assert {"PodsMissing", "ImagePull", "InvalidSpec"} <= reasons
+    assert {"PodsMissing", "ImagePull", "InvalidSpec", "PlaceNotAllowed"} <= reasons
     assert not [reason for reason in sorted(reasons) if not re.search(rf"\b{reason}\b", PAGE)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +10,28 @@ import pytest
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 from sft_api.report import timestamp
-from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, ExportStatus, SFTJobStatus
+from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, Condition, ExportStatus, ProgressStatus, SFTJobStatus
 from sft_operator.config import Settings
-from sft_operator.observed import Observed, Refusal
+from sft_operator.observed import Observed, Refusal, Unanswered
 from sft_operator.policies.children import plan_changes
 from sft_operator.policies.situation import seconds_to_complete
-from sft_operator.status import compute_status, is_transition, merge_patch, read_status, refused_status, write_status
+from sft_operator.spec import Terms, lenient_terms
+from sft_operator.status import (
+    compute_status,
+    follow,
+    is_transition,
+    merge_patch,
+    read_status,
+    refused_status,
+    write_status,
+)
 from tests.unit.operator.make import (
     NOW,
     at,
     committed_at,
     disruption,
     incident,
+    job_manifest,
     make_child,
     make_job,
     make_pod,
@@ -45,6 +56,10 @@ def status_of(
     return compute_status(job, before, observed, at(seconds), export_uri="s3://bucket/runs/export")
 
 
+def condition(status: SFTJobStatus, kind: str) -> Condition:
+    return next(item for item in status.conditions if item.type == kind)
+
+
 def held(status: SFTJobStatus) -> dict[str, str]:
     """Reasons of the conditions that hold."""
     return {item.type: item.reason for item in status.conditions if item.status == "True"}
@@ -60,6 +75,12 @@ def checkpoints(step: int, attempt: int = 1) -> CheckpointsStatus:
     return CheckpointsStatus(latest=checkpoint(step, attempt), kept=[checkpoint(step, attempt)])
 
 
+def in_vain(seconds: float, pod_uid: str = "pod-0") -> Unanswered:
+    return Unanswered(pod_uid, at(seconds))
+
+
+OLD = report(training(5), received=-90)
+LONG_READY = (make_pod(0, ready_since=-90), make_pod(1))
 PENDING = (make_pod(0, phase="Pending"), make_pod(1, phase="Pending"))
 UNREADY = (make_pod(0), make_pod(1, ready=False))
 NO_ROOM = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
@@ -69,11 +90,15 @@ LOST = (make_pod(0), make_pod(1, phase="Failed", exit_code=30, conditions=disrup
 BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DATA_ERROR, 0, message="no column x"))
 
 
+MISFIT = report(training(0, phase=Phase.WAITING), version_mismatch="pod 0 has version a; pod 1 has version b")
+
+
 @pytest.mark.parametrize(
     ("observed", "previous", "spec", "state", "reason"),
     [
         # On the way
         (Observed(), None, {}, "Preparing", "CreatingJob"),
+        (Observed(earlier_pods=(make_pod(0, deletion=-5),)), None, {}, "Preparing", "EarlierPods"),
         (Observed(refusal=Refusal("Job", 403, "denied by policy", NOW)), None, {}, "Preparing", "Refused"),
         (Observed(refusal=Refusal("Job", 409, "taken", NOW)), None, {}, "Preparing", "NameTaken"),
         (running(job=make_child(suspend=True, queue="gpus"), pods=()), None, {}, "Queued", "WaitingForQueue"),
@@ -84,13 +109,21 @@ BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DA
         (running(pods=NO_IMAGE), None, {}, "Starting", "ImagePull"),
         (running(pods=UNREADY), None, {}, "Starting", "PodsNotReady"),
         (running(), None, {}, "Starting", "PodsReady"),
-        (running(pods=(make_pod(0, ready_since=-90), make_pod(1))), None, {}, "Starting", "NoProgressReport"),
+        (running(pods=LONG_READY, unanswered=in_vain(-61)), None, {}, "Starting", "NoProgressReport"),
+        # Asked for a moment only, not at all, or it was another pod that did not answer.
+        (running(pods=LONG_READY, unanswered=in_vain(-59)), None, {}, "Starting", "PodsReady"),
+        (running(pods=LONG_READY), None, {}, "Starting", "PodsReady"),
+        (running(pods=LONG_READY, unanswered=in_vain(-99, "old")), None, {}, "Starting", "PodsReady"),
+        (running(unanswered=in_vain(-99)), None, {}, "Starting", "PodsReady"),
         (running(report=report(training(0, phase=Phase.TOKENIZING))), None, {}, "Starting", "Tokenizing"),
+        (running(report=MISFIT), TRAINED, {}, "Recovering", "VersionMismatch"),
         # At work
         (running(report=report(training(5))), None, {}, "Running", "Training"),
         (running(report=report(training(5, phase=Phase.SAVING))), None, {}, "Running", "Saving"),
         (running(report=report(training(5)), pods=UNREADY), None, {}, "Running", "Training"),
-        (running(report=report(training(5), received=-90)), TRAINED, {}, "Running", "NoProgressReport"),
+        (running(report=OLD, unanswered=in_vain(-61)), TRAINED, {}, "Running", "NoProgressReport"),
+        (running(report=OLD, unanswered=in_vain(-59)), TRAINED, {}, "Running", "Training"),
+        (running(report=OLD), TRAINED, {}, "Running", "Training"),
         # Interrupted
         (running(report=report(training(5)), pods=LOST), TRAINED, {}, "Recovering", "PodsMissing"),
         (running(pods=UNPLACED), TRAINED, {}, "Recovering", "Unschedulable"),
@@ -156,6 +189,7 @@ def test_states(
         (Observed(), {}, {"Accepted", "Reconciling"}),
         (running(pods=UNPLACED), {}, {"Accepted", "Reconciling"}),
         (running(pods=NO_IMAGE), {}, {"Accepted", "Stalled"}),
+        (running(report=MISFIT), {}, {"Accepted", "Stalled"}),
         (running(report=report(training(5))), {}, {"Accepted", "Running"}),
         (running(job=make_child(suspend=True), pods=()), {"suspend": True}, {"Accepted", "Suspended"}),
         (running(job=make_child(conditions={"Complete": ("", "")})), {}, {"Accepted", "Complete"}),
@@ -164,6 +198,11 @@ def test_states(
 )
 def test_conditions_as_kstatus_reads_them(observed: Observed, spec: dict[str, Any], expected: set[str]) -> None:
     assert held(status_of(observed, **spec)).keys() == expected
+
+
+def test_pods_of_two_versions_are_told_in_the_trainers_own_words() -> None:
+    status = status_of(running(report=MISFIT), TRAINED)
+    assert status.message.startswith("pod 0 has version a; pod 1 has version b")
 
 
 def test_a_change_that_is_refused_is_told_and_the_state_stays_true() -> None:
@@ -255,6 +294,20 @@ def test_checkpoints_stay_known_while_a_new_attempt_has_none_to_tell() -> None:
     assert second.steps_at_risk == 1
 
 
+def test_the_picture_of_the_losses_stays_known_and_last_words_may_be_the_first_to_name_it() -> None:
+    drawn = status_of(running(report=report(training(57, curve_uri="s3://b/curve.svg"))))
+    again = status_of(running(report=report(training(58, attempt=2, resumed_from_step=57))), drawn)
+    assert again.progress
+    assert again.progress.curve == "s3://b/curve.svg"
+
+    end = words(None, 100, curve_uri="s3://b/curve.svg")
+    pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
+    done = running(job=make_child(conditions={"Complete": ("", "")}), pods=pods)
+    short = status_of(done, status_of(running(report=report(training(80)))), seconds=12)
+    assert short.progress
+    assert short.progress.curve == "s3://b/curve.svg"
+
+
 def test_a_finished_run_is_told_by_its_last_words() -> None:
     end = words(None, 100, checkpoints_uri="s3://b/checkpoints", checkpoints=committed_at(100, 60), loss=0.5)
     pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
@@ -336,7 +389,7 @@ def test_the_plan_is_shown_from_the_start() -> None:
 
 
 def test_a_spec_that_cannot_be_run_is_refused_and_not_final() -> None:
-    status = refused_status(3, SFTJobStatus(), "InvalidSpec", "spec.data.train[0].uri: bad", NOW, runs=False)
+    status = refused_status(3, SFTJobStatus(), "InvalidSpec", "spec.data.train[0].uri: bad", NOW)
     accepted = status_of(running(report=report(training(5))), status)
 
     assert status.state == "Failed"
@@ -347,19 +400,64 @@ def test_a_spec_that_cannot_be_run_is_refused_and_not_final() -> None:
     assert held(accepted).keys() == {"Accepted", "Running"}
 
 
-def test_a_running_job_is_left_alone_when_its_spec_is_no_longer_understood() -> None:
+def unreadable(**spec: Any) -> Terms:
+    """Terms of a spec that the operator cannot read as a whole."""
+    return lenient_terms(job_manifest(invented=1, **spec), make_child(), "spec.invented: no such field")
+
+
+def test_a_run_whose_spec_is_no_longer_understood_is_followed_to_its_end() -> None:
     before = status_of(running(report=report(training(5))))
 
-    status = refused_status(1, before, "InvalidSpec", "words", NOW, runs=True)
+    trains = follow(unreadable(), before, running(report=report(training(9))), at(9))
+    done = running(job=make_child(conditions={"Complete": ("", "")}), pods=(DONE, DONE))
+    complete = follow(unreadable(), trains, done, at(20))
+    failed = follow(unreadable(), trains, running(job=make_child(conditions={"Failed": ("Odd", "so it is")})), at(20))
 
-    assert status.state == "Running"
-    assert held(status).keys() == {"Running", "Stalled"}
+    assert trains.state == "Running"
+    assert trains.progress
+    assert trains.progress.step == 9
+    assert held(trains) == {"Running": "Training", "Stalled": "InvalidSpec"}
+    assert "spec.invented: no such field" in trains.message
+    assert "spec.invented: no such field" in condition(trains, "Accepted").message
+    assert held(complete).keys() == {"Complete"}
+    assert complete.completion_time
+    assert condition(complete, "Accepted").reason == "InvalidSpec"
+    assert held(failed) == {"Failed": "Odd", "Stalled": "Odd"}
+
+
+def test_another_trouble_of_such_a_run_is_told_first() -> None:
+    status = follow(unreadable(), TRAINED, running(pods=NO_IMAGE), NOW)
+
+    assert held(status)["Stalled"] == "ImagePull"
+    assert status.message.index("ImagePullBackOff") < status.message.index("spec.invented")
+
+
+@pytest.mark.parametrize(
+    ("spec", "suspend", "deadline", "restarts"),
+    [
+        ({"suspend": True, "runPolicy": {"activeDeadlineSeconds": 90, "maxRestarts": 3}}, True, 90, 3),
+        ({"runPolicy": {}}, False, None, 10),
+        # What cannot be read of the few leaves the Job as it is.
+        ({"suspend": "yes", "runPolicy": {"activeDeadlineSeconds": "1h", "maxRestarts": -1}}, False, 600, 10),
+        ({"runPolicy": {"activeDeadlineSeconds": 10**30, "maxRestarts": True}}, False, 600, 10),
+        ({"runPolicy": ["strange"]}, False, None, 10),
+    ],
+)
+def test_a_few_fields_of_such_a_spec_still_count(
+    spec: dict[str, Any], suspend: bool, deadline: int | None, restarts: int
+) -> None:
+    child = replace(make_child(), nodes=7, active_deadline_seconds=600)
+
+    terms = lenient_terms(job_manifest(**spec), child, "words")
+
+    assert (terms.uid, terms.generation, terms.nodes) == ("sft-uid", 1, 7)
+    assert (terms.suspend, terms.active_deadline_seconds, terms.max_restarts) == (suspend, deadline, restarts)
 
 
 def test_a_status_written_by_a_newer_version_is_read_as_far_as_it_is_understood() -> None:
     status = read_status({"status": {"state": "Running", "attempt": 2, "invented": {"a": 1}, "progress": {"new": 1}}})
 
-    assert (status.state, status.attempt, status.progress) == ("Running", 2, None)
+    assert (status.state, status.attempt, status.progress) == ("Running", 2, ProgressStatus())
     assert read_status({}) == SFTJobStatus()
 
 
@@ -448,13 +546,41 @@ def test_what_keeps_crashing_says_why_while_it_does_not_run() -> None:
     waiting = status_of(running(pods=(crashed,)), started, seconds=21)
     still = status_of(running(pods=()), waiting, seconds=300)
 
+    assert "the Job controller waits another 10 s before it replaces index 0" in waiting.message
+    assert "0 of 2 pods exist" in still.message
     for status in (waiting, still):
         assert status.state == "Starting"
-        assert "0 of 2 pods exist" in status.message
         assert "WorkerCrashed: pod tulu-0-aaaaa" in status.message
         assert "No module named 'mine'" in status.message
         condition = next(item for item in status.conditions if item.type == "Running")
         assert condition.message == status.message
+
+
+@pytest.mark.parametrize(
+    ("told", "previous"),
+    [
+        (training(5), TRAINED),
+        (training(5, phase=Phase.SAVING, phase_detail="step 5"), TRAINED),
+        (training(0, phase=Phase.TOKENIZING, phase_detail="3 of 9 files"), None),
+        (training(5, attempt=2, phase=Phase.LOADING), TRAINED),
+    ],
+)
+def test_an_operator_that_has_not_asked_yet_takes_nothing_back(told: Any, previous: SFTJobStatus | None) -> None:
+    before = status_of(running(report=report(told)), previous)
+
+    # When another one looks for the first time, a day later
+    after = status_of(running(pods=LONG_READY), before, seconds=86400)
+
+    assert (after.state, after.message, held(after)) == (before.state, before.message, held(before))
+    assert condition(after, "Running") == condition(before, "Running")
+
+
+def test_since_when_nobody_answered_is_what_was_tried() -> None:
+    before = status_of(running(report=report(training(5))), TRAINED)
+
+    after = status_of(running(unanswered=in_vain(100)), before, seconds=200)
+
+    assert after.message == f"the supervisor of index 0 has not answered since {stamp(100)}"
 
 
 def test_what_a_run_has_overcome_is_not_told_again() -> None:

@@ -118,6 +118,55 @@ def test_pods_that_cannot_be_created(message: str, reason: str, stalled: bool) -
     assert message in trouble.message
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Error creating: Post "https://127.0.0.1:6443/api": dial tcp 127.0.0.1:6443: connect: connection refused',
+        "Error creating: etcdserver: leader changed",
+        "Error creating: Timeout: request did not complete within requested timeout - context deadline exceeded",
+        "Error creating: the server is currently unable to handle the request (post pods)",
+        'Error creating: Post "https://10.0.0.1:443/api/v1/namespaces/team/pods": EOF',
+        'Operation cannot be fulfilled on resourcequotas "q": the object has been modified; please apply your changes',
+    ],
+)
+def test_an_api_server_that_was_away_refuses_nothing(message: str) -> None:
+    warning = Warning("Job/tulu", "FailedCreate", message, at(-1))
+
+    trouble = find_trouble(running(pods=(), warnings=(warning,)), pods_wanted=2)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == ("PodsMissing", False)
+    assert message in trouble.message
+
+
+def test_a_webhook_that_is_away_does() -> None:
+    message = 'Internal error occurred: failed calling webhook "x.example": dial tcp 10.0.0.9:443: connection refused'
+    warning = Warning("Job/tulu", "FailedCreate", message, at(-1))
+
+    trouble = find_trouble(running(pods=(), warnings=(warning,)), pods_wanted=2)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == ("Refused", True)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ('MountVolume.SetUp failed for volume "config": failed to sync configmap cache: timed out waiting', False),
+        ('MountVolume.SetUp failed for volume "config": object "team"/"tulu-config" not registered', False),
+        ("Unable to attach or mount volumes: unmounted volumes=[claim-0]: timed out waiting for the condition", True),
+        ("mount.nfs: Connection refused", True),
+    ],
+)
+def test_a_kubelet_that_has_not_heard_of_a_volume_yet_is_no_trouble(message: str, told: bool) -> None:
+    pod = make_pod(0, phase="Pending", waiting=("ContainerCreating", ""))
+    warning = Warning(f"Pod/{pod.name}", "FailedMount", message, at(-1))
+
+    trouble = find_trouble(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
+
+    assert (trouble is not None) is told
+
+
 def test_old_creation_trouble_is_over_when_pods_were_created_since() -> None:
     warning = Warning("Job/tulu", "FailedCreate", QUOTA, at(-100))
     observed = running(pods=(make_pod(0, created=-50),), warnings=(warning,))

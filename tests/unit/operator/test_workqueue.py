@@ -177,3 +177,29 @@ def test_nothing_runs_before_it_is_due() -> None:
 
     asyncio.run(scenario())
     assert [later - sooner >= 0.1 for sooner, later in itertools.pairwise(times)] == [True, True]
+
+
+def test_a_key_over_which_the_work_failed_waits_whatever_it_is_added_for() -> None:
+    runs: list[str] = []
+
+    async def work(key: str) -> None:
+        runs.append(key)
+        if key == "bad":
+            raise OverflowError("date value out of range")
+        if key == "away":
+            raise RetryLater(60.0, "the API server cannot answer")
+
+    async def scenario() -> None:
+        queue = make(work)
+        task = asyncio.create_task(queue.run())
+        for _ in range(40):
+            for key in ("bad", "away", "good"):
+                queue.add(key)
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert runs.count("bad") <= 2, "half a second at least lies between two tries"
+    assert runs.count("away") > 2, "news may mean that the server answers again"
+    assert runs.count("good") > 2

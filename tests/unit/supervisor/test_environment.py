@@ -20,6 +20,7 @@ SETTINGS = Settings(
     termination_log=None,
     module="sft_trainer",
     preload=(),
+    check=None,
     lost_after=10.0,
     max_restarts=10,
     progress_deadline_seconds=None,

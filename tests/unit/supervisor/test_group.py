@@ -1,14 +1,19 @@
 """The table of members: every way in which a group starts, ends, and starts again."""
 
+import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import TrainingProgress
-from sft_trainer.supervisor.group import TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, Group
+from sft_api.progress import Phase, TrainingProgress
+from sft_trainer.supervisor import group as judge
+from sft_trainer.supervisor.group import TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS, Group
 from sft_trainer.supervisor.ledger import Ledger
-from sft_trainer.supervisor.protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from sft_trainer.supervisor.protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, PodActivity, Report
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = 30.0
@@ -17,14 +22,14 @@ GRACE = 30.0
 class World:
     """A group with members that obey at once, unless a test says otherwise."""
 
-    def __init__(self, size: int, *, max_restarts: int = 10) -> None:
+    def __init__(self, size: int, *, max_restarts: int = 10, lost_after: float = 10.0) -> None:
         self.now = 0.0
         self.ports = 20_000
         self.group = Group(
             size=size,
             incarnation="one",
             grace_seconds=GRACE,
-            lost_after=10.0,
+            lost_after=lost_after,
             ledger=Ledger(run="one", max_restarts=max_restarts, jitter=lambda: 0.5),
             new_generation=self.new_generation,
             wall_clock=lambda: START + timedelta(seconds=self.now),
@@ -225,6 +230,126 @@ def test_the_replaced_pod_is_sent_away_and_changes_nothing(running: World) -> No
     assert running.group.order_for(running.reports[2]).kind is OrderKind.RUN
 
 
+def steps(world: World, step: int, phase: Phase = Phase.TRAINING) -> None:
+    """Rank 0 reports ``step``."""
+    world.group.observe(TrainingProgress(phase=phase, step=step, median_step_seconds=1.0), world.now)
+
+
+def test_a_pod_that_is_not_heard_is_not_lost_while_steps_are_made(running: World) -> None:
+    # No rank makes a step without the others.
+    for step in range(1, 10):
+        steps(running, step)
+        running.passes(9.0, 1)
+    assert running.kind is OrderKind.RUN
+    # The last step was nine seconds ago.
+    running.passes(2.0, 1)
+    assert running.kind is OrderKind.IDLE
+    assert running.group.waiting_for == [1]
+
+
+def test_reports_without_a_step_are_no_proof_of_life_of_others(running: World) -> None:
+    for second in range(11):
+        steps(running, 7, Phase.SAVING if second % 2 else Phase.TRAINING)
+        running.passes(1.0, 1)
+    assert running.kind is OrderKind.IDLE
+
+
+def test_each_of_many_pods_is_lost_in_its_own_time() -> None:
+    world = World(40)
+    world.obey()
+    lost: list[int] = []
+    for node in range(1, 40, 13):
+        world.passes(3.0, *lost)
+        lost.append(node)
+    world.passes(4.0, *lost)
+    assert world.kind is OrderKind.RUN
+    world.passes(1.0, *lost)
+    assert world.kind is OrderKind.IDLE
+    assert world.group.waiting_for == [1]
+    world.passes(3.0, *lost)
+    assert world.group.waiting_for == [1, 14]
+    world.passes(3.0, *lost)
+    assert world.group.waiting_for == [1, 14, 27]
+
+
+def test_once_asked_to_stop_a_pod_that_is_not_heard_is_lost_sooner() -> None:
+    world = World(2, lost_after=60.0)
+    world.obey()
+    steps(world, 5)
+    world.say(0, stopping=True)
+    world.passes(9.0, 1)
+    assert world.kind is OrderKind.RUN
+    world.passes(2.0, 1)
+    assert world.kind is OrderKind.IDLE
+    world.obey(0)
+
+    assert world.group.ledger.incidents[0].message == "pod 1 was not heard for 10 s"
+
+
+def test_but_what_is_being_saved_is_waited_for() -> None:
+    world = World(2, lost_after=60.0)
+    world.obey()
+    steps(world, 5)
+    world.say(0, stopping=True)
+    steps(world, 5, Phase.SAVING)
+    world.passes(59.0, 1)
+    assert world.kind is OrderKind.RUN
+
+
+def test_any_worker_of_the_generation_that_runs_gives_a_sign_of_life(running: World) -> None:
+    running.passes(100.0)
+    said = PodActivity(phase=Phase.TOKENIZING, detail="1/2 rows", silent_seconds=30.0)
+    running.say(2, activity=said)
+    assert running.group.sign_of_life == 70.0
+    running.passes(50.0)
+    assert running.group.sign_of_life == 120.0
+    # What those of an earlier generation do is of no interest.
+    running.say(2, running=19_999, activity=said)
+    assert running.group.sign_of_life == 120.0
+
+
+def work(action: Callable[[], object]) -> int:
+    """Lines that are executed in the judge's module."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != judge.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("situation", ["gathering", "running", "leaving", "ending"])
+def test_a_report_costs_the_same_in_a_large_group(situation: str) -> None:
+    def cost(size: int) -> int:
+        world = World(size)
+        most = size - 2
+        if situation == "gathering":
+            world.obey(*range(most))
+        else:
+            world.obey()
+        if situation == "leaving":
+            for node in range(most):
+                world.ends(node, FailureClass.INTERRUPTED)
+        if situation == "ending":
+            world.ends(0, FailureClass.HANG)
+            world.obey(*range(most))
+        world.now += 1.0
+        return work(lambda: world.say(most))
+
+    small, large = cost(8), cost(512)
+    assert small > 5
+    assert large <= small + 3
+
+
 def test_a_silent_pod_is_lost_after_ten_seconds(running: World) -> None:
     running.passes(9.0, 1)
     assert running.kind is OrderKind.RUN
@@ -397,6 +522,38 @@ def test_index_0_does_not_wait_for_ever(running: World, failure: FailureClass | 
     assert running.kind is OrderKind.EXIT
     assert not running.group.everyone_told(running.now + patience)
     assert running.group.everyone_told(running.now + patience + 1)
+
+
+def test_index_0_that_is_asked_to_stop_does_not_wait_for_a_lost_pod(running: World) -> None:
+    for node in range(3):
+        running.ends(node)
+    running.say(1, received=running.group.order.id, leaving=True)
+    assert not running.group.everyone_told(running.now, stopping=True)
+    assert running.group.everyone_told(running.now + TELL_STOPPED_SECONDS + 1, stopping=True)
+    assert not running.group.everyone_told(running.now + TELL_STOPPED_SECONDS + 1)
+
+
+def test_a_pod_of_another_version_is_no_member_and_takes_the_place_of_the_one_before(running: World) -> None:
+    stranger = World.report(1, "another").model_copy(update={"version": "b"})
+    # Whoever cannot show that it belongs here replaces nobody.
+    running.group.refuse(stranger, running.now, replaces=False)
+    running.obey()
+    assert running.kind is OrderKind.RUN
+    assert running.group.misfits(running.now) == {}
+
+    running.group.refuse(stranger, running.now, replaces=True)
+    running.obey(0, 2)
+    assert running.incidents == [(FailureClass.PEER_LOST, True)]
+    assert (running.group.misfits(running.now), running.group.waiting_for) == ({1: "b"}, [1])
+    # It is forgotten when it has gone, or when one comes that fits.
+    running.passes(9.0, 1)
+    assert running.group.misfits(running.now) == {1: "b"}
+    running.passes(2.0, 1)
+    assert running.group.misfits(running.now) == {}
+    running.group.refuse(stranger, running.now, replaces=True)
+    running.replace(1, "fits")
+    running.obey()
+    assert (running.kind, running.group.misfits(running.now)) == (OrderKind.RUN, {})
 
 
 def test_reports_of_an_old_generation_change_nothing(running: World) -> None:

@@ -15,6 +15,8 @@ Talk = Callable[[int], Awaitable[None]]
 async def echo(request: Request) -> Response:
     if request.path == "/slow":
         await asyncio.sleep(30)
+    if request.path == "/stranger":
+        return Response(409, b"", close=True)
     content = {"method": request.method, "path": request.path, "body": request.body.decode()}
     return Response(200, json.dumps(content).encode(), "application/json")
 
@@ -88,6 +90,15 @@ def test_a_client_gives_up_in_time_and_connects_anew() -> None:
         with pytest.raises(TimeoutError):
             await client.post("/slow", b"", 0.05)
         assert (await client.post("/", b"", 5)).status == 200
+
+    with_server(talk)
+
+
+def test_who_is_refused_for_good_is_cut_off() -> None:
+    async def talk(port: int) -> None:
+        answer = await raw(port, b"GET /stranger HTTP/1.1\r\n\r\nGET /a HTTP/1.1\r\n\r\n")
+        assert "Connection: close" in answer
+        assert answer.count("HTTP/1.1") == 1
 
     with_server(talk)
 

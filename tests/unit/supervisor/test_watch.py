@@ -65,11 +65,37 @@ def test_other_phases_have_longer_and_any_report_counts() -> None:
     )
 
 
-def test_a_slow_phase_has_four_deadlines() -> None:
-    watch = ProgressWatch(1000)
+def test_a_deadline_that_is_longer_holds_in_a_slow_phase_too() -> None:
+    watch = ProgressWatch(4000)
     watch.observe(report(Phase.TOKENIZING), 0)
     assert watch.observe(report(Phase.TOKENIZING), 4000) is None
     assert watch.observe(report(Phase.TOKENIZING), 4001) is not None
+
+
+def test_a_start_that_hangs_ends_when_the_api_says() -> None:
+    # 1,800 s to the first step, whatever phase it hangs in.
+    for first in (None, report(Phase.LOADING, 0, median=None), report(Phase.WAITING, 0, median=None)):
+        watch = ProgressWatch(None)
+        watch.observe(first, 0)
+        assert watch.observe(first, 1800) is None
+        assert watch.observe(first, 1801) is not None
+
+
+def test_what_any_worker_says_is_a_sign_of_life_while_rank_0_waits_for_it() -> None:
+    watch, waiting = ProgressWatch(None), report(Phase.WAITING, 0, median=None)
+    for now in range(0, 20_000, 1000):
+        assert watch.observe(waiting, now, sign_of_life=now - 10) is None
+    # Then it falls silent as well.
+    assert watch.observe(waiting, 20_700, sign_of_life=18_990) is None
+    assert watch.observe(waiting, 20_800, sign_of_life=18_990) == (
+        "nothing new for 1810 s in phase Waiting (the limit is 1800 s)"
+    )
+
+
+def test_while_training_only_a_step_is_a_sign_of_life() -> None:
+    watch = ProgressWatch(60)
+    watch.observe(report(Phase.TRAINING), 0)
+    assert watch.observe(report(Phase.TRAINING), 61, sign_of_life=61) is not None
 
 
 def test_back_in_training_the_time_starts_again() -> None:
@@ -85,7 +111,7 @@ def test_workers_that_never_report() -> None:
     watch = ProgressWatch(60)
     watch.observe(None, 0)
     assert watch.observe(None, 1800) is None
-    assert watch.observe(None, 7201) == "the workers reported nothing for 7201 s after their start"
+    assert watch.observe(None, 1801) == "the workers reported nothing for 1801 s after their start"
 
 
 def test_a_reset_forgets() -> None:

@@ -1,7 +1,10 @@
 """The chunked loss against plain cross-entropy: value and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_trainer import loss as loss_module
 
@@ -45,8 +48,35 @@ def test_the_scale_of_the_loss_is_not_rounded(monkeypatch: pytest.MonkeyPatch, d
     assert torch.equal(scaled, (unscaled.double() * scale.double()).float().to(dtype))
 
 
-def test_no_gradients_are_computed_when_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 1)
-    with torch.no_grad():
-        value = loss_module.linear_cross_entropy_sum(torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 2]))
-    assert value.item() == pytest.approx(3 * torch.log(torch.tensor(5.0)).item())
+class _Products(TorchDispatchMode):
+    """Counts products of matrices, and remembers the largest tensors that are made besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        if isinstance(result, torch.Tensor) and func not in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
+            self.shapes.add(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_an_evaluation_does_no_work_for_gradients(monkeypatch: pytest.MonkeyPatch, evaluates: bool) -> None:
+    # Given a head that is trained, and two chunks
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 2 * 5)
+    weight = torch.ones(5, 4, requires_grad=True)
+    hidden = torch.ones(4, 4, requires_grad=not evaluates)
+
+    # When its loss is computed
+    with _Products() as work, torch.set_grad_enabled(not evaluates):
+        value = loss_module.linear_cross_entropy_sum(hidden, weight, torch.tensor([0, 1, 2, 3]))
+
+    # Then without gradients it takes one product a chunk, not three, and no room for a gradient of the head
+    assert value.item() == pytest.approx(4 * torch.log(torch.tensor(5.0)).item())
+    assert work.products == (2 if evaluates else 6)
+    assert ((5, 4) in work.shapes) == (not evaluates)
+    assert value.requires_grad == (not evaluates)

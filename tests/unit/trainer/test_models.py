@@ -55,7 +55,7 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
 
 
 def build(path: Path, **training: Any) -> Any:
-    job = manifest(path, path / "store", model={"uri": f"file://{path}"}, training=training)
+    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training)
     model = build_model(resolve(job), build_on_meta(path), torch.device("cpu"))
     load_weights(model, path)
     return model

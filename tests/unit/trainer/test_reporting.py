@@ -1,5 +1,6 @@
 """Long work outside of training shows that it lives: a report at most once a second, whatever is being done."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def test_signs_of_life_are_published_at_most_once_a_second(tmp_path: Path, monke
         details.append(written(tmp_path).phase_detail)
         clock[0] += 0.25
     assert list(dict.fromkeys(details)) == [f"{done}/30 tensors" for done in range(0, 30, 4)]
+
+
+@pytest.mark.parametrize(("writes", "kept"), [(True, 2), (False, 0)])
+def test_records_are_kept_by_the_one_that_writes_them(tmp_path: Path, writes: bool, kept: int) -> None:
+    reporter = Reporter(tmp_path, writes=writes)
+    figures = {"loss": 1.0, "gradNorm": 1.0, "learningRate": 1.0, "tokens": 1, "trainedTokens": 1, "epoch": 0.5}
+    for step in (1, 2):
+        reporter.step({"step": step, **figures}, seconds=1.0, processes=1, peak_flops_share=None)
+    reporter.annotate_step(evalLoss=1.5)
+    records = [json.loads(line) for line in reporter.records().splitlines()]
+    assert len(records) == kept
+    assert not kept or (records[-1]["step"], records[-1]["evalLoss"], records[-1]["loss"]) == (2, 1.5, 1.0)
 
 
 def test_work_that_reports_is_not_taken_for_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

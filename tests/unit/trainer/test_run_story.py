@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sft_api.checkpoints import RunState
+from sft_api.report import checkpoints_status
+from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import StopRequested
@@ -18,7 +20,10 @@ from tests.parity.runs import manifest, resolve
 
 
 class Story(Trainer):
-    """Writes down what it does. ``events`` of a step: stop, timer (everySeconds is over), skip (not finite)."""
+    """Writes down what it does.
+
+    ``events`` of a step: stop, timer (everySeconds is over), skip (not finite), upload (of the last save goes on).
+    """
 
     def __init__(self, folder: Path, events: dict[int, str], **sections: Any) -> None:
         sections = {"training": {"steps": 6}, **sections}
@@ -28,13 +33,17 @@ class Story(Trainer):
         super().__init__(resolve(job), ranks, folder)  # type: ignore[arg-type]
         self.events = events
         self.told: list[str] = []
-        self.saving = SimpleNamespace(publish_status=lambda: None)  # type: ignore[assignment]
+        self.saving = SimpleNamespace(  # type: ignore[assignment]
+            publish_status=lambda: None, settle=lambda: self.told.append("settle")
+        )
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
 
     def _open_store(self) -> None: ...
 
     def _prepare(self) -> Any:
         return self.prepared
+
+    def _compare(self) -> None: ...
 
     def _build(self) -> None: ...
 
@@ -45,8 +54,10 @@ class Story(Trainer):
     def _train_step(self) -> tuple[bool, bool]:
         self.step += 1
         event = self.events.get(self.step)
-        self._skipped_in_a_row = int(event == "skip")
-        return event == "stop", event == "timer"
+        skipped = event in ("skip", "skip and stop")
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._save_in_flight = event in ("upload", "stop")
+        return event in ("stop", "skip and stop"), event == "timer"
 
     def _evaluate(self) -> None:
         if self._evaluated_at != self.step:
@@ -90,11 +101,36 @@ def test_an_evaluation_is_saved_where_the_best_checkpoints_are_kept(tmp_path: Pa
     ]
 
 
+def test_a_save_is_put_off_while_the_last_one_is_being_uploaded(tmp_path: Path) -> None:
+    events = {2: "upload", 3: "upload"}
+    assert told(tmp_path, events, checkpoint={"everySteps": 2}) == ["save 4", "evaluate 6", "save 6 at the end"]
+    # But not the one of what may be the best, nor the last one.
+    training = {"steps": 6, "evaluation": {"everySteps": 3}}
+    checkpoint = {"keep": {"best": 1}}
+    assert told(tmp_path, {3: "upload", 6: "upload"}, training=training, checkpoint=checkpoint) == [
+        *("evaluate 3", "save 3"),
+        *("evaluate 6", "save 6 at the end"),
+    ]
+
+
 def test_what_stops_is_saved_once(tmp_path: Path) -> None:
     story = Story(tmp_path, {4: "stop"}, checkpoint={"everySteps": 2})
     with pytest.raises(StopRequested, match="stopped after step 4"):
         story.run()
     assert story.told == ["save 2", "save 4 at the end"]
+
+
+def test_a_stop_after_skipped_steps_leaves_the_last_good_checkpoint_the_newest(tmp_path: Path) -> None:
+    story = Story(tmp_path, {3: "skip", 4: "skip and stop"}, checkpoint={"everySteps": 2})
+    saved = CheckpointStatus(
+        step=2, attempt=1, uri="file:///x", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True
+    )
+    story.reporter.update(checkpoints=checkpoints_status([saved]))
+    with pytest.raises(
+        StopRequested, match=r"4, which is not saved: .* last 2 steps .* the checkpoint of step 2 is kept"
+    ):
+        story.run()
+    assert story.told == ["save 2", "settle"]
 
 
 def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:

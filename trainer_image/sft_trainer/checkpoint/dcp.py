@@ -46,6 +46,8 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 T = TypeVar("T")
 Commit = Callable[[tuple[StoredFile, ...], dict[str, StoredTensor]], None]
+OnBytes = Callable[[int], None]
+"""Told, by any thread, how many bytes more were written or read."""
 
 # Without a process group torch warns at every save and load; running alone is intended then.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -62,8 +64,9 @@ class _Written:
 class StoreWriter(StorageWriter):
     """Streams each rank's items into a few files; ``commit`` runs on rank 0 once every rank is done."""
 
-    def __init__(self, store: Store, prefix: str, commit: Commit) -> None:
+    def __init__(self, store: Store, prefix: str, commit: Commit, on_bytes: OnBytes = lambda count: None) -> None:
         super().__init__()
+        self._on_bytes = on_bytes
         self._store = store
         self._prefix = prefix
         self._commit = commit
@@ -124,6 +127,7 @@ class StoreWriter(StorageWriter):
                 for block in _blocks(tensor):
                     digest.update(block)
                     stream.write(block)
+                    self._on_bytes(block.nbytes)
                 stored.append((item, _stored_item(item, name, offset, stream.tell() - offset, digest.hexdigest())))
         file = StoredFile(name=name, size=stream.size, sha256=stream.sha256)
         return [WriteResult(item.index, entry.length, _Written(entry, file)) for item, entry in stored]
@@ -208,8 +212,9 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 class StoreReader(StorageReader):
     """Reads the items that a rank needs, several at a time, each checked before it is used."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: Store, manifest: Manifest, on_bytes: OnBytes = lambda count: None) -> None:
         super().__init__()
+        self._on_bytes = on_bytes
         self._store = store
         self._prefix = manifest.id.prefix
         self._listed = {file.name for file in manifest.files}
@@ -283,6 +288,7 @@ class StoreReader(StorageReader):
             raise CheckpointCorruptError(
                 f"{key}: bytes {item.offset} to {item.offset + item.length} of {name!r} do not match their digest"
             )
+        self._on_bytes(len(raw))
         return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(item.sizes)
 
     @classmethod
@@ -329,14 +335,18 @@ def save_tensors(planner: TensorSavePlanner, writer: StoreWriter, group: dist.Pr
 
 
 def load_tensors(
-    state_dict: dict[str, torch.Tensor], store: Store, manifest: Manifest, group: dist.ProcessGroup | None
+    state_dict: dict[str, torch.Tensor],
+    store: Store,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+    on_bytes: OnBytes = lambda count: None,
 ) -> None:
     """Fill the tensors of ``state_dict`` in place. Collective over ``group``; None runs alone.
 
     Raises the same error on every rank: CheckpointCorruptError when bytes are damaged (the tensors are
     undefined then), ConfigError when the state does not fit, storage errors otherwise.
     """
-    reader = StoreReader(store, manifest)
+    reader = StoreReader(store, manifest, on_bytes)
     _agreed(
         lambda: load(
             state_dict,

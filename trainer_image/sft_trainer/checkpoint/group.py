@@ -30,6 +30,13 @@ class CheckpointGroup:
         self.rank = dist.get_rank() if distributed else 0
         self.size = dist.get_world_size() if distributed else 1
 
+    def gathered(self, value: T) -> list[T]:
+        """The ``value`` of every rank, on every rank."""
+        values: list[T] = [value] * self.size
+        if self.handle is not None:
+            dist.all_gather_object(values, value, group=self.handle)
+        return values
+
     def on_rank_zero(self, compute: Callable[[], T]) -> T:
         """The result of ``compute``, which runs on rank 0 only. Its error is raised on every rank."""
         answer: list[T | _Failure | None] = [None]

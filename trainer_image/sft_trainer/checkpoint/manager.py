@@ -9,7 +9,7 @@ steps, so a stale attempt may still commit in between; as the newest checkpoint 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -29,7 +29,7 @@ from sft_trainer.checkpoint.errors import (
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.planner import TensorSavePlanner
 from sft_trainer.checkpoint.protocol import Protocol
-from sft_trainer.checkpoint.staging import HostStaging
+from sft_trainer.checkpoint.staging import HostStaging, Room, no_room
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import TrainingError
 
@@ -70,11 +70,18 @@ class CheckpointManager:
 
     Constructed by every rank, after the process group exists or without one. ``claim_attempt`` comes first.
     Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
-    ``timeout`` bounds how long ranks wait for the slowest one's upload.
+    ``timeout`` bounds how long ranks wait for the slowest one's upload. ``on_bytes`` is told, by any thread, how many
+    bytes of this rank's tensors were written or read since it was called last.
     """
 
     def __init__(
-        self, store: Store, device: torch.device | None = None, timeout: timedelta = timedelta(hours=1)
+        self,
+        store: Store,
+        device: torch.device | None = None,
+        timeout: timedelta = timedelta(hours=1),
+        on_bytes: Callable[[int], None] = lambda count: None,
+        on_warning: Callable[[str], None] = lambda message: None,
+        available_memory: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.store = store
         self.attempt = 0
@@ -83,7 +90,11 @@ class CheckpointManager:
         self._job_uid = ""
         self._group = CheckpointGroup(timeout)
         self._protocol = Protocol(store)
+        self._on_bytes = on_bytes
         self._staging = HostStaging(device or torch.device("cpu"))
+        self._on_warning = on_warning
+        self._available_memory = available_memory
+        self._told_no_room = False
         self._in_flight: _InFlight | None = None
         self._unreported: SaveOutcome | None = None
         self._superseded: AttemptSupersededError | None = None
@@ -122,7 +133,7 @@ class CheckpointManager:
         """
         while True:
             try:
-                load_tensors(state_dict, choice.store, choice.manifest, self._group.handle)
+                load_tensors(state_dict, choice.store, choice.manifest, self._group.handle, self._on_bytes)
                 return choice
             except CheckpointCorruptError as error:
                 damaged = Skipped(choice.manifest.id.folder, str(error))
@@ -184,7 +195,8 @@ class CheckpointManager:
         Waits for a save that is still in flight. Asynchronous: returns None once the tensors are copied to host
         memory; they may change from then on, and ``poll`` or ``wait`` gives the outcome. Synchronous: streams the
         tensors from where they are, and raises what went wrong. A step that this attempt committed already is not
-        saved again (None). Raises AttemptSupersededError when an earlier save found out about it.
+        saved again (None). Where host memory has no room for the copies on any node, an asynchronous save becomes a
+        synchronous one on all ranks. Raises AttemptSupersededError when an earlier save found out about it.
         """
         self._join()
         if self._superseded is not None:
@@ -192,7 +204,15 @@ class CheckpointManager:
         if step in self._committed:
             return None
         started = time.monotonic()
-        planner = TensorSavePlanner(state_dict, self._staging.copy if asynchronous else None)
+        room = True
+
+        def stage(boxes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            nonlocal room
+            room = self._has_room(boxes)
+            return self._staging.copy(boxes) if room else boxes
+
+        planner = TensorSavePlanner(state_dict, stage if asynchronous else None)
+        asynchronous = asynchronous and room
         stall = time.monotonic() - started
 
         def work() -> SaveOutcome:
@@ -208,6 +228,20 @@ class CheckpointManager:
         if outcome.error is not None:
             raise outcome.error
         return outcome
+
+    def _has_room(self, boxes: Sequence[torch.Tensor]) -> bool:
+        """Whether the copies of ``boxes`` fit into the memory of every node; says once that they do not. Collective."""
+        here = Room.here(self._staging.missing(boxes), self._available_memory())
+        problem = no_room(self._group.gathered(here))
+        if problem and not self._told_no_room:
+            self._told_no_room = True
+            self._on_warning(problem)
+        return not problem
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether this rank still works on an asynchronous save."""
+        return self._in_flight is not None and not self._in_flight.ended
 
     def poll(self) -> SaveOutcome | None:
         """The outcome of an asynchronous save that ended since the last call, else None. Not collective.
@@ -268,7 +302,8 @@ class CheckpointManager:
             )
 
         try:
-            size = save_tensors(planner, StoreWriter(self.store, identity.prefix, commit), self._group.handle)
+            writer = StoreWriter(self.store, identity.prefix, commit, self._on_bytes)
+            size = save_tensors(planner, writer, self._group.handle)
         except Exception as raised:
             error = (
                 raised

@@ -1,8 +1,10 @@
 """Copies of this rank's tensors in host memory, so that training can go on while they are uploaded."""
 
+import contextlib
 import logging
+import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +12,33 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _CUDA_HOST_REGISTER_PORTABLE = 1
+_MARGIN = 1.1
+"""Of what is needed: the uploads take some as well."""
+
+
+class Cuda:
+    """The calls of CUDA that staging makes."""
+
+    def lock(self, block: torch.Tensor) -> int:
+        """Page-lock ``block``; CUDA's error code, 0 when it is locked."""
+        return int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, _CUDA_HOST_REGISTER_PORTABLE))
+
+    def unlock(self, block: torch.Tensor) -> None:
+        """Give up what ``lock`` locked."""
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+    def forget_error(self, device: torch.device) -> None:
+        """Take CUDA's last error, which the next kernel would be blamed for.
+
+        torch has no binding of cudaGetLastError, but calls it after it has launched a kernel: one that does nothing of
+        use raises the error instead.
+        """
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).fill_(0)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the copies."""
+        torch.cuda.synchronize(device)
 
 
 class HostStaging:
@@ -18,46 +47,81 @@ class HostStaging:
     Not for two saves at once: the caller lets one finish before it stages the next.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cuda: Cuda | None = None) -> None:
         self._device = device
+        self._cuda = (cuda or Cuda()) if device.type == "cuda" else None
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._locked = False
+
+    def missing(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes of host memory that ``copy`` would take besides what it holds already."""
+        return max(0, sum(_sizes(tensors)) - self._block.nbytes)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous copies of ``tensors`` in host memory, complete when this returns."""
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        cuda = self._device.type == "cuda"
+        sizes = _sizes(tensors)
         if sum(sizes) > self._block.nbytes:
-            _release(self._block)
-            self._block = torch.empty(0, dtype=torch.uint8)  # frees the old block before the new one is made
-            self._block = _host_memory(sum(sizes), locked=cuda)
+            self._release()
+            self._allocate(sum(sizes))
         copies = []
         start = 0
         for tensor, size in zip(tensors, sizes, strict=True):
             target = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies.append(target.copy_(tensor, non_blocking=True))
             start += size
-        if cuda:
-            torch.cuda.synchronize(self._device)
+        if self._cuda is not None:
+            self._cuda.synchronize(self._device)
         return copies
 
+    def _allocate(self, size: int) -> None:
+        """``size`` bytes, page-locked for CUDA's copies.
 
-def _host_memory(size: int, locked: bool) -> torch.Tensor:
-    """``size`` bytes of host memory, page-locked for CUDA's copies.
-
-    torch's own pinned allocator rounds up to a power of two, up to twice what is needed here.
-    """
-    block = torch.empty(size, dtype=torch.uint8)
-    if locked:
-        code = int(_cuda().cudaHostRegister(block.data_ptr(), size, _CUDA_HOST_REGISTER_PORTABLE))
+        torch's own pinned allocator rounds up to a power of two, up to twice what is needed here.
+        """
+        self._block = torch.empty(size, dtype=torch.uint8)
+        if self._cuda is None:
+            return
+        code = self._cuda.lock(self._block)
+        self._locked = code == 0
         if code != 0:
+            self._cuda.forget_error(self._device)
             logger.warning("Host memory for checkpoints could not be page-locked (CUDA error %d): slower", code)
-    return block
+
+    def _release(self) -> None:
+        """Free the block, before a larger one is made."""
+        if self._cuda is not None and self._locked:
+            self._cuda.unlock(self._block)
+        self._locked = False
+        self._block = torch.empty(0, dtype=torch.uint8)
 
 
-def _release(block: torch.Tensor) -> None:
-    if block.nbytes and block.is_pinned():
-        _cuda().cudaHostUnregister(block.data_ptr())
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
 
 
-def _cuda() -> Any:
-    return torch.cuda.cudart()
+@dataclass(frozen=True)
+class Room:
+    """What a rank needs of its node's memory, in bytes, and what it sees free; None where that cannot be known."""
+
+    node: str
+    needed: int
+    available: int | None
+
+    @classmethod
+    def here(cls, needed: int, available: int | None) -> "Room":
+        return cls(os.uname().nodename, needed, available)
+
+
+def no_room(ranks: Sequence[Room]) -> str:
+    """A sentence when the ranks of any node need more than it has; empty when all fit."""
+    for node in dict.fromkeys(rank.node for rank in ranks):
+        here = [rank for rank in ranks if rank.node == node]
+        needed = sum(rank.needed for rank in here)
+        available = min((rank.available for rank in here if rank.available is not None), default=None)
+        if needed and available is not None and needed * _MARGIN > available:
+            return (
+                "checkpoints are saved while training waits: for a save in the background the state is copied to host "
+                f"memory, which takes {needed / 2**30:.1f} GiB on {node}, and {available / 2**30:.1f} GiB are free; "
+                "raise compute.resources.limits.memory, or set checkpoint.async: false"
+            )
+    return ""

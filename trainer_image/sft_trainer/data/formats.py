@@ -6,7 +6,8 @@ adds where the row stands.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from sft_trainer.errors import DataError
@@ -22,7 +23,25 @@ _FORMATS_KNOWN = (
 )
 # Names under which a message's reasoning is stored; the first is the one that templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_OTHER_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "bing": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    **{role: role for role in ROLES},  # User
+}
+"""Roles of other formats, and what they are called here."""
+_TURNS_ELSEWHERE = ("conversations", "conversation", "dialogue", "dialog", "chat", "turns")
+_QUESTIONS = ("instruction", "prompt", "question", "query")
+_ANSWERS = ("output", "completion", "response", "answer")
+"""What a column of turns, questions or answers is called in other formats."""
 _FLAG_KEYS = ("train", "weight")
+_COLUMNS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,12 @@ class Columns:
     messages: str = "messages"
     tools: str = "tools"
     system: str = "system"
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Those that were asked for by another name than the usual one, by the field of the manifest that says so."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f"{what}Key": name for what, name in chosen.items() if name != getattr(Columns, what)}
 
 
 @dataclass(frozen=True)
@@ -51,15 +76,42 @@ def detect_format(columns: Collection[str], names: Columns) -> Format:
     """The format that ``columns`` belong to. Raises DataError naming them when there is none."""
     if names.messages in columns:
         return "messages"
-    found = ", ".join(sorted(columns)) or "(none)"
     if names.messages != Columns.messages:  # asked for by name: another format would not be what is meant
-        raise DataError(f"no column '{names.messages}', which messagesKey names, found {found}; correct messagesKey")
+        raise _absent("messagesKey", names.messages, columns)
+    found = ", ".join(sorted(columns)) or "(none)"
     if "instruction" in columns and "output" in columns:
         return "alpaca"
-    hint = ""
-    if "conversations" in columns:
-        hint = "; if column 'conversations' holds turns with role and content, set messagesKey: conversations"
-    raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{hint}")
+    raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{_likely(columns)}")
+
+
+def _likely(columns: Collection[str]) -> str:
+    """What to change where names that are common elsewhere tell what the columns hold."""
+    if turns := next((name for name in _TURNS_ELSEWHERE if name in columns), None):
+        return f"; if column '{turns}' holds turns with role and content, set messagesKey: {turns}"
+    question = next((name for name in _QUESTIONS if name in columns), None)
+    answer = next((name for name in _ANSWERS if name in columns), None)
+    if question is None or answer is None:
+        return ""
+    renamed = [(old, new) for old, new in ((question, "instruction"), (answer, "output")) if old != new]
+    return "; if they are text, rename " + " and ".join(f"'{old}' to {new}" for old, new in renamed)
+
+
+def check_named(columns: Collection[str], names: Columns) -> None:
+    """Raises DataError when a column that the manifest names is not among ``columns``, those of all rows together."""
+    for field, name in names.named.items():
+        if name not in columns:
+            raise _absent(field, name, columns)
+
+
+def _absent(field: str, name: str, columns: Collection[str]) -> DataError:
+    known = sorted(columns)
+    more = ", …" if len(known) > _COLUMNS_SHOWN else ""
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return DataError(
+        f"no column '{name}', which {field} names, found {', '.join(known[:_COLUMNS_SHOWN]) or '(none)'}{more}; "
+        f"{hint}correct {field}"
+    )
 
 
 def check_columns(columns: Collection[str], row_format: Format, names: Columns) -> None:
@@ -99,9 +151,24 @@ def _read_alpaca(row: Row) -> list[dict[str, Any]]:
 
 def _read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"column '{column}' must be a list of one turn or more, not {_quoted(value)}")
+        hint = "; write the list itself, not its JSON as text" if str(value).lstrip().startswith("[{") else ""
+        raise DataError(f"column '{column}' must be a list of one turn or more, not {_quoted(value)}{hint}")
     turns = [_read_message(turn, i) for i, turn in enumerate(value)]
     return [message for message, _ in turns], [flag for _, flag in turns]
+
+
+def _role(turn: Mapping[str, Any]) -> str:
+    return f"role {_quoted(turn['role'])}" if "role" in turn else f"no role, only {', '.join(turn) or 'an empty turn'}"
+
+
+def _renaming(turn: Mapping[str, Any]) -> str:
+    """What to rename in a turn of ShareGPT, or of another that is told by its words."""
+    renamed = [(f"'{old}'", new) for old, new in (("from", "role"), ("value", "content")) if old in turn]
+    role = turn.get("role", turn.get("from"))
+    known = _OTHER_ROLES.get(role.lower(), role) if isinstance(role, str) else role
+    if known != role:
+        renamed.append((f"role {role!r}", repr(known)))
+    return "; rename " + ", ".join(f"{old} to {new}" for old, new in renamed) if renamed else ""
 
 
 def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
@@ -110,8 +177,7 @@ def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
         raise DataError(f"{where} must have role and content, not be {_quoted(turn)}")
     role = turn.get("role")
     if role not in ROLES:
-        hint = "; rename 'from' and 'value' to role and content" if "from" in turn else ""
-        raise DataError(f"{where} has role {_quoted(role)}; known are {', '.join(ROLES)}{hint}")
+        raise DataError(f"{where} has {_role(turn)}; known are {', '.join(ROLES)}{_renaming(turn)}")
     message = {key: item for key, item in turn.items() if item is not None and key not in _FLAG_KEYS}
     if "tool_calls" in message:
         message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)

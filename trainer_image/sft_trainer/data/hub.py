@@ -7,21 +7,28 @@ calls do.) Other kinds, such as csv and compressed files, go through ``load_data
 """
 
 import glob
-import re
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from sft_api.splits import Slice
 from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
-from sft_trainer.fetch import OnProgress, disk_cause, disk_error, progress_bar
+from sft_trainer.fetch import OnProgress, disk_cause, disk_error, hub_commit, progress_bar
 
+from .beginning import Beginning, read_beginning
 from .readers import OPENERS, HubRows
 from .source_rows import SourceRows, cut, open_file
-from .splits import Slice, choose
+from .splits import choose
 
 if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_BLOCK = 2**20
 
 
 def open_hub(
@@ -32,43 +39,85 @@ def open_hub(
     Raises DataError (no such data set, subset or split; an unreadable file), AccessDeniedError, StorageFullError (the
     cache's disk), or StorageUnavailableError when the hub does not answer.
     """
-    from datasets import load_dataset_builder
-    from datasets.exceptions import DatasetGenerationError
-    from huggingface_hub import HfApi
-
-    repository, _, revision = source.uri.removeprefix("hf://").partition("@")
-    try:
+    with _hub_errors(source.uri, cache_dir):
         # A branch or tag may point elsewhere tomorrow; the commit is the identity.
-        commit = revision if _COMMIT.fullmatch(revision) else _commit(HfApi(token=token), repository, revision)
-        builder = load_dataset_builder(
-            repository, name=source.subset, revision=commit, token=token, cache_dir=str(cache_dir / "hub-datasets")
-        )
+        repository, commit = hub_commit(source.uri, "dataset", token)
         identity = f"{repository} {commit} {source.subset}"
-        files = _files_of(builder, f"hf://datasets/{repository}@{commit}/")
-        if files is None:
+        files, builder = _files_of(source, repository, commit, cache_dir, token)
+        if builder is not None:
             builder.download_and_prepare()
             slices = choose(source.split, [*builder.info.splits])
             prepared = {s.split: [HubRows(source.uri, builder.as_dataset(split=s.split))] for s in slices}
             return cut(source.uri, identity, prepared, slices)
         slices = choose(source.split, [*files])
         folder = _download(repository, commit, files, slices, token, on_fetch)
-    except DataError as error:
-        raise DataError(f"data source {source.uri}: {error}") from error
-    except (DatasetGenerationError, ValueError) as error:  # a bad file; an unknown subset
-        if disk := disk_cause(error):
-            raise disk_error(disk, cache_dir) from error
-        raise DataError(f"data source {source.uri}: {error.__cause__ or error}") from error
-    except Exception as error:  # the hub's libraries raise many classes, those of their HTTP library among them
-        raise _hub_error(error, source.uri) from error
     readers = {piece.split: [open_file(folder / name) for name in files[piece.split]] for piece in slices}
     return cut(source.uri, identity, readers, slices)
 
 
-def _commit(api: Any, repository: str, revision: str) -> str:
-    return str(api.dataset_info(repository, revision=revision or None).sha)
+def hub_beginning(source: "DataSource", cache_dir: Path, token: str | None) -> Beginning:
+    """The beginning of an ``hf://`` source, without a download. Raises what ``open_hub`` raises."""
+    from huggingface_hub import HfFileSystem, try_to_load_from_cache
+
+    with _hub_errors(source.uri, cache_dir):
+        repository, commit = hub_commit(source.uri, "dataset", token)
+        files, builder = _files_of(source, repository, commit, cache_dir, token)
+        if builder is not None:  # of a kind that the hub library reads for us
+            return Beginning()
+        slices = choose(source.split, [*files])
+        names = [name for piece in slices for name in files[piece.split]]
+        here = try_to_load_from_cache(repository, names[0], revision=commit, repo_type="dataset")
+        if isinstance(here, str):
+            with Path(here).open("rb") as file:
+                return read_beginning(file, names, slices[0])
+        with HfFileSystem(token=token).open(f"datasets/{repository}@{commit}/{names[0]}", block_size=_BLOCK) as file:
+            return read_beginning(io.BufferedReader(file), names, slices[0])
 
 
-def _files_of(builder: Any, root: str) -> dict[str, list[str]] | None:
+@contextmanager
+def _hub_errors(uri: str, cache_dir: Path) -> Iterator[None]:
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data source {uri}: {error}") from error
+    except TrainingError:
+        raise
+    except (DatasetGenerationError, ValueError) as error:  # a bad file; an unknown subset
+        if disk := disk_cause(error):
+            raise disk_error(disk, cache_dir) from error
+        raise DataError(f"data source {uri}: {error.__cause__ or error}") from error
+    except Exception as error:  # the hub's libraries raise many classes, those of their HTTP library among them
+        raise _hub_error(error, uri) from error
+
+
+def _files_of(
+    source: "DataSource", repository: str, commit: str, cache_dir: Path, token: str | None
+) -> tuple[dict[str, list[str]], Any]:
+    """Paths in the repository by split, and None; or the library's builder, unless all are of a kind that we read.
+
+    What a commit holds never changes: the paths are kept, so that the hub is not needed twice.
+    """
+    from datasets import load_dataset_builder
+
+    folder = cache_dir / "hub-datasets"
+    name = hashlib.sha256(f"{repository} {commit} {source.subset}".encode()).hexdigest()[:32]
+    kept = folder / f"files-{name}.json"
+    with suppress(OSError, ValueError):  # not there, or what a power cut has left of it
+        return json.loads(kept.read_bytes()), None
+    builder = load_dataset_builder(repository, name=source.subset, revision=commit, token=token, cache_dir=str(folder))
+    files = _readable(builder, f"hf://datasets/{repository}@{commit}/")
+    if files is None:
+        return {}, builder
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_name(f".{kept.name}-{os.getpid()}")
+    partial.write_text(json.dumps(files))
+    partial.rename(kept)
+    return files, None
+
+
+def _readable(builder: Any, root: str) -> dict[str, list[str]] | None:
     """Paths below ``root`` by split, None unless all are there and of a kind that we read."""
     splits = {
         str(split): [url.removeprefix(root) for url in urls]
@@ -104,12 +153,13 @@ def _download(
 
 def _hub_error(error: Exception, uri: str) -> TrainingError:
     from huggingface_hub import constants
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RevisionResolutionError
 
     if disk := disk_cause(error):
         return disk_error(disk, constants.HF_HUB_CACHE)
     # What the library could not get it calls "not found"; why is in the cause.
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+    unfound = isinstance(error, FileNotFoundError | RevisionResolutionError)
+    cause = error.__cause__ if unfound and error.__cause__ else error
     response = getattr(cause, "response", None)
     status = getattr(response, "status_code", None)
     if status in (401, 403):

@@ -5,7 +5,7 @@ The rows go through the same functions as in training, so what is shown is what 
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .masks import token_mask
 from .readers import Row
 from .sources import open_source
-from .tokenize import Settings, mark_row, settings_for
+from .tokenize import Settings, check_named_columns, mark_row, settings_for
 from .tokenizer import Codec
 
 if TYPE_CHECKING:
@@ -86,11 +86,12 @@ def preview_source(
     """The first ``count`` rows of ``source``. Raises what ``tokenize_source`` raises."""
     rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token)
     settings, codec = settings_for(rows, source, data), Codec.of(tokenizer)
+    check_named_columns(rows, settings)
     return [preview_row(place, row, settings, codec) for place, row in rows.read(0, min(count, len(rows)))]
 
 
 def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Preview:
-    """One row, tokenised and marked, before anything is cut. Raises DataError naming ``place``."""
+    """One row, tokenised, marked and cut as for training. Raises DataError naming ``place``."""
     marked = mark_row(place, row, settings, codec)
     if marked is None:
         return Preview(place, "dropped: no turn of it is trained", "", (), 0)
@@ -100,14 +101,22 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
         PreviewToken(token_id, marked.text[start:stop], start, bool(trained))
         for token_id, (start, stop), trained in zip(encoding.ids, encoding.offsets, mask, strict=True)
     )
-    return Preview(place, _verdict(len(tokens), settings), marked.text, tokens, straddling)
+    whole = Preview(place, "kept", marked.text, tokens, straddling)
+    return whole if len(tokens) <= settings.max_length else _overlong(whole, settings)
 
 
-def _verdict(tokens: int, settings: Settings) -> str:
-    if tokens <= settings.max_length:
-        return "kept"
-    action = {"drop": "dropped", "truncate": "truncated", "error": "an error"}[settings.overlong]
-    return f"{action}: {tokens} tokens, data.maxLength is {settings.max_length}"
+def _overlong(row: Preview, settings: Settings) -> Preview:
+    """What is left of a row that is too long: its start, or nothing that is trained."""
+    limit = f"{len(row.tokens)} tokens, data.maxLength is {settings.max_length}"
+    if settings.overlong == "error":
+        return replace(row, verdict=f"an error: {limit}")
+    start = row.tokens[: settings.max_length]
+    if settings.overlong == "truncate" and any(token.trained for token in start):
+        text = row.text[: start[-1].start + len(start[-1].text)]
+        return replace(row, verdict=f"truncated: {limit}", text=text, tokens=start)
+    why = f"{limit}, and nothing before it is trained" if settings.overlong == "truncate" else limit
+    untrained = tuple(replace(token, trained=False) for token in row.tokens)
+    return replace(row, verdict=f"dropped: {why}", tokens=untrained, straddling=0)
 
 
 def to_jsonl(previews: Iterable[Preview]) -> Iterator[str]:

@@ -31,6 +31,10 @@ class Reader(Protocol):
     def count(self) -> int:
         """Number of rows."""
 
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Names of the columns where every row has the same; None where each has its own."""
+
     def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
         """Rows ``start`` to ``stop`` (excluded), each with its place. Raises DataError at an unreadable row."""
 
@@ -43,13 +47,14 @@ class JsonLines:
     count: int
     marks: list[tuple[int, int]] = field(repr=False)
     """Byte offset and line number (from 0) at which every 512th row may be looked for."""
+    columns: None = None
 
     @classmethod
     def open(cls, path: Path) -> "JsonLines":
         marks: list[tuple[int, int]] = []
         rows = 0
         with path.open("rb") as file:
-            file.seek(offset := _after_mark(file))
+            file.seek(offset := after_mark(file))
             for number, line in enumerate(file):
                 if not line.isspace():
                     if rows % _LINES_PER_MARK == 0:
@@ -68,10 +73,10 @@ class JsonLines:
             skipped = start % _LINES_PER_MARK
             for number, line in islice(rows, skipped, skipped + stop - start):
                 place = f"{self.path} line {number}"
-                yield place, _parsed(line, place)
+                yield place, parsed_line(line, place)
 
 
-def _parsed(line: bytes, place: str) -> Row:
+def parsed_line(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line)
     except RecursionError as error:
@@ -92,6 +97,7 @@ class JsonArray:
 
     path: Path
     count: int
+    columns: None = None
 
     @classmethod
     def open(cls, path: Path) -> "JsonArray":
@@ -124,7 +130,7 @@ def open_json(path: Path) -> Reader:
     Raises DataError for what is neither.
     """
     with path.open("rb") as file:
-        file.seek(_after_mark(file))
+        file.seek(after_mark(file))
         start = file.read(4096).lstrip()
     if start.startswith(b"["):
         return JsonArray.open(path)
@@ -136,7 +142,7 @@ def open_json(path: Path) -> Reader:
     return lines
 
 
-def _after_mark(file: BinaryIO) -> int:
+def after_mark(file: BinaryIO) -> int:
     """Where the text begins: behind the byte order mark that some Windows programs write."""
     file.seek(0)
     return len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
@@ -149,6 +155,7 @@ class TableFile:
     path: Path
     ends: tuple[int, ...]
     """Number of rows up to the end of each piece."""
+    columns: tuple[str, ...]
     load_piece: Callable[[Path, int], "pa.Table"]
 
     @property
@@ -184,7 +191,7 @@ def open_parquet(path: Path) -> Reader:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not readable as parquet: {error}; write the file again") from error
     sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    return TableFile(path, _ends(sizes), _row_group)
+    return TableFile(path, _ends(sizes), tuple(metadata.schema.to_arrow_schema().names), _row_group)
 
 
 @lru_cache(maxsize=2)  # chunks of rows are smaller than row groups: decode each group once
@@ -202,7 +209,8 @@ def open_arrow(path: Path) -> Reader:
         batches = _record_batches(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not readable as arrow: {error}; write the file again") from error
-    return TableFile(path, _ends([batch.num_rows for batch in batches]), _record_batch)
+    columns = tuple(batches[0].schema.names) if batches else ()
+    return TableFile(path, _ends([batch.num_rows for batch in batches]), columns, _record_batch)
 
 
 @lru_cache(maxsize=64)
@@ -240,6 +248,10 @@ class HubRows:
     @property
     def count(self) -> int:
         return len(self.dataset)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.dataset.column_names)
 
     def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
         if start >= stop:

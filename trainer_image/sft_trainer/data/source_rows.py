@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
 from .readers import OPENERS, Reader, Row
-from .splits import Slice, choose, group_by_split
+from .splits import choose, group_by_split
 
 if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", ".csv", ".tsv"}
 _NAMES_SHOWN = 5
 # Files beside the data that have a data suffix.
-_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+METADATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 
 
 @dataclass(frozen=True)
@@ -45,29 +46,52 @@ class SourceRows:
             shift = piece_start - (end - (piece_stop - piece_start))
             yield from reader.read(max(start + shift, piece_start), min(stop + shift, piece_stop))
 
+    def columns(self, until: Collection[str]) -> set[str]:
+        """Names of the columns that rows have; no further row is read once all of ``until`` were met."""
+        wanted, found = set(until), set[str]()
+        for reader, start, stop in self.pieces:
+            if reader.columns is not None:
+                found.update(reader.columns)
+                continue
+            for _, row in reader.read(start, stop):
+                found.update(row)
+                if wanted <= found:
+                    return found
+        return found
+
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:
     """The rows of a file, of all data files in a folder, or of a ``save_to_disk`` folder."""
     try:
-        if source.subset is not None:
-            raise DataError(f"subset '{source.subset}' is for hf:// only; name a folder")
-        found = _find_files(path)
-        if found.unsplit and source.split is None:
-            raise DataError(
-                f"{_listed(found.unsplit)} would be left out, as only the names of others say a split "
-                f"({', '.join(found.splits)}): set split to leave them out, name one file, or put each split "
-                "into a folder of its own (train/, test/)"
-            )
-        splits = found.splits
-        if path.is_file() and source.split is not None and "train" in source.split:
-            splits = {"train": [path]}  # a URI that names one file means that file, whatever its name says
-        slices = choose(source.split, [*splits])
+        found = find_files(path)
+        splits, slices = choose_files(found, source, single=path if path.is_file() else None)
         needed = dict.fromkeys(file for piece in slices for file in splits[piece.split])
         hashed = hashlib.sha256(json.dumps([_content_digest(file) for file in needed]).encode())
         readers = {split: [open_file(file) for file in splits[split]] for split in {piece.split for piece in slices}}
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
     return replace(cut(source.uri, hashed.hexdigest(), readers, slices), warnings=found.warnings(source.uri))
+
+
+def choose_files(
+    found: "Files", source: "DataSource", *, single: Path | None
+) -> tuple[dict[str, list[Path]], list[Slice]]:
+    """The files of each split that ``found`` holds, and the slices that ``source`` asks for.
+
+    ``single`` is the one file that the URI names, if it names one. Raises DataError when the split is not there.
+    """
+    if source.subset is not None:
+        raise DataError(f"subset '{source.subset}' is for hf:// only; name a folder")
+    if found.unsplit and source.split is None:
+        raise DataError(
+            f"{_listed(found.unsplit)} would be left out, as only the names of others say a split "
+            f"({', '.join(found.splits)}): set split to leave them out, name one file, or put each split "
+            "into a folder of its own (train/, test/)"
+        )
+    splits = found.splits
+    if single is not None and source.split is not None and "train" in source.split:
+        splits = {"train": [single]}  # a URI that names one file means that file, whatever its name says
+    return splits, choose(source.split, [*splits])
 
 
 def cut(name: str, identity: str, readers: Mapping[str, Sequence[Reader]], slices: Sequence[Slice]) -> SourceRows:
@@ -103,7 +127,7 @@ def _content_digest(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Files:
+class Files:
     """What a path holds; names are relative to it."""
 
     splits: dict[str, list[Path]]
@@ -128,13 +152,18 @@ def _listed(names: Sequence[str]) -> str:
     return f"{len(names)} file{'s' * (len(names) > 1)} ({', '.join(names[:_NAMES_SHOWN])}{more})"
 
 
-def _find_files(path: Path) -> _Files:
+def find_files(path: Path) -> Files:
+    """The data files in ``path``, or the file itself. Raises DataError when there are none, or of several kinds."""
     if (path / "dataset_dict.json").is_file():
-        return _Files({name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")})
+        return Files({name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")})
     if (path / "state.json").is_file():
-        return _Files({"train": _saved_files(path)})
+        return Files({"train": _saved_files(path)})
     root, files = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
-    names = [file.relative_to(root).as_posix() for file in files if file.is_file()]
+    return group_files(root, [file.relative_to(root).as_posix() for file in files if file.is_file()])
+
+
+def group_files(root: Path, names: Sequence[str]) -> Files:
+    """Which of the files called ``names`` below ``root`` are data, by their splits. Raises DataError as above."""
     known = [name for name in names if Path(name).suffix.lower() in OPENERS and _is_data(Path(name))]
     if not known:
         found = ", ".join(names[:8]) or "nothing"
@@ -144,7 +173,7 @@ def _find_files(path: Path) -> _Files:
         raise DataError(f"files of several kinds ({', '.join(kinds)}); name one file or folder")
     groups = group_by_split(known)
     read = {name for group in groups.values() for name in group}
-    return _Files(
+    return Files(
         splits={split: [root / name for name in group] for split, group in groups.items()},
         unsplit=tuple(name for name in known if name not in read),
         unread=tuple(name for name in names if _may_be_data(Path(name)) and _is_data(Path(name))),
@@ -157,7 +186,7 @@ def _may_be_data(path: Path) -> bool:
 
 
 def _is_data(path: Path) -> bool:
-    return path.name not in _METADATA and not any(part.startswith((".", "_")) for part in path.parts)
+    return path.name not in METADATA and not any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _saved_splits(file: Path) -> list[str]:

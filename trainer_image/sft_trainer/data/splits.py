@@ -1,14 +1,13 @@
-"""Splits and slices as the hub writes them, without any I/O.
+"""Which files make up a split, and which splits a source means, without any I/O.
 
 ``train-00000-of-00002.parquet`` names its split, otherwise the words train, test, validation … in a file's name or
-folder do, otherwise everything is ``train``. Slices are ``train[:500]``, ``train[10%:20%]``, ``train[-100:]``, joined
-by ``+``.
+folder do, otherwise everything is ``train``.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from sft_api.splits import Slice, parse_split
 from sft_trainer.errors import DataError
 
 _SHARD_NAME = re.compile(r"(?:^|/)(?P<split>\w[\w.]*?)-\d{5}-of-\d{5}[^/]*$")
@@ -17,46 +16,6 @@ _SPLIT_WORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_SLICE = re.compile(
-    r"^(?P<split>\w[\w.-]*)(?:\["
-    r"(?:(?P<start>-?\d+(?:_\d+)*)(?P<start_percent>%)?)?:(?:(?P<stop>-?\d+(?:_\d+)*)(?P<stop_percent>%)?)?"
-    r"\])?$"
-)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Part of a split; bounds as written, None where there is none."""
-
-    split: str
-    start: int | None
-    stop: int | None
-    percent: bool
-
-    def bounds(self, count: int) -> tuple[int, int]:
-        """First row and the one after the last, of ``count``; percentages round to the nearest row."""
-
-        def row(boundary: int) -> int:
-            number = round(boundary * count / 100) if self.percent else boundary
-            return min(max(number + count, 0) if number < 0 else number, count)
-
-        start = 0 if self.start is None else row(self.start)
-        return start, max(start, count if self.stop is None else row(self.stop))
-
-
-def parse_split(text: str) -> list[Slice]:
-    """The slices of ``text``, in order. Raises DataError when it is not in the hub's notation."""
-    slices = []
-    for part in text.split("+"):
-        match = _SLICE.match(part)
-        if match is None:
-            raise DataError(
-                f"split '{text}' is no split or slice; write for example train, train[:500], train[10%:20%] or "
-                "train[:50%]+test"
-            )
-        start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-        slices.append(Slice(match["split"], start, stop, bool(match["start_percent"] or match["stop_percent"])))
-    return slices
 
 
 def choose(split: str | None, names: Sequence[str]) -> list[Slice]:
@@ -67,7 +26,9 @@ def choose(split: str | None, names: Sequence[str]) -> list[Slice]:
     known = ", ".join(sorted(names))
     if split is None and "train" not in names and len(names) > 1:
         raise DataError(f"several splits ({known}) and none called train; set split")
-    slices = parse_split(split or ("train" if "train" in names else names[0]))
+    if split is None:
+        return [Slice("train" if "train" in names else names[0], None, None, percent=False)]
+    slices = parse_split(split)
     for piece in slices:
         if piece.split not in names:
             raise DataError(f"no split '{piece.split}', found {known}; set split")

@@ -23,6 +23,11 @@ def permutation(size: int, *key: int) -> NDArray[np.int64]:
     return np.argsort(raw, kind="stable")
 
 
+def random_seed(*key: int) -> int:
+    """A seed for torch's generators that depends on ``key`` alone."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
 class ExampleStream:
     """Examples of one or several sources.
 

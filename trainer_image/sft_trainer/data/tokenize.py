@@ -1,7 +1,8 @@
 """From a data source to tokenised examples with exact loss masks: in parallel, in order, and only once.
 
-The result is cached under a digest of everything that decides it, written to a temporary folder and renamed, under a
-lock, so that all processes of a machine may ask for it at the same time and one of them does the work. This runs
+The result is cached under a digest of everything that decides it, written to a folder beside it and renamed, under a
+lock, so that all processes of a machine may ask for it at the same time and one of them does the work. What a process
+that was killed has done of it is gone on with: the folder is named by the same digest. This runs
 before the process group exists: collectives time out after minutes, and a large source takes longer.
 """
 
@@ -10,11 +11,12 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import socket
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -24,17 +26,18 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sft_trainer.errors import DataError
+from sft_trainer.errors import DISK_FULL, DataError
 
 from .chat import TemplateRefusal
-from .formats import Columns, Format, conversation, detect_format
+from .formats import Columns, Format, check_named, conversation, detect_format
 from .masks import MarkedText, TrainOn, foreign_control_token, mark, token_mask
 from .readers import Row
 from .source_rows import SourceRows
 from .sources import open_source
-from .tokenized import Chunk, Counts, ExamplesWriter, LengthStatistics, TokenizationReport, TokenizedSource
+from .tokenized import EXAMPLES_FILE, Chunk, Counts, LengthStatistics, TokenizationReport, TokenizedSource
 from .tokenizer import Codec
 from .tokenizer import load_tokenizer as load_tokenizer
+from .writing import ExamplesWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +52,7 @@ _ROWS_PER_CHUNK = 1024
 _TEXTS_PER_BATCH = 128
 # Below this a pool of processes costs more than it saves: each imports libraries and loads the tokenizer (1-2 s).
 _ROWS_FOR_PROCESSES = 2000
+_LOCK_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,15 @@ def tokenize_source(
     token: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_fetch: Callable[[int], None] = lambda downloaded: None,
+    on_wait: Callable[[int], None] = lambda written: None,
     on_warning: Callable[[str], None] = lambda message: None,
 ) -> TokenizedSource:
     """The examples of ``source`` in the order of its rows, from the cache or made now.
 
     ``on_fetch(bytes downloaded)`` is called while files come from elsewhere, ``on_progress(rows done, rows in all)`` as
-    chunks of rows are finished, ``on_warning`` with a sentence for what the user may not expect of the files. Raises
-    DataError for rows that cannot be read or have no exact mask, saying which and what to change, and when no row is
-    left.
+    chunks of rows are finished, ``on_wait(bytes written)`` while another process does the same and gets on with it,
+    ``on_warning`` with a sentence for what the user may not expect of the files. Raises DataError for rows that cannot
+    be read or have no exact mask, saying which and what to change, and when no row is left.
     """
     rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token, on_fetch=on_fetch)
     for warning in rows.warnings:
@@ -88,21 +93,31 @@ def tokenize_source(
     codec = Codec.of(tokenizer)
     folder = cache_dir / "tokenized" / _cache_key(rows, settings, codec)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")):
+    with _locked(folder, on_wait):
         if cached := _open_cached(folder):
             on_progress(len(rows), len(rows))
             return cached
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
+        check_named_columns(rows, settings)
+        # One a machine: locks do not hold between machines on every file system. A pod that takes the place of another
+        # has its name.
+        work = folder.with_name(f"{_unfinished(folder)}{socket.gethostname()}")
+        work.mkdir(exist_ok=True)
         try:
             _write_examples(rows, settings, codec, data.workers, work, on_progress)
             work.rename(folder)
-        except OSError:
-            # On a file system without locks another machine may have been first; what it wrote is the same.
+        except (DataError, OSError) as error:
+            # These rows will not do, or the disk must not stay full: who comes next has to begin anew.
+            if isinstance(error, DataError) or error.errno in DISK_FULL or folder.exists():
+                shutil.rmtree(work, ignore_errors=True)
+            # Another machine may have been first; what it wrote is the same.
             if not folder.exists():
                 raise
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     return TokenizedSource(folder)
+
+
+def _unfinished(folder: Path) -> str:
+    """How the names of folders begin in which ``folder`` is being made."""
+    return f".{folder.name}-"
 
 
 def settings_for(rows: SourceRows, source: "DataSource", data: "DataSpec") -> Settings:
@@ -110,15 +125,30 @@ def settings_for(rows: SourceRows, source: "DataSource", data: "DataSpec") -> Se
 
     Raises DataError when the source is empty or its columns match no format.
     """
-    columns = Columns(messages=source.messages_key, tools=source.tools_key, system=source.system_key)
     first = next(rows.read(0, 1), None) if len(rows) else None
     if first is None:
         raise DataError(f"data source {source.uri} (split {source.split or 'train'}) has no rows")
+    return settings_of(first[1].keys(), source, data)
+
+
+def settings_of(columns: Collection[str], source: "DataSource", data: "DataSpec") -> Settings:
+    """Settings for a source whose first row has ``columns``. Raises DataError when they match no format."""
+    names = Columns(messages=source.messages_key, tools=source.tools_key, system=source.system_key)
     try:
-        row_format = detect_format(first[1].keys(), columns) if source.format == "auto" else source.format
+        row_format = detect_format(columns, names) if source.format == "auto" else source.format
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
-    return Settings(row_format, columns, data.train_on, data.max_length, data.overlong)
+    return Settings(row_format, names, data.train_on, data.max_length, data.overlong)
+
+
+def check_named_columns(rows: SourceRows, settings: Settings) -> None:
+    """Raises DataError when a column that the manifest names is in none of ``rows``: it was mistyped."""
+    names = settings.columns.named.values()
+    try:
+        if names:
+            check_named(rows.columns(names), settings.columns)
+    except DataError as error:
+        raise DataError(f"data source {rows.name}: {error}") from error
 
 
 def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Codec) -> Chunk:
@@ -189,17 +219,13 @@ def _write_examples(
     folder: Path,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    counts = Counts()
-    lengths: list[NDArray[np.int32]] = []
-    trained = 0
     with ExamplesWriter(folder) as writer:
-        for chunk in _chunks(rows, settings, codec, workers):
+        if writer.counts.rows:
+            on_progress(writer.counts.rows, len(rows))
+        for chunk in _chunks(rows, settings, codec, workers, writer.counts.rows):
             writer.write(chunk)
-            counts += chunk.counts
-            lengths.append(chunk.lengths)
-            trained += int(chunk.trained.sum(dtype=np.int64))
-            on_progress(counts.rows, len(rows))
-        kept = np.concatenate(lengths)
+            on_progress(writer.counts.rows, len(rows))
+        counts, kept = writer.counts, np.concatenate(writer.lengths)
         if not len(kept):
             raise DataError(
                 f"data source {rows.name}: none of {counts.rows} rows is left: {counts.overlong} are longer than "
@@ -217,17 +243,17 @@ def _write_examples(
             incomplete_messages=counts.incomplete,
             longest=counts.longest,
             max_length=settings.max_length,
-            trained_tokens=trained,
+            trained_tokens=writer.trained,
             lengths=LengthStatistics.of(kept),
         )
-        writer.close(report, folder)
+        writer.close(report)
 
 
-def _chunks(rows: SourceRows, settings: Settings, codec: Codec, workers: int) -> Iterator[Chunk]:
-    """Chunks in the order of the rows, whatever the number of processes."""
-    starts = range(0, len(rows), _ROWS_PER_CHUNK)
+def _chunks(rows: SourceRows, settings: Settings, codec: Codec, workers: int, first: int) -> Iterator[Chunk]:
+    """Chunks in the order of the rows from ``first``, whatever the number of processes."""
+    starts = range(first, len(rows), _ROWS_PER_CHUNK)
     processes = min(workers, len(starts), _usable_cpus())
-    if processes < 2 or len(rows) < _ROWS_FOR_PROCESSES:
+    if processes < 2 or len(rows) - first < _ROWS_FOR_PROCESSES:
         for start in starts:
             yield tokenize_rows(rows.read(start, min(start + _ROWS_PER_CHUNK, len(rows))), settings, codec)
         return
@@ -283,8 +309,28 @@ def _open_cached(folder: Path) -> TokenizedSource | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on ``path`` between processes of this machine; it ends with the process."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(folder: Path, on_wait: Callable[[int], None]) -> Iterator[None]:
+    """Holds a lock on ``folder`` between processes of this machine, which ends with the process.
+
+    ``on_wait(bytes written)`` is called when there is more of what the process that holds it makes.
+    """
+    written = -1
+    with folder.with_suffix(".lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                before, written = written, _bytes_written(folder)
+                if written != before:
+                    on_wait(written)
+                time.sleep(_LOCK_POLL_SECONDS)
         yield
+
+
+def _bytes_written(folder: Path) -> int:
+    sizes = [0]
+    for file in folder.parent.glob(f"{_unfinished(folder)}*/{EXAMPLES_FILE}"):
+        with suppress(FileNotFoundError):  # it has just been finished
+            sizes.append(file.stat().st_size)
+    return max(sizes)

@@ -1,15 +1,12 @@
 """Tokenised examples on disk, memory-mapped, and the report on how they came to be.
 
-One Arrow IPC file holds a record batch per chunk of rows with the columns ``input_ids`` (list of int32),
-``loss_mask`` (list of uint8) and ``trained`` (int32).
+One Arrow IPC stream holds a record batch per chunk of rows with the columns ``input_ids`` (list of int32),
+``loss_mask`` (list of uint8) and ``trained`` (int32). ``writing.py`` writes it.
 """
 
-import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -154,59 +151,6 @@ class TokenizationReport:
         return cls(**{**value, "lengths": LengthStatistics(**value["lengths"])})
 
 
-class ExamplesWriter:
-    """Writes chunks into a folder in order, and computes the digest of what it wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        import pyarrow as pa
-
-        fields = [
-            ("input_ids", pa.large_list(pa.int32())),
-            ("loss_mask", pa.large_list(pa.uint8())),
-            ("trained", pa.int32()),
-        ]
-        self._schema = pa.schema(fields)
-        self._file = (folder / EXAMPLES_FILE).open("wb")
-        self._writer = pa.ipc.new_file(self._file, self._schema)
-        # One for each array, so that the digest does not depend on where chunks begin.
-        self._hashed = [hashlib.sha256() for _ in range(3)]
-
-    def write(self, chunk: Chunk) -> None:
-        """Append ``chunk``; chunks without examples leave no trace."""
-        import pyarrow as pa
-
-        if not len(chunk.lengths):
-            return
-        offsets = pa.array(np.concatenate(([0], np.cumsum(chunk.lengths, dtype=np.int64))))
-        columns = [
-            pa.LargeListArray.from_arrays(offsets, pa.array(chunk.input_ids)),
-            pa.LargeListArray.from_arrays(offsets, pa.array(chunk.loss_mask)),
-            pa.array(chunk.trained),
-        ]
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        arrays = (chunk.lengths, chunk.input_ids, chunk.loss_mask)
-        for hashed, array in zip(self._hashed, arrays, strict=True):
-            hashed.update(np.ascontiguousarray(array).data)
-
-    def close(self, report: TokenizationReport, folder: Path) -> None:
-        """Finish the file and write the report; both are on the disk when this returns."""
-        self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        digest = hashlib.sha256(b"".join(hashed.digest() for hashed in self._hashed)).hexdigest()
-        content = {"digest": digest, "report": report.to_json()}
-        (folder / REPORT_FILE).write_text(json.dumps(content, indent=2))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-
 @dataclass(frozen=True)
 class _Batch:
     input_ids: NDArray[np.int32]
@@ -225,11 +169,10 @@ class TokenizedSource:
         self.digest: str = content["digest"]
         """SHA-256 over all tokens and masks in order: equal digests are equal training data."""
         self.report = TokenizationReport.from_json(content["report"])
-        reader = pa.ipc.open_file(pa.memory_map(str(folder / EXAMPLES_FILE)))
         self._batches: list[_Batch] = []
         trained, lengths = [], []
-        for i in range(reader.num_record_batches):
-            input_ids, loss_mask, counts = reader.get_batch(i).columns
+        for batch in pa.ipc.open_stream(pa.memory_map(str(folder / EXAMPLES_FILE))):
+            input_ids, loss_mask, counts = batch.columns
             offsets = input_ids.offsets.to_numpy()
             self._batches.append(_Batch(input_ids.values.to_numpy(), loss_mask.values.to_numpy(), offsets))
             lengths.append(np.diff(offsets).astype(np.int32))
@@ -239,6 +182,8 @@ class TokenizedSource:
         self.trained: NDArray[np.int32] = np.concatenate(trained)
         """Trained tokens of each example, shape (examples,)."""
         self._starts = np.cumsum([0, *(len(batch.offsets) - 1 for batch in self._batches)])
+        if len(self.lengths) != self.report.kept:
+            raise ValueError(f"{folder} holds {len(self.lengths)} of {self.report.kept} examples")
 
     def __len__(self) -> int:
         return len(self.lengths)

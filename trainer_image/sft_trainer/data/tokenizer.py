@@ -51,6 +51,13 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedT
     return tokenizer
 
 
+def without_additions(tokenizer_json: str) -> str:
+    """A backend tokenizer that does nothing but split text into tokens."""
+    backend = json.loads(tokenizer_json)
+    backend.update(post_processor=None, truncation=None, padding=None)
+    return json.dumps(backend, ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class Codec:
     """What turns conversations into tokens, in a form that can be sent to other processes.
@@ -67,11 +74,9 @@ class Codec:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Codec":
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        backend.update(post_processor=None, truncation=None, padding=None)
         template = tokenizer.chat_template
         return cls(
-            tokenizer_json=json.dumps(backend, ensure_ascii=False),
+            tokenizer_json=without_additions(tokenizer.backend_tokenizer.to_str()),
             special_tokens=dict(tokenizer.special_tokens_map),
             templates=dict(template) if isinstance(template, dict) else {"default": template or ""},
         )
@@ -114,8 +119,8 @@ class Codec:
         encodings: list[Encoding] = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return encodings
 
-    def check(self) -> None:
-        """Raises ModelError when templates do not compile or the tokenizer's offsets do not cover a text."""
+    def check_templates(self) -> None:
+        """Raises ModelError when templates do not compile, or cannot be used for training."""
         import jinja2
 
         if "default" not in self.templates:
@@ -134,6 +139,10 @@ class Codec:
                 _ = template.assistant_turn
             except TemplateRefusal as error:
                 raise ModelError(f"chat template '{name}' cannot be used for training: {error}") from error
+
+    def check(self) -> None:
+        """Raises ModelError when templates cannot be used or the tokenizer's offsets do not cover a text."""
+        self.check_templates()
         offsets = self.encode([_OFFSETS_PROBE])[0].offsets
         ascending = all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(offsets))
         if not offsets or not ascending or offsets[-1][1] < len(_OFFSETS_PROBE.rstrip()):

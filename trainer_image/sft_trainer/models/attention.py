@@ -1,10 +1,12 @@
 """The one attention path: documents of a micro-batch are concatenated, never padded, and never see one another.
 
 The model calls the registered function with the boundaries among its keyword arguments: variable-length kernels on
-the GPU, one causal attention per document on the CPU. Whatever it does not know is refused, because an argument that
-is silently dropped trains a different model.
+the GPU, one causal attention per document on the CPU, and on the GPU in fp32, which those kernels do not know.
+Whatever it does not know is refused, because an argument that is silently dropped trains a different model.
 """
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from sft_trainer.errors import ModelError
 IMPLEMENTATION = "sft_documents"
 """Name under which the function is registered with transformers."""
 
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -75,7 +78,7 @@ def document_attention(
         raise ModelError(f"{type(module).__name__} does not pass document boundaries on to its attention")
     if attention_mask is not None or is_causal is False or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not a plain causal attention")
-    if query.device.type == "cuda":
+    if query.device.type == "cuda" and query.dtype in _VARLEN_DTYPES:
         return _varlen(query, key, value, dropout, scaling, sliding_window, arguments), None
     return _per_document(query, key, value, document_lengths, dropout, scaling, sliding_window), None
 
@@ -89,6 +92,9 @@ def _per_document(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
+    if query.device.type == "cuda":
+        # Of the fp32 kernels only the one that holds all scores in memory knows groups.
+        key, value = _repeated(key, query), _repeated(value, query)
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     for q, k, v in zip(
@@ -134,6 +140,12 @@ def _varlen(
             "attention dropout is not supported on the GPU: set attention_dropout to 0 in the model config"
         )
     ends, longest = arguments["cu_seq_lens_q"], arguments["max_length_q"]
+    groups: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if _knows_groups(varlen_attn):
+            groups = {"enable_gqa": True}
+        else:
+            key, value = _repeated(key, query), _repeated(value, query)
     output = varlen_attn(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
@@ -145,10 +157,21 @@ def _varlen(
         scale=scaling,
         # (left, right) neighbours a token sees; -1 is unlimited, 0 on the right is causal.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **groups,
     )
     assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
     return output.unsqueeze(0)
+
+
+def _repeated(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values, (1, heads, tokens, head size), once for every head of ``query`` that shares them."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+@cache
+def _knows_groups(kernel: Any) -> bool:
+    """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def register() -> None:

@@ -1,4 +1,6 @@
-"""Do documents of one micro-batch see one another? Found out with a small model of the same architecture.
+"""What can be known of a model before its data is read, found out with a small one of the same architecture.
+
+Does it train on this device, in this precision? And do documents of one micro-batch see one another?
 
 Attention refuses what it does not know, but it is not asked by layers that mix tokens without it: convolutions, state
 spaces, linear attention, an attention of their own. Those would train wrongly without a word.
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_trainer.errors import ModelError
+from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 
 from .attention import IMPLEMENTATION, boundary_arguments
 
@@ -45,7 +47,6 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "attention_dropout": 0.0,
 }
 
 
@@ -68,6 +69,47 @@ def check_documents_stay_apart(model: Any) -> None:
             f"a model of type {kind!r} is not supported: its layers do not keep the documents of a micro-batch apart "
             f"(together and alone they differ by {difference:.1g}); choose a model with attention layers only"
         )
+
+
+def check_trains_on(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """One forward and backward of a small ``model`` on ``device`` in ``dtype``, with its own head size and layers.
+
+    ``model`` is on the meta device. Raises ``ConfigError`` when no kernel does it, ``ModelError`` for what the
+    attention refuses there, ``DeviceUnavailableError`` when the device itself does not work.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _forward_backward(_small_model(model).to(device, dtype).train())
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:  # kernels raise what they like
+        text = " ".join(str(error).split())[:300]
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        broken = "CUDA error" in text and "no kernel image" not in text
+        if broken or isinstance(error, torch.OutOfMemoryError):
+            raise DeviceUnavailableError(
+                f"{name} ({device}) fails at a model of {_WIDTH} dimensions: see whether another process uses it, and "
+                f"what the node's driver says of it ({text})"
+            ) from error
+        given, other = ("bf16", "fp32") if dtype == torch.bfloat16 else ("fp32", "bf16")
+        raise ConfigError(
+            f"a model of type {model.config.model_type!r} with heads of {_head_size(model.config)} cannot be trained "
+            f"in {given} on {name} with PyTorch {torch.__version__}: set training.precision: {other}, or use another "
+            f"kind of GPU ({type(error).__name__}: {text})"
+        ) from error
+
+
+def _forward_backward(model: Any) -> None:
+    ids = torch.arange(sum(_DOCUMENTS), device=model.device) % _VOCABULARY
+    output: torch.Tensor = model.base_model(
+        input_ids=ids[None],
+        position_ids=torch.cat([torch.arange(length, device=ids.device) for length in _DOCUMENTS])[None],
+        use_cache=False,
+        **boundary_arguments(_DOCUMENTS, ids.device),
+    ).last_hidden_state
+    output.float().square().sum().backward()
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)  # what a kernel did wrong shows here at the latest
 
 
 def _refuse_recurrent(model: Any, kind: str) -> None:
@@ -121,7 +163,6 @@ def _small_config(config: Any) -> Any:
     count = config.num_hidden_layers
     per_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
     chosen = _different(list(zip(*per_layer.values(), strict=True)) or [()] * count)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     small = copy.deepcopy(config)
     for name, value in _SMALL.items():
         if hasattr(config, name):
@@ -129,8 +170,13 @@ def _small_config(config: Any) -> Any:
     for name, value in per_layer.items():
         setattr(small, name, [value[i] for i in chosen])
     small.num_hidden_layers = len(chosen)
-    small.hidden_size = _HEADS * head_size
+    small.hidden_size = _HEADS * _head_size(config)
     return small
+
+
+def _head_size(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def _different(layers: Sequence[Any]) -> list[int]:

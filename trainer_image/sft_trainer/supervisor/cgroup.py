@@ -1,5 +1,6 @@
 """What the container may use, and whether its memory ran out: cgroup v1 and v2."""
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -37,6 +38,28 @@ class Cgroup:
         except ValueError:
             return None
         return quota / period if quota > 0 and period > 0 else None
+
+    def available_memory(self, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+        """Bytes that processes of this group may still take: of its limit and of the machine; None when unknown.
+
+        What the group holds of files is not counted: the kernel lets go of it when memory is asked for.
+        """
+        found = []
+        for controller, limit, usage, prefix in (
+            ("", "memory.max", "memory.current", ""),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            most, used = self._read(controller, limit).strip(), self._read(controller, usage).strip()
+            if most.isdigit() and used.isdigit():
+                files = sum(
+                    self._counter(controller, "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive")
+                )
+                found.append(int(most) - max(0, int(used) - files))
+        with contextlib.suppress(OSError):
+            for line in meminfo.read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    found.append(int(line.split()[1]) * 1024)
+        return max(0, min(found)) if found else None
 
     def out_of_memory_kills(self) -> int:
         """How often the kernel has killed a process of this group because its memory ran out."""

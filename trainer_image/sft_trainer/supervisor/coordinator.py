@@ -1,19 +1,21 @@
 """The edge of index 0: feeds the group with reports and progress, and answers over HTTP."""
 
 import asyncio
-import random
-import socket
+import hmac
 import time
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
+from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE, REPORT_FILE, write_atomically
 
+from .activity import PASSIVE
 from .clock import AwakeClock
 from .group import Group
 from .http import Request, Response
+from .identity import mismatch
 from .ledger import Ledger
 from .output import Output
 from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, Report
@@ -33,7 +35,7 @@ class Coordinator:
         self._output = output
         self._clock = clock
         self._changed = asyncio.Event()
-        self._watch = ProgressWatch(settings.progress_deadline_seconds)
+        self._watch = ProgressWatch(settings.progress_deadline_seconds, settings.silent_after)
         self._progress_file = settings.run_dir / PROGRESS_FILE
         self._progress_version: tuple[int, int] | None = None
         self._reported: TrainingProgress | None = None
@@ -51,9 +53,9 @@ class Coordinator:
     def step(self, report: Report) -> Order:
         """Take in this pod's own report and everything that has happened; the order for this pod."""
         now = self._clock.now()
-        self._read_progress()
+        self._read_progress(now)
         if self.group.order.kind is OrderKind.RUN:
-            if hang := self._watch.observe(self._reported, now):
+            if hang := self._watch.observe(self._reported, now, sign_of_life=self.group.sign_of_life):
                 self.group.hang(hang)
             if _nothing_to_save(self._reported):
                 self.group.nothing_to_save()
@@ -68,14 +70,20 @@ class Coordinator:
             return Response(400, f"not a report: {problem}\n".encode())
         settings = self._settings
         if report.job_uid != settings.job_uid:
-            text = f"this is the group of job {settings.job_uid!r}, not {report.job_uid!r}\n"
-            return Response(409, text.encode())
-        if not 0 < report.node < settings.nodes or report.processes != settings.processes:
-            text = (
+            # Who asks may have meant another pod, whose address this one has now: another connection may lead there.
+            return _refusal(f"this is the group of job {settings.job_uid!r}, not {report.job_uid!r}")
+        if report.token and not hmac.compare_digest(report.token, settings.token):
+            return _refusal(f"this is another run of job {settings.job_uid!r}: one of both is about to end")
+        fits = 0 < report.node < settings.nodes
+        if fits and report.version != settings.version:
+            # One of before there were tokens is told of, but nobody is believed without one that a pod was replaced.
+            self.group.refuse(report, self._clock.now(), replaces=bool(report.token))
+            return _refusal(mismatch({report.node: report.version}, settings.version))
+        if not fits or not report.token or report.processes != settings.processes:
+            return _refusal(
                 f"node {report.node} with {report.processes} processes does not fit {settings.nodes} nodes with "
-                f"{settings.processes} each\n"
+                f"{settings.processes} each"
             )
-            return Response(409, text.encode())
         self._hear(report, self._clock.now())
         if self.group.order_for(report).id == report.received and not report.leaving:
             try:
@@ -83,13 +91,15 @@ class Coordinator:
                     await self._changed.wait()
             except TimeoutError:
                 pass
-        return Response(200, self.group.order_for(report).model_dump_json(by_alias=True).encode(), "application/json")
+        order = self.group.order_for(report).model_copy(update={"token": settings.token})
+        return Response(200, order.model_dump_json(by_alias=True).encode(), "application/json")
 
     def progress(self) -> Progress:
         """What ``GET /v1/progress`` answers."""
         group = self.group
         training = group.training
         order = group.order
+        misfits = mismatch(group.misfits(self._clock.now()), self._settings.version)
         changes: dict[str, object] = {}
         if order.kind is OrderKind.EXIT and order.end is not None:
             changes = {
@@ -99,16 +109,31 @@ class Coordinator:
         elif order.kind is OrderKind.IDLE:
             missing = ", ".join(str(node) for node in group.waiting_for[:10])
             detail = f"{len(group.members)}/{group.size} pods" + (f", waiting for {missing}" if missing else "")
-            changes = {"phase": Phase.WAITING, "phase_detail": detail}
+            changes = {"phase": Phase.WAITING, "phase_detail": misfits or detail}
         elif self._reported is None:
             changes = {"phase": Phase.STARTING, "phase_detail": ""}
+        elif training.phase is Phase.WAITING and (others := self._what_others_do()):
+            changes = {"phase_detail": f"for {others}"}
         return Progress(
             job_uid=self._settings.job_uid,
+            pod_uid=self._settings.pod_uid,
+            version_mismatch=misfits if order.kind is OrderKind.IDLE else "",
             generation=group.starts,
             members=len(group.members),
             training=training.model_copy(update=changes),
             incidents=group.ledger.incidents,
         )
+
+    def _what_others_do(self) -> str:
+        """What is done in the pods that rank 0 waits for."""
+        reports = (member.report for member in self.group.members.values())
+        busy = [(report.node, report.activity) for report in reports if report.activity]
+        busy = [(node, activity) for node, activity in busy if activity.phase not in PASSIVE]
+        if not busy:
+            return ""
+        node, activity = min(busy, key=lambda one: one[1].silent_seconds)
+        more = f", and {len(busy) - 1} more" if len(busy) > 1 else ""
+        return f"pod {node} ({': '.join(filter(None, (activity.phase, activity.detail)))}){more}"
 
     def leave_report(self) -> None:
         """Write the last report where it can be read after the end: nobody may have asked since things happened."""
@@ -132,9 +157,9 @@ class Coordinator:
                 return Response(200, body, CONTENT_TYPE)
         return None
 
-    def everyone_told(self) -> bool:
-        """Whether index 0 may exit."""
-        return self.group.everyone_told(self._clock.now())
+    def everyone_told(self, *, stopping: bool) -> bool:
+        """Whether index 0 may exit; ``stopping``: it was asked to."""
+        return self.group.everyone_told(self._clock.now(), stopping=stopping)
 
     def _hear(self, report: Report, now: float) -> None:
         self.group.hear(report, now)
@@ -158,7 +183,7 @@ class Coordinator:
         elif order.kind is OrderKind.IDLE:
             self._output.say(f"ending the group: {order.reason}")
 
-    def _read_progress(self) -> None:
+    def _read_progress(self, now: float) -> None:
         try:
             status = self._progress_file.stat()
             version = (status.st_ino, status.st_mtime_ns)
@@ -171,13 +196,18 @@ class Coordinator:
             self._output.say(f"{self._progress_file} is not a progress report: {problem}")
             return
         self._progress_version = version
-        self._reported = self.group.training = training
+        self._reported = training
+        self.group.observe(training, now)
         self.group.ledger.observe(training, datetime.now(UTC))
 
     def _new_generation(self) -> Generation:
         # Time makes it new for workers of pods that nobody here has heard of.
         new = max(self.group.highest_generation + 1, time.time_ns() // 1_000_000)
-        return Generation(id=new, number=self.group.starts + 1, master_port=_free_port())
+        return Generation(id=new, number=self.group.starts + 1, master_port=free_port())
+
+
+def _refusal(sentence: str) -> Response:
+    return Response(409, f"{sentence}\n".encode(), close=True)
 
 
 def _nothing_to_save(training: TrainingProgress | None) -> bool:
@@ -185,14 +215,3 @@ def _nothing_to_save(training: TrainingProgress | None) -> bool:
         return True
     before_training = (Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING, Phase.EVALUATING)
     return training.phase in before_training and training.step <= (training.resumed_from_step or 0)
-
-
-def _free_port() -> int:
-    while True:
-        port = random.choice(_MASTER_PORTS)  # noqa: S311 - no secret
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port

@@ -3,6 +3,8 @@
 The group is idle until every pod has joined, runs one generation of workers, and is idle again when any part of it
 has ended. Only what members report counts, and only index 0 judges. No I/O: time is passed in, in seconds of any
 steady clock, and the parts of a new generation come from a function.
+
+A report costs the same in a group of two and of thousands: who is idle and how parts ended is counted as it is heard.
 """
 
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from sft_api.failures import FailureClass
-from sft_api.progress import TerminationMessage, TrainingProgress
+from sft_api.progress import Phase, TerminationMessage, TrainingProgress
 
 from .causes import first_cause
 from .ledger import GiveUp, Ledger, termination
@@ -20,6 +22,10 @@ TELL_FAILED_SECONDS = 15.0
 """A failed run ends after so long even when a member could not be told: the Job ends all pods anyway."""
 TELL_COMPLETE_SECONDS = 600.0
 """A complete run waits so long for a member that was lost at the end: its replacement must be told."""
+TELL_STOPPED_SECONDS = 5.0
+"""When index 0 is asked to stop meanwhile: those who live are told within a second."""
+LOST_WHILE_STOPPING_SECONDS = 10.0
+"""Silence after which a pod is lost once one was asked to stop, no step is made and nothing saved: time is short."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class _Part:
     generation: Generation
     instances: dict[int, str]
     ended: dict[int, Ended] = field(default_factory=dict)
+    failed: list[Failure | None] = field(default_factory=list)
+    """Of those that neither are complete nor left as they were asked."""
+    interrupted: int = 0
+    """How many left as they were asked."""
     lost: dict[int, Failure] = field(default_factory=dict)
     first_interrupted: float | None = None
     stop_was_asked: bool = False
@@ -59,12 +69,14 @@ class Group:
         wall_clock: Callable[[], datetime],
     ) -> None:
         """``incarnation`` tells this index 0 from those before it; workers have ``grace_seconds`` to save; a member
-        not heard for ``lost_after`` seconds is lost.
+        not heard for ``lost_after`` seconds, in which no step was made either, is lost.
         """
         self.size = size
         self.members: dict[int, Member] = {}
         self.training = TrainingProgress()
         """Newest report of rank 0."""
+        self.sign_of_life = 0.0
+        """When any worker of the running generation said something last."""
         self.ledger = ledger
         self.starts = 0
         self.highest_generation = 0
@@ -78,8 +90,17 @@ class Group:
         self._part: _Part | None = None
         self._not_before = 0.0
         self._orders = 0
-        self._told: set[int] = set()
+        self._told: set[int] = {0}
         self._exit_since = 0.0
+        self._idle: set[int] = set()
+        """Members that follow the order in force and have no workers."""
+        self._stopping: set[int] = set()
+        self._stepped = 0.0
+        """When a new step was reported last: all take part in each."""
+        self._oldest = 0.0
+        """No member was heard before that."""
+        self._misfits: dict[int, tuple[str, float]] = {}
+        """Pods of other versions of the trainer: which, and when they were heard last."""
         self.order = self._make_order(OrderKind.IDLE, reason="waiting for all pods")
 
     # What happens
@@ -97,21 +118,46 @@ class Group:
         self.highest_generation = max(self.highest_generation, last, report.running or 0)
         self._note_end(report, now)
         if report.leaving:
-            self.members.pop(node, None)
+            self._forget(node)
             self._retired.add(report.instance)
             self._lose(node, f"pod {node} was stopped")
             if self.order.kind is OrderKind.EXIT and report.received == self.order.id:
                 self._told.add(node)
             return
         self.members[node] = Member(report, now)
+        self._misfits.pop(node, None)
+        _note(self._idle, node, report.received == self.order.id and report.running is None)
+        _note(self._stopping, node, report.stopping)
+        part = self._part
+        if part is not None and report.activity is not None and report.running == part.generation.id:
+            self.sign_of_life = max(self.sign_of_life, now - report.activity.silent_seconds)
+
+    def refuse(self, report: Report, now: float, *, replaces: bool) -> None:
+        """Take in that the pod that reports runs another version, so that it can be no member.
+
+        ``replaces``: it surely belongs to this group, so that a member in its place is gone.
+        """
+        before = self.members.get(report.node)
+        if replaces and before is not None and before.report.instance != report.instance:
+            self._lose(report.node, f"pod {report.node} was replaced")
+            self._retired.add(before.report.instance)
+            self._forget(report.node)
+        self._misfits[report.node] = (report.version[:64], now)
+
+    def misfits(self, now: float) -> dict[int, str]:
+        """Versions of the pods that cannot be members, of those that have been heard lately."""
+        return {node: version for node, (version, heard) in self._misfits.items() if now - heard <= self._lost_after}
+
+    def observe(self, training: TrainingProgress, now: float) -> None:
+        """Take in what rank 0 of the running generation reports."""
+        if training.phase is Phase.TRAINING and training.step != self.training.step:
+            self._stepped = now
+        self.training = training
 
     def advance(self, now: float) -> bool:
         """Follow from what is known; True when the order has changed."""
         order = self.order
-        for node, member in list(self.members.items()):
-            if node != 0 and now - member.heard > self._lost_after:
-                self._lose(node, f"pod {node} was not heard for {self._lost_after:.0f} s")
-                del self.members[node]
+        self._lose_the_silent(now)
         part = self._part
         if self.order.kind is OrderKind.RUN and part is not None:
             self._while_running(part, now)
@@ -150,11 +196,13 @@ class Group:
             return Order(id=f"{self.order.id}.late", kind=OrderKind.IDLE, reason="waiting for the end of a generation")
         return self.order
 
-    def everyone_told(self, now: float) -> bool:
-        """Whether index 0 may exit: nobody is left who waits for it."""
+    def everyone_told(self, now: float, *, stopping: bool = False) -> bool:
+        """Whether index 0 may exit: nobody is left who waits for it. ``stopping``: it was asked to."""
         failed = self.order.end is not None and self.order.end.failure is not None
         patience = TELL_FAILED_SECONDS if failed else TELL_COMPLETE_SECONDS
-        return len(self._told | {0}) == self.size or now - self._exit_since > patience
+        if stopping:
+            patience = TELL_STOPPED_SECONDS
+        return len(self._told) == self.size or now - self._exit_since > patience
 
     @property
     def waiting_for(self) -> list[int]:
@@ -164,7 +212,7 @@ class Group:
     # The states
 
     def _while_running(self, part: _Part, now: float) -> None:
-        if len(part.ended) == self.size and all(end.outcome is Outcome.COMPLETE for end in part.ended.values()):
+        if len(part.ended) == self.size and not part.failed and not part.interrupted:
             self._exit(termination(None, "the run is complete", self.training), now)
             return
         if reason := self._why_end(part, now):
@@ -176,18 +224,17 @@ class Group:
             return part.verdict.message
         for failure in part.lost.values():
             return failure.message
-        failed = [end.failure for end in part.ended.values() if end.outcome is not Outcome.COMPLETE]
-        if any(failure is None or failure.failure is not FailureClass.INTERRUPTED for failure in failed):
-            cause = first_cause(failure for failure in failed if failure is not None)
+        if part.failed:
+            cause = first_cause(failure for failure in part.failed if failure is not None)
             return f"{cause.failure}: {cause.message}" if cause else "a pod's workers were stopped"
-        if not failed:
+        if not part.interrupted:
             return None
         # All ranks leave together when they are asked to stop, but rank 0 may still be committing what they saved.
         over = part.first_interrupted is not None and now - part.first_interrupted > self._grace
         return "the workers left as asked" if over or len(part.ended) == self.size else None
 
     def _while_ending(self, part: _Part, now: float) -> None:
-        if not all(self._is_idle(member) for member in self.members.values()):
+        if len(self._idle) < len(self.members):
             return
         # Whoever is missing here was lost and has left its failure.
         failures = [end.failure for end in part.ended.values() if end.failure is not None]
@@ -203,16 +250,12 @@ class Group:
             self._not_before = now + verdict.pause_seconds
 
     def _while_gathering(self, now: float) -> None:
-        ready = (
-            len(self.members) == self.size
-            and all(self._is_idle(member) and not member.report.stopping for member in self.members.values())
-            and now >= self._not_before
-        )
-        if not ready:
+        if len(self._idle) < self.size or self._stopping or now < self._not_before:
             return
         generation = self._new_generation()
         self.starts += 1
         self._part = _Part(generation, {node: member.report.instance for node, member in self.members.items()})
+        self.sign_of_life = now
         self.order = self._make_order(OrderKind.RUN, generation=generation)
 
     def _exit(self, end: TerminationMessage, now: float) -> None:
@@ -231,6 +274,7 @@ class Group:
         end: TerminationMessage | None = None,
     ) -> Order:
         self._orders += 1
+        self._idle.clear()  # until they follow this one
         return Order(
             id=f"{self._incarnation}.{self._orders}",
             kind=kind,
@@ -240,8 +284,28 @@ class Group:
             end=end,
         )
 
-    def _is_idle(self, member: Member) -> bool:
-        return member.report.received == self.order.id and member.report.running is None
+    def _forget(self, node: int) -> None:
+        self.members.pop(node, None)
+        self._idle.discard(node)
+        self._stopping.discard(node)
+
+    def _lose_the_silent(self, now: float) -> None:
+        """Lose the members that nothing was heard of for too long, neither by themselves nor by a step."""
+        patience = self._patience()
+        if now - max(self._oldest, self._stepped) <= patience:
+            return
+        # Nobody can be silent for too long again before the one that was heard first: no need to look earlier.
+        for node, member in list(self.members.items()):
+            if node != 0 and now - member.heard > patience:
+                self._lose(node, f"pod {node} was not heard for {patience:.0f} s")
+                self._forget(node)
+        self._oldest = min((member.heard for node, member in self.members.items() if node != 0), default=now)
+
+    def _patience(self) -> float:
+        part = self._part
+        if part is None or not part.stop_was_asked or self.training.phase is not Phase.TRAINING:
+            return self._lost_after
+        return min(self._lost_after, max(LOST_WHILE_STOPPING_SECONDS, 2 * (self.training.median_step_seconds or 0.0)))
 
     def _note_end(self, report: Report, now: float) -> None:
         part = self._part
@@ -249,11 +313,16 @@ class Group:
             return
         part.stop_was_asked |= report.stopping
         end = report.ended
-        if end is None or end.generation != part.generation.id:
+        if end is None or end.generation != part.generation.id or report.node in part.ended:
             return
         part.ended[report.node] = end
-        interrupted = end.failure is not None and end.failure.failure is FailureClass.INTERRUPTED
-        if interrupted and part.first_interrupted is None:
+        if end.outcome is Outcome.COMPLETE:
+            return
+        if end.failure is None or end.failure.failure is not FailureClass.INTERRUPTED:
+            part.failed.append(end.failure)
+            return
+        part.interrupted += 1
+        if part.first_interrupted is None:
             part.first_interrupted = now
 
     def _lose(self, node: int, message: str) -> None:
@@ -268,3 +337,10 @@ class Group:
             step=self.training.step,
             unreachable=True,
         )
+
+
+def _note(nodes: set[int], node: int, belongs: bool) -> None:
+    if belongs:
+        nodes.add(node)
+    else:
+        nodes.discard(node)

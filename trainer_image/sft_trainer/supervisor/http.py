@@ -34,6 +34,8 @@ class Response:
     status: int
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+    close: bool = False
+    """Nothing more is to be said to who asked."""
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -81,6 +83,7 @@ async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
         method, target, _ = first.split(" ", 2)
         keep = headers.get("connection", "").lower() != "close"
         response = await handler(Request(method, target.partition("?")[0], body))
+        keep = keep and not response.close
     except (MalformedError, ValueError) as problem:
         response, keep = Response(400, f"{problem}\n".encode()), False
     head = (

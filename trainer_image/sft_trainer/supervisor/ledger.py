@@ -123,7 +123,7 @@ def termination(
 ) -> TerminationMessage:
     """How the run ended, with where it stood."""
     checkpoints_uri, checkpoints = committed(training.checkpoints)
-    export = training.export
+    export_uri = training.export.uri if training.export else None
     return TerminationMessage(
         failure=failure,
         message=message[:2000],
@@ -135,5 +135,11 @@ def termination(
         eval_loss=training.eval_loss,
         checkpoints_uri=checkpoints_uri,
         checkpoints=checkpoints,
-        export_uri=export.uri if export and len(export.uri.encode()) <= 500 else None,
+        export_uri=_short(export_uri),
+        curve_uri=_short(training.curve_uri),
     )
+
+
+def _short(uri: str | None) -> str | None:
+    """``uri``, unless the termination message has no room for it."""
+    return uri if uri and len(uri.encode()) <= 500 else None

@@ -1,14 +1,17 @@
 """A member's connection to index 0."""
 
 import asyncio
+import hmac
 from collections.abc import Callable
 
 from pydantic import ValidationError
 
 from .clock import AwakeClock
 from .http import Client, MalformedError
+from .identity import mismatch
 from .output import Output
-from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, RETRY_SECONDS, Order, Report
+from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, REFUSED_SECONDS, RETRY_SECONDS, Order, Report
+from .settings import Settings
 
 _FAILURES = (OSError, TimeoutError, MalformedError, ValidationError, asyncio.LimitOverrunError)
 
@@ -16,13 +19,15 @@ _FAILURES = (OSError, TimeoutError, MalformedError, ValidationError, asyncio.Lim
 class Link:
     """Reports to index 0 for ever, and takes its orders."""
 
-    def __init__(self, host: str, port: int, *, lost_after: float, output: Output, clock: AwakeClock) -> None:
-        self._lost_after = lost_after
-        self._client = Client(host, port)
-        self._name = f"{host}:{port}"
+    def __init__(self, settings: Settings, *, output: Output, clock: AwakeClock) -> None:
+        self._settings = settings
+        self._client = Client(settings.coordinator, settings.port)
+        self._name = f"{settings.coordinator}:{settings.port}"
+        self._pause = RETRY_SECONDS
         self._output = output
         self._clock = clock
         self._answered = clock.now()
+        self._stepped = 0.0
         self._report: Report | None = None
         self._changed = asyncio.Event()
         self._complaint = ""
@@ -34,13 +39,17 @@ class Link:
 
     @property
     def lost(self) -> bool:
-        """Whether index 0 has not answered for too long."""
-        return self._clock.now() - self._answered > self._lost_after
+        """Whether index 0 has not answered for too long, and the workers have made no step either."""
+        return self._clock.now() - max(self._answered, self._stepped) > self._settings.lost_after
+
+    def saw_step(self) -> None:
+        """The workers have made a step, which none does without rank 0."""
+        self._stepped = self._clock.now()
 
     def offer(self, report: Report) -> None:
-        """Send ``report`` from now on, at once when it is new."""
-        if report != self._report:
-            self._report = report
+        """Send ``report`` from now on, at once when it is new; what workers do goes with the next exchange."""
+        before, self._report = self._report, report
+        if before is None or before.model_copy(update={"activity": report.activity}) != report:
             self._changed.set()
 
     async def run(self, receive: Callable[[Order], None]) -> None:
@@ -55,7 +64,7 @@ class Link:
                 if exchange.done():
                     order = exchange.result()
                     if order is None:
-                        await asyncio.wait({changed}, timeout=RETRY_SECONDS)
+                        await asyncio.wait({changed}, timeout=self._pause)
                     else:
                         receive(order)
             finally:
@@ -79,18 +88,32 @@ class Link:
         try:
             response = await self._client.post("/v1/group", body, EXCHANGE_SECONDS)
             if response.status != 200:
-                self._complain(f"refused: {response.body[:300].decode(errors='replace').strip()}")
+                self._refuse(f"refused: {response.body[:2000].decode(errors='replace').strip()}")
                 return None
             order = Order.model_validate_json(response.body)
+            if not order.token:
+                self._refuse(mismatch({0: ""}, self._settings.version, of=self._settings.node))
+                return None
+            if not hmac.compare_digest(order.token, self._settings.token):
+                self._refuse("it answers for another run")
+                return None
         except EOFError:
+            self._pause = RETRY_SECONDS
             self._complain("it closed the connection")
             return None
         except _FAILURES as problem:
+            self._pause = RETRY_SECONDS
             self._complain(str(problem) or type(problem).__name__)
             return None
         self._answered = self._clock.now()
         self._complaint = ""
         return order
+
+    def _refuse(self, why: str) -> None:
+        # The name may lead to another pod by now: a connection that is kept never does.
+        self._client.close()
+        self._pause = REFUSED_SECONDS
+        self._complain(why)
 
     def _complain(self, what: str) -> None:
         if what != self._complaint:

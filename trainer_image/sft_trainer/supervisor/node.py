@@ -9,10 +9,12 @@ from datetime import UTC, datetime
 
 from sft_api.failures import FailureClass
 from sft_api.progress import TerminationMessage
-from sft_api.rundir import ERRORS_FOLDER, PROGRESS_FILE, STOP_FILE
+from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, PROGRESS_FILE, STOP_FILE
 
+from .activity import Activities
 from .causes import classify, first_cause, patience_seconds
 from .cgroup import Cgroup, available_cpus
+from .check import Check
 from .clock import AwakeClock
 from .coordinator import Coordinator
 from .environment import worker_environment
@@ -48,6 +50,8 @@ class Node:
         self._wake = asyncio.Event()
         self._order: Order | None = None
         self._workers: Workers | None = None
+        self._activities: Activities | None = None
+        """Of the workers that run, or ran last."""
         self._ended: Ended | None = None
         self._failures: list[Failure] = []
         """Of the workers that run, so far."""
@@ -58,15 +62,14 @@ class Node:
         self._stop_since: float | None = None
         self._kill_now = False
         self._end: TerminationMessage | None = None
+        self._check = Check(settings, output)
         self._starter = Starter(settings.module, settings.preload, output)
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
             self._coordinator = Coordinator(settings, instance=self._instance, output=output, clock=self._clock)
         else:
-            self._link = Link(
-                settings.coordinator, settings.port, lost_after=settings.lost_after, output=output, clock=self._clock
-            )
+            self._link = Link(settings, output=output, clock=self._clock)
 
     async def run(self, early_signals: list[int]) -> TerminationMessage:
         """Supervise until the run has ended or this pod was asked to stop.
@@ -125,25 +128,43 @@ class Node:
         while (report := self._report()) != before:
             before = report
             ended = reap()
+            self._follow_activities()
             if self._workers is not None:
                 self._note(self._workers, ended)
                 self._tend(self._workers)
+            if self._check.note(ended):
+                self._prepare()
             self._starter.tend(ended)
             if self._coordinator is not None:
-                self._order = self._coordinator.step(self._report())
+                self._order = self._coordinator.step(self._with_activity(self._report()))
             self._obey()
         self._heed_stop()
         if self._link is not None and self._end is None:
-            self._link.offer(self._report())
+            self._link.offer(self._with_activity(self._report()))
 
     def _receive(self, order: Order) -> None:
         """An order from index 0."""
         self._order = order
         self._wake.set()
 
+    def _follow_activities(self) -> None:
+        if self._workers is None or self._activities is None:
+            return
+        step = self._activities.step
+        self._activities.read(self._clock.now())
+        if self._link is not None and self._activities.step != step:
+            self._link.saw_step()
+
+    def _with_activity(self, report: Report) -> Report:
+        if self._workers is None or self._activities is None:
+            return report
+        return report.model_copy(update={"activity": self._activities.summary(self._clock.now())})
+
     def _report(self) -> Report:
         return Report(
             job_uid=self._settings.job_uid,
+            token=self._settings.token,
+            version=self._settings.version,
             node=self._settings.node,
             processes=self._settings.processes,
             instance=self._instance,
@@ -220,8 +241,13 @@ class Node:
             return
         generation = order.generation
         done = self._ended is not None and generation is not None and self._ended.generation == generation.id
-        if generation is not None and not done and self._stop_since is None and self._prepare():
+        if generation is None or done or self._stop_since is not None:
+            return
+        if self._prepare():
             self._start(generation)
+        elif found := self._check.failure:
+            self._ended = Ended(generation=generation.id, outcome=Outcome.FAILED, failure=found)
+            self._check.again()
 
     def _heed_stop(self) -> None:
         """Leave when this pod was asked to stop and has nothing more to wait for."""
@@ -267,11 +293,13 @@ class Node:
         run_dir = self._settings.run_dir
         (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-        shutil.rmtree(run_dir / ERRORS_FOLDER, ignore_errors=True)
-        (run_dir / ERRORS_FOLDER).mkdir(parents=True)
+        for folder in (run_dir / ERRORS_FOLDER, run_dir / ACTIVITY_FOLDER):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
 
     def _prepare(self) -> bool:
-        return self._starter.prepare(self._environment(0, 0, master_port=0))
+        environment = self._environment(0, 0, master_port=0)
+        return self._check.passed(environment) and self._starter.prepare(environment)
 
     def _start(self, generation: Generation) -> None:
         settings = self._settings
@@ -281,8 +309,9 @@ class Node:
         self._memory_kills = self._cgroup.out_of_memory_kills()
         self._workers = Workers(generation.id, settings.run_dir, self._output)
         world = settings.nodes * settings.processes
-        for local_rank in range(settings.processes):
-            rank = settings.node * settings.processes + local_rank
+        ranks = range(settings.node * settings.processes, (settings.node + 1) * settings.processes)
+        self._activities = Activities(settings.run_dir, ranks, self._clock.now())
+        for local_rank, rank in enumerate(ranks):
             prefix = f"[rank {rank}] ".encode() if world > 1 else b""
             environment = self._environment(local_rank, generation.id, master_port=generation.master_port)
             try:
@@ -313,14 +342,16 @@ class Node:
         if self._link is not None:
             await self._link.say_goodbye(self._report())
         elif self._order is not None and self._order.kind is OrderKind.EXIT and self._coordinator is not None:
-            while not self._coordinator.everyone_told() and not self._past_grace(time.monotonic()):
+            while not self._coordinator.everyone_told(stopping=self._stop_since is not None):
                 await self._sleep()
 
     async def _answer(self, request: Request) -> Response:
         if request.path == "/healthz":
             return Response(200, b"ok\n")
+        order = self._coordinator.group.order if self._coordinator else None
         answer = await self._coordinator.answer(request) if self._coordinator else None
-        if answer is None:
+        if answer is None or self._coordinator is None:
             return Response(404, f"nothing at {request.method} {request.path}\n".encode())
-        self._wake.set()
+        if self._coordinator.group.order is not order:
+            self._wake.set()
         return answer

@@ -4,7 +4,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from sft_api.failures import FailureClass
-from sft_api.progress import TerminationMessage
+from sft_api.progress import Activity, TerminationMessage
 from sft_api.v1alpha1.base import ReportModel
 
 
@@ -38,10 +38,21 @@ class Ended(ReportModel):
     failure: Failure | None = None
 
 
+class PodActivity(Activity):
+    """What the workers of one pod do."""
+
+    silent_seconds: float = 0.0
+    """Since any of them said something, on the pod's own clock."""
+
+
 class Report(ReportModel):
     """What a member tells index 0, at every change and at least once a second."""
 
     job_uid: str
+    token: str = ""
+    """Of the group, see ``identity``; empty from a version of before there were tokens."""
+    version: str = ""
+    """Of the trainer."""
     node: int
     processes: int
     instance: str
@@ -56,6 +67,8 @@ class Report(ReportModel):
     """Asked to stop by SIGTERM: it will not take part in another generation."""
     leaving: bool = False
     """The last report of this instance."""
+    activity: PodActivity | None = None
+    """With ``running``. News of it are not hurried: they go with the next report."""
 
 
 class OrderKind(StrEnum):
@@ -81,6 +94,8 @@ class Order(ReportModel):
     """What index 0 wants of a member."""
 
     id: str
+    token: str = ""
+    """Of the group that this is an order of."""
     kind: OrderKind
     generation: Generation | None = None
     """With RUN."""
@@ -98,5 +113,7 @@ EXCHANGE_SECONDS = 5.0
 """A member gives up on one exchange after so long."""
 RETRY_SECONDS = 0.3
 """Pause after an exchange that failed."""
+REFUSED_SECONDS = 2.0
+"""Pause after one that was refused: it takes a person, or the end of another pod, to change that."""
 GOODBYE_SECONDS = 3.0
 """A member that leaves tries for so long to tell index 0."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from .watch import SILENT_SECONDS
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -27,12 +29,21 @@ class Settings:
     """Each worker is ``python -m`` this."""
     preload: tuple[str, ...]
     """What workers import, for the process that forks them; empty to start each worker anew."""
+    check: str | None
+    """``python -m`` this looks for what would end the run early, before ``preload``; None: nothing does."""
     lost_after: float
-    """Seconds after which a member that is not heard is lost, and so is index 0 for its members."""
+    """Seconds without a word and without a step after which a member is lost, and so is index 0 for its members."""
     max_restarts: int
     progress_deadline_seconds: int | None
     grace_seconds: int
     """Between SIGTERM and the SIGKILL of whoever sent it."""
+    silent_after: float = SILENT_SECONDS
+    """Seconds without a word of any worker, outside of training, after which they hang."""
+    token: str = ""
+    """Of the group."""
+    version: str = ""
+    """Of the trainer's code."""
+    pod_uid: str = ""
 
     @property
     def kill_after_seconds(self) -> float:

@@ -3,20 +3,22 @@
 from sft_api.plan import progress_deadline_seconds
 from sft_api.progress import Phase, TrainingProgress
 
-SLOW_PHASE_SECONDS = 1800.0
-"""Least time without any sign of life outside of TRAINING, where a single step may take long."""
+SILENT_SECONDS = 1800.0
+"""Time without any sign of life outside of TRAINING, where a single thing may take long; a deadline that is longer
+counts instead."""
 
 
 class ProgressWatch:
-    """Notices when rank 0 reports nothing new for too long.
+    """Notices when a group no longer moves.
 
-    While training only a new step counts. In every other phase (starting, tokenizing, loading, saving, …) any new
-    report counts, and the limit is four deadlines and at least half an hour.
+    While training only a new step counts. In every other phase (starting, tokenizing, loading, saving, …) any word of
+    any worker counts: where rank 0 waits for a pod that reads the data, that pod tells.
     """
 
-    def __init__(self, deadline_seconds: int | None) -> None:
+    def __init__(self, deadline_seconds: int | None, silent_seconds: float = SILENT_SECONDS) -> None:
         """``deadline_seconds``: runPolicy.progressDeadlineSeconds."""
         self._configured = deadline_seconds
+        self._silent_seconds = silent_seconds
         self._mark: tuple[object, ...] = ()
         self._since: float | None = None
 
@@ -24,14 +26,18 @@ class ProgressWatch:
         """Forget everything: new workers were started, or none run."""
         self._since = None
 
-    def observe(self, training: TrainingProgress | None, now: float) -> str | None:
-        """What hangs, as a sentence, or None; ``training`` is None before the first report of the workers."""
+    def observe(self, training: TrainingProgress | None, now: float, *, sign_of_life: float = 0.0) -> str | None:
+        """What hangs, as a sentence, or None; ``training`` is None before the first report of the workers.
+
+        ``sign_of_life`` is when any worker said something last.
+        """
         mark = _mark(training)
         if self._since is None or mark != self._mark:
             self._mark, self._since = mark, now
             return None
         limit = self._limit(training)
-        idle = now - self._since
+        trains = training is not None and training.phase is Phase.TRAINING
+        idle = now - (self._since if trains else max(self._since, sign_of_life))
         if idle <= limit:
             return None
         if training is None:
@@ -44,7 +50,7 @@ class ProgressWatch:
         deadline = progress_deadline_seconds(self._configured, training.median_step_seconds if training else None)
         if training is not None and training.phase is Phase.TRAINING:
             return deadline
-        return max(4 * deadline, SLOW_PHASE_SECONDS)
+        return max(deadline, self._silent_seconds)
 
 
 def _mark(training: TrainingProgress | None) -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """A worker that counts instead of training, and fails as FAKE_WORKER (JSON) says.
 
 ``crashAt``: the first attempt dies at that step; ``failure``, ``message``: every attempt ends with that error;
-``seconds``: of a step; ``warnings``; ``ignoreStop``: does not heed the request to stop.
+``startSeconds``: before the first word; ``seconds``: of a step; ``warnings``; ``ignoreStop``: does not heed the request
+to stop.
 """
 
 import json
@@ -50,6 +51,7 @@ def save(progress: TrainingProgress) -> TrainingProgress:
 
 
 def main() -> int:
+    time.sleep(SCRIPT.get("startSeconds", 0))
     STORE.mkdir(parents=True, exist_ok=True)
     print("worker says hello", os.environ.get("GIVEN"), file=sys.stderr, flush=True)
     attempts = STORE / f"attempts-{RANK}"
@@ -72,7 +74,11 @@ def main() -> int:
         Path(SCRIPT["orphan"]).write_text(str(orphan.pid))
     for step in range((start or 0) + 1, steps + 1):
         time.sleep(SCRIPT.get("seconds", 0.02))
-        progress = write(progress.model_copy(update={"step": step, "loss": 4.0 / step}))
+        progress = write(
+            progress.model_copy(
+                update={"step": step, "loss": 4.0 / step, "first_loss": 4.0, "remaining_seconds": 3725.0}
+            )
+        )
         if attempt == 1 and step == SCRIPT.get("crashAt"):
             print("worker is about to die", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

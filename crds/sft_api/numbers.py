@@ -1,0 +1,273 @@
+"""The numbers of a run: the settings that decide its losses, and the digest by which the run is known.
+
+The digest is for ever. It is made of the fields listed here and of nothing else, and a field with the value that it
+had by default in version 1 is left out: so neither a new field nor another default of a later version changes the
+digest of a run that does not use it. What version 1 made of a field that a manifest leaves open (the batch, the
+learning rate, the precision) is frozen here as well, whatever the planner of today does.
+
+A field of the API that decides numbers is added to ``_DEFAULTS`` (with the value that says what runs did before it
+was there) or ``_SOURCE_DEFAULTS``; every other one to ``NOT_NUMBERS``. See docs/design/0007.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import JsonValue
+
+from .splits import parse_split
+from .v1alpha1.job import SFTJobSpec
+
+VERSION = 1
+"""Of the list of fields, their defaults and the rules below. A digest is never computed anew by another version."""
+
+_DEFAULTS: Mapping[str, JsonValue] = {
+    "model.tokenizerUri": None,
+    "model.chatTemplate": None,
+    "data.trainOn": "lastAssistantMessage",
+    "data.maxLength": 4096,
+    "data.overlong": "drop",
+    "data.packing": "ffd",
+    "data.sampler": "random",
+    "training.steps": None,
+    "training.epochs": 1,
+    "training.globalBatchSize": None,
+    "training.globalBatchTokens": 65536,
+    "training.maxTokensPerMicroBatch": None,
+    "training.optimizer.learningRate": 1e-5,
+    "training.optimizer.betas": [0.9, 0.999],
+    "training.optimizer.eps": 1e-8,
+    "training.optimizer.weightDecay": 0.01,
+    "training.optimizer.maxGradNorm": 1,
+    "training.schedule.type": "cosine",
+    "training.schedule.warmupRatio": 0.03,
+    "training.schedule.warmupSteps": None,
+    "training.schedule.minRatio": 0,
+    "training.precision": "bf16",
+    "training.seed": 42,
+}
+_SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
+    "split": None,
+    "subset": None,
+    "weight": None,
+    "format": "auto",
+    "messagesKey": "messages",
+    "toolsKey": "tools",
+    "systemKey": "system",
+}
+_BATCH = ("training.globalBatchSize", "training.globalBatchTokens")
+_MODEL, _SOURCES = "model.uri", "data.train"
+
+NUMBERS = frozenset({*_DEFAULTS, _MODEL, f"{_SOURCES}[].uri", *(f"{_SOURCES}[].{name}" for name in _SOURCE_DEFAULTS)})
+"""Every field below ``spec`` that counts."""
+
+NOT_NUMBERS = frozenset(
+    {
+        "model.tokenSecretRef",
+        "data.eval",  # it measures, and changes no weight
+        "data.workers",
+        # How much of a step goes through one forward: sums are rounded otherwise, as with other processes.
+        "training.microBatchSize",
+        "training.activationCheckpointing",
+        "training.evaluation",
+        "strategy.fsdp.shardDegree",
+        "strategy.fsdp.reshardAfterForward",
+        # Processes share a step out; where the batch is left open, the step that follows from them counts.
+        "compute.nodes",
+        "compute.gpusPerNode",
+        "compute.processesPerNode",
+        "compute.image",
+        "compute.imagePullPolicy",
+        "compute.imagePullSecrets",
+        "compute.serviceAccountName",
+        "compute.gpuResourceName",
+        "compute.resources",
+        "compute.nodeSelector",
+        "compute.tolerations",
+        "compute.priorityClassName",
+        "compute.runtimeClassName",
+        "compute.env",
+        "compute.sharedMemorySize",
+        "compute.cacheSize",
+        "compute.labels",
+        "compute.annotations",
+        "checkpoint.uri",
+        "checkpoint.s3",
+        "checkpoint.everySteps",
+        "checkpoint.everySeconds",
+        "checkpoint.keep",
+        "checkpoint.async",
+        "checkpoint.resume",
+        "export.atEnd",
+        "export.uri",
+        "suspend",
+        "runPolicy",
+    }
+)
+"""Every other field below ``spec``; an entry covers what is below it."""
+
+
+class NumbersError(ValueError):
+    """A record of numbers that cannot be compared; the text says why."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What decides the losses of a run: value by dotted path below ``spec``, without the defaults of version 1."""
+
+    values: Mapping[str, JsonValue]
+
+    @classmethod
+    def of(cls, spec: SFTJobSpec) -> "Numbers":
+        """The numbers of ``spec``, whatever machine it runs on and however its values are written."""
+        document = spec.model_dump(mode="json", exclude_none=True)
+        processes = spec.compute.nodes * spec.compute.effective_processes_per_node
+        learned = {
+            "training.optimizer.learningRate": spec.training.optimizer.learning_rate,
+            "training.precision": spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
+        }
+        return cls(_values(document, {**_batch(document, processes), **learned}))
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> "Numbers":
+        """The numbers that ``as_record`` made ``record`` of; also of one that is older than version 1.
+
+        Raises NumbersError when it is neither.
+        """
+        if not record:
+            raise NumbersError("it is not recorded with which settings they were made")
+        try:
+            if "version" not in record:
+                return cls(_before_version_1(record))
+            if record["version"] == VERSION:
+                return cls(dict(record["values"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise NumbersError(f"their numbers cannot be read ({type(error).__name__}: {error})") from error
+        raise NumbersError(
+            f"their numbers are written in version {record['version']!r}, this program knows version {VERSION}"
+        )
+
+    def as_record(self) -> dict[str, JsonValue]:
+        """JSON for whoever has to compare or repeat the run: version and values."""
+        return {"version": VERSION, "values": dict(self.values)}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the record in canonical JSON; the same for ever."""
+        canonical = json.dumps(self.as_record(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def differences(self, other: "Numbers") -> list[str]:
+        """Every field that is another one in ``other``, with both values: this one's, then the other's."""
+        found = []
+        for path in sorted({*self.values, *other.values}):
+            here, there = (numbers.values.get(path, _DEFAULTS.get(path)) for numbers in (self, other))
+            if here != there:
+                found += _differences(path, here, there)
+        return found
+
+
+def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, JsonValue]:
+    """Values by path of the JSON of a spec, defaults left out; ``resolved`` are those that follow from others."""
+    given = {path: _at(spec, path) for path in _DEFAULTS} | {
+        path: value for path, value in resolved.items() if value is not None or path in _BATCH
+    }
+    # A bin decides which examples share a step when steps are counted in tokens, and nothing else.
+    counts_tokens = given["training.globalBatchTokens"] is not None
+    if not counts_tokens or given["training.maxTokensPerMicroBatch"] == given["data.maxLength"]:
+        given["training.maxTokensPerMicroBatch"] = None
+    if given["training.steps"] is not None or given["training.epochs"] is None:
+        given["training.epochs"] = _DEFAULTS["training.epochs"]
+    if given["training.schedule.type"] == "constant" or given["training.schedule.warmupSteps"] is not None:
+        given["training.schedule.warmupRatio"] = None
+    model = _uri(_at(spec, _MODEL))
+    if given["model.tokenizerUri"] is not None:
+        tokenizer = _uri(given["model.tokenizerUri"])
+        given["model.tokenizerUri"] = None if tokenizer == model else tokenizer
+    values = {path: _plain(value) for path, value in given.items() if value is not None}
+    chosen = {path: value for path, value in values.items() if value != _DEFAULTS[path]}
+    return {_MODEL: model, _SOURCES: [_source(source) for source in spec["data"]["train"]], **chosen}
+
+
+def _batch(spec: Mapping[str, Any], processes: int) -> dict[str, int | None]:
+    """Examples or tokens of a step, by the rules of version 1 for ``processes`` as the manifest declares them."""
+    training = spec["training"]
+    size, tokens = training.get("globalBatchSize"), training.get("globalBatchTokens")
+    if spec["data"]["packing"] == "none":
+        size = size or _round_up(32, processes * training["microBatchSize"])
+    elif size is None:
+        at_once = processes * (training.get("maxTokensPerMicroBatch") or spec["data"]["maxLength"])
+        tokens = tokens // at_once * at_once if tokens else _round_up(65536, at_once)
+    return dict(zip(_BATCH, (size, tokens), strict=True))
+
+
+def _before_version_1(record: Mapping[str, Any]) -> dict[str, JsonValue]:
+    """From the spec and the plan that checkpoints held before there were versions."""
+    spec, plan = record["spec"], record["plan"]
+    resolved = {path: plan.get(path.rpartition(".")[2]) for path in _BATCH}
+    return _values(
+        spec,
+        {
+            **resolved,
+            "training.optimizer.learningRate": plan["learningRate"],
+            "training.precision": plan["precision"],
+        },
+    )
+
+
+def _source(source: Mapping[str, Any]) -> dict[str, JsonValue]:
+    split = source.get("split")
+    given = {**source, "split": split and "+".join(map(str, parse_split(split)))}
+    chosen = {name: _plain(given.get(name)) for name in _SOURCE_DEFAULTS}
+    return {
+        "uri": _uri(source["uri"]),
+        **{name: value for name, value in chosen.items() if value is not None and value != _SOURCE_DEFAULTS[name]},
+    }
+
+
+def _uri(uri: str) -> str:
+    """One spelling: the hub's main branch is meant where no revision is named, and a folder ends without a slash."""
+    return uri.removesuffix("@main") if uri.startswith("hf://") else uri.rstrip("/")
+
+
+def _plain(value: Any) -> JsonValue:
+    """``value`` with whole numbers as such: 1 and 1.0 are written in one way."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _at(spec: Mapping[str, Any], path: str) -> Any:
+    value: Any = spec
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+_LONGEST_QUOTE = 120
+
+
+def _differences(path: str, here: Any, there: Any) -> list[str]:
+    if path == _SOURCES and isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        pairs = enumerate(zip(here, there, strict=True))
+        return [line for index, (a, b) in pairs if a != b for line in _in_source(f"{path}[{index}]", a, b)]
+    return [f"{path}: {_quoted(here)} -> {_quoted(there)}"]
+
+
+def _in_source(path: str, here: Any, there: Any) -> list[str]:
+    if not (isinstance(here, dict) and isinstance(there, dict)):
+        return [f"{path}: {_quoted(here)} -> {_quoted(there)}"]
+    both = [(name, *(s.get(name, _SOURCE_DEFAULTS.get(name)) for s in (here, there))) for name in {**here, **there}]
+    return [f"{path}.{name}: {_quoted(a)} -> {_quoted(b)}" for name, a, b in both if a != b]
+
+
+def _quoted(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"

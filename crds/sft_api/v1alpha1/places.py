@@ -1,0 +1,78 @@
+"""Rules that keep the export of a run away from what the run was made of."""
+
+from typing import TYPE_CHECKING
+
+from .base import Rule
+from .uris import overlap, overlap_in_cel
+
+if TYPE_CHECKING:
+    from .job import SFTJobSpec
+
+EXPORT_FOLDER = "export"
+"""Folder beside the checkpoints where the export goes when ``export.uri`` is absent."""
+
+
+def default_export(checkpoint_uri: str) -> str:
+    """Where the export goes beside checkpoints in ``checkpoint_uri``."""
+    return f"{checkpoint_uri.rstrip('/')}/{EXPORT_FOLDER}"
+
+
+def _export(spec: "SFTJobSpec") -> str | None:
+    """Where ``spec`` exports to, if it does and says where."""
+    if not spec.export.at_end:
+        return None
+    return spec.export.uri or (default_export(spec.checkpoint.uri) if spec.checkpoint.uri else None)
+
+
+_CHECKPOINTS = "self.checkpoint.uri"
+_DEFAULT_EXPORT = f"{_CHECKPOINTS} + ({_CHECKPOINTS}.endsWith('/') ? '{EXPORT_FOLDER}' : '/{EXPORT_FOLDER}')"
+
+
+def _for_export(cel: str) -> str:
+    """The expression ``cel`` of ``export``, which is true where nothing is exported or nobody says here where to."""
+    return (
+        f"!self.export.atEnd || !(has(self.export.uri) || has({_CHECKPOINTS})) || "
+        f"[has(self.export.uri) ? self.export.uri : {_DEFAULT_EXPORT}].all(export, {cel})"
+    )
+
+
+def _spares(spec: "SFTJobSpec", *uris: str | None) -> bool:
+    export = _export(spec)
+    return export is None or not any(overlap(export, uri) for uri in uris if uri is not None)
+
+
+def _spares_checkpoints(spec: "SFTJobSpec") -> bool:
+    checkpoints = spec.checkpoint.uri
+    if checkpoints is None or spec.export.uri is None or not spec.export.at_end:
+        return True
+    return spec.export.uri.rstrip("/") == default_export(checkpoints) or not overlap(spec.export.uri, checkpoints)
+
+
+EXPORT_RULES = (
+    Rule(
+        _for_export(
+            f"!{overlap_in_cel('export', 'self.model.uri')} && (!has(self.model.tokenizerUri) || "
+            f"!{overlap_in_cel('export', 'self.model.tokenizerUri')})"
+        ),
+        "export.uri (export/ in checkpoint.uri when absent) must be neither model.uri or model.tokenizerUri nor above "
+        "or below them: the export would overwrite what the run starts from",
+        lambda spec: _spares(spec, spec.model.uri, spec.model.tokenizer_uri),
+    ),
+    Rule(
+        _for_export(
+            f"self.data.train.all(source, !{overlap_in_cel('export', 'source.uri')}) && "
+            f"(!has(self.data.eval) || self.data.eval.all(source, !{overlap_in_cel('export', 'source.uri')}))"
+        ),
+        "export.uri (export/ in checkpoint.uri when absent) must be neither the uri of data.train or data.eval nor "
+        "above or below one: the export would be written among the data",
+        lambda spec: _spares(spec, *(source.uri for source in (*spec.data.train, *spec.data.eval))),
+    ),
+    Rule(
+        f"!self.export.atEnd || !has(self.export.uri) || !has({_CHECKPOINTS}) || "
+        f"(self.export.uri.endsWith('/') ? self.export.uri : self.export.uri + '/') == {_DEFAULT_EXPORT} + '/' || "
+        f"!{overlap_in_cel('self.export.uri', _CHECKPOINTS)}",
+        "export.uri must be neither checkpoint.uri nor above or below it, but for its folder export: the export would "
+        "be written among the checkpoints",
+        _spares_checkpoints,
+    ),
+)

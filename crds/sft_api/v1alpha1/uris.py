@@ -1,0 +1,87 @@
+"""URIs of models, data and stores: what they may be, one name for one place, and what was meant by near misses."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .base import Edited, NearMiss, Rule, matches
+
+CLAIMS_FOLDER = "/mnt/pvc"
+"""Where pods find the volumes of ``pvc://claim``: ``/mnt/pvc/claim``."""
+
+_HUB = "https://huggingface.co/"
+_PATHS = (
+    NearMiss(r"^file://[^/.~][^/]*(/[^/]+)*$", ("did you mean ", Edited(replace=(("file://", "file:///"),)), "?")),
+    NearMiss(r"^/[^/]+(/[^/]+)*$", ("did you mean ", Edited(prefix="file://"), "?")),
+    NearMiss(
+        r"^(file://)?([.]{1,2}|~)(/|$)", ("only an absolute path says the same everywhere: file:///absolute/path",)
+    ),
+    NearMiss(
+        r"^[^:]*[.](jsonl?|parquet|arrow|csv|safetensors)$",
+        ("only an absolute path says the same everywhere: file:///absolute/path",),
+    ),
+)
+_HUB_NAMES = (
+    NearMiss(
+        rf"^({_HUB.replace('.', '[.]')}|hf://)(datasets/)?[^/@]+/[^/@]+(/tree/[^/@]+)?$",
+        ("did you mean ", Edited(replace=((_HUB, "hf://"), ("hf://datasets/", "hf://"), ("/tree/", "@"))), "?"),
+    ),
+    NearMiss(r"^[A-Za-z0-9][-A-Za-z0-9_.]*/[-A-Za-z0-9_.]+(@[^/@]+)?$", ("did you mean ", Edited(prefix="hf://"), "?")),
+)
+
+_NOT_ONE_NAME = r"[^:/]//|:////|/[.]{1,2}(/|$)"
+_ONE_NAME = Rule(
+    f"!self.matches('{_NOT_ONE_NAME}')",
+    "must have no empty part and no part . or .. between its slashes: one place has one name",
+    lambda uri: matches(_NOT_ONE_NAME, "").check(uri) is False,
+)
+_NO_CLAIMS_BY_PATH = Rule(
+    f"!(self + '/').startsWith('file://{CLAIMS_FOLDER}/')",
+    f"must name the claim: pvc://claim/path is what pods find in {CLAIMS_FOLDER}/claim/path",
+    lambda uri: not f"{uri}/".startswith(f"file://{CLAIMS_FOLDER}/"),
+)
+
+ModelUri = Annotated[
+    str,
+    Field(max_length=1024),
+    matches(
+        r"^(hf://[^/@]+/[^/@]+(@[^/@]+)?|s3://[^/]+/.+|pvc://[^/]+/.+|file:///.+)$",
+        "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+        *_PATHS,
+        *_HUB_NAMES,
+    ),
+    _ONE_NAME,
+    _NO_CLAIMS_BY_PATH,
+]
+DataUri = ModelUri
+StorageUri = Annotated[
+    str,
+    Field(max_length=1024),
+    matches(
+        r"^(s3://[^/]+(/.*)?|pvc://[^/]+/.+|file:///.+)$",
+        "must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+        *_PATHS,
+    ),
+    _ONE_NAME,
+    _NO_CLAIMS_BY_PATH,
+]
+
+
+def within(uri: str, folder: str) -> bool:
+    """Whether ``uri`` is ``folder`` or below it; both as the rules above want them, with or without a last slash."""
+    return f"{uri}/".startswith(folder if folder.endswith("/") else f"{folder}/")
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether what is written to one of the two may be written into the other."""
+    return within(one, other) or within(other, one)
+
+
+def within_in_cel(uri: str, folder: str) -> str:
+    """``within`` of two CEL expressions."""
+    return f"({uri} + '/').startsWith({folder}.endsWith('/') ? {folder} : {folder} + '/')"
+
+
+def overlap_in_cel(one: str, other: str) -> str:
+    """``overlap`` of two CEL expressions."""
+    return f"({within_in_cel(one, other)} || {within_in_cel(other, one)})"

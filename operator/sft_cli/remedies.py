@@ -1,0 +1,181 @@
+"""What was probably meant by a value of the wrong type, in the words of the manifest.
+
+The API server names the type and no more: what it may say itself stands with the rules, as their near misses.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from sft_api.openapi import Schema
+
+from .kubernetes_yaml import plain_scalar
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"((\d+)([smhd]))+", re.ASCII)
+
+
+def remedy(error: ErrorDetails, root: Schema) -> str:
+    """What to write instead, as the end of a sentence; nothing when that is not known.
+
+    ``root`` is the schema of the whole manifest.
+    """
+    kind, value, location = error["type"], error["input"], error["loc"]
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "; put it in quotes"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        if kind == "int_type" and str(location[-1]).endswith("Seconds") and _DURATION.fullmatch(value):
+            return f"; write {seconds(value)}"
+        return "" if isinstance(plain_scalar(value), str) else "; leave the quotes out"
+    if kind == "literal_error" and isinstance(value, str):
+        choices = [str(choice) for choice in schema_at(root, location)["enum"]]
+        return _did_you_mean(closest(value, choices))
+    if kind == "list_type":
+        return _as_list(value, schema_at(root, location)["items"])
+    if kind in ("model_type", "model_attributes_type") and isinstance(value, str):
+        fields = schema_at(root, location).get("properties", {})
+        return f"; write {{uri: {json.dumps(value)}}}" if "uri" in fields else ""
+    return ""
+
+
+def seconds(duration: str) -> int:
+    """The seconds in ``10m`` or ``1h30m``."""
+    return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)([smhd])", duration))
+
+
+def absolute_path(value: Any) -> str:
+    """The URI of ``value`` on this machine, where it is a path that says something only here."""
+    if not isinstance(value, str):
+        return ""
+    value = value.removeprefix("file://")
+    if ":" in value or value.startswith("/"):
+        return ""
+    path = Path(value).expanduser()
+    if value.startswith((".", "~")) or path.exists():
+        return f" (here file://{Path.cwd().joinpath(path).resolve()})"
+    return ""
+
+
+def _as_list(value: Any, items: Schema) -> str:
+    if isinstance(value, dict):
+        return "; begin the entry with a dash"
+    if items.get("type") == "string":
+        return f"; write [{json.dumps(value)}]"
+    if items.get("required") == ["uri"] and isinstance(value, str):
+        return f"; write [{{uri: {json.dumps(value)}}}]"
+    return ""
+
+
+def _did_you_mean(*names: str | None) -> str:
+    meant = " or ".join(filter(None, names))
+    return f"; did you mean {meant}?" if meant else ""
+
+
+_OTHER_NAMES = {
+    "lr": "training.optimizer.learningRate",
+    "numtrainepochs": "training.epochs",
+    "numepochs": "training.epochs",
+    "maxsteps": "training.steps",
+    "maxseqlength": "data.maxLength",
+    "maxseqlen": "data.maxLength",
+    "sequencelen": "data.maxLength",
+    "cutofflen": "data.maxLength",
+    "samplepacking": "data.packing",
+    "assistantonlyloss": "data.trainOn",
+    "completiononlyloss": "data.trainOn",
+    "trainoninputs": "data.trainOn",
+    "batchsize": "training.globalBatchSize",
+    "trainbatchsize": "training.globalBatchSize",
+    "perdevicetrainbatchsize": "training.microBatchSize",
+    "gradientaccumulationsteps": "training.globalBatchSize",
+    "gradientcheckpointing": "training.activationCheckpointing",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "dtype": "training.precision",
+    "torchdtype": "training.precision",
+    "beta1": "training.optimizer.betas",
+    "beta2": "training.optimizer.betas",
+    "adambeta1": "training.optimizer.betas",
+    "adambeta2": "training.optimizer.betas",
+    "adamepsilon": "training.optimizer.eps",
+    "lrscheduler": "training.schedule.type",
+    "lrschedulertype": "training.schedule.type",
+    "savesteps": "checkpoint.everySteps",
+    "savetotallimit": "checkpoint.keep.last",
+    "evalsteps": "training.evaluation.everySteps",
+    "outputdir": "checkpoint.uri",
+    "resumefromcheckpoint": "checkpoint.resume.policy",
+    "basemodel": "model.uri",
+    "modelnameorpath": "model.uri",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "gpus": "compute.gpusPerNode",
+    "replicas": "compute.nodes",
+}
+"""What other tools call a field of ours."""
+
+_NAMES_HERE = {
+    "path": "uri",
+    "name": "uri",
+    "nameorpath": "uri",
+    "dir": "uri",
+    "repo": "uri",
+    "dataset": "uri",
+    "type": "format",
+}
+"""What is called so in many places: it means the field of the same object, where that has it, and none elsewhere."""
+
+
+def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
+    """What was meant by the unknown field at ``location``, as the end of a sentence.
+
+    A name known from other tools goes before one that looks alike: ``save_steps`` is no way of writing ``steps``.
+    """
+    *parents, last = location
+    name = bare(str(last))
+    beside = schema_at(root, tuple(parents)).get("properties", {})
+    if _NAMES_HERE.get(name) in beside:
+        return _did_you_mean(_NAMES_HERE[name])
+    if name in _OTHER_NAMES:
+        return _did_you_mean(f"spec.{_OTHER_NAMES[name]}")
+    if close := closest(name, beside):
+        return _did_you_mean(close)
+    if name in _NAMES_HERE:
+        return ""
+    paths = field_paths(root["properties"]["spec"], "spec")
+    elsewhere = [path for path in paths if bare(path.rpartition(".")[2]) == name]
+    return _did_you_mean(*elsewhere) if len(elsewhere) <= 2 else ""
+
+
+def closest(name: str, candidates: Any) -> str | None:
+    """The candidate that ``name`` most resembles, case and underscores aside."""
+    stripped = {bare(candidate): candidate for candidate in candidates}
+    found = difflib.get_close_matches(bare(name), stripped, n=1, cutoff=0.65)
+    return stripped[found[0]] if found else None
+
+
+def bare(name: str) -> str:
+    """``name`` without what differs between ways of writing one name."""
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def schema_at(schema: Schema, location: tuple[int | str, ...]) -> Schema:
+    """The part of ``schema`` at ``location``."""
+    for part in location:
+        if isinstance(part, int):
+            schema = schema["items"]
+        else:
+            schema = schema.get("properties", {}).get(part) or schema.get("additionalProperties", {})
+    return schema
+
+
+def field_paths(schema: Schema, path: str) -> Iterator[str]:
+    """The paths of all fields below ``path``, whose schema is ``schema``."""
+    for name, field in schema.get("properties", {}).items():
+        yield f"{path}.{name}"
+        yield from field_paths(field.get("items", field), f"{path}.{name}{'[]' if 'items' in field else ''}")

@@ -1,0 +1,94 @@
+"""Pure: the end of a run on this machine in a few lines, what matters most first."""
+
+from pathlib import Path
+
+from sft_api.failures import FailureClass
+from sft_api.report import duration
+from sft_api.v1alpha1.status import ProgressStatus, SFTJobStatus
+
+from .ending import Ending, advice
+from .local import FILE_SCHEME
+
+_LABEL_COLUMNS = 12
+
+
+def summary(
+    status: SFTJobStatus, ending: Ending, *, name: str, seconds: float, command: str, log: Path
+) -> tuple[str, ...]:
+    """How the run ``name`` ended after ``seconds``, its loss, what it left, and what comes next.
+
+    ``command`` is the one that goes on with it. Complete runs get four lines.
+    """
+    steps = status.progress.summary if status.progress and status.progress.summary else "0"
+    loss = _loss(status.progress)
+    if ending.failure is None:
+        lines = [
+            ("Complete", f"{name}: {_done(status, steps, seconds)}"),
+            ("Loss", loss or "no step was made"),
+            ("Model", _model(status)),
+            ("Next", "load it with from_pretrained; -o yaml says more"),
+        ]
+    elif ending.failure is FailureClass.INTERRUPTED:
+        lines = [
+            ("Stopped", f"{name}: after step {steps}"),
+            ("Loss", loss),
+            ("Checkpoint", _checkpoint(status)),
+            ("Next", f"the same command {_goes_on(status)}:\n  {command}"),
+        ]
+    else:
+        rank = f" on rank {ending.rank}" if ending.rank is not None else ""
+        lines = [
+            ("Failed", f"{ending.failure.value}{rank}: {ending.message}"),
+            ("Loss", loss),
+            ("Checkpoint", _checkpoint(status)),
+            ("Next", f"{advice(status, ending)}\n  {command}"),
+            ("Log", str(log)),
+        ]
+    return tuple(f"{label:<{_LABEL_COLUMNS}}{text}" for label, text in lines if text)
+
+
+def _done(status: SFTJobStatus, steps: str, seconds: float) -> str:
+    if status.first_step_time is None and status.progress is not None and status.progress.step:
+        return f"{steps} steps, all of them done before; --fresh trains anew"
+    return f"{steps} steps in {duration(seconds)}"
+
+
+def _loss(progress: ProgressStatus | None) -> str:
+    if progress is None or progress.loss is None:
+        return ""
+    parts = [_change("", progress.first_loss, progress.loss)]
+    if progress.eval_loss is not None:
+        parts.append(_change("evaluation ", progress.first_eval_loss, progress.eval_loss))
+    drawn = f"; drawn in {place(progress.curve)}" if progress.curve else ""
+    return ", ".join(parts) + drawn
+
+
+def _change(subject: str, before: float | None, after: float) -> str:
+    return f"{subject}{before:.4f} → {after:.4f}" if before is not None else f"{subject}{after:.4f}"
+
+
+def _model(status: SFTJobStatus) -> str:
+    if status.export is not None:
+        return place(status.export.uri)
+    latest = status.checkpoints.latest if status.checkpoints else None
+    saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
+    return f"none was exported{saved}"
+
+
+def _checkpoint(status: SFTJobStatus) -> str:
+    latest = status.checkpoints.latest if status.checkpoints else None
+    return f"step {latest.step}, {place(latest.uri)}" if latest else "none was written in this run"
+
+
+def _goes_on(status: SFTJobStatus) -> str:
+    latest = status.checkpoints.latest if status.checkpoints else None
+    if latest is not None:
+        return f"goes on from step {latest.step}"
+    if status.progress is not None and status.progress.step:
+        return "starts from the model"
+    return "goes on from the newest checkpoint, or starts from the model where there is none"  # none was looked for yet
+
+
+def place(uri: str) -> str:
+    """``uri`` as other commands take it: a path, where it is one."""
+    return uri.removeprefix(FILE_SCHEME)

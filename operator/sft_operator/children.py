@@ -1,0 +1,195 @@
+"""Makes the children of an SFTJob, and makes them again when they are lost or altered while its Job lives.
+
+Whose a child is, its owner reference says: what is ours is put right, what is another's is named and left alone.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+
+from sft_api.v1alpha1 import KIND
+from sft_api.v1alpha1.job import ObjectMeta
+
+from .builders import build_network_policy, build_service, config_digest, copy_annotations, restored_config_map
+from .cluster import ApiError, Cluster
+from .config import Settings
+from .names import CONFIG_KEY, config_map_name
+from .observed import ChildJob, Manifest, Refusal, owner_uid
+
+FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
+"""Codes with which the API server will not answer otherwise in a moment."""
+
+
+class NameTakenError(Exception):
+    """A child's name belongs to another object."""
+
+    def __init__(self, kind: str, name: str, *, of_earlier: bool) -> None:
+        self.kind = kind
+        self.passing = of_earlier
+        if of_earlier:
+            super().__init__(f"the {kind} {name} of an earlier SFTJob of this name is still being deleted")
+        else:
+            super().__init__(
+                f"a {kind} {name} exists that does not belong to this SFTJob: delete it, or choose another name"
+            )
+
+
+class ConfigLostError(Exception):
+    """The ConfigMap is gone, and so is its copy."""
+
+    def __init__(self, name: str, job: str) -> None:
+        super().__init__(
+            f"the ConfigMap {name} is not what the run began with, and the Job has no copy of that: pods that are lost "
+            f"cannot be replaced; delete the Job {job}, and both are made from the spec"
+        )
+
+
+class RefusedError(Exception):
+    """The API server refused a child for good."""
+
+    def __init__(self, kind: str, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.kind = kind
+        self.error = error
+
+
+def refusal_of(error: NameTakenError | RefusedError | ConfigLostError, now: datetime) -> Refusal:
+    """What the status shows of ``error``."""
+    if isinstance(error, NameTakenError):
+        return Refusal(error.kind, 409, str(error), now, passing=error.passing)
+    if isinstance(error, ConfigLostError):
+        return Refusal("ConfigMap", 410, str(error), now)
+    return Refusal(error.kind, error.error.code, error.error.message, now)
+
+
+class Children:
+    """The children of all SFTJobs. Raises ``NameTakenError``, ``RefusedError``, and like ``Cluster``."""
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._settings = settings
+
+    async def make(self, owner: ObjectMeta, manifests: Iterable[Manifest]) -> Manifest | None:
+        """Create the children in their order; the Job as the API server has it.
+
+        One that exists already is fine when it is ours: the trainer reads the first ConfigMap that was made, whatever
+        the settings say now, so the Job carries the copy of that one.
+        """
+        job = None
+        annotations: dict[str, str] = {}
+        for manifest in manifests:
+            kind = manifest["kind"]
+            if kind == "Job":
+                manifest["metadata"].setdefault("annotations", {}).update(annotations)
+            made = await self._create(owner, manifest)
+            if kind == "ConfigMap":
+                # Ours by its owner, which anybody can write: one without a configuration is healed like a lost one.
+                holds = config_digest((made.get("data") or {}).get(CONFIG_KEY))
+                annotations = copy_annotations(made if holds else manifest)
+            elif kind == "Job":
+                job = made
+        return job
+
+    async def change_job(self, namespace: str, child: ChildJob, patch: Manifest) -> Manifest:
+        """The Job after a merge patch."""
+        with _final("Job"):
+            return await self._cluster.patch("Job", namespace, child.name, patch)
+
+    async def heal(self, owner: ObjectMeta, child: ChildJob) -> list[str]:
+        """Make again what the living Job ``child`` lacks; sentences that say what was done.
+
+        Raises ``ConfigLostError`` as well.
+        """
+        wanted = [build_service(owner)]
+        if self._settings.network_policy.enabled:
+            wanted.append(build_network_policy(owner, self._settings.network_policy))
+        done = [await self._ensure(owner, manifest) for manifest in wanted]
+        return [words for words in (*done, await self._ensure_config(owner, child)) if words]
+
+    async def _ensure(self, owner: ObjectMeta, wanted: Manifest) -> str:
+        kind, name = wanted["kind"], wanted["metadata"]["name"]
+        found = await self._find(owner, kind, name)
+        if found is not None and _says(found["spec"], wanted["spec"]):
+            return ""
+        return await self._replace(owner, found, wanted)
+
+    async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> str:
+        """Only from the copy: another version of the operator would make another one."""
+        name = config_map_name(owner.name)
+        found = await self._find(owner, "ConfigMap", name)
+        if found is not None:
+            same = config_digest((found.get("data") or {}).get(CONFIG_KEY)) == child.config_digest
+            if same or child.config_digest is None:
+                return ""
+        job = await self._found("Job", owner, child.name)
+        if job is None:
+            return ""
+        wanted = restored_config_map(owner, job["metadata"].get("annotations") or {})
+        if wanted is None:
+            raise ConfigLostError(name, child.name)
+        return await self._replace(owner, found, wanted)
+
+    async def _replace(self, owner: ObjectMeta, found: Manifest | None, wanted: Manifest) -> str:
+        kind, name = wanted["kind"], wanted["metadata"]["name"]
+        if found is not None:
+            # Not changed in place: neither a ConfigMap that is immutable nor the address of a Service can be.
+            with _final(kind):
+                await self._cluster.delete(kind, owner.namespace, name, uid=found["metadata"]["uid"])
+        await self._create(owner, wanted)
+        return f"the {kind} {name} was {'altered' if found else 'gone'} and is made again"
+
+    async def _find(self, owner: ObjectMeta, kind: str, name: str) -> Manifest | None:
+        """The child, if it is ours; None when there is none."""
+        found = await self._found(kind, owner, name)
+        if found is not None:
+            self._check_owner(owner, kind, found)
+        return found
+
+    async def _found(self, kind: str, owner: ObjectMeta, name: str) -> Manifest | None:
+        try:
+            with _final(kind):
+                return await self._cluster.get(kind, owner.namespace, name)
+        except RefusedError as error:
+            if error.error.code == 404:
+                return None
+            raise
+
+    async def _create(self, owner: ObjectMeta, manifest: Manifest) -> Manifest:
+        """Create a child, and return it; one that exists already is fine when it is ours."""
+        kind = manifest["kind"]
+        try:
+            with _final(kind):
+                return await self._cluster.create(kind, owner.namespace, manifest, whole=kind == "Job")
+        except ApiError as error:
+            if error.code != 409:
+                raise
+        found = await self._cluster.get(kind, owner.namespace, manifest["metadata"]["name"])
+        self._check_owner(owner, kind, found)
+        return found
+
+    def _check_owner(self, owner: ObjectMeta, kind: str, found: Manifest) -> None:
+        uid = owner_uid(found, KIND)
+        if uid != owner.uid:
+            raise NameTakenError(kind, found["metadata"]["name"], of_earlier=uid is not None)
+
+
+@contextmanager
+def _final(kind: str) -> Iterator[None]:
+    """Tells what the API server refuses for good from what may be tried again in a moment."""
+    try:
+        yield
+    except ApiError as error:
+        # A status that waits for a webhook would stay empty.
+        if error.code in FINAL_REFUSALS or error.of_webhook:
+            raise RefusedError(kind, error) from error
+        raise
+    except TimeoutError as error:
+        hangs = ApiError(504, "Timeout", "no answer in time; a webhook of the cluster may hang")
+        raise RefusedError(kind, hangs) from error
+
+
+def _says(found: object, wanted: object) -> bool:
+    """Whether ``found`` is ``wanted``, defaults aside that the API server added at the top of the spec."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return all(found.get(name) == value for name, value in wanted.items())
+    return found == wanted

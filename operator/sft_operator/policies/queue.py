@@ -1,0 +1,206 @@
+"""A job in a queue of Kueue's: who stops it and lets it go on, why it waits, and whether somebody must help.
+
+Kueue keeps a Workload for every Job that it manages, and resumes and suspends the Job as it admits and evicts the
+Workload. So such a job is stopped through its Workload; the Job itself only when there is none, or when Kueue does
+not act. What this operator has stopped carries a mark: it never lets go on what others have stopped.
+"""
+
+from datetime import timedelta
+
+from sft_api.v1alpha1 import SFTJobStatus
+
+from ..builders import followed_labels
+from ..names import (
+    FOLLOWED_LABELS_ANNOTATION,
+    KUEUE_LABELS,
+    PRIORITY_CLASS_LABEL,
+    QUEUE_LABEL,
+    SUSPENDED_ANNOTATION,
+)
+from ..observed import ChildJob, Manifest, Observed
+from ..spec import Terms
+from ..workload import Queueing, Workload
+from .troubles import Trouble
+
+PATIENCE = timedelta(seconds=30)
+"""What may be a moment's delay of Kueue's is not called trouble before."""
+
+HELD_BACK = frozenset({"WaitingForQueue", "QueueUnavailable", "Deactivated", "JobSuspended", "Preempted"})
+"""Reasons for which somebody else than the user keeps the Job from running."""
+
+_MARKED: Manifest = {"annotations": {SUSPENDED_ANNOTATION: "true"}}
+_UNMARKED: Manifest = {"annotations": {SUSPENDED_ANNOTATION: None}}
+
+_NOBODY_COMES = frozenset({"Inadmissible", "Misconfigured", "Suspended", "ExceedsMaxQuota", "NoMatchingFlavor"})
+"""Kueue's reasons that do not pass as other jobs end: queues that are missing or stopped, more than the quota. It
+gives the first for all of them, and Pending for the quota, unless a feature gate makes it say more."""
+_MORE_THAN_THERE_IS = "> maximum capacity"
+"""In the message of a Workload that is Pending."""
+
+
+def asks_kueue(terms: Terms, child: ChildJob) -> bool:
+    """Whether what Kueue says matters now: of what runs as it should, and of what nobody else holds, it does not."""
+    if child.deleting or child.complete or child.failed:
+        return False
+    if terms.suspend:
+        return True
+    return child.suspended and (child.queue is not None or not child.suspended_by_us)
+
+
+def wants_stop(terms: Terms, child: ChildJob) -> bool:
+    """Whether the Workload of the Job is not to compete: a job that leaves its queue would hold its quota for ever."""
+    return terms.suspend or _leaves_queue(terms, child)
+
+
+def _leaves_queue(terms: Terms, child: ChildJob) -> bool:
+    named = child.queue and child.followed_labels.get(QUEUE_LABEL)
+    return child.suspended and bool(named) and not terms.kueue_labels.get(QUEUE_LABEL)
+
+
+def workload_patch(workload: Workload, *, stop: bool) -> Manifest | None:
+    """What makes the user's wish true for a Workload; what an administrator or Kueue made inactive stays so."""
+    if stop and workload.active:
+        return {"metadata": _MARKED, "spec": {"active": False}}
+    if not stop and workload.stopped_by_us:
+        return {"metadata": _UNMARKED, "spec": {"active": True}}
+    return None
+
+
+def job_patch(terms: Terms, child: ChildJob, queueing: Queueing | None) -> Manifest:
+    """What of the Job has to change so that it is stopped, goes on, or is queued, as the user wishes; or empty."""
+    if terms.suspend and not child.suspended:
+        if _stops_itself(child, queueing):
+            return {"metadata": _MARKED, "spec": {"suspend": True}}
+        return {}
+    if not child.suspended:
+        return {"metadata": _UNMARKED} if child.suspended_by_us else {}
+    if labels := _changed_labels(terms, child):
+        followed = {FOLLOWED_LABELS_ANNOTATION: followed_labels(terms.kueue_labels)}
+        if not _leaves_queue(terms, child):
+            return {"metadata": {"labels": labels, "annotations": followed}}
+        if queueing is None or (queueing.workload and queueing.workload.active):
+            return {}
+        # From now on it is nobody's to resume but ours.
+        return {"metadata": {"labels": labels, "annotations": {**followed, **_MARKED["annotations"]}}}
+    if terms.suspend or not child.suspended_by_us:
+        return {}
+    if child.queue or (queueing and queueing.workload):
+        return {"metadata": _UNMARKED}
+    return {"metadata": _UNMARKED, "spec": {"suspend": False}}
+
+
+def _stops_itself(child: ChildJob, queueing: Queueing | None) -> bool:
+    """Whether the Job has to be suspended directly, since its Workload does not do it."""
+    if queueing is None:
+        return child.queue is None
+    if queueing.workload is None and not queueing.problem:
+        return True
+    # Once, and not where Kueue starts it again: the mark tells that it was tried.
+    unmanaged = child.queue is None and queueing.workload is None
+    return not child.suspended_by_us and (unmanaged or _late(queueing))
+
+
+def _late(queueing: Queueing) -> bool:
+    return queueing.asked - queueing.since >= PATIENCE
+
+
+def _changed_labels(terms: Terms, child: ChildJob) -> dict[str, str | None]:
+    """What changed on the SFTJob: what others have set on the Job is theirs, as the queue of a namespace."""
+    wanted = {name: terms.kueue_labels.get(name) for name in KUEUE_LABELS}
+    return {name: value for name, value in wanted.items() if value != child.followed_labels.get(name)}
+
+
+def not_stopped(observed: Observed) -> Trouble | None:
+    """Why a Job that the user wants suspended runs still, when it is not just about to stop."""
+    child, queueing = observed.job, observed.queueing
+    if child is None or child.suspended or queueing is None:
+        return None
+    stalled = _late(queueing)
+    if queueing.problem:
+        words = f"Kueue could not be told to stop it, so training goes on: {queueing.problem}"
+        return Trouble("QueueUnavailable", words, stalled)
+    if queueing.workload and stalled:
+        words = f"Workload {queueing.workload.name} is inactive, but Kueue lets the Job run: is its controller running?"
+        return Trouble("QueueUnavailable", words, stalled)
+    return None
+
+
+def held_back(previous: SFTJobStatus, observed: Observed) -> Trouble:
+    """Why a suspended Job that the user wants to run does not."""
+    child, queueing = observed.job, observed.queueing
+    assert child is not None  # noqa: S101 -- the caller looked
+    if child.suspended_by_us and not child.queue:
+        return Trouble("JobSuspended", "the Job is being resumed", False)
+    if child.queue is None and (queueing is None or queueing.workload is None):
+        words = f"not this operator has suspended the Job: it goes on when who did resumes it (Job {child.name})"
+        return Trouble("JobSuspended", words, False)
+    if queueing is None:
+        return Trouble("WaitingForQueue", f"waiting for admission by queue {child.queue}", False)
+    trouble = _in_queue(child, queueing, _stalled_before(previous))
+    if child.queue is None:
+        advice = f"Kueue manages this Job although it names no queue: name one in the label {QUEUE_LABEL}"
+        return Trouble(trouble.reason, f"{advice}; {trouble.message}", trouble.stalled)
+    return trouble
+
+
+def _stalled_before(previous: SFTJobStatus) -> bool:
+    """A restart of the operator is no reason to hope anew."""
+    return any(
+        item.type == "Stalled" and item.status == "True" and item.reason == "QueueUnavailable"
+        for item in previous.conditions
+    )
+
+
+def _in_queue(child: ChildJob, queueing: Queueing, stalled_before: bool) -> Trouble:
+    waiting = f"waiting for admission by queue {child.queue}" if child.queue else "waiting for admission"
+    late = stalled_before or _late(queueing)
+    if queueing.problem:
+        return Trouble("QueueUnavailable", f"{waiting}; Kueue does not answer: {queueing.problem}", late)
+    if not queueing.served:
+        words = (
+            f"{waiting}, but Kueue is not installed: this cluster serves no Workloads of kueue.x-k8s.io/v1beta2 or "
+            f"v1beta1; have it installed, or take the label {QUEUE_LABEL} away"
+        )
+        return Trouble("QueueUnavailable", words, late)
+    if queueing.workload is None:
+        if not late:
+            return Trouble("WaitingForQueue", waiting, False)
+        priority = child.kueue_labels.get(PRIORITY_CLASS_LABEL)
+        also = f", does WorkloadPriorityClass {priority} exist" if priority else ""
+        words = (
+            f"{waiting}; Kueue has made no Workload for the Job: is its controller running, does it manage Jobs of "
+            f"this namespace{also}?"
+        )
+        return Trouble("QueueUnavailable", words, True)
+    return _of_workload(queueing.workload, waiting)
+
+
+def _of_workload(workload: Workload, waiting: str) -> Trouble:
+    """In the Workload's own words."""
+    conditions = workload.conditions
+    evicted, reserved, admitted = (conditions.get(kind) for kind in ("Evicted", "QuotaReserved", "Admitted"))
+    if not workload.active and not workload.stopped_by_us:
+        why = evicted.message if evicted and evicted.status and evicted.message else "its spec.active is false"
+        words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"
+        return Trouble("Deactivated", words, True)
+    if admitted and admitted.status:
+        return Trouble("WaitingForQueue", "admitted; Kueue starts the Job", False)
+    if reserved and reserved.status:
+        checks = "; ".join(workload.checks)
+        return Trouble(
+            "WaitingForQueue", f"{waiting}: quota is reserved; {checks or 'admission checks are awaited'}", False
+        )
+    if reserved and reserved.message:
+        stalled = reserved.reason in _NOBODY_COMES or _MORE_THAN_THERE_IS in reserved.message
+        words = f"{waiting}: {reserved.message}"
+        return Trouble("QueueUnavailable", words, True) if stalled else Trouble("WaitingForQueue", words, False)
+    return Trouble("WaitingForQueue", waiting, False)
+
+
+def preempted_words(observed: Observed) -> str:
+    """Why Kueue takes the place back."""
+    workload = observed.queueing.workload if observed.queueing else None
+    evicted = workload.conditions.get("Evicted") if workload else None
+    if evicted and evicted.status and evicted.message:
+        return f"{evicted.message}; the pods save their state"
+    return "the queue takes the place back; the pods save their state"

@@ -1,0 +1,181 @@
+"""The picture of a run and its TensorBoard files, in a folder and in S3, over saves, resumes and outages."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.curves.chart import Line, draw, thinned
+from sft_trainer.curves.writer import CurveWriter, metrics_key
+from sft_trainer.errors import StorageUnavailableError
+
+PATIENCE_SECONDS = 60.0
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def record(step: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    figures = {"step": step, "loss": loss, "gradNorm": 1.0, "learningRate": 1e-3, "epoch": step / 10}
+    return figures | {"tokens": 100, "seconds": 0.5, "time": 1.8e9 + step} | more
+
+
+def lines(records: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(f"{json.dumps(record)}\n" for record in records).encode()
+
+
+def save(store: Store, curve: CurveWriter, attempt: int, records: Sequence[dict[str, Any]]) -> None:
+    """What ``Saving`` does with the records of the steps since the last save."""
+    store.put(metrics_key(records[-1]["step"], attempt), lines(records))
+    curve.add(records[-1]["step"], lines(records))
+
+
+def shown_by_tensorboard(store: Store, folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Every event of ``tag``, as TensorBoard's own reader finds them file by file, in the order of the files."""
+    found: list[tuple[int, float]] = []
+    for number, entry in enumerate(store.list("tensorboard/")):
+        (folder / str(number)).mkdir(parents=True)
+        (folder / str(number) / entry.key.rpartition("/")[2]).write_bytes(store.read(entry.key))
+        reader = EventAccumulator(str(folder / str(number))).Reload()
+        if tag in reader.Tags()["scalars"]:
+            found += [(event.step, round(event.value, 5)) for event in reader.Scalars(tag)]
+    return found
+
+
+def curves(svg: bytes) -> dict[str, int]:
+    """The names of the lines in a picture, and how many points each has."""
+    root = ElementTree.fromstring(svg)
+    names = [
+        group.findtext(f"{SVG}text") for group in root.iter(f"{SVG}g") if "activate-serie" in group.get("class", "")
+    ]
+    paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if "line reactive" in path.get("class", "")]
+    points = [len(re.findall(r"[\d.]+", path)) // 2 for path in paths]
+    return dict(zip(map(str, names), points, strict=True))
+
+
+def test_a_run_leaves_its_picture_and_what_tensorboard_reads(store: Store, tmp_path: Path) -> None:
+    written = []
+    curve = CurveWriter(store, "tiny <1>", attempt=1, resumed_at=0, written=lambda: written.append(True))
+    first = [{"step": 0, "evalLoss": 6.0, "evalLosses": {"a": 5.0, "b": 7.0}}, *(record(n, 6 - n) for n in (1, 2))]
+    save(store, curve, 1, first)
+    save(store, curve, 1, [record(3, 3.0), record(4, None, evalLoss=2.5, evalLosses={"a": 2.0, "b": 3.0})])
+    curve.finish(PATIENCE_SECONDS)
+
+    assert written == [True, True]
+    assert shown_by_tensorboard(store, tmp_path / "loss", "train/loss") == [(1, 5.0), (2, 4.0), (3, 3.0)]
+    assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(0, 6.0), (4, 2.5)]
+    assert shown_by_tensorboard(store, tmp_path / "b", "eval/loss/b") == [(0, 7.0), (4, 3.0)]
+    assert shown_by_tensorboard(store, tmp_path / "speed", "train/tokens_per_second")[0] == (1, 200.0)
+    svg = store.read("curve.svg")
+    assert b"tiny &lt;1&gt;" in svg
+    assert curves(svg) == {"training": 3, "held-out": 2}
+    assert b"<script" not in svg
+    assert svg.count(b"http") == svg.count(b"http://www.w3.org/"), "nothing is fetched from anywhere"
+
+
+def test_a_resumed_run_goes_on_where_it_went_on_from(store: Store, tmp_path: Path) -> None:
+    # Given an attempt whose last checkpoint is that of step 5, though its figures reach to step 10
+    lost = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    save(store, lost, 1, [{"step": 0, "evalLoss": 9.0}, *(record(step, 9.0) for step in range(1, 4))])
+    save(store, lost, 1, [record(step, 9.0) for step in range(4, 11)])
+    lost.finish(PATIENCE_SECONDS)
+    assert len(shown_by_tensorboard(store, tmp_path / "before", "train/loss")) == 10
+
+    # When the next one does the rest again, and a third one has nothing left to do but evaluate
+    resumed = CurveWriter(store, "tiny", attempt=2, resumed_at=5)
+    save(store, resumed, 2, [record(step, 4.0) for step in range(6, 9)])
+    save(store, resumed, 2, [record(9, 4.0), record(10, 4.0, evalLoss=3.0)])
+    resumed.finish(PATIENCE_SECONDS)
+    last = CurveWriter(store, "tiny", attempt=3, resumed_at=10)
+    save(store, last, 3, [{"step": 10, "evalLoss": 3.0}])
+    last.finish(PATIENCE_SECONDS)
+
+    # Then each step is there once, as it was done by the attempt that counts
+    expected = [(step, 9.0 if step <= 5 else 4.0) for step in range(1, 11)]
+    assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
+    assert sorted(shown_by_tensorboard(store, tmp_path / "eval", "eval/loss")) == [(0, 9.0), (10, 3.0)]
+    assert curves(store.read("curve.svg")) == {"training": 10, "held-out": 2}
+
+
+def test_a_run_that_starts_anew_after_a_crash_without_checkpoint_shows_the_new_start(
+    store: Store, tmp_path: Path
+) -> None:
+    crashed = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    save(store, crashed, 1, [{"step": 0, "evalLoss": 9.0}, record(1, 9.0), record(2, 9.0)])
+    crashed.finish(PATIENCE_SECONDS)
+    again = CurveWriter(store, "tiny", attempt=2, resumed_at=0)
+    save(store, again, 2, [{"step": 0, "evalLoss": 9.0}, record(1, 8.0)])
+    again.finish(PATIENCE_SECONDS)
+
+    assert shown_by_tensorboard(store, tmp_path / "loss", "train/loss") == [(1, 8.0)]
+    assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(0, 9.0)]
+
+
+class StuckStore(LocalStore):
+    """Refuses or keeps waiting whoever writes a curve."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.away = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def put(self, key: str, data: bytes) -> None:
+        if not key.startswith("metrics/"):
+            self.gate.wait(PATIENCE_SECONDS)
+            if self.away:
+                raise StorageUnavailableError(f"{key}: the storage is away")
+        super().put(key, data)
+
+
+def test_storage_that_was_away_for_a_while_has_everything_in_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = StuckStore(tmp_path)
+    curve = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    store.away = True
+    curve.add(2, lines([record(1, 5.0), record(2, 4.0)]))
+    end = time.monotonic() + PATIENCE_SECONDS
+    while "it goes with the next save" not in caplog.text:
+        assert time.monotonic() < end, "nobody says that it was not written"
+        time.sleep(0.01)
+    store.away = False
+    curve.add(3, lines([record(3, 3.0)]))
+    curve.finish(PATIENCE_SECONDS)
+
+    assert shown_by_tensorboard(store, tmp_path / "loss", "train/loss") == [(1, 5.0), (2, 4.0), (3, 3.0)]
+    assert curves(store.read("curve.svg")) == {"training": 3}
+
+
+def test_no_step_waits_for_a_storage_that_does_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = StuckStore(tmp_path)
+    store.gate.clear()
+    curve = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    for step in range(1, 101):
+        curve.add(step, lines([record(step, 5.0)]))
+    # All of them returned; so does the end, which says what is missing.
+    curve.finish(0.1)
+    assert "curve.svg is not up to date" in caplog.text
+    assert store.list("curve.svg") == []
+    store.gate.set()
+    curve.finish(PATIENCE_SECONDS)
+    assert curves(store.read("curve.svg")) == {"training": 100}
+
+
+def test_a_picture_of_a_long_run_is_no_larger_than_it_can_show() -> None:
+    points = [(step, float(step % 2)) for step in range(1, 100_001)]
+    few = thinned(points, 600)
+    assert len(few) == 599
+    assert all(value == pytest.approx(0.5, abs=0.01) for _, value in few[:-1])
+    assert few[0][0] == pytest.approx(84)
+    assert thinned([], 600) == []
+    picture = draw("long", [Line("training", points)])
+    assert len(picture) < 64 * 1024
+    assert picture == draw("long", [Line("training", points)]), "the same lines give the same bytes"

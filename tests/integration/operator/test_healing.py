@@ -1,0 +1,182 @@
+"""Children that were deleted, altered or replaced while their Job lives."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sft_api.progress import Progress
+from tests.integration.kubernetes_api import KubernetesApi
+from tests.integration.operator.scene import (
+    Object,
+    OperatorProcess,
+    Scene,
+    StartOperator,
+    Supervisors,
+    new_scene,
+    training,
+)
+
+CHILDREN = [("configmaps", "run-config"), ("services", "run"), ("networkpolicies", "run")]
+SOON = {"resyncSeconds": 1}
+
+
+@pytest.fixture
+def healed(
+    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+) -> Iterator[Scene]:
+    """A namespace with the job run, which trains, and an operator of its own."""
+    with new_scene(api, supervisors) as scene:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            own = start_operator(namespace=scene.namespace, **SOON)
+            scene.submit("run")
+            scene.start("run")
+            supervisors.report(scene.namespace, "run", Progress(training=training(3)))
+            scene.until_state("run", "Running")
+            yield scene
+            if own.process.poll() is None:
+                own.stop()
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
+
+
+def content(child: Object | None) -> dict[str, Any]:
+    """What a child says, without what the API server keeps about it."""
+    assert child
+    metadata = {name: child["metadata"].get(name) for name in ("labels", "annotations", "ownerReferences")}
+    spec = {name: value for name, value in child.get("spec", {}).items() if not name.startswith("clusterIP")}
+    return {**metadata, "spec": spec, "data": child.get("data"), "immutable": child.get("immutable")}
+
+
+def until_again(scene: Scene, resource: str, name: str, before: Object) -> Object:
+    """Wait for the child to be made again; what it is now."""
+
+    def again() -> Object | None:
+        found = scene.get(resource, name)
+        return found if found and found["metadata"]["uid"] != before["metadata"]["uid"] else None
+
+    made: Object = scene.until(again)
+    return made
+
+
+@pytest.mark.parametrize(("resource", "name"), CHILDREN)
+def test_what_was_deleted_is_made_again(healed: Scene, resource: str, name: str) -> None:
+    before = healed.get(resource, name)
+    assert before
+
+    healed.delete(resource, name)
+
+    assert content(until_again(healed, resource, name, before)) == content(before)
+    assert healed.status("run")["state"] == "Running"
+
+
+@pytest.mark.parametrize(
+    ("resource", "change"),
+    [
+        ("services", {"spec": {"selector": {"app": "mine"}}}),
+        ("services", {"spec": {"publishNotReadyAddresses": False}}),
+        ("networkpolicies", {"spec": {"ingress": None}}),
+        ("networkpolicies", {"spec": {"podSelector": {"matchLabels": {"app": "mine"}}}}),
+    ],
+)
+def test_what_was_altered_is_made_again(healed: Scene, resource: str, change: Object) -> None:
+    before = healed.get(resource, "run")
+    assert before
+
+    healed.patch(resource, "run", change)
+
+    assert content(until_again(healed, resource, "run", before)) == content(before)
+
+
+def test_what_nobody_altered_stays(healed: Scene) -> None:
+    before = [healed.get(*child) for child in CHILDREN]
+    looks = len(healed.supervisors.reads)
+
+    healed.until(lambda: len(healed.supervisors.reads) > looks + 12)
+
+    assert [healed.get(*child) for child in CHILDREN] == before
+
+
+def test_the_configuration_of_a_run_is_that_of_the_operator_that_began_it(
+    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+) -> None:
+    with new_scene(api, supervisors) as scene:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            first = start_operator(namespace=scene.namespace, store={"uri": "s3://old/place"})
+            scene.submit("run", checkpoint={})
+            scene.start("run")
+            before = scene.until(lambda: scene.get("configmaps", "run-config"))
+            first.stop()
+
+            scene.delete("configmaps", "run-config")
+            other = {"uri": "s3://new/place", "s3": {"region": "elsewhere"}}
+            start_operator(namespace=scene.namespace, store=other, **SOON)
+
+            after = until_again(scene, "configmaps", "run-config", before)
+            assert content(after) == content(before)
+            assert "s3://old/place" in after["data"]["config.json"]
+        finally:
+            operator.process.send_signal(signal.SIGCONT)
+
+
+def test_a_configuration_cannot_be_edited_and_one_that_was_replaced_is_put_right(healed: Scene) -> None:
+    before = healed.get("configmaps", "run-config")
+    assert before
+    edit = healed.request(
+        "PATCH",
+        healed.path("configmaps", "run-config"),
+        {"data": {"config.json": "{}"}},
+        "application/merge-patch+json",
+    )
+    assert edit.code == 422
+
+    # When it is deleted, and one with our owner reference is created in its place
+    ours = {name: before["metadata"][name] for name in ("name", "labels", "ownerReferences")}
+    healed.delete("configmaps", "run-config")
+    mine = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": ours, "data": {"config.json": "{}"}}
+    healed.request("POST", healed.path("configmaps"), mine)
+
+    healed.until(lambda: (found := healed.get("configmaps", "run-config")) and content(found) == content(before))
+
+
+def test_what_belongs_to_someone_else_is_named_and_left_alone(healed: Scene) -> None:
+    strange = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "run"},
+        "spec": {"clusterIP": "None", "selector": {"app": "theirs"}},
+    }
+
+    def taken() -> bool:
+        healed.request("DELETE", healed.path("services", "run"), {})
+        return healed.request("POST", healed.path("services"), strange).accepted
+
+    healed.until(taken)
+
+    healed.until(lambda: healed.condition("run", "Stalled")["reason"] == "NameTaken")
+    assert "a Service run exists that does not belong to this SFTJob" in healed.status("run")["message"]
+    assert healed.status("run")["state"] == "Running"
+    assert content(healed.get("services", "run"))["spec"]["selector"] == {"app": "theirs"}
+
+    healed.delete("services", "run")
+    healed.until(lambda: healed.condition("run", "Stalled")["status"] == "False")
+    assert content(healed.get("services", "run"))["ownerReferences"]
+
+
+def test_a_configuration_of_which_no_copy_is_left_is_said_to_be_lost(healed: Scene) -> None:
+    healed.patch("jobs", "run", {"metadata": {"annotations": {"sftjob.dev/config": "broken"}}})
+    healed.delete("configmaps", "run-config")
+
+    healed.until(lambda: healed.condition("run", "Stalled")["reason"] == "ConfigLost")
+    assert "delete the Job run, and both are made from the spec" in healed.status("run")["message"]
+
+    healed.delete("jobs", "run")
+    for pod in healed.pods("run"):
+        healed.end_pod(pod, 30)
+    healed.until(lambda: healed.get("configmaps", "run-config"))
+    healed.until(lambda: healed.condition("run", "Stalled")["status"] == "False")

@@ -1,0 +1,102 @@
+"""The last lines of a run on this machine."""
+
+from pathlib import Path
+from typing import Any
+
+from sft_api.failures import FailureClass
+from sft_api.v1alpha1.status import (
+    CheckpointsStatus,
+    CheckpointStatus,
+    ExportStatus,
+    ProgressStatus,
+    SFTJobStatus,
+)
+from sft_cli.ending import Ending
+from sft_cli.summary import summary
+
+LATEST = CheckpointStatus(
+    step=20, attempt=1, uri="file:///c/step-20", time="2026-11-21T11:59:00Z", size_bytes=1, verified=True
+)
+COMMAND = "sft run job.yaml"
+
+
+def lines(ending: Ending, **status: Any) -> list[str]:
+    return list(
+        summary(SFTJobStatus(**status), ending, name="tiny", seconds=72, command=COMMAND, log=Path("/c/logs/1.log"))
+    )
+
+
+def progress(**fields: Any) -> ProgressStatus:
+    return ProgressStatus(step=40, total_steps=40, summary="40/40", **fields)
+
+
+def test_a_complete_run_has_four_lines() -> None:
+    result, loss, model, following = lines(
+        Ending(None),
+        progress=progress(first_loss=6.41, loss=1.034, first_eval_loss=6.5, eval_loss=1.1),
+        export=ExportStatus(uri="file:///c/export", step=40),
+        first_step_time="2026-11-21T11:58:00Z",
+    )
+
+    assert result == "Complete    tiny: 40/40 steps in 1m12s"
+    assert loss == "Loss        6.4100 → 1.0340, evaluation 6.5000 → 1.1000"
+    assert model == "Model       /c/export"
+    assert following.startswith("Next        ")
+
+
+def test_a_run_that_was_complete_already_does_not_say_that_it_trained() -> None:
+    result = lines(Ending(None), progress=progress(loss=1.0))[0]
+
+    assert result == "Complete    tiny: 40/40 steps, all of them done before; --fresh trains anew"
+
+
+def test_the_picture_of_the_losses_is_named_with_them() -> None:
+    drawn = progress(first_loss=6.41, loss=1.034, curve="file:///c/curve.svg")
+
+    assert lines(Ending(None), progress=drawn)[1] == "Loss        6.4100 → 1.0340; drawn in /c/curve.svg"
+
+
+def test_what_is_not_known_of_before_is_left_out() -> None:
+    loss = lines(Ending(None), progress=progress(loss=1.0, eval_loss=1.5))[1]
+
+    assert loss == "Loss        1.0000, evaluation 1.5000"
+
+
+def test_without_an_export_the_checkpoint_is_named() -> None:
+    model = lines(Ending(None), progress=progress(loss=1.0), checkpoints=CheckpointsStatus(latest=LATEST))[2]
+
+    assert model == "Model       none was exported; the last checkpoint is /c/step-20"
+
+
+def test_a_stopped_run_says_how_to_go_on() -> None:
+    stopped = Ending(FailureClass.INTERRUPTED, "stopped")
+
+    assert lines(stopped, progress=progress(loss=1.0), checkpoints=CheckpointsStatus(latest=LATEST)) == [
+        "Stopped     tiny: after step 40/40",
+        "Loss        1.0000",
+        "Checkpoint  step 20, /c/step-20",
+        "Next        the same command goes on from step 20:\n  sft run job.yaml",
+    ]
+    assert lines(stopped, progress=progress(loss=1.0))[-2:] == [
+        "Checkpoint  none was written in this run",
+        "Next        the same command starts from the model:\n  sft run job.yaml",
+    ]
+
+
+def test_a_run_stopped_before_it_looked_for_checkpoints_does_not_deny_them() -> None:
+    assert lines(Ending(FailureClass.INTERRUPTED, "stopped")) == [
+        "Stopped     tiny: after step 0",
+        "Checkpoint  none was written in this run",
+        "Next        the same command goes on from the newest checkpoint, or starts from the model where there is "
+        "none:\n  sft run job.yaml",
+    ]
+
+
+def test_a_failed_run_says_what_failed_and_what_to_do() -> None:
+    assert lines(Ending(FailureClass.DATA_ERROR, "row 7 has no messages", rank=0)) == [
+        "Failed      DataError on rank 0: row 7 has no messages",
+        "Checkpoint  none was written in this run",
+        "Next        Look at the rows with sft data, mend the data or data.* in the manifest, then run again.\n"
+        "  sft run job.yaml",
+        "Log         /c/logs/1.log",
+    ]

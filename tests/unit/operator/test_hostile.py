@@ -1,0 +1,201 @@
+"""No value of any field of what tenants write stops the operator: seeded, over real objects changed at random."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+from sft_api.fitting import fit_status
+from sft_operator.cache import Cache
+from sft_operator.cluster import Cluster
+from sft_operator.lookout import Lookout, _Warnings
+from sft_operator.metrics import OperatorMetrics
+from sft_operator.observed import Pod, Report
+from sft_operator.progress_client import UnreadableReport, parse_report
+from sft_operator.reconciler import Reconciler
+from tests.unit.operator import hostile
+from tests.unit.operator.make import NOW, Object, child_manifest, job_manifest, pod_manifest, stamp
+from tests.unit.operator.test_reconciler import KEY, SETTINGS, Api, NoLookout, World
+
+SEEDS = 1500
+
+
+def _merged(value: Any, patch: Any) -> Any:
+    """RFC 7386."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(value) if isinstance(value, dict) else {}
+    merged |= {name: _merged(merged.get(name), item) for name, item in patch.items()}
+    return {name: item for name, item in merged.items() if item is not None}
+
+
+class Written(Api):
+    """Keeps every status that was written."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.statuses: list[Object] = []
+
+    async def patch(self, kind: str, namespace: str, name: str, patch: Object, **_: Any) -> Object:
+        if kind == "SFTJob":
+            known = self.cache.manifest(KEY) or {}
+            self.statuses.append(_merged(known.get("status"), patch["status"]))
+            return {}
+        return await super().patch(kind, namespace, name, patch)
+
+
+def hostile_look(seed: int, before: Object) -> tuple[Reconciler, Written, Cache]:
+    """One look at a job of which everything may be hostile; ``before`` is its last status."""
+    random = Random(seed)
+    cache = Cache()
+    api = Written(cache)
+    metrics = OperatorMetrics(cache.manifests, lambda: 0)
+    reconciler = Reconciler(cast(Cluster, api), cache, cast(Lookout, NoLookout()), SETTINGS, metrics, now=lambda: NOW)
+
+    def some(document: Object, often: float = 0.6) -> Object:
+        changed: Object = (
+            hostile.mutated(random, document, random.randint(1, 4)) if random.random() < often else document
+        )
+        return changed
+
+    sft_job = some(hostile.an_sft_job(random, some(before)), 0.3)
+    for kind, manifest in (
+        ("SFTJob", sft_job),
+        ("Job", some(hostile.a_job(random))),
+        *(("Pod", some(hostile.a_pod(random, index, json.dumps(some(hostile.last_words()))))) for index in (0, 1)),
+    ):
+        cache.store(kind, manifest)
+        if random.random() < 0.1:
+            cache.remove(kind, some(manifest))
+    try:
+        progress = parse_report(json.dumps(some(hostile.a_report(random))).encode())
+    except UnreadableReport:
+        pass
+    else:
+        cache.entry(KEY).report = Report(progress, NOW, "pod-0")
+    warnings = _Warnings(NOW)
+    event = {"type": "Warning", "involvedObject": {"kind": "Pod", "name": "x"}, "lastTimestamp": stamp(0)}
+    for _ in range(3):
+        warnings.take(
+            some({**event, "reason": "FailedMount", "message": "m", "series": {"lastObservedTime": stamp(0)}})
+        )
+    cache.entry(KEY).warnings = tuple(warnings.newest)
+
+    async def look() -> None:
+        for key in {KEY, *cache.all_keys()}:
+            await reconciler.reconcile(key)
+        list(metrics.registry.collect())
+
+    asyncio.run(look())
+    return reconciler, api, cache
+
+
+def full_status() -> Object:
+    """The status of a job that has been through a lot."""
+    for seed in range(1000):
+        random = Random(seed)
+        world = World()
+        world.api.keep("SFTJob", job_manifest())
+        world.api.keep("Job", child_manifest())
+        world.api.keep("Pod", pod_manifest(0))
+        world.api.keep("Pod", pod_manifest(1, phase="Failed", exit_code=31))
+        world.cache.store("SFTJob", world.api.objects["SFTJob", "tulu"])
+        world.cache.entry(KEY).report = Report(
+            parse_report(json.dumps(hostile.a_report(random)).encode()), NOW, "pod-0"
+        )
+        world.look()
+        if {"progress", "checkpoints", "export", "restarts", "plan", "warnings"} <= set(world.status):
+            return world.status
+    raise AssertionError("no seed makes a full status")
+
+
+def test_nothing_that_tenants_write_raises_and_every_status_fits() -> None:
+    before = full_status()
+    written = 0
+    for seed in range(SEEDS):
+        try:
+            _, api, _ = hostile_look(seed, before)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+        for status in api.statuses:
+            written += 1
+            assert "OperatorError" not in json.dumps(status, allow_nan=False), f"seed {seed}"
+            assert fit_status(status) == status, f"seed {seed}"
+    assert written > SEEDS / 3, "most of them still say something"
+
+
+@pytest.mark.parametrize("value", [100_000_000_000, 10**30, -5, "x", None, 1e300, [], True])
+def test_any_grace_period_can_be_read(value: Any) -> None:
+    manifest = pod_manifest(0, deletion=-50)
+    manifest["metadata"]["deletionGracePeriodSeconds"] = value
+
+    pod = Pod.from_manifest(manifest)
+
+    assert pod.deletion is not None
+    assert pod.deletion_began is not None
+    assert pod.deletion_began <= pod.deletion
+
+
+@pytest.mark.parametrize(
+    "time", ["9999-12-31T23:59-14:00", "0001-01-01T00:00:00+14:00", "5195-03-01T00:00:00Z", "soon", 7]
+)
+def test_a_pod_that_is_being_deleted_is_so_whenever_its_grace_period_ends(time: object) -> None:
+    manifest = pod_manifest(0, deletion=-50)
+    manifest["metadata"]["deletionTimestamp"] = time
+
+    assert Pod.from_manifest(manifest).deletion is not None
+
+
+def test_an_exit_code_that_cannot_be_read_is_no_success() -> None:
+    manifest = pod_manifest(0, phase="Failed", exit_code=0)
+    manifest["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] = "zero"
+
+    ended = Pod.from_manifest(manifest).terminated
+
+    assert ended
+    assert ended.exit_code != 0
+
+
+def test_an_error_nobody_thought_of_is_said_on_that_job_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.keep("Job", child_manifest())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OverflowError("date value out of range")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sft_operator.reconciler.compute_status", fail)
+        for _ in range(3):
+            with pytest.raises(OverflowError):
+                world.look()
+
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "OperatorError")
+    assert "OverflowError: date value out of range" in world.status["message"]
+    assert world.api.done("patch", "SFTJob") == 1
+    world.look()
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_a_status_that_the_api_server_refuses_is_said_instead_of_tried_for_ever() -> None:
+    from sft_operator.cluster import ApiError
+    from sft_operator.reconciler import StatusRefusedError
+
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.keep("Job", child_manifest())
+    refusals = [ApiError(422, "Invalid", "status.progress.percent: Invalid value")]
+    world.api.refuses = lambda verb, kind: refusals.pop() if (verb, kind) == ("patch", "SFTJob") and refusals else None
+
+    with pytest.raises(StatusRefusedError):
+        world.look()
+
+    assert world.condition("Stalled")["reason"] == "OperatorError"
+    assert "status.progress.percent: Invalid value" in world.status["message"]
+    assert set(world.status) == {"message", "conditions"}

@@ -1,0 +1,381 @@
+"""Jobs in a queue of Kueue's: who stops them and lets them go on, and why they wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_operator.policies.queue import (
+    asks_kueue,
+    held_back,
+    job_patch,
+    not_stopped,
+    preempted_words,
+    wants_stop,
+    workload_patch,
+)
+from sft_operator.status import compute_status
+from sft_operator.workload import Queueing, Workload
+from tests.unit.operator.make import (
+    NOW,
+    Object,
+    at,
+    make_child,
+    make_job,
+    make_queueing,
+    make_terms,
+    running,
+    workload_manifest,
+)
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+PRIORITY = "kueue.x-k8s.io/priority-class"
+MARK: Object = {"annotations": {"sftjob.dev/suspended": "true"}}
+NO_MARK: Object = {"annotations": {"sftjob.dev/suspended": None}}
+STOP: Object = {"metadata": MARK, "spec": {"suspend": True}}
+RESUME: Object = {"metadata": NO_MARK, "spec": {"suspend": False}}
+RUNNING = SFTJobStatus(state="Running")
+
+
+def workload(**fields: Any) -> Workload:
+    return Workload.from_manifest(workload_manifest(**fields), "v1beta2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "stop", "patch"),
+    [
+        ({"active": True}, True, {"metadata": MARK, "spec": {"active": False}}),
+        ({"active": None}, True, {"metadata": MARK, "spec": {"active": False}}),
+        ({"active": True}, False, None),
+        ({"active": False, "marked": True}, True, None),
+        ({"active": False, "marked": True}, False, {"metadata": NO_MARK, "spec": {"active": True}}),
+        # An administrator has let it go on: the user has not.
+        ({"active": True, "marked": True}, True, {"metadata": MARK, "spec": {"active": False}}),
+        # What an administrator has stopped, or Kueue at the limit of its retries, is theirs.
+        ({"active": False}, False, None),
+        ({"active": False}, True, None),
+    ],
+)
+def test_a_workload_is_stopped_and_let_go_on_by_who_stopped_it(
+    fields: dict[str, Any], stop: bool, patch: Object | None
+) -> None:
+    assert workload_patch(workload(**fields), stop=stop) == patch
+
+
+QUEUED = {"queue": "gpus"}
+QUEUE_LABELS = {QUEUE: "gpus"}
+NONE = make_queueing()
+STOPPED = make_queueing(workload=workload_manifest(active=False, marked=True))
+STOPPED_LONG_AGO = make_queueing(workload=workload_manifest(active=False, marked=True), seen_for=31)
+SILENT, SILENT_FOR_LONG = make_queueing(problem="no"), make_queueing(problem="no", seen_for=31)
+
+
+@pytest.mark.parametrize(
+    ("child", "queueing", "patch"),
+    [
+        # Nobody else manages it: it is suspended at once.
+        ({}, None, STOP),
+        ({}, NONE, STOP),
+        ({}, make_queueing(served=False), STOP),
+        ({}, SILENT, STOP),
+        ({"suspend": True}, NONE, {}),
+        # Its Workload does it, named queue or not; before it was asked for, nothing is done.
+        (QUEUED, None, {}),
+        (QUEUED, STOPPED, {}),
+        ({}, STOPPED, {}),
+        # There is none, and no Kueue that could make one.
+        (QUEUED, NONE, STOP),
+        (QUEUED, make_queueing(served=False), STOP),
+        # Kueue does not act, or cannot be told: after a while it is done without, once.
+        (QUEUED, STOPPED_LONG_AGO, STOP),
+        (QUEUED, SILENT, {}),
+        (QUEUED, SILENT_FOR_LONG, STOP),
+        ({**QUEUED, "marked": True}, SILENT_FOR_LONG, {}),
+        ({**QUEUED, "marked": True}, STOPPED_LONG_AGO, {}),
+    ],
+)
+def test_a_running_job_is_suspended_by_its_workload_or_directly(
+    child: dict[str, Any], queueing: Queueing | None, patch: Object
+) -> None:
+    assert job_patch(make_terms(suspend=True, labels=_labels(child)), make_child(**child), queueing) == patch
+
+
+@pytest.mark.parametrize(
+    ("child", "queueing", "patch"),
+    [
+        ({}, None, {}),
+        ({"suspend": True, "marked": True}, NONE, RESUME),
+        ({"suspend": True, "marked": True}, None, RESUME),
+        # What a webhook, Kueue or a person has suspended is theirs to resume.
+        ({"suspend": True}, NONE, {}),
+        ({"suspend": True}, make_queueing(workload=workload_manifest()), {}),
+        ({"suspend": True, **QUEUED}, NONE, {}),
+        # Kueue resumes what it manages; the mark goes.
+        ({"suspend": True, "marked": True, **QUEUED}, NONE, {"metadata": NO_MARK}),
+        (
+            {"suspend": True, "marked": True},
+            make_queueing(workload=workload_manifest()),
+            {"metadata": NO_MARK},
+        ),
+        ({"marked": True}, NONE, {"metadata": NO_MARK}),
+    ],
+)
+def test_only_what_this_operator_suspended_is_resumed(
+    child: dict[str, Any], queueing: Queueing | None, patch: Object
+) -> None:
+    assert job_patch(make_terms(labels=_labels(child)), make_child(**child), queueing) == patch
+
+
+def _labels(child: dict[str, Any]) -> dict[str, str]:
+    return {QUEUE: child["queue"]} if "queue" in child else {}
+
+
+FOLLOWED = "sftjob.dev/queue-labels"
+
+
+@pytest.mark.parametrize(
+    ("labels", "child", "patch", "followed"),
+    [
+        ({QUEUE: "cpus"}, QUEUED, {QUEUE: "cpus"}, f'{{"{QUEUE}":"cpus"}}'),
+        (
+            {QUEUE: "gpus", PRIORITY: "high"},
+            QUEUED,
+            {PRIORITY: "high"},
+            f'{{"{PRIORITY}":"high","{QUEUE}":"gpus"}}',
+        ),
+        ({QUEUE: "gpus"}, {**QUEUED, "labels": {PRIORITY: "high"}}, {PRIORITY: None}, f'{{"{QUEUE}":"gpus"}}'),
+        # It enters one: it is Kueue's.
+        ({QUEUE: "gpus"}, {"marked": True}, {QUEUE: "gpus"}, f'{{"{QUEUE}":"gpus"}}'),
+    ],
+)
+@pytest.mark.parametrize("suspend", [False, True])
+def test_labels_of_a_suspended_job_are_followed(
+    labels: dict[str, str], child: dict[str, Any], patch: Object, followed: str, suspend: bool
+) -> None:
+    terms = make_terms(labels=labels, suspend=suspend)
+
+    found = job_patch(terms, make_child(suspend=True, **child), NONE)
+
+    assert found == {"metadata": {"labels": patch, "annotations": {FOLLOWED: followed}}}
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+def test_labels_that_did_not_change_leave_the_job_alone(suspend: bool) -> None:
+    assert job_patch(make_terms(labels=QUEUE_LABELS, suspend=suspend), make_child(suspend=True, **QUEUED), NONE) == {}
+
+
+@pytest.mark.parametrize("queueing", [None, NONE, make_queueing(workload=workload_manifest(active=True))])
+@pytest.mark.parametrize("labels", [{}, {PRIORITY: "high"}])
+def test_a_queue_that_a_webhook_gave_the_job_is_not_taken_away(
+    queueing: Queueing | None, labels: dict[str, str]
+) -> None:
+    """Kueue puts Jobs that name none into the LocalQueue ``default`` of their namespace, where there is one."""
+    terms, child = make_terms(), make_child(suspend=True, queue="default", labels=labels, defaulted=True)
+
+    assert not wants_stop(terms, child)
+    assert job_patch(terms, child, queueing) == {}
+    assert wants_stop(make_terms(suspend=True), child)
+
+
+def test_a_job_leaves_its_queue_after_its_workload_was_stopped() -> None:
+    """Kueue forgets a Job without a queue, but not the quota of its Workload."""
+    terms, child = make_terms(), make_child(suspend=True, **QUEUED)
+    assert wants_stop(terms, child)
+    assert not wants_stop(make_terms(labels={QUEUE: "cpus"}), child)
+    assert not wants_stop(terms, make_child(**QUEUED)), "its Workload is of use while it runs"
+
+    assert job_patch(terms, child, None) == {}
+    assert job_patch(terms, child, make_queueing(workload=workload_manifest(active=True))) == {}
+    left = {"labels": {QUEUE: None}, "annotations": {FOLLOWED: None, **MARK["annotations"]}}
+    assert job_patch(terms, child, STOPPED) == {"metadata": left}
+    assert job_patch(terms, make_child(suspend=True, marked=True), None) == RESUME
+
+
+def test_labels_of_a_running_job_stay() -> None:
+    """Kueue's webhook refuses to change them."""
+    terms = make_terms(labels={QUEUE: "cpus", PRIORITY: "high"})
+
+    assert job_patch(terms, make_child(queue="gpus"), NONE) == {}
+
+
+def _words(**fields: Any) -> tuple[str, str, bool]:
+    child = fields.pop("child", {"suspend": True, **QUEUED})
+    previous = fields.pop("previous", SFTJobStatus())
+    queueing = fields.pop("queueing", None) or make_queueing(**fields)
+    trouble = held_back(previous, running(job=make_child(**child), pods=(), queueing=queueing))
+    return trouble.reason, trouble.message, trouble.stalled
+
+
+def _reserved(reason: str, message: str) -> Object:
+    return workload_manifest(conditions={"QuotaReserved": (False, reason, message)})
+
+
+@pytest.mark.parametrize(
+    ("found", "reason", "words", "stalled"),
+    [
+        (
+            _reserved("Pending", "insufficient unused quota"),
+            "WaitingForQueue",
+            "gpus: insufficient unused quota",
+            False,
+        ),
+        (_reserved("Pending", "request (4) > maximum capacity (2)"), "QueueUnavailable", "maximum capacity", True),
+        (_reserved("Inadmissible", "LocalQueue gpus doesn't exist"), "QueueUnavailable", "doesn't exist", True),
+        (_reserved("Misconfigured", "ClusterQueue x doesn't exist"), "QueueUnavailable", "doesn't exist", True),
+        (_reserved("WaitingForQuota", "2 more needed"), "WaitingForQueue", "2 more needed", False),
+        (workload_manifest(), "WaitingForQueue", "waiting for admission by queue gpus", False),
+        (
+            workload_manifest(
+                conditions={"QuotaReserved": (True, "QuotaReserved", "")},
+                admissionChecks=[{"name": "nodes", "state": "Pending", "message": "two nodes are being started"}],
+            ),
+            "WaitingForQueue",
+            "nodes: two nodes are being started",
+            False,
+        ),
+        (
+            workload_manifest(
+                conditions={"QuotaReserved": (True, "", ""), "Admitted": (True, "Admitted", "")},
+            ),
+            "WaitingForQueue",
+            "Kueue starts the Job",
+            False,
+        ),
+        (
+            workload_manifest(
+                active=False,
+                conditions={"Evicted": (True, "Deactivated", "deactivated due to the number of re-queuing retries")},
+            ),
+            "Deactivated",
+            "Workload job-tulu: deactivated due to the number of re-queuing retries; it competes again when",
+            True,
+        ),
+        (workload_manifest(active=False), "Deactivated", "its spec.active is false", True),
+        # Our own stop is being taken back.
+        (workload_manifest(active=False, marked=True), "WaitingForQueue", "waiting for admission", False),
+    ],
+)
+def test_why_a_job_waits_is_said_in_the_words_of_its_workload(
+    found: Object, reason: str, words: str, stalled: bool
+) -> None:
+    said = _words(workload=found)
+
+    assert (said[0], said[2]) == (reason, stalled)
+    assert words in said[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"served": False}, "Kueue is not installed"),
+        ({"problem": "conversion webhook failed"}, "Kueue does not answer: conversion webhook failed"),
+        ({}, "is its controller running"),
+    ],
+)
+def test_where_nobody_comes_the_job_is_stalled_after_a_while(fields: dict[str, Any], words: str) -> None:
+    assert _words(**fields)[2] is False
+
+    reason, message, stalled = _words(**fields, seen_for=31)
+    assert (reason, stalled) == ("QueueUnavailable", True)
+    assert words in message
+
+    # A restart of the operator is no hope.
+    job, child = make_job(labels={QUEUE: "gpus"}), make_child(suspend=True, **QUEUED)
+    before = compute_status(
+        job, SFTJobStatus(), running(job=child, pods=(), queueing=make_queueing(**fields, seen_for=31)), NOW
+    )
+    assert _words(**fields, previous=before)[2] is True
+
+
+def test_a_priority_class_that_may_be_missing_is_named() -> None:
+    child = {"suspend": True, **QUEUED, "labels": {PRIORITY: "hihg"}}
+
+    assert "does WorkloadPriorityClass hihg exist" in _words(child=child, seen_for=31)[1]
+
+
+def test_a_job_that_others_hold_says_so() -> None:
+    # By somebody
+    reason, message, stalled = _words(child={"suspend": True})
+    assert (reason, stalled) == ("JobSuspended", False)
+    assert "not this operator has suspended the Job" in message
+
+    # By Kueue, which manages Jobs without a queue here
+    found = _reserved("Inadmissible", "LocalQueue  doesn't exist")
+    reason, message, stalled = _words(child={"suspend": True}, workload=found)
+    assert (reason, stalled) == ("QueueUnavailable", True)
+    assert f"name one in the label {QUEUE}" in message
+    assert "None" not in message
+
+    # By ourselves, for a moment
+    assert _words(child={"suspend": True, "marked": True})[:2] == ("JobSuspended", "the Job is being resumed")
+
+
+@pytest.mark.parametrize(
+    ("queueing", "words", "stalled"),
+    [
+        (SILENT, "training goes on: no", False),
+        (SILENT_FOR_LONG, "training goes on: no", True),
+        (STOPPED_LONG_AGO, "Workload job-tulu is inactive, but Kueue lets the Job run", True),
+        (STOPPED, "2 pod(s) save their state and end", False),
+    ],
+)
+def test_training_does_not_go_on_in_silence_under_a_wish_to_suspend(
+    queueing: Queueing, words: str, stalled: bool
+) -> None:
+    job = make_job(suspend=True, labels={QUEUE: "gpus"})
+    observed = running(job=make_child(**QUEUED), queueing=queueing)
+
+    status = compute_status(job, RUNNING, observed, at(0))
+
+    assert status.state == "Suspending"
+    assert words in status.message
+    assert next(item.status for item in status.conditions if item.type == "Stalled") == str(stalled)
+    assert (not_stopped(observed) is None) == (queueing is STOPPED)
+
+
+def test_a_preemption_is_told_in_kueues_words_and_counted() -> None:
+    evicted = workload_manifest(conditions={"Evicted": (True, "Preempted", "Preempted to accommodate job dear")})
+    observed = running(job=make_child(suspend=True, **QUEUED), queueing=make_queueing(workload=evicted))
+    assert preempted_words(observed).startswith("Preempted to accommodate job dear")
+
+    status = compute_status(make_job(labels={QUEUE: "gpus"}), RUNNING, observed, NOW)
+
+    assert (status.state, status.restarts.disruptions) == ("Suspending", 1)  # type: ignore[union-attr]
+    assert status.restarts.last_message.startswith("Preempted to accommodate job dear")  # type: ignore[union-attr]
+
+
+def test_a_run_that_an_administrator_has_stopped_is_counted_as_a_disruption() -> None:
+    stopped = make_queueing(workload=workload_manifest(active=False))
+    observed = running(job=make_child(suspend=True, **QUEUED), pods=(), queueing=stopped)
+
+    status = compute_status(make_job(labels={QUEUE: "gpus"}), RUNNING, observed, NOW)
+
+    assert status.restarts is not None
+    assert (status.state, status.restarts.disruptions) == ("Queued", 1)
+
+
+@pytest.mark.parametrize(
+    ("suspend", "child", "asked"),
+    [
+        (False, {}, False),
+        (False, QUEUED, False),
+        (True, {}, True),
+        (True, QUEUED, True),
+        (True, {"suspend": True, "marked": True}, True),
+        (False, {"suspend": True, **QUEUED}, True),
+        (False, {"suspend": True}, True),
+        (False, {"suspend": True, "marked": True}, False),
+        (True, {**QUEUED, "conditions": {"Complete": ("", "")}}, False),
+    ],
+)
+def test_kueue_is_asked_where_its_answer_matters(suspend: bool, child: dict[str, Any], asked: bool) -> None:
+    assert asks_kueue(make_terms(suspend=suspend), make_child(**child)) is asked
+
+
+def test_a_suspended_job_rests_whatever_kueue_says() -> None:
+    job = make_job(suspend=True, labels={QUEUE: "gpus"})
+    observed = running(job=make_child(suspend=True, **QUEUED), pods=(), queueing=SILENT_FOR_LONG)
+
+    assert compute_status(job, RUNNING, observed, NOW).state == "Suspended"

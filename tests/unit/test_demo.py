@@ -1,0 +1,62 @@
+"""What the demo says about a model and about the time is so."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.fixtures_inputs import EXAMPLES  # isort: split
+
+import pace
+from asking import answers, held_out_loss
+from pace import expected_seconds, in_words
+
+
+def test_the_time_is_that_of_the_steps_as_they_were_measured(
+    tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = yaml.safe_load((EXAMPLES / "demo.yaml").read_text())
+    manifest["spec"]["model"]["uri"] = f"file://{tiny_inputs.model}"
+    manifest["spec"]["data"]["train"][0]["uri"] = f"file://{tiny_inputs.train}"
+    manifest["spec"]["training"] |= {"epochs": 2, "globalBatchTokens": 1024}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
+
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_inputs.model)
+    rows = [json.loads(line)["messages"] for line in tiny_inputs.train.read_text().splitlines()]
+    tokens = sum(len(tokenizer.apply_chat_template(row, return_dict=True)["input_ids"]) for row in rows)
+    measured = expected_seconds(tmp_path / "job.yaml", import_seconds=0.0)
+    assert measured > 0
+
+    monkeypatch.setattr(pace, "_step_seconds", lambda model, tokens, processes: 5.0)
+    seconds = expected_seconds(tmp_path / "job.yaml", import_seconds=7.0)
+    assert seconds == pytest.approx(pace.STARTS * 7.0 + 2 * tokens / 1024 * 5.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(3, "about 10 s"), (44, "about 40 s"), (58, "about 1 min 0 s"), (187, "about 3 min 10 s")]
+)
+def test_a_time_is_said_to_ten_seconds(seconds: float, said: str) -> None:
+    assert in_words(seconds) == said
+
+
+def test_answers_and_loss_are_those_of_the_model(tiny_inputs: Any, tmp_path: Path) -> None:
+    """Given a model that says one token whatever it is asked, its answers are that token, and its loss is known."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_inputs.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_inputs.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    # With all logits alike, the first token of the vocabulary is taken, which ends the answer.
+    assert answers(tmp_path, ["Which module has `join`?", "And `copy`?"]) == ["", ""]
+    loss = held_out_loss(tmp_path, tiny_inputs.eval)
+    assert loss == pytest.approx(torch.log(torch.tensor(float(len(tokenizer)))).item(), rel=1e-5)

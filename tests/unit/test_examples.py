@@ -1,0 +1,38 @@
+"""The manifests that users copy: in examples/, the README and the documentation."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sft_api.generate import ROOT
+from sft_cli.manifest import load_manifest
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def manifests() -> dict[str, str]:
+    """Every whole SFTJob, by where it stands."""
+    files = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.yaml"))}
+    texts = {name: text for name, text in files.items() if "kind: SFTJob" in text}
+    for page in PAGES:
+        for number, block in enumerate(FENCED.findall(page.read_text(encoding="utf-8")), start=1):
+            if "kind: SFTJob" in block:
+                texts[f"{Path(page).relative_to(ROOT)}, block {number}"] = block
+    return texts
+
+
+@pytest.mark.parametrize("text", manifests().values(), ids=manifests())
+def test_every_example_is_valid_and_asks_for_cpu_and_memory(text: str) -> None:
+    job = load_manifest(text)
+
+    places = [job.spec.model.uri, *(source.uri for source in job.spec.data.train)]
+    if all(place.startswith("file:///tmp/") for place in places):
+        return  # for `sft run` on this machine, where nothing is asked for
+    assert {"cpu", "memory"} <= job.spec.compute.resources.requests.keys()
+    assert "memory" in job.spec.compute.resources.limits
+
+
+def test_there_are_examples() -> None:
+    assert {"quickstart.yaml", "demo.yaml", "README.md, block 1"} <= manifests().keys()

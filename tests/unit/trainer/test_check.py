@@ -1,0 +1,62 @@
+"""What is looked at before the imports, and what is left to the run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_api.progress import Phase
+from sft_trainer import check as looking
+from sft_trainer.check import check
+from sft_trainer.errors import DataError, StorageNotFoundError, StorageUnavailableError
+from sft_trainer.reporting import Reporter
+from tests.parity.runs import manifest, resolve
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_inputs: Any) -> dict[str, Any]:
+    document = manifest(tmp_path, tmp_path / "store")
+    document["spec"]["model"]["uri"] = f"file://{tiny_inputs.model}"
+    document["spec"]["data"]["train"] = [{"uri": f"file://{tiny_inputs.train}"}]
+    document["spec"]["data"]["eval"] = [{"uri": f"file://{tiny_inputs.eval}", "name": "held-out", "split": "test"}]
+    return document
+
+
+def look(job: dict[str, Any], folder: Path) -> Reporter:
+    reporter = Reporter(folder, writes=True)
+    check(resolve(job), reporter)
+    return reporter
+
+
+def test_what_is_good_passes_and_leaves_nothing_to_say(job: dict[str, Any], tmp_path: Path) -> None:
+    progress = look(job, tmp_path).progress
+
+    assert (progress.phase, progress.phase_detail, progress.warnings) == (Phase.STARTING, "", [])
+    assert not [file for file in (tmp_path / "store").rglob("*") if file.is_file()]
+
+
+def test_evaluation_data_is_looked_at_too(job: dict[str, Any], tmp_path: Path) -> None:
+    job["spec"]["data"]["eval"][0]["split"] = "validation"
+    with pytest.raises(DataError, match="no split 'validation', found test"):
+        look(job, tmp_path)
+
+
+def test_a_place_that_cannot_be_written_comes_first(job: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    job["spec"]["data"]["train"] = [{"uri": "file:///no/such/rows.jsonl"}]
+    with pytest.raises(StorageNotFoundError, match="a file is in the way of a folder"):
+        look(job, tmp_path)
+
+
+def test_a_source_that_does_not_answer_is_left_to_the_run(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def away(source: Any, *_: Any, **__: Any) -> None:
+        looked.append(source.uri)
+        raise StorageUnavailableError("the hub does not answer")
+
+    monkeypatch.setattr(looking, "check_first_rows", away)
+    look(job, tmp_path)
+    assert len(looked) == 2

@@ -1,0 +1,93 @@
+"""This process's device, and how long it waits for the others."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sft_api.ports import free_port
+from sft_trainer.distributed import Ranks, device_for
+from sft_trainer.errors import DeviceUnavailableError
+
+
+def ranks(local_rank: int = 0, local_world_size: int = 1) -> Ranks:
+    return Ranks(local_rank, local_rank, local_world_size, local_world_size, "127.0.0.1", 1, "1")
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """As if torch found ``count`` GPUs; the devices that were chosen."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_a_job_without_gpus_trains_on_the_cpu_wherever_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 8)
+    assert device_for(ranks(), gpus_per_node=0) == torch.device("cpu")
+    assert not chosen
+
+
+def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 2)
+    assert device_for(ranks(1, 2), gpus_per_node=2) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_a_job_with_gpus_never_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    gpus(monkeypatch, count)
+    sentence = f"gpusPerNode is 8, but PyTorch finds {count} GPUs .* for 8 processes: .*driver .*device plugin .*image"
+    with pytest.raises(DeviceUnavailableError, match=sentence):
+        device_for(ranks(0, 8), gpus_per_node=8)
+
+
+_WAITS_FOR_NOBODY = """
+import os, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from sft_trainer import distributed
+distributed._COLLECTIVE_TIMEOUT = timedelta(seconds=1)
+distributed.join_group(distributed.Ranks.from_environment(), torch.device("cpu"))
+if dist.get_rank() == 0:
+    for wait in (lambda: dist.distributed_c10d._get_default_store().get("what nobody sets"), dist.barrier):
+        try:
+            wait()
+        except RuntimeError as error:
+            print("gave up:", error, flush=True)
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+def test_after_the_rendezvous_no_process_waits_for_a_day() -> None:
+    # Given two that have met, of which one does nothing more
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WAITS_FOR_NOBODY],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        # When the other waits for it in the store, and in a collective
+        said, _ = both[0].communicate(timeout=180)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+
+    # Then it gives up both times
+    assert said.count("gave up:") == 2, said

@@ -1,0 +1,127 @@
+"""Saves while storage is slow: training says what it waits for, and what is still due is saved."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft_api.checkpoints import STATUS_KEY, RunState
+from sft_api.progress import Phase
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.reporting import Reporter
+from sft_trainer.saving import Saving
+from tests.parity.runs import manifest, resolve
+
+PATIENCE_SECONDS = 60.0
+
+
+class SlowStore(LocalStore):
+    """Begins to write the files of a checkpoint when ``gate`` is opened."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.gate = threading.Event()
+
+    def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+        if key.endswith(".bin"):
+            self.gate.wait(PATIENCE_SECONDS)
+        return super().open_write(key, size_hint)
+
+
+class Run:
+    """A model that is saved into a slow store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = SlowStore(folder / "store")
+        self.reporter = Reporter(folder, writes=True)
+        self.config = resolve(manifest(folder, folder / "store"))
+        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"), is_first=True)
+        self.saving.claim_attempt()
+        self.model = torch.nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.ones(64)).sum().backward()
+        self.optimizer.step()
+
+    def save(self, step: int, *, final: bool = False) -> None:
+        self.reporter.update(phase=Phase.TRAINING, phase_detail="", step=step)
+        state = RunState(cursor=step, numbers=self.config.numbers().as_record())
+        self.saving.save(step, self.model, self.optimizer, state, final=final)
+
+    @property
+    def saved(self) -> set[str]:
+        return {path.parent.name for path in self.store.path.glob("checkpoints/*/manifest.json")}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.store.gate.set()
+    made.saving.settle()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_final_save_says_that_it_waits_for_the_upload_before_it(run: Run) -> None:
+    # Given an upload that does not come to an end
+    run.save(1)
+    assert run.saving.in_flight
+
+    # When the run ends meanwhile
+    ending = threading.Thread(target=run.save, args=(2,), kwargs={"final": True})
+    ending.start()
+    wait_until(lambda: run.reporter.progress.phase is not Phase.TRAINING)
+
+    # Then it is not taken for a step that never ends, and nothing is left out
+    progress = run.reporter.progress
+    assert (progress.phase, progress.phase_detail) == (Phase.SAVING, "waiting for the upload of the last checkpoint")
+    run.store.gate.set()
+    ending.join(PATIENCE_SECONDS)
+    assert run.saved == {"step-00000001-a00001", "step-00000002-a00001"}
+    assert not run.saving.in_flight
+
+
+def test_bytes_are_a_sign_of_life_only_while_training_waits_for_them(run: Run) -> None:
+    run.save(1)
+    run.reporter.update(phase=Phase.TRAINING, phase_detail="", step=2)
+    run.store.gate.set()
+    wait_until(lambda: not run.saving.in_flight)
+    assert run.reporter.progress.phase is Phase.TRAINING
+
+    run.save(3, final=True)
+    assert run.reporter.progress.phase is Phase.SAVING
+    assert run.reporter.progress.phase_detail.startswith("step 3: 0 MiB")
+
+
+def test_reading_a_checkpoint_shows_that_it_lives(run: Run, tmp_path: Path) -> None:
+    run.store.gate.set()
+    run.save(1, final=True)
+    again = Run(tmp_path)
+    again.store.gate.set()
+    assert again.saving.resume(again.model, again.optimizer) is not None
+    assert again.reporter.progress.phase is Phase.LOADING
+    assert again.reporter.progress.phase_detail.startswith("reading the checkpoint: 0 MiB")
+
+
+def test_the_end_is_published_before_its_curve_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is asked to stop may be killed meanwhile."""
+    run.store.gate.set()
+    published: list[bool] = []
+    monkeypatch.setattr(
+        "sft_trainer.curves.writer.CurveWriter.finish",
+        lambda *_: published.append(b"step-00000001-a00001" in run.store.read(STATUS_KEY)),
+    )
+    run.reporter.annotate_step(loss=1.0)
+
+    run.save(1, final=True)
+
+    assert published == [True]

@@ -1,0 +1,84 @@
+"""What would end a run early, looked for before anything heavy is loaded: ``python -m sft_trainer.check``.
+
+The supervisor of index 0 runs it before it imports torch for the workers: a missing bucket or column is said within
+seconds. It reads what the workers read, with the same functions, but only the beginning of it, and reports like one of
+them. It refuses nothing that they would take: what cannot be seen cheaply is left to them, and so is a source that does
+not answer, which may have been read by an earlier start.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+from sft_api.progress import Phase
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import DataSource
+
+from .checkpoint.opening import open_store
+from .checkpoint.store import S3Settings
+from .data.first_rows import check_first_rows
+from .data.tokenizer import Codec
+from .data.tokenizer_files import read_codec
+from .errors import StorageUnavailableError
+from .fetch import cache_directory, localise
+from .process import begin, report_end
+from .reporting import Reporter
+from .storage import check_storage
+
+log = logging.getLogger("sft_trainer")
+
+
+def check(config: TrainerConfig, reporter: Reporter) -> None:
+    """Raise the first error that the run would end with, as far as it shows at once."""
+    spec = config.spec
+    s3 = S3Settings.from_spec(spec.checkpoint.s3)
+    check_storage(config, open_store(config.checkpoint_uri, s3), reporter)
+    codec = cache(lambda: _codec(config, s3, reporter))
+    sources: Sequence[DataSource] = [*spec.data.eval, *spec.data.train]
+    for source in sources:
+        reporter.phase(Phase.STARTING, f"looking at {source.uri}")
+        try:
+            check_first_rows(
+                source, spec.data, codec, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN")
+            )
+        except StorageUnavailableError as error:
+            log.info("not looked at: %s", error)
+    codec()
+    # What comes now is not for this process to tell.
+    reporter.phase(Phase.STARTING)
+
+
+def _codec(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> Codec | None:
+    """The chat template with its tokens; None where that takes more than reading the tokenizer's files."""
+    model = config.spec.model
+    uri = model.tokenizer_uri or model.uri
+    reporter.phase(Phase.STARTING, f"looking at {uri}")
+    try:
+        path = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+    except StorageUnavailableError as error:
+        log.info("not looked at: %s", error)
+        return None
+    codec = read_codec(path, model.chat_template)
+    if codec is not None:
+        codec.check_templates()
+    return codec
+
+
+def main() -> int:
+    """Look; returns the exit code, 0 when nothing was found."""
+    config, run_dir = begin()
+    try:
+        check(config, Reporter(run_dir, writes=True))
+    except BaseException as error:  # every end is classified and reported
+        return report_end(error, run_dir, rank=0)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries are not waited for.
+    os._exit(code)

@@ -1,0 +1,137 @@
+"""The run's curve beside its checkpoints: ``curve.svg``, and TensorBoard's files in ``tensorboard/``.
+
+Made from the step records, which come at every save, by a thread of rank 0: no step waits for it, and no run ends for
+what goes wrong here.
+"""
+
+import json
+import logging
+import queue
+import re
+import threading
+from collections.abc import Callable
+
+from sft_trainer.checkpoint.store import Store
+
+from .chart import Line, draw
+from .events import event_file
+from .history import History, Record, Scalar
+
+log = logging.getLogger("sft_trainer")
+
+CURVE_KEY = "curve.svg"
+EVENTS_PREFIX = "tensorboard/"
+METRICS_PREFIX = "metrics/"
+
+_RECORDS = re.compile(r"metrics/step-(\d+)-a(\d+)\.jsonl")
+_EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.a(\d+)-step-(\d+)")
+
+
+def metrics_key(step: int, attempt: int) -> str:
+    """Where the records of the steps up to ``step`` are kept."""
+    return f"{METRICS_PREFIX}step-{step:08d}-a{attempt:05d}.jsonl"
+
+
+def events_key(step: int, attempt: int) -> str:
+    """Where the same is for TensorBoard, which reads files in the order of their names."""
+    return f"{EVENTS_PREFIX}events.out.tfevents.a{attempt:05d}-step-{step:08d}"
+
+
+def read_records(content: bytes) -> list[Record]:
+    """The records in a file of them."""
+    return [json.loads(line) for line in content.splitlines()]
+
+
+class CurveWriter:
+    """``add`` what was recorded at every save, ``finish`` once at the end. ``written`` is called after each writing."""
+
+    def __init__(
+        self, store: Store, title: str, *, attempt: int, resumed_at: int, written: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store = store
+        self._title = title
+        self._attempt = attempt
+        self._resumed_at = resumed_at
+        self._written = written
+        self._history: History | None = None
+        self._unread: list[bytes] = []
+        self._unwritten: list[Scalar] = []
+        """What no event file holds yet."""
+        self._purge_step: int | None = resumed_at + 1
+        self._saves: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="curve", daemon=True)
+
+    def add(self, step: int, records: bytes) -> None:
+        """Take in the ``records`` (JSON lines) of the steps up to ``step``; returns at once."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._saves.put((step, records))
+
+    def finish(self, timeout: float) -> None:
+        """Wait until all of it is written, at most ``timeout`` seconds."""
+        if not self._thread.is_alive():
+            return
+        self._saves.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            log.warning("%s/%s is not up to date: the storage did not answer in time", self._store.uri, CURVE_KEY)
+
+    def _work(self) -> None:
+        while (save := self._saves.get()) is not None:
+            try:
+                self._write(*save)
+            except Exception as error:
+                log.warning("the curve of step %s was not written, it goes with the next save: %s", save[0], error)
+
+    def _write(self, step: int, records: bytes) -> None:
+        self._unread.append(records)
+        if self._history is None:
+            self._history = self._history_of_earlier_attempts()
+        while self._unread:
+            self._unwritten += self._history.add(read_records(self._unread[0]))
+            del self._unread[0]
+        if self._unwritten:
+            content = event_file(self._unwritten, purge_step=self._purge_step)
+            self._store.put(events_key(step, self._attempt), content)
+            self._unwritten, self._purge_step = [], None
+        self._store.put(CURVE_KEY, draw(self._title, curve_lines(self._history)))
+        self._written()
+
+    def _history_of_earlier_attempts(self) -> History:
+        """What the attempts before did, as far as this one went on from it; their event files no longer hold more."""
+        history = History()
+        kept = [
+            scalar
+            for key in self._earlier_records()
+            for scalar in history.add(read_records(self._store.read(key)), up_to=self._resumed_at)
+        ]
+        earlier = [entry.key for entry in self._store.list(EVENTS_PREFIX) if self._is_earlier(entry.key)]
+        if any(self._is_superseded(key) for key in earlier):
+            together = events_key(self._resumed_at, self._attempt)
+            if kept:
+                self._store.put(together, event_file(kept, purge_step=None))
+            self._store.delete([key for key in earlier if key != together])
+        return history
+
+    def _earlier_records(self) -> list[str]:
+        """Files of records of earlier attempts; the newest attempt first, as its word counts."""
+        found = []
+        for entry in self._store.list(METRICS_PREFIX):
+            if (match := _RECORDS.fullmatch(entry.key)) and int(match[2]) < self._attempt:
+                found.append((-int(match[2]), int(match[1]), entry.key))
+        return [key for _, _, key in sorted(found)]
+
+    def _is_earlier(self, key: str) -> bool:
+        return (match := _EVENTS.fullmatch(key)) is not None and int(match[1]) < self._attempt
+
+    def _is_superseded(self, key: str) -> bool:
+        """Whether the event file ``key`` holds steps that this attempt does again."""
+        return (match := _EVENTS.fullmatch(key)) is not None and int(match[2]) > self._resumed_at
+
+
+def curve_lines(history: History) -> list[Line]:
+    """Training loss, and held-out loss where there was any evaluation."""
+    lines = [Line("training", sorted(history.losses.items()))]
+    if history.eval_losses:
+        lines.append(Line("held-out", sorted(history.eval_losses.items()), dots=True))
+    return lines

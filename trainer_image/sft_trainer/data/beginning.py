@@ -1,0 +1,77 @@
+"""What the beginning of the first file says of a source that is too large to be opened, read from a stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from sft_api.splits import Slice
+from sft_trainer.errors import DataError
+
+from .readers import Row, after_mark, parsed_line
+
+_LINES = 512
+_LONGEST_FIRST_LINE = 8 * 2**20
+_TABLES = (".parquet", ".arrow")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is known of a source; None where its beginning does not say it."""
+
+    columns: tuple[str, ...] | None = None
+    """Of the first row."""
+    all_columns: tuple[str, ...] | None = None
+    """Of every row."""
+    first: tuple[str, Row] | None = None
+    """The first row, with its place."""
+
+
+def read_beginning(file: BinaryIO, names: Sequence[str], piece: Slice) -> Beginning:
+    """The beginning of ``piece``, which starts in ``file``, the first of the files called ``names``.
+
+    Raises DataError when a line is not what it must be.
+    """
+    if names[0].lower().endswith(_TABLES):
+        columns = _table_columns(file, names[0])
+        return Beginning(columns, columns if len(names) == 1 else None)
+    if piece.start or piece.stop == 0 or (first := _first_json_line(file, names[0])) is None:
+        return Beginning()
+    return Beginning(tuple(first[1]), None, first)
+
+
+def _first_json_line(file: BinaryIO, name: str) -> tuple[str, Row] | None:
+    """The first row of the lines in ``file`` with its place; None when it does not show at the beginning.
+
+    Raises DataError when it is not what a line of a jsonl file must be; a ``.json`` file may be written otherwise.
+    """
+    file.seek(after_mark(file))
+    for number in range(1, _LINES):
+        line = file.readline(_LONGEST_FIRST_LINE)
+        if not line or len(line) == _LONGEST_FIRST_LINE:
+            return None
+        if not line.isspace():
+            place = f"{name} line {number}"
+            try:
+                return place, parsed_line(line, place)
+            except DataError:
+                if name.lower().endswith(".json"):
+                    return None
+                raise
+    return None
+
+
+def _table_columns(file: BinaryIO, name: str) -> tuple[str, ...] | None:
+    """Names of the columns of a parquet or arrow file, without its rows; None when it cannot be read as such."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        if name.lower().endswith(".parquet"):
+            return tuple(parquet.ParquetFile(file).schema_arrow.names)
+        try:
+            return tuple(pa.ipc.open_file(file).schema.names)
+        except pa.ArrowInvalid:  # the streaming format, which save_to_disk writes
+            file.seek(0)
+            return tuple(pa.ipc.open_stream(file).schema.names)
+    except (pa.ArrowException, OSError):
+        return None

@@ -1,0 +1,55 @@
+"""The chat template of a tokenizer from its files, without transformers, where the files say all there is to know."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .tokenizer import Codec, without_additions
+
+_VARIABLE = re.compile(r"\b[a-z_]+_token\b")
+
+
+def read_codec(folder: Path, chat_template: str | None) -> Codec | None:
+    """What ``Codec.of(load_tokenizer(folder, chat_template))`` gives, as far as templates and special tokens go.
+
+    None where the two could differ: then only transformers can tell.
+    """
+    try:
+        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        templates = {"default": chat_template} if chat_template is not None else _templates(folder, config)
+        added = json.loads(tokenizer_json)["added_tokens"]
+        declared = config.get("added_tokens_decoder", {})
+        special_tokens = _special_tokens(config)
+        known = {token["content"]: bool(token["special"]) for token in added}
+        says_otherwise = any(
+            known.get(token["content"]) != bool(token["special"]) for token in declared.values()
+        ) or any(text not in known for text in special_tokens.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    unknown = {name for text in templates.values() for name in _VARIABLE.findall(text)} - special_tokens.keys()
+    if not templates or says_otherwise or unknown:
+        return None
+    return Codec(tokenizer_json=without_additions(tokenizer_json), special_tokens=special_tokens, templates=templates)
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    if (folder / "additional_chat_templates").exists():
+        return {}
+    if (file := folder / "chat_template.jinja").is_file():
+        return {"default": file.read_text(encoding="utf-8")}
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {"default": template} if template else {}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Name and text of the tokens that a template may name, such as ``eos_token``."""
+    texts = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
