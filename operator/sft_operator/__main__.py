@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from .cluster import ConfigError
+from .cluster.client import ConfigError
+from .cluster.leadership import LeadershipLost
 from .config import load_settings
 from .controller import run
-from .leadership import LeadershipLost
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,19 +12,20 @@ import aiohttp
 
 from sft_api.v1alpha1 import API_VERSION, KIND
 
-from . import handlers, server
-from .cache import KINDS, Cache, Key, version_of
-from .cluster import ApiError, Cluster, ConfigError, connect
+from . import server
+from .cluster import kopf_watch as handlers
+from .cluster.client import ApiError, Cluster, ConfigError, connect
+from .cluster.leadership import Leadership
+from .cluster.lookout import Lookout
+from .cluster.progress_client import ProgressClient
+from .cluster.store import CheckpointStore
 from .config import Settings
-from .leadership import Leadership
-from .lookout import Lookout
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR
-from .observed import Manifest
-from .progress_client import ProgressClient
+from .picture.cache import KINDS, Cache, Key, version_of
+from .picture.observed import Manifest
+from .picture.watchdog import Watchdog
 from .reconciler import Reconciler
-from .store import CheckpointStore
-from .watchdog import Watchdog
 from .workqueue import RetryLater, WorkQueue
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from .observed import Manifest, parse_time
-from .untrusted import text
+from .picture.observed import Manifest, parse_time
+from .picture.untrusted import text
 
 # Metric name, help, path in the status.
 _FIGURES = (

@@ -13,19 +13,14 @@ import aiohttp
 from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
-from .cache import Cache, Key
-from .children import Children, NameTakenError, RefusedError, refusal_of
-from .cluster import ApiError, Cluster
+from .cluster.children import Children, NameTakenError, RefusedError, refusal_of
+from .cluster.client import ApiError, Cluster
+from .cluster.healing import Healing
+from .cluster.kueue import Kueue
+from .cluster.lookout import Lookout
 from .config import Settings
-from .events import build_event, news
-from .healing import Healing
-from .kueue import Kueue
-from .lookout import Lookout
-from .metrics import OperatorMetrics
-from .observed import Manifest, Observed, Refusal
-from .places import PlaceNotAllowed
-from .policies.backoff import seconds_to_next_word
-from .policies.children import (
+from .decisions.backoff import seconds_to_next_word
+from .decisions.changes import (
     Changes,
     change_job,
     goes_on,
@@ -35,10 +30,11 @@ from .policies.children import (
     run_places,
     time_to_live,
 )
-from .policies.situation import last_words_missing, seconds_to_complete
-from .policies.stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
-from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
-from .status import (
+from .decisions.news import build_event, news
+from .decisions.places import PlaceNotAllowed
+from .decisions.situation import last_words_missing, seconds_to_complete
+from .decisions.spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
+from .decisions.status import (
     completed_status,
     compute_status,
     failed_look_status,
@@ -49,6 +45,10 @@ from .status import (
     refused_status,
     write_status,
 )
+from .decisions.stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
+from .metrics import OperatorMetrics
+from .picture.cache import Cache, Key
+from .picture.observed import Manifest, Observed, Refusal
 from .workqueue import RetryLater, doubled, loop_time
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import zlib
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..names import CONFIG_ANNOTATION, CONFIG_DIGEST_ANNOTATION, CONFIG_KEY, PLACE_ANNOTATIONS
-from ..observed import Manifest
+from ..picture.observed import Manifest
 from .config_map import config_map
 
 MAX_COPY_BYTES = 240 * 1024

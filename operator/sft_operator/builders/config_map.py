@@ -5,9 +5,9 @@ from sft_api.v1alpha1 import S3Spec, SFTJob
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import StoreSettings
+from ..decisions.places import check_place, own_folder
 from ..names import CHECKPOINT_URI_ANNOTATION, CONFIG_KEY, EXPORT_URI_ANNOTATION, config_map_name
-from ..observed import Manifest
-from ..places import check_place, own_folder
+from ..picture.observed import Manifest
 from .metadata import child_metadata
 
 SUPERVISOR_RESTARTS = 1000

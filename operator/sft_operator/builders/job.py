@@ -5,7 +5,7 @@ from sft_api.v1alpha1 import SFTJob
 
 from ..config import Settings
 from ..names import FOLLOWED_LABELS_ANNOTATION, KUEUE_LABELS, QUEUE_LABEL, TRAINER_CONTAINER
-from ..observed import Manifest
+from ..picture.observed import Manifest
 from .metadata import child_metadata, followed_labels
 from .pod import build_pod_template
 

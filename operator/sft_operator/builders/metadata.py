@@ -7,7 +7,7 @@ from sft_api.v1alpha1 import API_VERSION, KIND
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..names import child_labels
-from ..observed import Manifest
+from ..picture.observed import Manifest
 
 
 def owner_reference(owner: ObjectMeta) -> Manifest:

@@ -5,7 +5,7 @@ from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import NetworkPolicySettings
 from ..names import pod_selector
-from ..observed import Manifest
+from ..picture.observed import Manifest
 from .metadata import child_metadata
 
 NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"

@@ -8,7 +8,7 @@ from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
 
 from ..config import PodSettings, StoreSettings
 from ..names import CONFIG_KEY, TRAINER_CONTAINER, child_labels, config_map_name, coordinator_host
-from ..observed import Manifest
+from ..picture.observed import Manifest
 from .config_map import effective_s3
 from .resources import pod_resources, shared_memory_bytes
 

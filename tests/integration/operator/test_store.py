@@ -14,9 +14,9 @@ import pytest
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, encode_manifest
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import S3Spec
-from sft_operator import store
+from sft_operator.cluster import store
+from sft_operator.cluster.store import CheckpointStore, StoreError
 from sft_operator.config import StoreSettings
-from sft_operator.store import CheckpointStore, StoreError
 from tests.cluster.object_store import ObjectStore
 from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import OperatorProcess, StartOperator, Supervisors, new_scene, training

@@ -9,9 +9,9 @@ from typing import Any
 from sft_api.failures import FailureClass
 from sft_api.progress import CommittedCheckpoint, Incident, Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SFTJob
-from sft_operator.observed import ChildJob, Observed, Pod, Report
-from sft_operator.spec import Terms, read_spec, run_terms
-from sft_operator.workload import Queueing, Workload
+from sft_operator.decisions.spec import Terms, read_spec, run_terms
+from sft_operator.picture.observed import ChildJob, Observed, Pod, Report
+from sft_operator.picture.workload import Queueing, Workload
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 JOB_UID = "job-uid"

@@ -10,7 +10,7 @@ from lupa.lua51 import LuaRuntime
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 from sft_api.v1alpha1 import SFTJobStatus
-from sft_operator.observed import Observed, Refusal
+from sft_operator.picture.observed import Observed, Refusal
 
 from .make import NOW, make_child, make_pod, report, training, words
 from .test_status import running, status_of

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
-from sft_operator.policies.backoff import remaining, seconds_to_next_word, waits
-from sft_operator.status import compute_status
+from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits
+from sft_operator.decisions.status import compute_status
 from tests.unit.operator.make import NOW, at, disruption, make_job, make_pod, running, stamp
 
 

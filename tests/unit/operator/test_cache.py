@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from sft_operator import cache as cache_module
-from sft_operator.cache import Cache, Key
-from sft_operator.observed import Observed, Pod, Report
+from sft_operator.picture import cache as cache_module
+from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.observed import Observed, Pod, Report
 from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest, report
 
 KEY = Key("team", "tulu")

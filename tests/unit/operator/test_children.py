@@ -9,9 +9,9 @@ import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
-from sft_operator.observed import Observed
-from sft_operator.policies.children import plan_changes, time_to_live
-from sft_operator.policies.situation import last_words_missing
+from sft_operator.decisions.changes import plan_changes, time_to_live
+from sft_operator.decisions.situation import last_words_missing
+from sft_operator.picture.observed import Observed
 from tests.unit.operator.make import at, job_manifest, make_child, make_job, make_pod, running, stamp
 
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from sft_operator.cluster import ApiError, Cluster, ConfigError, connect
+from sft_operator.cluster.client import ApiError, Cluster, ConfigError, connect
 from sft_operator.config import Settings
 from sft_operator.controller import run
 

@@ -19,10 +19,10 @@ import pytest
 
 from sft_api.ports import free_port
 from sft_api.v1alpha1 import KIND
-from sft_operator.cache import Key
+from sft_operator.cluster.leadership import LeadershipLost
 from sft_operator.config import LeaderElectionSettings, Settings
 from sft_operator.controller import Operator
-from sft_operator.leadership import LeadershipLost
+from sft_operator.picture.cache import Key
 from tests.unit.operator.make import Object, job_manifest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_operator.policies.failures import loss
+from sft_operator.decisions.failures import loss
 from tests.unit.operator.make import disruption, make_pod, words
 
 CACHE_FULL = 'Usage of EmptyDir volume "cache" exceeds the limit "50Gi". '

@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from sft_api.fitting import fit_status
-from sft_operator.cache import Cache
-from sft_operator.cluster import Cluster
-from sft_operator.lookout import Lookout, _Warnings
+from sft_operator.cluster.client import Cluster
+from sft_operator.cluster.lookout import Lookout, _Warnings
+from sft_operator.cluster.progress_client import UnreadableReport, parse_report
 from sft_operator.metrics import OperatorMetrics
-from sft_operator.observed import Pod, Report
-from sft_operator.progress_client import UnreadableReport, parse_report
+from sft_operator.picture.cache import Cache
+from sft_operator.picture.observed import Pod, Report
 from sft_operator.reconciler import Reconciler
 from tests.unit.operator import hostile
 from tests.unit.operator.make import NOW, Object, child_manifest, job_manifest, pod_manifest, stamp
@@ -184,7 +184,7 @@ def test_an_error_nobody_thought_of_is_said_on_that_job_once(monkeypatch: pytest
 
 
 def test_a_status_that_the_api_server_refuses_is_said_instead_of_tried_for_ever() -> None:
-    from sft_operator.cluster import ApiError
+    from sft_operator.cluster.client import ApiError
     from sft_operator.reconciler import StatusRefusedError
 
     world = World()

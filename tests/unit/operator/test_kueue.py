@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_operator.cluster import ApiError
+from sft_operator.cluster.client import ApiError
 from tests.unit.operator.make import (
     Object,
     at,
@@ -157,7 +157,7 @@ def test_kueue_is_asked_rarely_about_what_is_none_of_its_business(
     world.api.keep("Job", job)
     if not served:
         world.api.refuses = unserved("v1beta2", "v1beta1")
-    monkeypatch.setattr("sft_operator.kueue.loop_time", lambda: clock)
+    monkeypatch.setattr("sft_operator.cluster.kueue.loop_time", lambda: clock)
 
     while clock < 3600:
         (again,) = world.look()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_operator.list_body import ListBody
+from sft_operator.cluster.list_body import ListBody
 
 ITEMS: list[Any] = [
     {"metadata": {"name": 'a"]}\\'}, "n": [1, {"ü": "\U0001f600"}]},

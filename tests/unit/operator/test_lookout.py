@@ -12,12 +12,12 @@ import pytest
 
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import SFTJobStatus
-from sft_operator.cache import Cache, Key
-from sft_operator.cluster import ApiError, Cluster
-from sft_operator.lookout import Lookout
+from sft_operator.cluster.client import ApiError, Cluster
+from sft_operator.cluster.lookout import Lookout
+from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
+from sft_operator.decisions.spec import run_terms
 from sft_operator.metrics import OperatorMetrics
-from sft_operator.progress_client import ProgressClient, UnreadableReport
-from sft_operator.spec import run_terms
+from sft_operator.picture.cache import Cache, Key
 from tests.unit.operator.make import NOW, child_manifest, job_manifest, make_job, pod_manifest
 from tests.unit.operator.test_reconciler import KEY, SETTINGS
 
@@ -56,7 +56,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, pods: Callable[[int], int], seconds: 
         look_again=lambda key: None,
         now=lambda: cast(datetime, NOW + timedelta(seconds=events.now)),
     )
-    monkeypatch.setattr("sft_operator.lookout.loop_time", lambda: events.now)
+    monkeypatch.setattr("sft_operator.cluster.lookout.loop_time", lambda: events.now)
 
     async def scenario() -> None:
         nonlocal version
@@ -153,7 +153,7 @@ def test_a_report_that_cannot_be_read_is_said_on_the_job_until_one_can(
         assert cache.observed(KEY).unreadable[0].startswith(said)
         assert again == [KEY]
 
-        monkeypatch.setattr("sft_operator.lookout.loop_time", lambda: asyncio.get_running_loop().time() + 3600)
+        monkeypatch.setattr("sft_operator.cluster.lookout.loop_time", lambda: asyncio.get_running_loop().time() + 3600)
         await lookout.look(KEY, run_terms(make_job()), SFTJobStatus(), None)
         while cache.observed(KEY).unreadable:
             await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import pytest
 
 from sft_api.v1alpha1 import S3Spec
 from sft_operator.config import StoreSettings
-from sft_operator.places import PlaceNotAllowed, check_place, is_readable
+from sft_operator.decisions.places import PlaceNotAllowed, check_place, is_readable
 
 STORE = StoreSettings(uri="s3://platform/sft/", s3=S3Spec(endpoint="http://minio:9000", credentials_secret_ref="keys"))
 BUCKET = StoreSettings(uri="s3://platform", s3=STORE.s3)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from sft_api.progress import Progress
 from sft_api.report import progress_status
-from sft_operator.progress_client import MAX_BYTES, ForeignReport, ProgressClient, UnusableReport, parse_report
+from sft_operator.cluster.progress_client import MAX_BYTES, ForeignReport, ProgressClient, UnusableReport, parse_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

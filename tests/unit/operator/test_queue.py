@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
-from sft_operator.policies.queue import (
+from sft_operator.decisions.queue import (
     asks_kueue,
     held_back,
     job_patch,
@@ -16,8 +16,8 @@ from sft_operator.policies.queue import (
     wants_stop,
     workload_patch,
 )
-from sft_operator.status import compute_status
-from sft_operator.workload import Queueing, Workload
+from sft_operator.decisions.status import compute_status
+from sft_operator.picture.workload import Queueing, Workload
 from tests.unit.operator.make import (
     NOW,
     Object,

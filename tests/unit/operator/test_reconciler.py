@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
-from sft_operator.cache import Cache, Key
-from sft_operator.cluster import ApiError, Cluster
+from sft_operator.cluster.client import ApiError, Cluster
+from sft_operator.cluster.lookout import Lookout
 from sft_operator.config import PodSettings, Settings, StoreSettings
-from sft_operator.lookout import Lookout
+from sft_operator.decisions.spec import Terms
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import CHECKPOINT_URI_ANNOTATION, CONFIG_DIGEST_ANNOTATION, config_map_name
+from sft_operator.picture.cache import Cache, Key
 from sft_operator.reconciler import Reconciler
-from sft_operator.spec import Terms
 from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, pod_manifest, stamp
 
 KEY = Key("team", "tulu")

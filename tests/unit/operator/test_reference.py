@@ -20,7 +20,7 @@ def found(pattern: str) -> set[str]:
 def test_every_reason_is_documented() -> None:
     reasons = (
         found(r'Situation\(\s*(?:"\w+"|before), "(\w+)"')
-        | found(r'Trouble\(\s*"(\w+)"')
+        | found(r'Problem\(\s*"(\w+)"')
         | found(r'_refuse\(key, manifest, previous, "(\w+)"')
     )
     reasons |= {phase.value for phase in Phase} - {"Complete", "Failed"}

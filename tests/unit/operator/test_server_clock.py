@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from sft_api.times import LATEST
-from sft_operator.cluster import Cluster
-from sft_operator.server_clock import ServerClock
+from sft_operator.cluster.client import Cluster
+from sft_operator.cluster.server_clock import ServerClock
 from tests.unit.operator.test_cluster import against
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -12,11 +12,10 @@ from sft_api.progress import Phase
 from sft_api.report import timestamp
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, Condition, ExportStatus, ProgressStatus, SFTJobStatus
 from sft_operator.config import Settings
-from sft_operator.observed import Observed, Refusal, Unanswered
-from sft_operator.policies.children import plan_changes
-from sft_operator.policies.situation import seconds_to_complete
-from sft_operator.spec import Terms, lenient_terms
-from sft_operator.status import (
+from sft_operator.decisions.changes import plan_changes
+from sft_operator.decisions.situation import seconds_to_complete
+from sft_operator.decisions.spec import Terms, lenient_terms
+from sft_operator.decisions.status import (
     compute_status,
     follow,
     is_transition,
@@ -25,6 +24,7 @@ from sft_operator.status import (
     refused_status,
     write_status,
 )
+from sft_operator.picture.observed import Observed, Refusal, Unanswered
 from tests.unit.operator.make import (
     NOW,
     at,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sft_operator.observed import Observed
-from sft_operator.policies.stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
+from sft_operator.decisions.stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
+from sft_operator.picture.observed import Observed
 from tests.unit.operator.make import NOW, at, disruption, make_child, make_pod, running
 
 PATIENCE = 30.0

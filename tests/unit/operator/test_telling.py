@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_operator.config import Settings, load_settings
-from sft_operator.events import build_event, news
+from sft_operator.decisions.news import build_event, news
+from sft_operator.decisions.spec import InvalidSpec, read_spec
+from sft_operator.decisions.status import compute_status
 from sft_operator.metrics import OperatorMetrics
-from sft_operator.spec import InvalidSpec, read_spec
-from sft_operator.status import compute_status
 from tests.unit.operator.make import NOW, job_manifest, make_job, make_pod, report, running, training
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sft_operator.watchdog import PATIENCE_SECONDS, Watchdog
+from sft_operator.picture.watchdog import PATIENCE_SECONDS, Watchdog
 
 
 def test_a_watch_that_never_tells_of_what_was_listed_is_silent() -> None:

@@ -11,13 +11,13 @@ from sft_api.report import timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
-from ..observed import ChildJob, Observed, Pod, Terminated, parse_time
-from ..spec import Terms
+from ..picture.observed import ChildJob, Observed, Pod, Terminated, parse_time
 from .backoff import waits
 from .failures import cause, with_advice
+from .problems import Problem, find_problem, refusal_problem
 from .queue import held_back, not_stopped, preempted_words
 from .restarts import exhausted
-from .troubles import Trouble, find_trouble, refusal_trouble
+from .spec import Terms
 
 FRESH = timedelta(seconds=60)
 """A report that is older says nothing about now."""
@@ -62,7 +62,7 @@ def find_situation(
     situation = _with_unreadable(_find(terms, previous, observed, restarts, now), observed)
     if observed.job and observed.refusal and situation.completed is None:
         # The Job lives, but may not be changed: suspended, resumed, limited.
-        refused = refusal_trouble(observed.refusal)
+        refused = refusal_problem(observed.refusal)
         why = refused.reason if refused.stalled else ""
         return replace(situation, message=refused.message, stalled=refused.stalled, stalled_reason=why)
     if situation.state in ("Starting", "Recovering") and (why := _why_not_running(previous, restarts, now)):
@@ -158,7 +158,7 @@ def _suspended(child: ChildJob | None, observed: Observed) -> Situation:
 
 
 def _without_job(observed: Observed) -> Situation:
-    trouble = find_trouble(observed, pods_wanted=0)
+    trouble = find_problem(observed, pods_wanted=0)
     if trouble:
         return Situation("Preparing", trouble.reason, trouble.message, trouble.stalled)
     if observed.earlier_pods:
@@ -190,7 +190,7 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if complete:
         # Pods leave one after the other when the run is complete, before the Job says so.
         return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
-    trouble = find_trouble(observed, pods_wanted=wanted)
+    trouble = find_problem(observed, pods_wanted=wanted)
     if trouble:
         return Situation(_state_in(trouble, before), trouble.reason, trouble.message, trouble.stalled)
     live = [pod for pod in observed.active_pods if pod.deletion is None]
@@ -232,7 +232,7 @@ def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datet
     return Situation(state, "PodsReady", "waiting for the first progress report")
 
 
-def _state_in(trouble: Trouble, before: State) -> State:
+def _state_in(trouble: Problem, before: State) -> State:
     return "Queued" if before == "Starting" and trouble.reason in _WAITING_FOR_ROOM else before
 
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import aiohttp
 
-from .cluster import ApiError, Cluster
-from .config import LeaderElectionSettings
-from .observed import Manifest
+from ..config import LeaderElectionSettings
+from ..picture.observed import Manifest
+from .client import ApiError, Cluster
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from sft_api.v1alpha1 import API_VERSION, KIND, RestartsStatus, SFTJobStatus
 
-from .names import MANAGER
-from .observed import Manifest
+from ..names import MANAGER
+from ..picture.observed import Manifest
 
 _SENTENCES = {"Running": "training", "Complete": "training is complete"}
 _ON_THE_WAY = ("Preparing", "Queued", "Starting", "Suspending")

@@ -15,7 +15,7 @@ from sft_api.v1alpha1 import (
 )
 from sft_api.v1alpha1.status import State
 
-from .observed import Observed, parse_time
+from ..picture.observed import Observed, parse_time
 
 _AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
 _BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})

@@ -8,7 +8,7 @@ further one, at most ten minutes; losses that are free (``Ignore``) count as wel
 import math
 from datetime import datetime, timedelta
 
-from ..observed import Observed, Pod
+from ..picture.observed import Observed, Pod
 
 _FIRST = timedelta(seconds=10)
 _LONGEST = timedelta(minutes=10)

@@ -26,9 +26,9 @@ from sft_api.checkpoints import (
 from sft_api.report import checkpoint_status, checkpoints_status
 from sft_api.v1alpha1 import CheckpointStatus, S3Spec
 
-from .config import StoreSettings
-from .observed import Stored
-from .places import is_readable
+from ..config import StoreSettings
+from ..decisions.places import is_readable
+from ..picture.observed import Stored
 
 KEPT = 10
 MAX_FOLDERS = 10_000

@@ -10,11 +10,11 @@ from datetime import datetime
 from sft_api.v1alpha1 import KIND
 from sft_api.v1alpha1.job import ObjectMeta
 
-from .builders import build_network_policy, build_service, config_digest, copy_annotations, restored_config_map
-from .cluster import ApiError, Cluster
-from .config import Settings
-from .names import CONFIG_KEY, config_map_name
-from .observed import ChildJob, Manifest, Refusal, owner_uid
+from ..builders import build_network_policy, build_service, config_digest, copy_annotations, restored_config_map
+from ..config import Settings
+from ..names import CONFIG_KEY, config_map_name
+from ..picture.observed import ChildJob, Manifest, Refusal, owner_uid
+from .client import ApiError, Cluster
 
 FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
 """Codes with which the API server will not answer otherwise in a moment."""

@@ -14,18 +14,18 @@ import aiohttp
 
 from sft_api.v1alpha1 import SFTJobStatus
 
-from .cache import Cache, Entry, Key
-from .cluster import ApiError, Cluster
-from .config import Settings
-from .metrics import OperatorMetrics
-from .names import WATCH_SELECTOR, pod_selector
-from .observed import Manifest, Observed, Pod, Report, Unanswered, Warning, parse_time
-from .policies.troubles import wants_events
+from ..config import Settings
+from ..decisions.problems import wants_events
+from ..decisions.spec import Terms
+from ..metrics import OperatorMetrics
+from ..names import WATCH_SELECTOR, pod_selector
+from ..picture.cache import Cache, Entry, Key
+from ..picture.observed import Manifest, Observed, Pod, Report, Unanswered, Warning, parse_time
+from ..picture.untrusted import part, text
+from ..workqueue import loop_time
+from .client import ApiError, Cluster
 from .progress_client import ProgressClient, UnreadableReport, UnusableReport
-from .spec import Terms
 from .store import CheckpointStore, StoreError
-from .untrusted import part, text
-from .workqueue import loop_time
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
-from ..observed import ChildJob, Manifest, Observed, parse_time
-from ..spec import Terms, run_terms, time_to_live_seconds
+from ..picture.observed import ChildJob, Manifest, Observed, parse_time
 from .queue import job_patch
+from .spec import Terms, run_terms, time_to_live_seconds
 
 LOOK_BACK = timedelta(minutes=10)
 """So long after its end, also by an operator that has just started, the store is read for a run's last status."""

@@ -16,10 +16,10 @@ import aiohttp
 
 from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
+from ..picture.observed import Manifest
+from ..picture.untrusted import integer, part, text
 from .list_body import ListBody
-from .observed import Manifest
 from .server_clock import ServerClock
-from .untrusted import integer, part, text
 
 _PATHS = {
     KIND: (f"apis/{GROUP}/{VERSION}", PLURAL),

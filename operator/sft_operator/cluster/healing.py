@@ -10,11 +10,11 @@ from sft_api.v1alpha1 import SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 from sft_api.v1alpha1.status import State
 
-from .cache import Cache, Key
+from ..decisions.changes import goes_on
+from ..picture.cache import Cache, Key
+from ..picture.observed import Refusal
+from ..workqueue import loop_time
 from .children import Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
-from .observed import Refusal
-from .policies.children import goes_on
-from .workqueue import loop_time
 
 logger = logging.getLogger(__name__)
 

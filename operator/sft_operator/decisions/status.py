@@ -12,12 +12,12 @@ from sft_api.report import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import ConditionType, State
 
-from .observed import Manifest, Observed
-from .policies.children import is_finished
-from .policies.queue import HELD_BACK
-from .policies.restarts import count_restarts
-from .policies.situation import Situation, find_situation
+from ..picture.observed import Manifest, Observed
+from .changes import is_finished
+from .queue import HELD_BACK
 from .report_merge import at_rest, merge_last_words, merge_report, merge_stored
+from .restarts import count_restarts
+from .situation import Situation, find_situation
 from .spec import Terms, run_terms
 
 INVALID_SPEC = "InvalidSpec"

@@ -10,7 +10,7 @@ measured by watching: no two clocks that differ give up a pod that still saves i
 from collections.abc import Mapping
 from datetime import datetime
 
-from ..observed import Manifest, Observed, Pod
+from ..picture.observed import Manifest, Observed, Pod
 
 
 def overdue_since(known: Mapping[str, float], observed: Observed, *, now: datetime, clock: float) -> dict[str, float]:

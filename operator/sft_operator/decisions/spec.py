@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from sft_api.v1alpha1 import S3Spec, SFTJob
 from sft_api.v1alpha1.runtime import RunPolicy
 
-from .names import KUEUE_LABELS
-from .observed import ChildJob, Manifest
-from .untrusted import part, texts
+from ..names import KUEUE_LABELS
+from ..picture.observed import ChildJob, Manifest
+from ..picture.untrusted import part, texts
 
 _SHOWN = 5
 _METADATA = ("name", "namespace", "uid", "generation", "labels")

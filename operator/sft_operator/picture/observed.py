@@ -12,9 +12,7 @@ from typing import Any
 from sft_api.progress import Progress, TerminationMessage
 from sft_api.v1alpha1 import GROUP, KIND, CheckpointsStatus
 
-from . import untrusted
-from .conditions import Condition, conditions_of
-from .names import (
+from ..names import (
     CHECKPOINT_URI_ANNOTATION,
     CONFIG_DIGEST_ANNOTATION,
     EXPORT_URI_ANNOTATION,
@@ -24,6 +22,8 @@ from .names import (
     SUSPENDED_ANNOTATION,
     TRAINER_CONTAINER,
 )
+from . import untrusted
+from .conditions import Condition, conditions_of
 from .untrusted import entries, integer, part, text, texts
 from .untrusted import parse_time as parse_time
 from .workload import Queueing

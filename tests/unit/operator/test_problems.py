@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sft_operator.observed import Observed, Refusal, Warning
-from sft_operator.policies.troubles import find_trouble, wants_events
+from sft_operator.decisions.problems import find_problem, wants_events
+from sft_operator.picture.observed import Observed, Refusal, Warning
 from tests.unit.operator.make import NOW, at, make_child, make_pod, running
 
 QUOTA = 'Error creating: pods "tulu-0-x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=8'
@@ -48,7 +48,7 @@ def waiting(index: int, reason: str, message: str = "words") -> Any:
     ],
 )
 def test_pods_in_trouble(pod: Any, reason: str, stalled: bool, words: str) -> None:
-    trouble = find_trouble(running(pods=(pod, make_pod(1))), pods_wanted=2)
+    trouble = find_problem(running(pods=(pod, make_pod(1))), pods_wanted=2)
 
     assert trouble
     assert (trouble.reason, trouble.stalled) == (reason, stalled)
@@ -71,7 +71,7 @@ def test_pods_in_trouble(pod: Any, reason: str, stalled: bool, words: str) -> No
 def test_pods_without_a_node_say_what_to_change(message: str, advice: list[str]) -> None:
     pod = make_pod(0, phase="Pending", node=None, conditions=unscheduled(message))
 
-    trouble = find_trouble(running(pods=(pod, make_pod(1))), pods_wanted=2)
+    trouble = find_problem(running(pods=(pod, make_pod(1))), pods_wanted=2)
 
     assert trouble
     parts = trouble.message.removeprefix(f"pod {pod.name} cannot be placed: {message}").split("; ")[1:]
@@ -83,8 +83,8 @@ def test_pods_without_a_node_say_what_to_change(message: str, advice: list[str])
 def test_healthy_pods_are_in_no_trouble() -> None:
     starting = make_pod(1, phase="Pending", waiting=("ContainerCreating", ""))
 
-    assert find_trouble(running(), pods_wanted=2) is None
-    assert find_trouble(running(pods=(make_pod(0), starting)), pods_wanted=2) is None
+    assert find_problem(running(), pods_wanted=2) is None
+    assert find_problem(running(pods=(make_pod(0), starting)), pods_wanted=2) is None
 
 
 def test_what_someone_has_to_change_is_shown_first() -> None:
@@ -93,7 +93,7 @@ def test_what_someone_has_to_change_is_shown_first() -> None:
         waiting(1, "CreateContainerConfigError", 'secret "keys" not found'),
     )
 
-    trouble = find_trouble(running(pods=pods), pods_wanted=2)
+    trouble = find_problem(running(pods=pods), pods_wanted=2)
 
     assert trouble
     assert trouble.reason == "PodConfig"
@@ -111,7 +111,7 @@ def test_what_someone_has_to_change_is_shown_first() -> None:
 def test_pods_that_cannot_be_created(message: str, reason: str, stalled: bool) -> None:
     warning = Warning("Job/tulu", "FailedCreate", message, at(-1))
 
-    trouble = find_trouble(running(pods=(), warnings=(warning,)), pods_wanted=2)
+    trouble = find_problem(running(pods=(), warnings=(warning,)), pods_wanted=2)
 
     assert trouble
     assert (trouble.reason, trouble.stalled) == (reason, stalled)
@@ -132,7 +132,7 @@ def test_pods_that_cannot_be_created(message: str, reason: str, stalled: bool) -
 def test_an_api_server_that_was_away_refuses_nothing(message: str) -> None:
     warning = Warning("Job/tulu", "FailedCreate", message, at(-1))
 
-    trouble = find_trouble(running(pods=(), warnings=(warning,)), pods_wanted=2)
+    trouble = find_problem(running(pods=(), warnings=(warning,)), pods_wanted=2)
 
     assert trouble
     assert (trouble.reason, trouble.stalled) == ("PodsMissing", False)
@@ -143,7 +143,7 @@ def test_a_webhook_that_is_away_does() -> None:
     message = 'Internal error occurred: failed calling webhook "x.example": dial tcp 10.0.0.9:443: connection refused'
     warning = Warning("Job/tulu", "FailedCreate", message, at(-1))
 
-    trouble = find_trouble(running(pods=(), warnings=(warning,)), pods_wanted=2)
+    trouble = find_problem(running(pods=(), warnings=(warning,)), pods_wanted=2)
 
     assert trouble
     assert (trouble.reason, trouble.stalled) == ("Refused", True)
@@ -162,7 +162,7 @@ def test_a_kubelet_that_has_not_heard_of_a_volume_yet_is_no_trouble(message: str
     pod = make_pod(0, phase="Pending", waiting=("ContainerCreating", ""))
     warning = Warning(f"Pod/{pod.name}", "FailedMount", message, at(-1))
 
-    trouble = find_trouble(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
+    trouble = find_problem(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
 
     assert (trouble is not None) is told
 
@@ -171,13 +171,13 @@ def test_old_creation_trouble_is_over_when_pods_were_created_since() -> None:
     warning = Warning("Job/tulu", "FailedCreate", QUOTA, at(-100))
     observed = running(pods=(make_pod(0, created=-50),), warnings=(warning,))
 
-    assert find_trouble(observed, pods_wanted=2) is None
+    assert find_problem(observed, pods_wanted=2) is None
 
 
 def test_a_refused_child_is_shown_with_the_servers_words() -> None:
     refusal = Refusal("Job", 403, "jobs.batch is forbidden: exceeded quota: count/jobs.batch=1", NOW)
 
-    trouble = find_trouble(Observed(refusal=refusal), pods_wanted=2)
+    trouble = find_problem(Observed(refusal=refusal), pods_wanted=2)
 
     assert trouble
     assert trouble.reason == "QuotaExceeded"
@@ -188,7 +188,7 @@ def test_a_volume_that_cannot_be_mounted_is_shown_for_its_pod() -> None:
     pod = make_pod(0, phase="Pending", waiting=("ContainerCreating", ""))
     warning = Warning(f"Pod/{pod.name}", "FailedMount", "configmap not found", at(-1))
 
-    trouble = find_trouble(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
+    trouble = find_problem(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
 
     assert trouble
     assert trouble.reason == "FailedMount"

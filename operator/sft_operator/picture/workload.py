@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ..names import SUSPENDED_ANNOTATION
 from .conditions import Condition, conditions_of
-from .names import SUSPENDED_ANNOTATION
 from .untrusted import entries, part, text
 
 _CONDITIONS = frozenset({"QuotaReserved", "Admitted", "Evicted"})

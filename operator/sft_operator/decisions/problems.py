@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from ..observed import ChildJob, Observed, Pod, Refusal, Warning
+from ..picture.observed import ChildJob, Observed, Pod, Refusal, Warning
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -32,7 +32,7 @@ SLOW_START = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Problem:
     """One thing that keeps the job from running."""
 
     reason: str
@@ -49,13 +49,13 @@ def _server_was_away(message: str) -> bool:
     return _SERVER_AWAY.search(message) is not None and "webhook" not in message
 
 
-def find_trouble(observed: Observed, *, pods_wanted: int) -> Trouble | None:
+def find_problem(observed: Observed, *, pods_wanted: int) -> Problem | None:
     """The worst trouble of a Job that is meant to run, or None."""
-    found = [trouble for pod in observed.active_pods if (trouble := _pod_trouble(pod, observed.warnings))]
+    found = [trouble for pod in observed.active_pods if (trouble := _pod_problem(pod, observed.warnings))]
     if observed.job is None and observed.refusal:
-        found.append(refusal_trouble(observed.refusal))
+        found.append(refusal_problem(observed.refusal))
     if observed.job and len(observed.active_pods) < pods_wanted:
-        found += _creation_troubles(observed.job, observed.pods, observed.warnings)
+        found += _creation_problems(observed.job, observed.pods, observed.warnings)
     # One missing Secret explains more than a hundred pods that wait for the rest of the group.
     return max(found, key=lambda trouble: trouble.stalled, default=None)
 
@@ -81,21 +81,21 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
     return [pod.uid for pod in slow][:1]
 
 
-def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
+def _pod_problem(pod: Pod, warnings: tuple[Warning, ...]) -> Problem | None:
     if pod.started:
         return None
     scheduled = pod.conditions.get("PodScheduled")
     if scheduled and not scheduled.status and scheduled.message:
         return _unscheduled(pod, scheduled.message)
     if pod.waiting_reason in _IMAGE:
-        return Trouble(
+        return Problem(
             "ImagePull",
             f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; check spec.compute.image and "
             "spec.compute.imagePullSecrets",
             True,
         )
     if pod.waiting_reason in _CONFIG:
-        return Trouble(
+        return Problem(
             "PodConfig",
             f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; create what is missing in this namespace, "
             "or correct the name in the spec",
@@ -105,21 +105,21 @@ def _pod_trouble(pod: Pod, warnings: tuple[Warning, ...]) -> Trouble | None:
         # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
         behind = _KUBELET_BEHIND.search(warning.message)
         if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not behind:
-            return Trouble(warning.reason, f"pod {pod.name}: {warning.message}", True)
+            return Problem(warning.reason, f"pod {pod.name}: {warning.message}", True)
     return None
 
 
-def _unscheduled(pod: Pod, message: str) -> Trouble:
+def _unscheduled(pod: Pod, message: str) -> Problem:
     missing_claim = re.search(r'persistentvolumeclaim "[^"]*" not found', message)
     if missing_claim:
         create = "create the claim in this namespace, or correct the pvc:// URI in the spec"
-        return Trouble("ClaimMissing", f"pod {pod.name}: {message}; {create}", True)
+        return Problem("ClaimMissing", f"pod {pod.name}: {message}; {create}", True)
     advice = [text for pattern, text in _PLACEMENT_ADVICE if re.search(pattern, message, re.IGNORECASE)]
     words = "; ".join([message, *advice, "it starts by itself when a node fits"])
-    return Trouble("Unschedulable", f"pod {pod.name} cannot be placed: {words}", False)
+    return Problem("Unschedulable", f"pod {pod.name} cannot be placed: {words}", False)
 
 
-def _creation_troubles(job: ChildJob, pods: tuple[Pod, ...], warnings: tuple[Warning, ...]) -> list[Trouble]:
+def _creation_problems(job: ChildJob, pods: tuple[Pod, ...], warnings: tuple[Warning, ...]) -> list[Problem]:
     """Pods that the Job controller could not create: its events have the API server's words."""
     newest = max((pod.created for pod in pods if pod.created), default=job.started)
     for warning in warnings:  # newest first
@@ -128,34 +128,34 @@ def _creation_troubles(job: ChildJob, pods: tuple[Pod, ...], warnings: tuple[War
         if warning.subject == f"Job/{job.name}" and warning.reason == "FailedCreate":
             if _server_was_away(warning.message):
                 words = f"pods cannot be created now, which is tried again by itself: {warning.message}"
-                return [Trouble("PodsMissing", words, False)]
+                return [Problem("PodsMissing", words, False)]
             return [_forbidden(warning.message)]
     return []
 
 
-def refusal_trouble(refusal: Refusal) -> Trouble:
+def refusal_problem(refusal: Refusal) -> Problem:
     """A child that the API server refused."""
     if refusal.code == 409:
-        return Trouble("NameTaken", refusal.message, not refusal.passing)
+        return Problem("NameTaken", refusal.message, not refusal.passing)
     if refusal.code == 410:
-        return Trouble("ConfigLost", refusal.message, True)
+        return Problem("ConfigLost", refusal.message, True)
     if refusal.code >= 500:
         words = f"the API server could not take the {refusal.kind}: {refusal.message}; it is tried again"
-        return Trouble("WebhookUnavailable", words, not refusal.passing)
+        return Problem("WebhookUnavailable", words, not refusal.passing)
     return _forbidden(f"the API server refused the {refusal.kind}: {refusal.message}")
 
 
-def _forbidden(message: str) -> Trouble:
+def _forbidden(message: str) -> Problem:
     if "exceeded quota" in message:
-        return Trouble(
+        return Problem(
             "QuotaExceeded",
             f"{message}; ask for less, or it goes on when others free their share or the quota is raised",
             False,
         )
     if "failed quota" in message:
-        return Trouble("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
+        return Problem("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
     if "violates PodSecurity" in message:
-        return Trouble("PodSecurity", f"{message}; the namespace's pod security level must allow it", True)
+        return Problem("PodSecurity", f"{message}; the namespace's pod security level must allow it", True)
     if re.search(_LIMITED, message):
-        return Trouble("Refused", f"{message}; give what the namespace allows in spec.compute.resources", True)
-    return Trouble("Refused", message, True)
+        return Problem("Refused", f"{message}; give what the namespace allows in spec.compute.resources", True)
+    return Problem("Refused", message, True)

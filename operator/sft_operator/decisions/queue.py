@@ -17,10 +17,10 @@ from ..names import (
     QUEUE_LABEL,
     SUSPENDED_ANNOTATION,
 )
-from ..observed import ChildJob, Manifest, Observed
-from ..spec import Terms
-from ..workload import Queueing, Workload
-from .troubles import Trouble
+from ..picture.observed import ChildJob, Manifest, Observed
+from ..picture.workload import Queueing, Workload
+from .problems import Problem
+from .spec import Terms
 
 PATIENCE = timedelta(seconds=30)
 """What may be a moment's delay of Kueue's is not called trouble before."""
@@ -110,7 +110,7 @@ def _changed_labels(terms: Terms, child: ChildJob) -> dict[str, str | None]:
     return {name: value for name, value in wanted.items() if value != child.followed_labels.get(name)}
 
 
-def not_stopped(observed: Observed) -> Trouble | None:
+def not_stopped(observed: Observed) -> Problem | None:
     """Why a Job that the user wants suspended runs still, when it is not just about to stop."""
     child, queueing = observed.job, observed.queueing
     if child is None or child.suspended or queueing is None:
@@ -118,28 +118,28 @@ def not_stopped(observed: Observed) -> Trouble | None:
     stalled = _late(queueing)
     if queueing.problem:
         words = f"Kueue could not be told to stop it, so training goes on: {queueing.problem}"
-        return Trouble("QueueUnavailable", words, stalled)
+        return Problem("QueueUnavailable", words, stalled)
     if queueing.workload and stalled:
         words = f"Workload {queueing.workload.name} is inactive, but Kueue lets the Job run: is its controller running?"
-        return Trouble("QueueUnavailable", words, stalled)
+        return Problem("QueueUnavailable", words, stalled)
     return None
 
 
-def held_back(previous: SFTJobStatus, observed: Observed) -> Trouble:
+def held_back(previous: SFTJobStatus, observed: Observed) -> Problem:
     """Why a suspended Job that the user wants to run does not."""
     child, queueing = observed.job, observed.queueing
     assert child is not None  # noqa: S101 -- the caller looked
     if child.suspended_by_us and not child.queue:
-        return Trouble("JobSuspended", "the Job is being resumed", False)
+        return Problem("JobSuspended", "the Job is being resumed", False)
     if child.queue is None and (queueing is None or queueing.workload is None):
         words = f"not this operator has suspended the Job: it goes on when who did resumes it (Job {child.name})"
-        return Trouble("JobSuspended", words, False)
+        return Problem("JobSuspended", words, False)
     if queueing is None:
-        return Trouble("WaitingForQueue", f"waiting for admission by queue {child.queue}", False)
+        return Problem("WaitingForQueue", f"waiting for admission by queue {child.queue}", False)
     trouble = _in_queue(child, queueing, _stalled_before(previous))
     if child.queue is None:
         advice = f"Kueue manages this Job although it names no queue: name one in the label {QUEUE_LABEL}"
-        return Trouble(trouble.reason, f"{advice}; {trouble.message}", trouble.stalled)
+        return Problem(trouble.reason, f"{advice}; {trouble.message}", trouble.stalled)
     return trouble
 
 
@@ -151,50 +151,50 @@ def _stalled_before(previous: SFTJobStatus) -> bool:
     )
 
 
-def _in_queue(child: ChildJob, queueing: Queueing, stalled_before: bool) -> Trouble:
+def _in_queue(child: ChildJob, queueing: Queueing, stalled_before: bool) -> Problem:
     waiting = f"waiting for admission by queue {child.queue}" if child.queue else "waiting for admission"
     late = stalled_before or _late(queueing)
     if queueing.problem:
-        return Trouble("QueueUnavailable", f"{waiting}; Kueue does not answer: {queueing.problem}", late)
+        return Problem("QueueUnavailable", f"{waiting}; Kueue does not answer: {queueing.problem}", late)
     if not queueing.served:
         words = (
             f"{waiting}, but Kueue is not installed: this cluster serves no Workloads of kueue.x-k8s.io/v1beta2 or "
             f"v1beta1; have it installed, or take the label {QUEUE_LABEL} away"
         )
-        return Trouble("QueueUnavailable", words, late)
+        return Problem("QueueUnavailable", words, late)
     if queueing.workload is None:
         if not late:
-            return Trouble("WaitingForQueue", waiting, False)
+            return Problem("WaitingForQueue", waiting, False)
         priority = child.kueue_labels.get(PRIORITY_CLASS_LABEL)
         also = f", does WorkloadPriorityClass {priority} exist" if priority else ""
         words = (
             f"{waiting}; Kueue has made no Workload for the Job: is its controller running, does it manage Jobs of "
             f"this namespace{also}?"
         )
-        return Trouble("QueueUnavailable", words, True)
+        return Problem("QueueUnavailable", words, True)
     return _of_workload(queueing.workload, waiting)
 
 
-def _of_workload(workload: Workload, waiting: str) -> Trouble:
+def _of_workload(workload: Workload, waiting: str) -> Problem:
     """In the Workload's own words."""
     conditions = workload.conditions
     evicted, reserved, admitted = (conditions.get(kind) for kind in ("Evicted", "QuotaReserved", "Admitted"))
     if not workload.active and not workload.stopped_by_us:
         why = evicted.message if evicted and evicted.status and evicted.message else "its spec.active is false"
         words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"
-        return Trouble("Deactivated", words, True)
+        return Problem("Deactivated", words, True)
     if admitted and admitted.status:
-        return Trouble("WaitingForQueue", "admitted; Kueue starts the Job", False)
+        return Problem("WaitingForQueue", "admitted; Kueue starts the Job", False)
     if reserved and reserved.status:
         checks = "; ".join(workload.checks)
-        return Trouble(
+        return Problem(
             "WaitingForQueue", f"{waiting}: quota is reserved; {checks or 'admission checks are awaited'}", False
         )
     if reserved and reserved.message:
         stalled = reserved.reason in _NOBODY_COMES or _MORE_THAN_THERE_IS in reserved.message
         words = f"{waiting}: {reserved.message}"
-        return Trouble("QueueUnavailable", words, True) if stalled else Trouble("WaitingForQueue", words, False)
-    return Trouble("WaitingForQueue", waiting, False)
+        return Problem("QueueUnavailable", words, True) if stalled else Problem("WaitingForQueue", words, False)
+    return Problem("WaitingForQueue", waiting, False)
 
 
 def preempted_words(observed: Observed) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from sft_api.v1alpha1 import S3Spec
 
-from .config import StoreSettings
+from ..config import StoreSettings
 
 _STRANGE = re.compile(r"[%\\\x00-\x20\x7f]")
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from .cache import Cache, Key
-from .cluster import ApiError, Cluster
-from .observed import ChildJob, deletion_time, owner_uid
-from .policies.queue import asks_kueue, wants_stop, workload_patch
-from .spec import Terms
-from .untrusted import part, text
-from .workload import Queueing, Workload
-from .workqueue import loop_time
+from ..decisions.queue import asks_kueue, wants_stop, workload_patch
+from ..decisions.spec import Terms
+from ..picture.cache import Cache, Key
+from ..picture.observed import ChildJob, deletion_time, owner_uid
+from ..picture.untrusted import part, text
+from ..picture.workload import Queueing, Workload
+from ..workqueue import loop_time
+from .client import ApiError, Cluster
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from sft_api.progress import Incident
 from sft_api.report import timestamp
 from sft_api.v1alpha1 import RestartsStatus
 
-from ..observed import ChildJob, Observed, Pod, parse_time
+from ..picture.observed import ChildJob, Observed, Pod, parse_time
 from .failures import Loss, loss, with_advice
 
 KEPT_INCIDENT_KEYS = 250

@@ -15,10 +15,10 @@ import kopf
 
 from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
-from .cluster import connect
-from .config import Settings
-from .names import WATCH_SELECTOR
-from .observed import Manifest
+from ..config import Settings
+from ..names import WATCH_SELECTOR
+from ..picture.observed import Manifest
+from .client import connect
 
 Seen = Callable[[str, str | None, Manifest], None]
 """Called with kind, type of event (None when listed, ADDED, MODIFIED, DELETED) and the object."""

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from sft_api.failures import ExitCode, FailureClass, failure_class
 
-from ..observed import Pod, Terminated
+from ..picture.observed import Pod, Terminated
 
 ADVICE = {
     FailureClass.CONFIG_ERROR: "correct the spec and submit a new SFTJob",

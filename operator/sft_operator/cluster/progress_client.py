@@ -13,7 +13,7 @@ from sft_api.progress import PROGRESS_PORT, Progress
 from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import CheckpointStatus
 
-from . import untrusted
+from ..picture import untrusted
 
 MAX_BYTES = 256 * 1024
 _SHOWN_ERRORS, _SHOWN_CHARACTERS = 3, 500
