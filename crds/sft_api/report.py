@@ -6,7 +6,7 @@ from datetime import datetime
 
 from .checkpoints import CheckpointId, checkpoint_id
 from .progress import CommittedCheckpoint, Incident, TerminationMessage, TrainingProgress
-from .times import timestamp as timestamp
+from .times import timestamp
 from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus, RestartsStatus
 
 _SHOWN_CHECKPOINTS = 10

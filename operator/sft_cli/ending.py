@@ -7,7 +7,8 @@ from datetime import datetime
 from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, is_retryable
 from sft_api.plan import Plan
 from sft_api.progress import Incident, Phase, Progress, TerminationMessage
-from sft_api.report import progress_status, restarts_status, timestamp
+from sft_api.report import progress_status, restarts_status
+from sft_api.times import timestamp
 from sft_api.v1alpha1.status import Condition, ConditionType, SFTJobStatus, State
 
 MAX_WARNINGS = 20

@@ -7,7 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from .picture.observed import Manifest, parse_time
+from sft_api.times import parse_time
+
+from .picture.observed import Manifest
 from .picture.untrusted import text
 
 # Metric name, help, path in the status.

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from sft_api.times import parse_time
 from sft_api.v1alpha1 import SFTJobStatus
 
 from ..config import Settings
@@ -20,7 +21,7 @@ from ..decisions.spec import Terms
 from ..metrics import OperatorMetrics
 from ..names import WATCH_SELECTOR, pod_selector
 from ..picture.cache import Cache, Entry, Key
-from ..picture.observed import Manifest, Observed, Pod, Report, Unanswered, Warning, parse_time
+from ..picture.observed import Manifest, Observed, Pod, Report, Unanswered, Warning
 from ..picture.untrusted import part, text
 from ..workqueue import loop_time
 from .client import ApiError, Cluster

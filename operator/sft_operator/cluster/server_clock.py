@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 
-from ..picture.untrusted import bounded_time
+from sft_api.times import bounded_time
 
 _NOISE = timedelta(seconds=2)
 """``Date`` has whole seconds, and the answer was on its way."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from sft_api.times import parse_time
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
-from ..picture.observed import ChildJob, Manifest, Observed, parse_time
+from ..picture.observed import ChildJob, Manifest, Observed
 from .queue import job_patch
 from .spec import Terms, run_terms, time_to_live_seconds
 

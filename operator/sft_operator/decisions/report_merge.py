@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase, TerminationMessage, TrainingProgress
 from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown
-from sft_api.times import shifted, timestamp
+from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import (
     CheckpointsStatus,
     ExportStatus,
@@ -15,7 +15,7 @@ from sft_api.v1alpha1 import (
 )
 from sft_api.v1alpha1.status import State
 
-from ..picture.observed import Observed, parse_time
+from ..picture.observed import Observed
 
 _AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
 _BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})

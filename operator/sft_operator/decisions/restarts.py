@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass, is_retryable
 from sft_api.progress import Incident
-from sft_api.report import timestamp
+from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import RestartsStatus
 
-from ..picture.observed import ChildJob, Observed, Pod, parse_time
+from ..picture.observed import ChildJob, Observed, Pod
 from .failures import Loss, loss, with_advice
 
 KEPT_INCIDENT_KEYS = 250

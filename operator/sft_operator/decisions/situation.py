@@ -7,11 +7,11 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import NO_RETRY_EXIT_CODES
 from sft_api.progress import PROGRESS_PORT, Phase, Progress
-from sft_api.report import timestamp
+from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
-from ..picture.observed import ChildJob, Observed, Pod, Terminated, parse_time
+from ..picture.observed import ChildJob, Observed, Pod, Terminated
 from .backoff import waits
 from .failures import cause, with_advice
 from .problems import Problem, find_problem, refusal_problem

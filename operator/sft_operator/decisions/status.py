@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
 from sft_api.plan import make_plan
-from sft_api.report import timestamp
+from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import ConditionType, State
 

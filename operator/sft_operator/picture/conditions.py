@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from .untrusted import entries, parse_time, part, text
+from sft_api.times import parse_time
+
+from .untrusted import entries, part, text
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from sft_api.progress import Progress, TerminationMessage
+from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import GROUP, KIND, CheckpointsStatus
 
 from ..names import (
@@ -25,7 +26,6 @@ from ..names import (
 from . import untrusted
 from .conditions import Condition, conditions_of
 from .untrusted import entries, integer, part, text, texts
-from .untrusted import parse_time as parse_time
 from .workload import Queueing
 
 Manifest = dict[str, Any]
@@ -143,7 +143,7 @@ class Pod:
             node=text(spec.get("nodeName")) or None,
             created=parse_time(metadata.get("creationTimestamp")),
             deletion=deletion,
-            deletion_began=untrusted.shifted(deletion, -grace) if deletion else None,
+            deletion_began=shifted(deletion, -grace) if deletion else None,
             ready="Ready" in conditions and conditions["Ready"].status,
             conditions=conditions,
             waiting_reason=text(waiting.get("reason")),
@@ -175,7 +175,7 @@ def _terminated(ended: Mapping[str, Any]) -> Terminated:
 def deletion_time(metadata: Mapping[str, Any]) -> datetime | None:
     """When the grace period of an object ends; None while it is not being deleted."""
     given = metadata.get("deletionTimestamp")
-    return None if given is None else parse_time(given) or untrusted.LATEST
+    return None if given is None else parse_time(given) or LATEST
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sft_api.times import LATEST as LATEST
-from sft_api.times import bounded_time as bounded_time
-from sft_api.times import parse_time as parse_time
-from sft_api.times import shifted as shifted
-
 LARGEST_COUNT = 2**31 - 1
 """The API server's own limit for most of what it counts."""
 _LARGEST = 2**63 - 1

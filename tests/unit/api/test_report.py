@@ -9,7 +9,8 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Incident, Phase, TrainingProgress
-from sft_api.report import duration, progress_status, restarts_status, timestamp
+from sft_api.report import duration, progress_status, restarts_status
+from sft_api.times import timestamp
 from sft_api.v1alpha1 import RestartsStatus
 
 

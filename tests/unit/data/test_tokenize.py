@@ -12,9 +12,9 @@ from pyarrow import parquet
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data import tokenize
-from sft_trainer.data.tokenize import TokenizedSource, load_tokenizer, tokenize_source
+from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
 from sft_trainer.data.tokenized import Counts, LengthStatistics, TokenizationReport
-from sft_trainer.data.tokenizer import Codec
+from sft_trainer.data.tokenizer import Codec, load_tokenizer
 from sft_trainer.errors import DataError, ModelError
 from tests.parity.mask_tokenizers import chat_tokenizer
 

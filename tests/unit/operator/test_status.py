@@ -9,7 +9,7 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
-from sft_api.report import timestamp
+from sft_api.times import timestamp
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, Condition, ExportStatus, ProgressStatus, SFTJobStatus
 from sft_operator.config import Settings
 from sft_operator.decisions.changes import plan_changes

@@ -36,7 +36,6 @@ from .source_rows import SourceRows
 from .sources import open_source
 from .tokenized import EXAMPLES_FILE, Chunk, Counts, LengthStatistics, TokenizationReport, TokenizedSource
 from .tokenizer import Codec
-from .tokenizer import load_tokenizer as load_tokenizer
 from .writing import ExamplesWriter
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 from sft_api.checkpoints import CheckpointId
 from sft_api.failures import FailureClass, exit_code
 from sft_api.progress import Phase, TrainingProgress, WorkerError
-from sft_api.report import timestamp
 from sft_api.rundir import ERRORS_FOLDER, PROGRESS_FILE, STOP_FILE, write_atomically
+from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus, ExportStatus
 
