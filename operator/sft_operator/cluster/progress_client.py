@@ -24,10 +24,6 @@ class UnusableReport(Exception):
     """The pod did not answer with a progress report; the message says what it did."""
 
 
-class ForeignReport(UnusableReport):
-    """It is of another run or pod: the address belongs to somebody else by now."""
-
-
 class UnreadableReport(UnusableReport):
     """It answered with something else; asking again will not help."""
 
@@ -64,8 +60,9 @@ class ProgressClient:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
         progress = parse_report(body)
+        # The address may belong to somebody else by now.
         if progress.job_uid != job_uid or progress.pod_uid not in ("", pod_uid):
-            raise ForeignReport(f"{url} answered for SFTJob {progress.job_uid[:64]!r}, pod {progress.pod_uid[:64]!r}")
+            raise UnusableReport(f"{url} answered for SFTJob {progress.job_uid[:64]!r}, pod {progress.pod_uid[:64]!r}")
         return progress
 
 

@@ -225,13 +225,6 @@ class Cache:
         held = uid if kind == "Pod" else seen.value.uid if kind == "Job" else _uid(seen.value)
         return seen.version if held == uid else 0
 
-    def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[Key]:
-        """Take in a complete listing made at ``version``; the keys for which it brought something new."""
-        listing = self.listing(kind)
-        for manifest in manifests:
-            listing.take(manifest)
-        return listing.end(version)
-
     def listing(self, kind: str) -> "Listing":
         """Begin to take in a complete listing, object by object."""
         return Listing(self, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ from sft_api.failures import FailureClass
 from sft_api.progress import CommittedCheckpoint, Incident, Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SFTJob
 from sft_operator.decisions.spec import Terms, read_spec, run_terms
+from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.observed import ChildJob, Observed, Pod, Report
 from sft_operator.picture.workload import Queueing, Workload
 
@@ -264,3 +266,11 @@ def running(**fields: Any) -> Observed:
     """Two ready pods of a running Job."""
     values: dict[str, Any] = {"job": make_child(), "pods": (make_pod(0), make_pod(1)), **fields}
     return Observed(**values)
+
+
+def take_listing(cache: Cache, kind: str, manifests: Iterable[Object], version: int) -> set[Key]:
+    """Have ``cache`` take in a complete listing made at ``version``; the keys for which it brought something new."""
+    listing = cache.listing(kind)
+    for manifest in manifests:
+        listing.take(manifest)
+    return listing.end(version)

@@ -9,7 +9,7 @@ import pytest
 from sft_operator.picture import cache as cache_module
 from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.observed import Observed, Pod, Report
-from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest, report
+from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest, report, take_listing
 
 KEY = Key("team", "tulu")
 
@@ -73,7 +73,7 @@ def test_a_listing_finds_what_a_watch_has_lost() -> None:
     cache = full_cache()
     newer = versioned(pod_manifest(0, phase="Failed", exit_code=30), 30)
 
-    changed = cache.replace("Pod", [newer], version=40)
+    changed = take_listing(cache, "Pod", [newer], version=40)
 
     assert changed == {KEY}
     observed = cache.observed(KEY)
@@ -86,7 +86,7 @@ def test_a_listing_that_is_older_than_an_event_changes_nothing_back() -> None:
     cache.store("Pod", versioned(pod_manifest(2), 50))
     cache.remove("Pod", versioned(pod_manifest(1), 51))
 
-    changed = cache.replace("Pod", [versioned(pod_manifest(0), 9), versioned(pod_manifest(1), 9)], version=45)
+    changed = take_listing(cache, "Pod", [versioned(pod_manifest(0), 9), versioned(pod_manifest(1), 9)], version=45)
 
     assert changed == set()
     assert [pod.index for pod in cache.observed(KEY).pods] == [0, 2]
@@ -153,7 +153,7 @@ def test_only_so_many_pods_are_held_for_one_job_and_what_is_beyond_is_said() -> 
     cache.store("Job", child_manifest())
     pods = [versioned(pod_manifest(0, uid=f"uid-{number}"), 100 + number) for number in range(2000)]
 
-    assert cache.replace("Pod", pods, version=3000) == {KEY}
+    assert take_listing(cache, "Pod", pods, version=3000) == {KEY}
     observed = cache.observed(KEY)
     assert len(observed.pods) == 1004  # two a node, and a thousand
     assert observed.unreadable == (
@@ -162,7 +162,7 @@ def test_only_so_many_pods_are_held_for_one_job_and_what_is_beyond_is_said() -> 
     # One that is held already is still followed
     assert cache.store("Pod", versioned(pod_manifest(0, uid="uid-3", ready=False), 4000)) == KEY
 
-    assert cache.replace("Pod", pods[:3], version=5000) == {KEY}
+    assert take_listing(cache, "Pod", pods[:3], version=5000) == {KEY}
     assert len(cache.observed(KEY).pods) == 3
     assert cache.observed(KEY).unreadable == ()
 
@@ -179,11 +179,11 @@ def test_an_object_that_cannot_be_read_is_said_on_its_job_and_hides_no_other(mon
     monkeypatch.setitem(cast(dict[str, Any], cache_module._READ), "Pod", read_or_fail)
     bad, good = versioned(pod_manifest(0, uid="bad"), 90), versioned(pod_manifest(1, uid="good"), 91)
 
-    assert cache.replace("Pod", [bad, good], version=95) == {KEY}
+    assert take_listing(cache, "Pod", [bad, good], version=95) == {KEY}
     observed = cache.observed(KEY)
     assert [pod.uid for pod in observed.pods] == ["good"]
     assert observed.unreadable == ("Pod tulu-0-bad cannot be read: OverflowError: date value out of range",)
-    assert cache.replace("Pod", [good], version=96) == {KEY}
+    assert take_listing(cache, "Pod", [good], version=96) == {KEY}
     assert cache.observed(KEY).unreadable == ()
 
 

@@ -18,7 +18,7 @@ from sft_operator.cluster.progress_client import ProgressClient, UnreadableRepor
 from sft_operator.decisions.spec import run_terms
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.picture.cache import Cache, Key
-from tests.unit.operator.make import NOW, child_manifest, job_manifest, make_job, pod_manifest
+from tests.unit.operator.make import NOW, child_manifest, job_manifest, make_job, pod_manifest, take_listing
 from tests.unit.operator.test_reconciler import KEY, SETTINGS
 
 
@@ -64,7 +64,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, pods: Callable[[int], int], seconds: 
             version += 1
             events.now = float(second)
             present = [pod_manifest(i, phase="Pending", version=str(version), node=None) for i in range(pods(second))]
-            cache.replace("Pod", present, version)
+            take_listing(cache, "Pod", present, version)
             await lookout.look(KEY, run_terms(make_job()), SFTJobStatus(), None)
 
     asyncio.run(scenario())

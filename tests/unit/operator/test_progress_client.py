@@ -13,7 +13,7 @@ from aiohttp import web
 
 from sft_api.progress import Progress
 from sft_api.report import progress_status
-from sft_operator.cluster.progress_client import MAX_BYTES, ForeignReport, ProgressClient, UnusableReport, parse_report
+from sft_operator.cluster.progress_client import MAX_BYTES, ProgressClient, UnusableReport, parse_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -73,7 +73,7 @@ def test_an_answer_of_another_run_is_not_taken_and_the_connection_closed(answere
         connections.append(request.transport)
         return web.json_response({**answered, "training": {"step": 3}})
 
-    with pytest.raises(ForeignReport, match=who):
+    with pytest.raises(UnusableReport, match=f"answered for {who}"):
         read_from(answer)
     [connection] = connections
     assert connection is None or connection.is_closing()
