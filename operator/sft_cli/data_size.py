@@ -6,8 +6,6 @@ from pathlib import Path
 from sft_api.v1alpha1.job import SFTJobSpec
 
 _FILE = "file://"
-_LARGEST_BYTES = 64 * 2**20
-"""Files above it are neither small nor read for a plan."""
 _CHARACTERS_A_TOKEN = 4
 _SAMPLE = 200
 
@@ -17,13 +15,13 @@ def measure(spec: SFTJobSpec) -> tuple[int, float] | None:
     if not all(source.uri.startswith(_FILE) for source in spec.data.train):
         return None
     # Not at the top: no other plan needs them.
-    from sft_trainer.data.source_rows import open_path
+    from sft_trainer.data.source_rows import SMALL_BYTES, bytes_below, open_path
     from sft_trainer.errors import DataError
 
     rows, tokens = 0, 0.0
     for source in spec.data.train:
         path = Path(source.uri.removeprefix(_FILE))
-        if _bytes(path) > _LARGEST_BYTES:
+        if bytes_below(path) > SMALL_BYTES:
             return None
         try:
             opened = open_path(path, source)
@@ -33,8 +31,3 @@ def measure(spec: SFTJobSpec) -> tuple[int, float] | None:
         rows += len(opened)
         tokens += len(opened) * sum(sample) / max(1, len(sample)) / _CHARACTERS_A_TOKEN
     return (rows, tokens) if rows else None
-
-
-def _bytes(path: Path) -> int:
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.stat().st_size for file in files if file.is_file())

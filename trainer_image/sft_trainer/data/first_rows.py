@@ -15,7 +15,7 @@ from sft_trainer.fetch import listing, localise
 from .beginning import Beginning, read_beginning
 from .formats import check_named, conversation
 from .readers import Row
-from .source_rows import METADATA, choose_files, find_files, group_files
+from .source_rows import METADATA, SMALL_BYTES, bytes_below, choose_files, find_files, group_files
 from .sources import open_source
 from .tokenize import Settings, check_named_columns, mark_row, settings_for, settings_of
 from .tokenizer import Codec
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 LazyCodec = Callable[[], Codec | None]
 
-SMALL_BYTES = 64 * 2**20
 _ROWS = 16
 
 
@@ -61,9 +60,7 @@ def _size(source: "DataSource", s3: "S3Settings") -> int:
     """Bytes below the URI."""
     if source.uri.startswith("s3://"):
         return sum(entry.size for entry in listing(source.uri, s3, "dataset")[2])
-    path = _local(source)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    return bytes_below(_local(source))
 
 
 def _local(source: "DataSource") -> Path:

@@ -17,6 +17,8 @@ from .splits import choose, group_by_split
 if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
 
+SMALL_BYTES = 64 * 2**20
+"""Sources up to it are read whole just to be looked at; of larger ones the beginning, or nothing."""
 _PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", ".csv", ".tsv"}
 _NAMES_SHOWN = 5
 # Files beside the data that have a data suffix.
@@ -58,6 +60,12 @@ class SourceRows:
                 if wanted <= found:
                     return found
         return found
+
+
+def bytes_below(path: Path) -> int:
+    """Bytes of the file ``path``, or of all files in that folder."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:
