@@ -163,3 +163,17 @@ def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(tmp_path: Path) 
 
     # Then the loss is beside the checkpoints
     assert store.read("metrics/step-00000006-a00002.jsonl") == b'{"step": 6, "evalLoss": 1.5}\n'
+
+
+def test_a_process_that_is_alone_reads_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(trainer, "fingerprint", lambda *_: read.append("weights"))
+    monkeypatch.setattr(trainer, "check_alike", lambda _: read.append("others"))
+    story = Story(tmp_path, {})
+
+    Trainer._compare(story)
+    assert read == []
+
+    story.ranks = SimpleNamespace(rank=0, local_rank=0, world_size=2)  # type: ignore[assignment]
+    Trainer._compare(story)
+    assert read == ["weights", "others"]
