@@ -43,9 +43,11 @@ generate: setup ## Generate CRD, chart CRD and API reference from the models
 verify: setup ## Fail when generated files differ from what is committed
 	$(PYTHON) -m sft_api.generate --check
 
+# := is evaluated with this file, before anything is set up. A line with $(MAKE) in it would be run by make -n too.
+demo: export SFT_DEMO_BEGAN := $(shell date +%s)
 .PHONY: demo
-demo: ## Set everything up and run the main job: a small model learns which module has a function, and is examined (SEED=1 ...)
-	@export SFT_DEMO_BEGAN=$$(date +%s) && $(MAKE) --no-print-directory setup && $(PYTHON) examples/demo.py $(if $(SEED),--seed $(SEED))
+demo: setup ## Set everything up and run the main job: a small model learns which module has a function, and is examined (SEED=1 ...)
+	@$(PYTHON) examples/demo.py $(if $(SEED),--seed $(SEED))
 
 .PHONY: parity
 parity: setup ## Compare losses, gradients, masks and a killed and resumed run with what they must be
