@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 
 .PHONY: help
 help: ## Show this help
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2}'
 
 .venv/.installed: requirements/dev.txt pyproject.toml
 	tests/setup.sh
@@ -70,4 +70,8 @@ e2e-kueue: setup ## The operator beside Kueue itself, built once (SCENARIOS="pre
 bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of a checkpoint, cost of a job to the operator
 	$(PYTHON) -m tests.bench.throughput .venv-bench/bin/python
 	$(PYTHON) -m tests.bench.checkpoint
-	$(PYTHON) -m tests.bench.scale
+	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
+
+.PHONY: bench-operator
+bench-operator: setup ## Cost of jobs to the operator: 300 that come, 1,000 that train, 64,000 pods listed: a quarter of an hour (ARGUMENTS="--jobs 20 ...")
+	$(PYTHON) -m tests.bench.operator $(ARGUMENTS)

@@ -32,7 +32,7 @@ from sft_api.v1alpha1 import SFTJob
 from sft_trainer.supervisor.http import Client
 from sft_trainer.supervisor.identity import code_version, group_token
 from sft_trainer.supervisor.protocol import Order, OrderKind, Report
-from tests.bench.scale import cpu_seconds
+from tests.bench.process import cpu_seconds
 
 PORT = 18_471
 WORKER = "import time; time.sleep(100_000)"

@@ -144,15 +144,23 @@ class OperatorProcess:
 
 
 def start_operator(
-    folder: Path, kubeconfig: Path, settings: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    folder: Path,
+    kubeconfig: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    *,
+    python: str = sys.executable,
 ) -> OperatorProcess:
-    """An operator that is ready, with its configuration and its log in ``folder``; the caller stops it."""
+    """An operator that is ready, with its configuration and its log in ``folder``; the caller stops it.
+
+    ``python`` is the interpreter of the environment that it is installed in.
+    """
     port = free_port()
     (folder / "config.yaml").write_text(yaml.safe_dump({"httpPort": port, **settings}))
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sft_operator", "--config", str(folder / "config.yaml")],
+            [python, "-m", "sft_operator", "--config", str(folder / "config.yaml")],
             env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -381,6 +389,18 @@ def new_scene(api: KubernetesApi, supervisors: Supervisors) -> Iterator[Scene]:
         return str(job["metadata"]["uid"]) if job else ""
 
     supervisors.uid_of = uid_of
+    make_namespace(scene)
+    # Pods are created with a service account, which a controller makes a moment later.
+    scene.until(lambda: scene.get("serviceaccounts", "default"))
+    yield scene
+    for job in scene.list("sftjobs"):
+        scene.delete("sftjobs", job["metadata"]["name"])
+    scene.request("DELETE", f"/api/v1/namespaces/{scene.namespace}")
+    scene.request("DELETE", f"/api/v1/nodes/{scene.namespace}")
+
+
+def make_namespace(scene: Scene) -> None:
+    """The namespace of ``scene``, and its node."""
     manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": scene.namespace}}
     assert scene.request("POST", "/api/v1/namespaces", manifest).accepted
     # Cordoned: the scheduler leaves it alone, the test binds pods to it.
@@ -391,13 +411,6 @@ def new_scene(api: KubernetesApi, supervisors: Supervisors) -> Iterator[Scene]:
         "spec": {"unschedulable": True},
     }
     assert scene.request("POST", "/api/v1/nodes", node).accepted
-    # Pods are created with a service account, which a controller makes a moment later.
-    scene.until(lambda: scene.get("serviceaccounts", "default"))
-    yield scene
-    for job in scene.list("sftjobs"):
-        scene.delete("sftjobs", job["metadata"]["name"])
-    scene.request("DELETE", f"/api/v1/namespaces/{scene.namespace}")
-    scene.request("DELETE", f"/api/v1/nodes/{scene.namespace}")
 
 
 def training(step: int, *, attempt: int = 1, phase: Phase = Phase.TRAINING, **fields: Any) -> TrainingProgress:
