@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
-from tests.parity.mask_cases import mask_mismatches
+from tests.parity.mask_check import mask_mismatches
 
 LIMIT = 1e-6
 

@@ -17,14 +17,12 @@ from tests.parity.mask_cases import (
     LAST,
     TWO,
     MaskCase,
-    actual_mask,
     assistant,
     call,
-    expected_mask,
-    mask_mismatches,
     system,
     user,
 )
+from tests.parity.mask_check import actual_mask, expected_mask, mask_mismatches
 from tests.parity.mask_tokenizers import Kind, chat_tokenizer
 
 CASE_NAMES = [f"{case.family}-{case.name}" for case in CASES]
@@ -58,7 +56,7 @@ def test_text_is_what_transformers_renders(case: MaskCase) -> None:
 def test_a_wrong_mask_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a case whose marks claim that the end-of-turn token is not trained
     wrong = dataclasses.replace(CASES[0], expected=CASES[0].expected.replace("<|im_end|>⟧", "⟧<|im_end|>"))
-    monkeypatch.setattr("tests.parity.mask_cases.CASES", [wrong])
+    monkeypatch.setattr("tests.parity.mask_check.CASES", [wrong])
     # then it is one token in each of the two tokenizers
     assert mask_mismatches() == 2
 

@@ -2,110 +2,17 @@
 
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase, TrainingProgress
+from sft_api.progress import TrainingProgress
 from sft_trainer.supervisor import group as judge
-from sft_trainer.supervisor.group import TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS, Group
-from sft_trainer.supervisor.ledger import Ledger
-from sft_trainer.supervisor.protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, PodActivity, Report
-
-START = datetime(2026, 1, 1, tzinfo=UTC)
-GRACE = 30.0
-
-
-class World:
-    """A group with members that obey at once, unless a test says otherwise."""
-
-    def __init__(self, size: int, *, max_restarts: int = 10, lost_after: float = 10.0) -> None:
-        self.now = 0.0
-        self.ports = 20_000
-        self.group = Group(
-            size=size,
-            incarnation="one",
-            grace_seconds=GRACE,
-            lost_after=lost_after,
-            ledger=Ledger(run="one", max_restarts=max_restarts, jitter=lambda: 0.5),
-            new_generation=self.new_generation,
-            wall_clock=lambda: START + timedelta(seconds=self.now),
-        )
-        self.reports = {node: self.report(node, f"instance-{node}") for node in range(size)}
-
-    def new_generation(self) -> Generation:
-        self.ports += 1
-        return Generation(id=self.ports, number=self.group.starts + 1, master_port=self.ports)
-
-    @staticmethod
-    def report(node: int, instance: str) -> Report:
-        return Report(job_uid="uid", node=node, processes=1, instance=instance)
-
-    def say(self, node: int, **changes: object) -> Order:
-        """``node`` reports with ``changes``; the order it gets."""
-        self.reports[node] = self.reports[node].model_copy(update=changes)
-        self.group.hear(self.reports[node], self.now)
-        while self.group.advance(self.now):
-            pass
-        return self.group.order_for(self.reports[node])
-
-    def obey(self, *nodes: int) -> None:
-        """``nodes`` (all by default) do what they are told, and say so, until nothing changes."""
-        nodes = nodes or tuple(self.reports)
-        for _ in range(4):
-            for node in nodes:
-                order = self.say(node)
-                running = order.generation.id if order.generation else None
-                ended = self.reports[node].ended
-                if ended is not None and ended.generation == running:
-                    running = None
-                self.say(node, received=order.id, running=running)
-
-    def ends(self, node: int, failure: FailureClass | None = None, *, after: float = 0.0) -> Order:
-        """The workers of ``node`` end by themselves."""
-        generation = self.reports[node].running
-        assert generation is not None
-        cause = failure and Failure(
-            failure=failure, message=f"{failure} on {node}", time=START + timedelta(seconds=self.now + after), rank=node
-        )
-        outcome = Outcome.FAILED if cause else Outcome.COMPLETE
-        ended = Ended(generation=generation, outcome=outcome, failure=cause)
-        return self.say(node, running=None, ended=ended)
-
-    def replace(self, node: int, instance: str = "new") -> None:
-        """Another pod for ``node``."""
-        self.reports[node] = self.report(node, instance)
-        self.say(node)
-
-    def passes(self, seconds: float, *silent: int) -> None:
-        """Time goes by; all but ``silent`` members go on reporting."""
-        end = self.now + seconds
-        while self.now < end:
-            self.now = min(end, self.now + 1.0)
-            for node in self.reports:
-                if node not in silent:
-                    self.say(node)
-
-    @property
-    def kind(self) -> OrderKind:
-        return self.group.order.kind
-
-    @property
-    def incidents(self) -> list[tuple[FailureClass, bool]]:
-        return [(incident.failure, incident.disruption) for incident in self.group.ledger.incidents]
-
-
-@pytest.fixture
-def running() -> World:
-    """Three pods that train."""
-    world = World(3)
-    world.obey()
-    assert world.kind is OrderKind.RUN
-    assert [report.running for report in world.reports.values()] == [20_001] * 3
-    return world
+from sft_trainer.supervisor.group import TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS
+from sft_trainer.supervisor.protocol import Ended, OrderKind, Outcome
+from tests.unit.supervisor.worlds import GRACE, World
 
 
 def test_one_pod_needs_nobody() -> None:
@@ -208,106 +115,6 @@ def test_a_pause_before_the_second_restart(running: World) -> None:
     assert running.kind is OrderKind.RUN
 
 
-def test_a_replaced_pod_ends_the_generation_and_is_free(running: World) -> None:
-    running.replace(2)
-    assert running.kind is OrderKind.IDLE
-    running.obey()
-
-    assert running.kind is OrderKind.RUN
-    assert running.incidents == [(FailureClass.PEER_LOST, True)]
-    assert running.group.ledger.incidents[0].message == "pod 2 was replaced"
-    assert running.group.ledger.failures == 0
-
-
-def test_the_replaced_pod_is_sent_away_and_changes_nothing(running: World) -> None:
-    old = running.reports[2]
-    running.replace(2)
-    running.obey()
-    running.group.hear(old, running.now)
-
-    assert running.kind is OrderKind.RUN
-    assert running.group.order_for(old).kind is OrderKind.EXIT
-    assert running.group.order_for(running.reports[2]).kind is OrderKind.RUN
-
-
-def steps(world: World, step: int, phase: Phase = Phase.TRAINING) -> None:
-    """Rank 0 reports ``step``."""
-    world.group.observe(TrainingProgress(phase=phase, step=step, median_step_seconds=1.0), world.now)
-
-
-def test_a_pod_that_is_not_heard_is_not_lost_while_steps_are_made(running: World) -> None:
-    # No rank makes a step without the others.
-    for step in range(1, 10):
-        steps(running, step)
-        running.passes(9.0, 1)
-    assert running.kind is OrderKind.RUN
-    # The last step was nine seconds ago.
-    running.passes(2.0, 1)
-    assert running.kind is OrderKind.IDLE
-    assert running.group.waiting_for == [1]
-
-
-def test_reports_without_a_step_are_no_proof_of_life_of_others(running: World) -> None:
-    for second in range(11):
-        steps(running, 7, Phase.SAVING if second % 2 else Phase.TRAINING)
-        running.passes(1.0, 1)
-    assert running.kind is OrderKind.IDLE
-
-
-def test_each_of_many_pods_is_lost_in_its_own_time() -> None:
-    world = World(40)
-    world.obey()
-    lost: list[int] = []
-    for node in range(1, 40, 13):
-        world.passes(3.0, *lost)
-        lost.append(node)
-    world.passes(4.0, *lost)
-    assert world.kind is OrderKind.RUN
-    world.passes(1.0, *lost)
-    assert world.kind is OrderKind.IDLE
-    assert world.group.waiting_for == [1]
-    world.passes(3.0, *lost)
-    assert world.group.waiting_for == [1, 14]
-    world.passes(3.0, *lost)
-    assert world.group.waiting_for == [1, 14, 27]
-
-
-def test_once_asked_to_stop_a_pod_that_is_not_heard_is_lost_sooner() -> None:
-    world = World(2, lost_after=60.0)
-    world.obey()
-    steps(world, 5)
-    world.say(0, stopping=True)
-    world.passes(9.0, 1)
-    assert world.kind is OrderKind.RUN
-    world.passes(2.0, 1)
-    assert world.kind is OrderKind.IDLE
-    world.obey(0)
-
-    assert world.group.ledger.incidents[0].message == "pod 1 was not heard for 10 s"
-
-
-def test_but_what_is_being_saved_is_waited_for() -> None:
-    world = World(2, lost_after=60.0)
-    world.obey()
-    steps(world, 5)
-    world.say(0, stopping=True)
-    steps(world, 5, Phase.SAVING)
-    world.passes(59.0, 1)
-    assert world.kind is OrderKind.RUN
-
-
-def test_any_worker_of_the_generation_that_runs_gives_a_sign_of_life(running: World) -> None:
-    running.passes(100.0)
-    said = PodActivity(phase=Phase.TOKENIZING, detail="1/2 rows", silent_seconds=30.0)
-    running.say(2, activity=said)
-    assert running.group.sign_of_life == 70.0
-    running.passes(50.0)
-    assert running.group.sign_of_life == 120.0
-    # What those of an earlier generation do is of no interest.
-    running.say(2, running=19_999, activity=said)
-    assert running.group.sign_of_life == 120.0
-
-
 def work(action: Callable[[], object]) -> int:
     """Lines that are executed in the judge's module."""
     count = 0
@@ -350,52 +157,6 @@ def test_a_report_costs_the_same_in_a_large_group(situation: str) -> None:
     assert large <= small + 3
 
 
-def test_a_silent_pod_is_lost_after_ten_seconds(running: World) -> None:
-    running.passes(9.0, 1)
-    assert running.kind is OrderKind.RUN
-    running.passes(2.0, 1)
-    assert running.kind is OrderKind.IDLE
-    running.obey(0, 2)
-
-    assert running.incidents == [(FailureClass.PEER_LOST, True)]
-    assert running.group.waiting_for == [1]
-
-
-def test_a_pod_that_comes_back_after_a_break_takes_part_again(running: World) -> None:
-    running.passes(11.0, 1)
-    running.obey(0, 2)
-    # It had not heard that its generation was over.
-    assert running.say(1).kind is OrderKind.IDLE
-    running.obey()
-
-    assert running.kind is OrderKind.RUN
-    assert running.reports[1].running == 20_002
-
-
-def test_peers_that_notice_a_lost_pod_first_are_not_the_cause(running: World) -> None:
-    running.ends(0, FailureClass.PEER_LOST)
-    running.ends(2, FailureClass.PEER_LOST)
-    running.obey(0, 2)
-    assert running.incidents == []
-    running.passes(11.0, 1)
-    running.obey(0, 2)
-
-    assert running.incidents == [(FailureClass.PEER_LOST, True)]
-    assert running.group.ledger.incidents[0].message == "pod 1 was not heard for 10 s"
-
-
-def test_peers_that_lose_each_other_while_all_pods_live_are_a_failure(running: World) -> None:
-    running.ends(0, FailureClass.PEER_LOST)
-    running.obey()
-
-    assert running.incidents == [(FailureClass.PEER_LOST, False)]
-
-
-def test_index_0_itself_is_never_silent(running: World) -> None:
-    running.passes(30.0, 0)
-    assert running.kind is OrderKind.RUN
-
-
 def test_sigterm_of_one_pod_waits_for_all_to_leave(running: World) -> None:
     running.say(1, stopping=True)
     running.ends(1, FailureClass.INTERRUPTED)
@@ -420,15 +181,6 @@ def test_the_wait_for_the_others_is_bounded_by_the_grace_time(running: World) ->
     running.passes(GRACE + 1)
 
     assert running.kind is OrderKind.IDLE
-
-
-def test_a_pod_that_dies_while_it_is_stopped_is_a_loss(running: World) -> None:
-    running.say(1, stopping=True)
-    running.say(1, running=None, leaving=True)
-    running.obey(0, 2)
-
-    assert running.incidents == [(FailureClass.PEER_LOST, True)]
-    assert running.group.ledger.incidents[0].message == "pod 1 was stopped"
 
 
 def test_workers_that_leave_unasked_are_a_failure(running: World) -> None:

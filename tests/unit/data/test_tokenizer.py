@@ -1,0 +1,54 @@
+"""A tokenizer as it is loaded, and templates that it cannot work with."""
+
+from pathlib import Path
+
+import pytest
+
+from sft_trainer.data.tokenizer import Codec, load_tokenizer
+from sft_trainer.errors import ModelError
+from tests.parity.mask_tokenizers import chat_tokenizer
+
+
+def test_load_tokenizer(tmp_path: Path) -> None:
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    text = "<|im_start|>user\nHi 🙂<|im_end|>"
+    loaded = load_tokenizer(tmp_path)
+    assert loaded(text)["input_ids"] == chat_tokenizer("chatml")(text)["input_ids"]
+    assert Codec.of(loaded).digest == Codec.of(chat_tokenizer("chatml")).digest
+    own = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert load_tokenizer(tmp_path, own).chat_template == own
+    assert Codec.of(load_tokenizer(tmp_path, own)).digest != Codec.of(loaded).digest
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for m in messages %}\n{{ m.content }", "syntax error in line 2"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "writes no end-of-turn token"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("constant", "does not write the content of assistant messages"),
+    ],
+)
+def test_templates_that_cannot_work_are_refused_at_once(tmp_path: Path, template: str, sentence: str) -> None:
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(tmp_path, template)
+    assert sentence in str(caught.value)
+
+
+def test_missing_tokenizer_or_template(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no usable tokenizer in .*set model.tokenizerUri"):
+        load_tokenizer(tmp_path)
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"has no chat template; set model.chatTemplate"):
+        load_tokenizer(tmp_path)
+
+
+def test_templates_by_name(tmp_path: Path) -> None:
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = {"default": "{# plain #}", "tool_use": "{# tools #}"}
+    codec = Codec.of(tokenizer)
+    assert codec.template(None).source == "{# plain #}"
+    assert codec.template([{"name": "sky"}]).source == "{# tools #}"
