@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,8 @@ from make_inputs import make_inputs
 from pace import expected_seconds, in_words
 
 MANIFEST = Path(__file__).with_name("demo.yaml")
-INPUTS = Path("/tmp/sft-demo")
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
+"""Of this checkout: another one, or another user of the machine, has its own. Made anew by every demo."""
 QUESTIONS = 20
 WANTED_CORRECT = 16
 WANTED_DROP = 0.3
@@ -35,6 +37,13 @@ def read_questions(rows: Path) -> tuple[list[str], list[str]]:
     """The first QUESTIONS questions of a file of rows, and their answers."""
     conversations = [json.loads(line)["messages"] for line in rows.read_text().splitlines()[:QUESTIONS]]
     return [turns[0]["content"] for turns in conversations], [turns[1]["content"] for turns in conversations]
+
+
+def write_manifest(folder: Path) -> Path:
+    """MANIFEST with `folder` where it says /demo; written there."""
+    manifest = folder / MANIFEST.name
+    manifest.write_text(MANIFEST.read_text().replace("file:///demo/", f"file://{folder}/"))
+    return manifest
 
 
 def evaluation_losses(store: Path) -> dict[int, float]:
@@ -69,15 +78,17 @@ def main() -> int:
     disable_progress_bar()
     # As many as a process of the run has; more of them only get in each other's way where other things run.
     torch.set_num_threads(1)
-    made = make_inputs(INPUTS, size="demo", seed=options.seed)
-    expected = expected_seconds(MANIFEST, import_seconds)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    made = make_inputs(FOLDER, size="demo", seed=options.seed)
+    manifest = write_manifest(FOLDER)
+    expected = expected_seconds(manifest, import_seconds)
     print(f"Measured on this machine: {in_words(expected)} from here to the trained and examined model.", flush=True)
 
     questions, wanted = read_questions(made.eval)
     before = answers(made.model, questions)
     prepared = time.time()
     run = subprocess.run(
-        [sys.executable, "-m", "sft_cli.main", "run", str(MANIFEST), "--fresh", "--output", "json"],
+        [sys.executable, "-m", "sft_cli.main", "run", str(manifest), "--output", "json"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -88,7 +99,7 @@ def main() -> int:
     status: dict[str, Any] = json.loads(run.stdout)
     export = Path(status["export"]["uri"].removeprefix("file://"))
     after = answers(export, questions)
-    losses = evaluation_losses(INPUTS / "run")
+    losses = evaluation_losses(FOLDER / "run")
     first, last = losses[min(losses)], losses[max(losses)]
     drop = 1 - last / first
     difference = abs(held_out_loss(export, made.eval) - status["progress"]["evalLoss"])

@@ -1,5 +1,7 @@
 """`make demo`, as it is run after its setup: the small model answers held-out questions rightly."""
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from tests.fixtures_inputs import EXAMPLES
 
+CLI_PAGE = EXAMPLES.parent / "docs" / "reference" / "cli.md"
 FIGURES = [
     "eval_loss_before",
     "eval_loss_after",
@@ -23,13 +26,11 @@ FIGURES = [
 
 @pytest.mark.timeout(1800)
 def test_the_demo_learns_its_task_and_says_so(tmp_path: Path) -> None:
-    # Given the examples, with a folder of their own instead of the one that all on this machine share
-    (tmp_path / "examples").mkdir()
-    for file in EXAMPLES.iterdir():
-        if file.is_file():
-            (tmp_path / "examples" / file.name).write_text(
-                file.read_text().replace("/tmp/sft-demo", f"{tmp_path}/sft-demo")
-            )
+    # Given the examples of another checkout, where an earlier demo has left something
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "build" / "demo"
+    left = folder / "run" / "checkpoints" / "step-00000001"
+    left.mkdir(parents=True)
 
     done = subprocess.run(
         [sys.executable, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -44,5 +45,12 @@ def test_the_demo_learns_its_task_and_says_so(tmp_path: Path) -> None:
     assert int(last["correct_after"]) >= 16
     assert float(last["export_loss_difference"]) <= 1e-4
     assert float(last["eval_loss_drop"]) > 0.5
-    assert f"The curve: {tmp_path}/sft-demo/run/curve.svg" in lines
-    assert (tmp_path / "sft-demo" / "run" / "curve.svg").exists()
+    assert f"The model: {folder}/run/export" in lines
+    assert f"The curve: {folder}/run/curve.svg" in lines
+    assert (folder / "run" / "curve.svg").exists()
+    assert not left.exists()
+
+    # And plain transformers load its model as docs/reference/cli.md says
+    (code,) = re.findall(r"^```python\n(.*?)^```$", CLI_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert said.stdout.startswith("It is in `"), said.stderr

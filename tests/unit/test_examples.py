@@ -28,7 +28,7 @@ def test_every_example_is_valid_and_asks_for_cpu_and_memory(text: str) -> None:
     job = load_manifest(text)
 
     places = [job.spec.model.uri, *(source.uri for source in job.spec.data.train)]
-    if all(place.startswith("file:///tmp/") for place in places):
+    if all(place.startswith("file:///home/me/") for place in places):
         return  # for `sft run` on this machine, where nothing is asked for
     assert {"cpu", "memory"} <= job.spec.compute.resources.requests.keys()
     assert "memory" in job.spec.compute.resources.limits

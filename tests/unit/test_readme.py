@@ -38,11 +38,11 @@ def test_the_row_is_trained_as_shown(tmp_path: Path) -> None:
     made = make_inputs(tmp_path / "demo", size="demo")
     (tmp_path / "mine.jsonl").write_text(ROW)
     assert len(MINE.splitlines()) == 4
-    mine = MINE.replace("/tmp/sft-demo/run/export", str(made.model)).replace(
-        "/tmp/mine.jsonl", f"{tmp_path}/mine.jsonl"
+    mine = MINE.replace("/home/me/sft-operator/build/demo/run/export", str(made.model)).replace(
+        "/home/me/mine.jsonl", f"{tmp_path}/mine.jsonl"
     )
     (tmp_path / "mine.yaml").write_text(mine)
     command, shown = terminal("sft data mine.yaml")
-    said = say(command, tmp_path).replace(f"{tmp_path}/mine.jsonl", "/tmp/mine.jsonl")
+    said = say(command, tmp_path).replace(f"{tmp_path}/mine.jsonl", "/home/me/mine.jsonl")
     # How many tokens a text has depends on the tokenizer, which is made from the standard library of this Python.
     assert re.sub(r"\d+", "N", said) == re.sub(r"\d+", "N", shown)
