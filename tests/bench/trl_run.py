@@ -6,6 +6,7 @@ python trl_run.py MODEL DATA packing|padding|padding-free STEPS TOKENS_PER_STEP
 import json
 import resource
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
     packing = mode == "packing"
     per_row = int(tokens_per_step) // 512
     config = SFTConfig(
-        output_dir="/tmp/trl-bench",
+        output_dir=tempfile.mkdtemp(prefix="trl-bench-"),
         max_steps=int(steps),
         per_device_train_batch_size=1 if packing else 8,
         gradient_accumulation_steps=per_row if packing else max(1, int(tokens_per_step) // (8 * 80)),

@@ -11,6 +11,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_SECONDS
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -67,7 +69,7 @@ def start(
     return process, ours
 
 
-def answer(process: BaseProcess, connection: Connection, seconds: float = 60) -> Any:
+def answer(process: BaseProcess, connection: Connection, seconds: float = PATIENCE_SECONDS) -> Any:
     """What the process sent; None when it was killed before."""
     try:
         if not connection.poll(seconds):
@@ -76,7 +78,7 @@ def answer(process: BaseProcess, connection: Connection, seconds: float = 60) ->
         fine, value = connection.recv()
     except EOFError:
         value, fine = None, True
-    process.join(10)
+    process.join(PATIENCE_SECONDS)
     if not fine:
         raise RankFailed(value)
     return value

@@ -28,6 +28,7 @@ from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
 from tests.integration.checkpoint import ranks
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # running alone is intended
 
@@ -363,7 +364,7 @@ def slow_down(store: Store, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     plain = type(store).open_write
 
     def waiting(self: Any, key: str, size_hint: int = 0) -> Any:
-        go_on.wait(20)
+        go_on.wait(PATIENCE_SECONDS)
         return plain(self, key, size_hint)
 
     monkeypatch.setattr(type(store), "open_write", waiting)
@@ -376,8 +377,8 @@ def test_one_save_at_a_time_and_the_outcome_is_told_once(store: Store, monkeypat
     manager.save(10, state(10), RunState(), asynchronous=True)
     assert manager.poll() is None
     assert manager.status().latest is None
-    threading.Timer(0.3, go_on.set).start()
     began = time.monotonic()
+    threading.Timer(0.3, go_on.set).start()
     manager.save(20, state(20), RunState(), asynchronous=True)
     assert time.monotonic() - began > 0.2, "the second save waits for the first"
     outcome = manager.poll()

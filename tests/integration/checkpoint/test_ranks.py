@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import PeerLostError, StorageFullError, TrainingError
 from tests.integration.checkpoint import ranks
+
+TIMEOUT = timedelta(hours=1)
+"""Longer than ``ranks.answer`` waits: a rank that waits for another one fails its test."""
 
 Tensors = dict[str, torch.Tensor]
 Numbers = dict[str, Any]
@@ -58,7 +60,7 @@ def whole(tensors: Tensors) -> Numbers:
 
 
 def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
-    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
     tensors = tensors_of(*trained(seed=1, steps=steps))
     before = whole(tensors)
@@ -73,7 +75,7 @@ def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
 
 
 def load_here(store: Store) -> tuple[int, Numbers, list[str]]:
-    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
     tensors = tensors_of(*trained(seed=2, steps=1))
     choice = manager.latest()
@@ -122,7 +124,7 @@ def test_damage_that_one_rank_sees_makes_all_fall_back(tmp_path: Path) -> None:
 
 def save_with_one_failing(store: Store) -> tuple[str, str, list[int]]:
     """Rank 1 finds the disk full once; then all save again."""
-    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
     tensors = tensors_of(*trained(seed=1, steps=1))
     plain = LocalStore.open_write
@@ -160,8 +162,8 @@ class Stubborn(Exception):
         raise TypeError("cannot be pickled")
 
 
-def save_with_an_error_that_cannot_travel(store: Store) -> tuple[str, float]:
-    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+def save_with_an_error_that_cannot_travel(store: Store) -> str:
+    manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
     if dist.get_rank() == 1:
 
@@ -169,19 +171,17 @@ def save_with_an_error_that_cannot_travel(store: Store) -> tuple[str, float]:
             raise Stubborn("a bug")
 
         LocalStore.open_write = stubborn  # type: ignore[method-assign]
-    began = time.monotonic()
     try:
         manager.save(1, tensors_of(*trained(seed=1, steps=1)), RunState(), asynchronous=False)
     except TrainingError as error:
-        return str(error), time.monotonic() - began
-    return "saved", 0.0
+        return str(error)
+    return "saved"
 
 
 def test_an_error_that_cannot_be_pickled_leaves_nobody_waiting(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    for message, seconds in ranks.run(2, tmp_path, save_with_an_error_that_cannot_travel, store):
-        assert message == "rank 1: Stubborn: a bug"
-        assert seconds < 30
+    messages = ranks.run(2, tmp_path, save_with_an_error_that_cannot_travel, store)
+    assert messages == ["rank 1: Stubborn: a bug"] * 2
     assert store.list("checkpoints/") == [], "what the other rank had written is of no use, and in the way"
 
 
@@ -193,7 +193,7 @@ def claim_without_access(store: Store) -> str:
 
         LocalStore.create = full  # type: ignore[method-assign]
     try:
-        CheckpointManager(store, timeout=timedelta(seconds=60)).claim_attempt("job")
+        CheckpointManager(store, timeout=TIMEOUT).claim_attempt("job")
     except StorageFullError as error:
         return str(error)
     return "claimed"
@@ -204,9 +204,9 @@ def test_a_claim_fails_on_all_ranks_alike(tmp_path: Path) -> None:
     assert answers == ["no room for a claim"] * 2
 
 
-def save_while_a_peer_dies(store: Store) -> tuple[str, float]:
+def save_while_a_peer_dies(store: Store) -> str:
     """Rank 1 is killed while it writes step 2."""
-    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
     tensors = tensors_of(*trained(seed=1, steps=1))
     manager.save(1, tensors, RunState(), asynchronous=False)
@@ -216,29 +216,26 @@ def save_while_a_peer_dies(store: Store) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
 
         LocalStore.open_write = killed  # type: ignore[method-assign]
-    began = time.monotonic()
     manager.save(2, tensors, RunState(), asynchronous=True)
     try:
         manager.wait()
     except PeerLostError as error:
-        return str(error), time.monotonic() - began
-    return "saved", 0.0
+        return str(error)
+    return "saved"
 
 
 def test_a_dead_peer_ends_the_save_soon_and_the_checkpoint_before_counts(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     survivor, killed = ranks.run(2, tmp_path, save_while_a_peer_dies, store)
     assert killed is None
-    message, seconds = survivor
-    assert "a rank went away" in message
-    assert seconds < 20
+    assert "a rank went away" in survivor
     (loaded,) = ranks.run(1, tmp_path, load_here, store)
     assert loaded[0] == 1
 
 
 def save_replicas(store: Store) -> tuple[list[str], int]:
     """Plain tensors are the same on every rank: one of them writes each."""
-    manager = CheckpointManager(store, timeout=timedelta(seconds=60))
+    manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
     tensors = {f"model.{name}": torch.full((1000,), float(ord(name))) for name in "abcd"}
     outcome = manager.save(1, tensors, RunState(), asynchronous=False)
@@ -259,9 +256,7 @@ def save_without_room(store: Store, full: int) -> tuple[bool, list[str]]:
     """Whether an asynchronous save was over when it returned, with no room on rank ``full``; and what was said."""
     said: list[str] = []
     free = 1 if dist.get_rank() == full else 2**40
-    manager = CheckpointManager(
-        store, timeout=timedelta(seconds=60), on_warning=said.append, available_memory=lambda: free
-    )
+    manager = CheckpointManager(store, timeout=TIMEOUT, on_warning=said.append, available_memory=lambda: free)
     manager.claim_attempt("job")
     outcome = manager.save(1, tensors_of(*trained(seed=1, steps=1)), RunState(cursor=1), asynchronous=True)
     return outcome is not None, said

@@ -13,6 +13,7 @@ import pytest
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import ConfigError
+from tests.waiting import PATIENCE_SECONDS
 
 MiB = 2**20
 
@@ -154,7 +155,7 @@ def test_a_store_works_on_both_sides_of_a_fork(store: Store) -> None:
     store.put("before", b"x")
     child = multiprocessing.get_context("fork").Process(target=_put_in_child, args=(store, "child"))
     child.start()
-    child.join(30)
+    child.join(PATIENCE_SECONDS)
     assert child.exitcode == 0
     store.put("after", b"y")
     assert [entry.key for entry in store.list("")] == ["after", "before", "child"]

@@ -12,7 +12,8 @@ import termios
 import time
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 60.0
+from tests.waiting import PATIENCE_SECONDS
+
 _UNFINISHED = re.compile(r"\x1b(\[[?0-9;]*)?$")
 _TOKENS = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]+")
 

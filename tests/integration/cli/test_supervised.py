@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ import pytest
 import yaml
 
 import sft_trainer
+from sft_api.rundir import STOP_FILE
 from sft_api.v1alpha1.status import SFTJobStatus
 from tests.integration.cli.terminal import Terminal
 from tests.integration.run.disks import small_disk
 from tests.integration.run.runs import processes_in
 from tests.unit.cli.jobs import manifest
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 SFT = str(Path(sys.executable).with_name("sft"))
 FAKE_TRAINER = Path(__file__).with_name("fake_trainer")
-PATIENCE_SECONDS = 120.0
 
 
 class Runs:
@@ -73,13 +73,6 @@ class Runs:
     def processes(self) -> list[int]:
         """Everything that works for a run in this folder."""
         return processes_in(self.folder)
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -224,7 +217,8 @@ def test_ctrl_c_twice_kills(runs: Runs) -> None:
     runs.wait_for_step(3)
 
     process.send_signal(signal.SIGINT)
-    time.sleep(0.6)
+    # Two signals that come before one of them is heard are one.
+    wait_until((runs.folder / "sft-runs" / "tiny" / "run" / STOP_FILE).exists)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     code, out, err = runs.finish(process)

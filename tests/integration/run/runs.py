@@ -6,15 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-PATIENCE_SECONDS = 120.0
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
 _NOT_INHERITED = ("FORCE_COLOR", "HF_TOKEN", "HF_HUB_OFFLINE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN")
 
 
@@ -123,14 +122,6 @@ def processes_in(folder: Path) -> list[int]:
             except OSError:
                 continue
     return found
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:
-    """Return when ``condition`` holds; an assertion fails when it does not within ``seconds``."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def assert_failed(ended: Ended, code: int, failure: str, *sentences: str) -> None:

@@ -13,8 +13,9 @@ import pytest
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import enlarge, small_disk
-from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers, wait_until
+from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
 from tests.integration.run.stores import client, credentials, s3_spec
+from tests.waiting import wait_until
 
 BUCKET = "bad-storage"
 ENDLESS = {"training": {"steps": 100_000, "globalBatchTokens": 512}, "checkpoint": {"everySteps": 10}}

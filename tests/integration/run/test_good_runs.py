@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
-from tests.integration.run.runs import Place, step_numbers, wait_until
+from tests.integration.run.runs import Place, step_numbers
 from tests.integration.run.stores import client, credentials, s3_spec, upload
+from tests.waiting import wait_until
 
 BUCKET = "good-runs"
 

@@ -13,8 +13,9 @@ import pytest
 
 from sft_api.ports import free_port
 from tests.integration.run.hub import Hub, serve_hub
-from tests.integration.run.runs import PATIENCE_SECONDS, Place
+from tests.integration.run.runs import Place
 from tests.parity.runs import manifest, resolve
+from tests.waiting import PATIENCE_SECONDS
 
 FIRST, SECOND = "1" * 40, "2" * 40
 

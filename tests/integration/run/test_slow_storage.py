@@ -3,9 +3,10 @@
 import json
 
 from tests.cluster.object_store import ObjectStore
-from tests.integration.run.runs import Place, wait_until
+from tests.integration.run.runs import Place
 from tests.integration.run.slow_network import gate
 from tests.integration.run.stores import client, credentials, s3_spec
+from tests.waiting import wait_until
 
 BUCKET = "slow-storage"
 

@@ -87,13 +87,13 @@ def test_a_lost_pod_is_waited_for_and_free(group: Group) -> None:
 def test_a_pod_that_is_not_heard_is_lost_even_without_a_replacement(group: Group) -> None:
     group.nodes = 2
     group.steps = 10_000
-    group.lost_after = 2.0
+    group.lost_after = 5.0
     first, second = group.start_all()
     first.wait_for_step(1)
     group.freeze(second, rank=1)
     # It is written down when the workers that are left have ended, which is a moment later than the order to end.
     wait_for(lambda: first.progress.incidents != [], first)
-    assert first.progress.incidents[0].message == "pod 1 was not heard for 2 s"
+    assert first.progress.incidents[0].message == "pod 1 was not heard for 5 s"
     assert first.progress.training.phase is Phase.WAITING
     group.thaw(second, rank=1)
 
@@ -136,9 +136,9 @@ def test_steps_are_proof_of_life_of_index_0_as_well(group: Group) -> None:
 
 def test_rank_0_waits_for_a_pod_that_prepares_for_long(group: Group) -> None:
     group.nodes = 2
-    group.silent_after = 2.0
-    group.run_policy = {"progressDeadlineSeconds": 2}
-    group.prepare = {"1": 8.0}
+    group.silent_after = 5.0
+    group.run_policy = {"progressDeadlineSeconds": 5}
+    group.prepare = {"1": 15.0}
     first, second = group.start_all()
     wait_for(lambda: "for pod 1 (Tokenizing: " in first.progress.training.phase_detail, first)
     assert first.progress.training.phase is Phase.WAITING
@@ -174,20 +174,20 @@ def test_index_0_that_waits_for_a_pod_lost_at_the_end_leaves_when_it_is_asked_to
     first.signal(signal.SIGTERM)
 
     # Then it does not use up its grace time
-    assert first.wait(60) == 0
+    assert first.wait() == 0
     assert first.termination.failure is None
 
 
 def test_index_0_that_trains_with_a_lost_pod_leaves_when_it_is_asked_to(group: Group) -> None:
     group.nodes = 2
     group.steps = 10_000
-    group.lost_after = 60.0
+    group.lost_after = 600.0
     first, second = group.start_all()
     first.wait_for_step(3)
     group.freeze(second, rank=1)
     first.signal(signal.SIGTERM)
 
-    assert first.wait(55) == 30
+    assert first.wait() == 30
     assert first.termination.failure is FailureClass.INTERRUPTED
     group.thaw(second, rank=1)
 

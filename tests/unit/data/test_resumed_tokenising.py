@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from sft_trainer.data.writing import JOURNAL_FILE
 from sft_trainer.errors import StorageFullError
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.unit.data.test_tokenize import row, write
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 CHUNK = 40
 ROWS = [row(f"q{i}", "a" * (i % 7 + 1), train=i % 5 != 0) for i in range(10 * CHUNK)]
@@ -200,13 +200,6 @@ def test_who_waits_for_another_process_tells_how_far_that_is(tmp_path: Path) -> 
         work.rename(folder)
 
     # Then what it made is used
-    waiting.join(60)
+    waiting.join(PATIENCE_SECONDS)
     assert json.loads((folder / "report.json").read_text())["digest"] == digest
     assert len(told) == 3
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)

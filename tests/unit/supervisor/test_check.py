@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from sft_trainer.supervisor.check import Check
 from sft_trainer.supervisor.output import Output
 from sft_trainer.supervisor.workers import reap
 from tests.unit.supervisor.test_environment import SETTINGS
+from tests.waiting import wait_until
 
 REPORTS = """
 import sys
@@ -35,10 +35,8 @@ def look(check: Check, folder: Path, source: str) -> bool:
     (folder / "looker.py").write_text(source)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     assert not check.passed(environment), "it runs first"
-    end = time.monotonic() + 60
-    while not (passed := check.note(reap())) and check.failure is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: check.note(reap()) or check.failure is not None)
+    passed = check.failure is None
     assert check.passed(environment) is passed
     return passed
 

@@ -86,8 +86,8 @@ def test_lines_arrive_whole_with_their_prefix(tmp_path: Path) -> None:
     for _, write in pipes:
         os.close(write)
     for forwarder in forwarders:
-        forwarder.join(2)
-    output.flush(2)
+        forwarder.join(60)
+    output.flush(60)
 
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line for line in lines if line.startswith("[0]")] == ["[0] begin", "[0] no newline"]
@@ -103,8 +103,8 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     for _ in range(40):
         os.write(write, b"x" * 4096)
     os.close(write)
-    forwarder.join(2)
-    output.flush(2)
+    forwarder.join(60)
+    output.flush(60)
 
     lines = (tmp_path / "log").read_bytes().splitlines()
     assert sum(map(len, lines)) == 40 * 4096

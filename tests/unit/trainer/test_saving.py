@@ -1,8 +1,7 @@
 """Saves while storage is slow: training says what it waits for, and what is still due is saved."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from tests.parity.runs import manifest, resolve
-
-PATIENCE_SECONDS = 60.0
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 class SlowStore(LocalStore):
@@ -62,13 +60,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield made
     made.store.gate.set()
     made.saving.settle()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_a_final_save_says_that_it_waits_for_the_upload_before_it(run: Run) -> None:
