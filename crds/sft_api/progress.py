@@ -104,6 +104,8 @@ class Incident(ReportModel):
     attempt: int = 0
     step: int = 0
     """Last step that was done."""
+    checkpoint_step: int | None = None
+    """Of the newest checkpoint then; None from trainers of before it was told."""
     recovered_time: Time | None = None
     """When the next attempt made its first new step."""
     lost_steps: int = 0

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import NO_RETRY_EXIT_CODES
 from sft_api.progress import PROGRESS_PORT, Phase, Progress
+from sft_api.restarts import exhausted
 from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
@@ -16,7 +17,6 @@ from .backoff import waits
 from .failures import cause, with_advice
 from .problems import Problem, find_problem, refusal_problem
 from .queue import held_back, not_stopped, preempted_words
-from .restarts import exhausted
 from .spec import Terms
 
 FRESH = timedelta(seconds=60)

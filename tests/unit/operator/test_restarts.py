@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
+from sft_api.restarts import exhausted
 from sft_api.v1alpha1 import RestartsStatus
-from sft_operator.decisions.restarts import count_restarts, exhausted
+from sft_operator.decisions.restarts import count_restarts
 from sft_operator.picture.observed import Observed
 from tests.unit.operator.make import NOW, at, disruption, incident, make_child, make_pod, report, running, training
 
