@@ -14,9 +14,9 @@ from sft_api.v1alpha1 import API_VERSION, KIND
 
 from . import server
 from .cluster import kopf_watch as handlers
+from .cluster.asking import Asking
 from .cluster.client import ApiError, Cluster, ConfigError, connect
 from .cluster.leadership import Leadership
-from .cluster.lookout import Lookout
 from .cluster.progress_client import ProgressClient
 from .cluster.store import CheckpointStore
 from .config import Settings
@@ -49,18 +49,17 @@ class Operator:
         self._metrics = OperatorMetrics(self._cache.manifests, lambda: len(self._queue))
         self._cluster = Cluster(url, session, self._metrics.answered)
         self._progress = ProgressClient(settings.progress_url, concurrency=settings.poll_concurrency)
-        lookout = Lookout(
+        asking = Asking(
             self._cluster,
             self._cache,
             self._progress,
             CheckpointStore(settings.store) if settings.store and settings.store.verify else None,
-            settings,
             self._metrics,
             look_again=self._queue.add,
             now=self._cluster.now,
         )
         self._reconciler = Reconciler(
-            self._cluster, self._cache, lookout, settings, self._metrics, now=self._cluster.now
+            self._cluster, self._cache, asking, settings, self._metrics, now=self._cluster.now
         )
         self._listed: float | None = None
         """When everything was last listed, or tried to be; None while another replica works."""

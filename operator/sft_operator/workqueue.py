@@ -7,11 +7,12 @@ import random
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from .decisions.pauses import doubled
+
 KeyType = TypeVar("KeyType", bound=Hashable)
 
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 120.0
-_MOST_DOUBLINGS = 32
 
 
 class RetryLater(Exception):
@@ -129,11 +130,6 @@ class WorkQueue(Generic[KeyType]):
         pause = doubled(FIRST_BACKOFF_SECONDS, failures - 1, longest=LAST_BACKOFF_SECONDS)
         asked = error.seconds if isinstance(error, RetryLater) else 0.0
         return max(pause, asked) * (0.75 + 0.5 * self._jitter())
-
-
-def doubled(first: float, times: int, *, longest: float) -> float:
-    """``first`` doubled so many times, at most ``longest``; any number of times, as trouble may last for days."""
-    return min(longest, first * 2.0 ** min(times, _MOST_DOUBLINGS))
 
 
 def loop_time() -> float:

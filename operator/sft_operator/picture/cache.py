@@ -16,21 +16,16 @@ from typing import Any, NamedTuple
 
 from sft_api.v1alpha1 import KIND
 
+from .memory import Memory
 from .observed import (
     ChildJob,
     Manifest,
     Observed,
     Pod,
-    Refusal,
-    Report,
-    Stored,
-    Unanswered,
-    Warning,
     controller,
     sft_job,
 )
 from .untrusted import integer, part, text
-from .workload import Queueing
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +40,7 @@ _READ: Mapping[str, Callable[[Manifest], Any]] = {
 _MOST_NODES = 4096
 _SPARE_PODS = 1000
 """Held for one job beyond two a node: lost pods stay until their Job goes."""
+_MOST_STRAYS = 10_000
 _CROWD = ("pods", "")
 _SHOWN_UNREADABLE = 3
 
@@ -75,13 +71,7 @@ class Entry:
     job: _Seen | None = None
     pods: dict[str, _Seen] = field(default_factory=dict)
     gone_pods: dict[str, Pod] = field(default_factory=dict)
-    report: Report | None = None
-    unanswered: Unanswered | None = None
-    refusal: Refusal | None = None
-    queueing: Queueing | None = None
-    warnings: tuple[Warning, ...] = ()
-    stored: Stored | None = None
-    namespace_terminating: bool = False
+    memory: Memory = field(default_factory=Memory)
     unreadable: dict[tuple[str, str], str] = field(default_factory=dict)
     """What could not be read, a sentence each, by kind and uid."""
 
@@ -116,6 +106,8 @@ class Cache:
         self._entries: dict[Key, Entry] = {}
         self._deleted: dict[str, int] = {}
         """Versions at which objects were seen deleted since the last listing, by uid."""
+        self._strays: set[Key] | None = set()
+        """Names of jobs that are not in the picture, whose pods were seen; None: too many to remember."""
 
     def entry(self, key: Key) -> Entry:
         """The entry of ``key``, made when there is none."""
@@ -145,6 +137,10 @@ class Cache:
         if known is not None and known.version >= version:
             return None
         if kind == "Pod" and known is None and not self._is_expected(key):
+            # Tenants can make any number of those: only that there were any is kept.
+            if self._strays is not None:
+                self._strays.add(key)
+                self._strays = self._strays if len(self._strays) < _MOST_STRAYS else None
             return None
         entry = self.entry(key)
         if kind == "Pod" and known is None and len(entry.pods) >= (most := _most_pods(entry)):
@@ -261,6 +257,30 @@ class Cache:
         if entry.empty:
             self._entries.pop(key, None)
 
+    def memory(self, key: Key) -> Memory:
+        """What is remembered of the SFTJob of ``key``; nothing of an earlier one of that name."""
+        entry = self._entries.get(key)
+        if entry is None or entry.manifest is None:
+            return Memory()
+        uid = _uid(entry.manifest.value)
+        return entry.memory if entry.memory.uid == uid else Memory(uid)
+
+    def remember(self, key: Key, memory: Memory) -> None:
+        """Keep ``memory``, unless its SFTJob is gone."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.manifest is not None and _uid(entry.manifest.value) == memory.uid:
+            entry.memory = memory
+
+    def told(self, key: Key, pods: Iterable[Pod]) -> None:
+        """These pods, which are gone, have been taken into the status."""
+        if entry := self._entries.get(key):
+            for pod in pods:
+                entry.gone_pods.pop(pod.uid, None)
+
+    def may_have_strays(self, key: Key) -> bool:
+        """Whether there may be pods of an earlier Job of this name, of which nothing is kept."""
+        return self._strays is None or key in self._strays
+
     def observed(self, key: Key) -> Observed:
         """What belongs to the SFTJob of ``key``; nothing of an earlier one of that name."""
         entry = self._entries.get(key)
@@ -270,18 +290,19 @@ class Cache:
         found: ChildJob | None = entry.job.value if entry.job else None
         job = found if found and uid and found.owner_uid == uid else None
         pods: list[Pod] = [seen.value for seen in entry.pods.values()]
+        memory = self.memory(key)
         return Observed(
             job=job,
             pods=_of_job(job, pods),
             earlier_pods=_sorted(pod for pod in pods if not pod.finished and (job is None or pod.job_uid != job.uid)),
             gone_pods=_of_job(job, entry.gone_pods.values()),
-            report=entry.report,
-            unanswered=entry.unanswered,
-            refusal=entry.refusal,
-            queueing=entry.queueing,
-            warnings=entry.warnings,
-            stored=entry.stored,
-            namespace_terminating=entry.namespace_terminating,
+            report=memory.report,
+            unanswered=memory.unanswered,
+            refusal=memory.refusal,
+            queueing=memory.queueing,
+            warnings=memory.warnings,
+            stored=memory.stored,
+            namespace_terminating=memory.namespace_terminating,
             unreadable=tuple(entry.unreadable.values())[:_SHOWN_UNREADABLE],
         )
 
@@ -333,9 +354,7 @@ def _sorted(pods: Iterable[Pod]) -> tuple[Pod, ...]:
 
 
 def _forget_run(entry: Entry) -> None:
-    entry.report, entry.unanswered, entry.refusal, entry.warnings, entry.stored = None, None, None, (), None
-    entry.queueing = None
-    entry.namespace_terminating = False
+    entry.memory = Memory()
     entry.gone_pods.clear()
     entry.unreadable.clear()
 

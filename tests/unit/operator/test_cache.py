@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from sft_operator.picture import cache as cache_module
 from sft_operator.picture.cache import Cache, Key
-from sft_operator.picture.observed import Observed, Pod, Report
+from sft_operator.picture.observed import Observed, Pod
 from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest, report, take_listing
 
 KEY = Key("team", "tulu")
@@ -94,7 +95,7 @@ def test_a_listing_that_is_older_than_an_event_changes_nothing_back() -> None:
 
 def test_an_sftjob_of_the_same_name_starts_afresh() -> None:
     cache = full_cache()
-    cache.entry(KEY).report = Report(report().progress, report().received, "pod-0")
+    cache.remember(KEY, replace(cache.memory(KEY), report=report()))
 
     pods = cache.observed(KEY).pods
 
@@ -200,7 +201,7 @@ def test_a_copy_of_a_job_does_not_take_the_place_of_ours() -> None:
 
 def test_a_namespace_of_the_same_name_is_not_taken_for_one_that_is_going() -> None:
     cache = full_cache()
-    cache.entry(KEY).namespace_terminating = True
+    cache.remember(KEY, replace(cache.memory(KEY), namespace_terminating=True))
 
     cache.store("SFTJob", versioned(job_manifest(uid="another"), 60))
 

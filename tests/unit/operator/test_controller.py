@@ -156,7 +156,7 @@ def test_times_of_objects_are_compared_with_the_clock_that_wrote_them() -> None:
 
         operator._cluster._clock.heard(format_datetime(behind, usegmt=True))
 
-        for now in (operator._reconciler._now(), operator._reconciler._lookout._now()):
+        for now in (operator._reconciler._now(), operator._reconciler._asking._now()):
             assert timedelta(seconds=40) < datetime.now(UTC) - now < timedelta(seconds=80)
         await operator._progress.close()
 

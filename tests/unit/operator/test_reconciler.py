@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 
 import pytest
 
-from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.progress import Progress
+from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
-from sft_operator.cluster.lookout import Lookout
+from sft_operator.cluster.progress_client import ProgressClient, UnusableReport
 from sft_operator.config import PodSettings, Settings, StoreSettings
-from sft_operator.decisions.spec import Terms
+from sft_operator.decisions.result import Question, ReadStore
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import CHECKPOINT_URI_ANNOTATION, CONFIG_DIGEST_ANNOTATION, config_map_name
 from sft_operator.picture.cache import Cache, Key
@@ -81,24 +82,21 @@ def _merged(value: Object, patch: Object) -> Object:
     return {name: item for name, item in merged.items() if item is not None}
 
 
-class NoLookout:
-    """Finds nothing, and remembers for which place it was asked to look."""
+class NoTrainers:
+    """No supervisor answers."""
 
-    def __init__(self) -> None:
-        self.places: list[str | None] = []
+    async def read(self, **_: Any) -> Progress:
+        raise UnusableReport("nobody is there")
 
-    async def find_pods(self, key: Key) -> None:
-        pass
 
-    async def look(self, key: Key, terms: Terms, previous: SFTJobStatus, uri: str | None) -> list[float]:
-        self.places.append(uri)
-        return []
+class RecordedAsking(Asking):
+    """Remembers what was asked."""
 
-    def look_back(self, key: Key, terms: Terms, previous: SFTJobStatus, uri: str | None) -> None:
-        self.places.append(uri)
+    questions: tuple[Question, ...] = ()
 
-    def forget(self, key: Key) -> None:
-        pass
+    def put(self, key: Key, wanted: Iterable[Question]) -> None:
+        self.questions = (*self.questions, *(asked := tuple(wanted)))
+        super().put(key, asked)
 
 
 class World:
@@ -107,30 +105,55 @@ class World:
     def __init__(self, settings: Settings = SETTINGS, api: Api | None = None) -> None:
         self.api = api or Api()
         self.cache = Cache()
-        self.lookout = NoLookout()
         self.now: datetime = NOW
+        self.clock = 0.0
+        self.wanted: set[Key] = set()
+        metrics = OperatorMetrics(self.cache.manifests, lambda: 0)
+        self.asking = RecordedAsking(
+            cast(Cluster, self.api),
+            self.cache,
+            cast(ProgressClient, NoTrainers()),
+            None,
+            metrics,
+            look_again=self.wanted.add,
+            now=lambda: self.now,
+        )
         self.reconciler = Reconciler(
             cast(Cluster, self.api),
             self.cache,
-            cast(Lookout, self.lookout),
+            self.asking,
             settings,
-            OperatorMetrics(self.cache.manifests, lambda: 0),
+            metrics,
             now=lambda: self.now,
+            clock=lambda: self.clock,
         )
+        self._loop = asyncio.new_event_loop()
+        self._loop.time = lambda: self.clock  # type: ignore[method-assign]
 
     def look(self, times: int = 1) -> list[float | None]:
-        """Look so many times, each time with all that the API server holds; when the next looks are wanted."""
+        """Look so many times with all that the API server holds, each time until nothing is wanted for a second; when
+        the next looks are wanted."""
+        return self._loop.run_until_complete(self._looks(times))
 
-        async def looks() -> list[float | None]:
-            wanted = []
-            for _ in range(times):
+    async def _looks(self, times: int) -> list[float | None]:
+        wanted = []
+        for _ in range(times):
+            for _ in range(20):
+                self.wanted.clear()
                 for (kind, _name), manifest in list(self.api.objects.items()):
                     if kind in ("SFTJob", "Job", "Pod"):
                         self.cache.store(kind, manifest)
-                wanted.append(await self.reconciler.reconcile(KEY))
-            return wanted
-
-        return asyncio.run(looks())
+                again = await self.reconciler.reconcile(KEY)
+                for _ in range(20):
+                    if len(asyncio.all_tasks()) > 1:
+                        await asyncio.sleep(0)
+                if self.wanted:
+                    continue
+                if again is None or again >= 1.0:
+                    break
+                self.clock += again
+            wanted.append(again)
+        return wanted
 
     @property
     def status(self) -> Object:
@@ -145,37 +168,60 @@ def store(uri: str) -> Settings:
     return SETTINGS.model_copy(update={"store": StoreSettings(uri=uri)})
 
 
-def test_a_run_goes_on_where_it_began_when_the_store_of_the_settings_changes_or_goes() -> None:
+def export_of_the_complete_run(world: World) -> str:
+    """Where the status says that the run has exported, once its Job is complete."""
+    job = world.api.objects["Job", "tulu"]
+    done = child_manifest(conditions={"Complete": ("", "")})
+    world.api.keep("Job", {**job, "status": done["status"]})
+    world.look()
+    assert world.status["state"] == "Complete"
+    uri: str = world.status["export"]["uri"]
+    return uri
+
+
+@pytest.mark.parametrize("later", [SETTINGS, store("s3://new/place")], ids=["gone", "another"])
+def test_a_run_goes_on_where_it_began_when_the_store_of_the_settings_changes_or_goes(later: Settings) -> None:
     # Given a run in the platform's store
     first = World(store("s3://old/place"))
-    first.api.keep("SFTJob", job_manifest(checkpoint={}))
-    first.look(2)
-    begun = "s3://old/place/team/tulu-sft-uid"
-    assert first.lookout.places[-1] == begun
+    first.api.keep("SFTJob", job_manifest(checkpoint={}, export={"atEnd": True}))
+    first.look()
 
     # When the operator comes back with other settings
-    for settings in (SETTINGS, store("s3://new/place")):
-        later = World(settings, first.api)
-        later.look(2)
+    world = World(later, first.api)
+    world.look(2)
 
-        # Then it follows the run as before
-        assert later.lookout.places == [begun, begun]
-        assert later.condition("Accepted")["status"] == "True"
-        assert later.status["state"] == "Starting"
+    # Then it follows the run as before
+    assert world.condition("Accepted")["status"] == "True"
+    assert world.status["state"] == "Starting"
+    assert export_of_the_complete_run(world).startswith("s3://old/place/team/tulu-sft-uid/")
 
 
 def test_a_job_that_is_made_later_is_followed_where_its_config_map_says() -> None:
     # Given a Job that was refused after its ConfigMap had been made
     first = World(store("s3://old/place"))
-    first.api.keep("SFTJob", job_manifest(checkpoint={}))
+    first.api.keep("SFTJob", job_manifest(checkpoint={}, export={"atEnd": True}))
     first.api.refuses = lambda verb, kind: ApiError(403, "Forbidden", "quota") if kind == "Job" else None
     first.look()
     first.api.refuses = lambda verb, kind: None
 
     second = World(store("s3://new/place"), first.api)
-    second.look(2)
+    second.look()
 
-    assert second.lookout.places[-1] == "s3://old/place/team/tulu-sft-uid"
+    assert export_of_the_complete_run(second).startswith("s3://old/place/team/tulu-sft-uid/")
+
+
+def test_the_store_is_read_once_for_a_run_whose_pods_have_ended_in_its_own_folder() -> None:
+    verify = SETTINGS.model_copy(update={"store": StoreSettings(uri="s3://platform/sft", verify=True)})
+    world = World(verify)
+    world.api.keep("SFTJob", {**job_manifest(checkpoint={}), "status": {"attempt": 1}})
+    world.look()
+    (question,) = {asked for asked in world.asking.questions if isinstance(asked, ReadStore)}
+
+    world.asking.questions = ()
+    world.look()
+
+    assert question.uri == "s3://platform/sft/team/tulu-sft-uid"
+    assert not world.asking.questions
 
 
 def test_a_config_map_of_our_name_and_owner_that_holds_no_configuration_stops_nothing() -> None:
@@ -292,7 +338,7 @@ def test_a_run_whose_spec_is_no_longer_understood_is_suspended_ends_and_is_remov
     ],
 )
 def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, error: ApiError
+    error: ApiError,
 ) -> None:
     world = World()
     world.api.keep("SFTJob", job_manifest())
@@ -301,12 +347,9 @@ def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
         world.api.keep("Pod", pod_manifest(index, deletion=-600))
     world.api.refuses = lambda verb, kind: error if (verb, kind) == ("patch", "Pod") else None
 
-    clock = time.monotonic()
-    monkeypatch.setattr("sft_operator.reconciler.loop_time", lambda: clock)
-
     world.look(5)
     assert world.api.done("patch", "Pod") == 0, "they have only just been seen"
-    clock += 31
+    world.clock += 31
     world.look(5)
 
     assert world.api.done("patch", "Pod") == 2, "once for each pod"
@@ -322,40 +365,46 @@ def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
     ids=["refused", "webhook"],
 )
 def test_a_refusal_that_lasts_for_weeks_is_tried_again_at_the_longest_pace(
-    error: ApiError, monkeypatch: pytest.MonkeyPatch
+    error: ApiError,
 ) -> None:
     # Given a Job that is refused whenever it is tried
     world = World(store("s3://models/sft"))
     world.api.keep("SFTJob", job_manifest(checkpoint={}))
     world.api.refuses = lambda verb, kind: error if (verb, kind) == ("create", "Job") else None
-    clock = 0.0
-    monkeypatch.setattr("sft_operator.reconciler.loop_time", lambda: clock)
+
+    world.look()
+    world.cache.remember(KEY, replace(world.cache.memory(KEY), refusals=1100))
 
     # When that goes on for longer than pauses could be doubled
-    for _ in range(1100):
+    for _ in range(3):
+        world.clock += 1000.0
         wanted = world.look()[0]
-        assert wanted is not None
-        clock += max(wanted, 1000.0)
 
     # Then it is told still, and tried again within minutes
-    assert world.api.done("create", "Job") == 1100
+    assert world.api.done("create", "Job") == 4
     assert error.message in world.status["message"]
+    assert wanted is not None
     assert wanted <= 300.0
 
 
-def test_a_job_that_somebody_resumes_again_and_again_is_suspended_ever_more_rarely_but_always(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Given a Job that somebody changes back whenever it was given its deadline
+def test_a_change_that_somebody_undoes_for_weeks_is_made_again_ever_more_rarely_but_always() -> None:
+    # Given a Job that somebody changes back whenever it was given its deadline, a thousand times
     world = World(store("s3://models/sft"))
     world.api.keep("SFTJob", job_manifest(checkpoint={}, runPolicy={"activeDeadlineSeconds": 900}))
-    clock = 0.0
-    monkeypatch.setattr("sft_operator.reconciler.loop_time", lambda: clock)
     world.look()
-    for _ in range(1100):
+
+    def undo() -> None:
         job = world.api.objects["Job", "tulu"]
         world.api.keep("Job", {**job, "spec": {**job["spec"], "activeDeadlineSeconds": 5}})
-        clock += 1000.0
+        world.clock += 1000.0
         world.look()
 
-    assert world.api.done("patch", "Job") == 1100
+    undo()
+    memory = world.cache.memory(KEY)
+    assert memory.patched is not None
+    world.cache.remember(KEY, replace(memory, patched=replace(memory.patched, times=1100)))
+
+    for _ in range(3):
+        undo()
+
+    assert world.api.done("patch", "Job") == 4

@@ -21,7 +21,8 @@ def test_every_reason_is_documented() -> None:
     reasons = (
         found(r'Situation\(\s*(?:"\w+"|before), "(\w+)"')
         | found(r'Problem\(\s*"(\w+)"')
-        | found(r'_refuse\(key, manifest, previous, "(\w+)"')
+        | found(r'Wrong\("(\w+)"')
+        | found(r'INVALID_SPEC = "(\w+)"')
     )
     reasons |= {phase.value for phase in Phase} - {"Complete", "Failed"}
 

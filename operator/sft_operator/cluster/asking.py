@@ -1,0 +1,211 @@
+"""Puts the questions that looks have, in the background, and has a job looked at again when one is answered."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from datetime import datetime
+
+import aiohttp
+
+from sft_api.times import parse_time
+
+from ..decisions import questions
+from ..decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, ReadStore
+from ..metrics import OperatorMetrics
+from ..picture.cache import Cache, Key
+from ..picture.memory import Memory
+from ..picture.observed import Manifest, Warning
+from ..picture.untrusted import part, text
+from ..picture.workload import Queueing
+from .client import ApiError, Cluster
+from .kueue import Kueue
+from .progress_client import ProgressClient, UnreadableReport, UnusableReport
+from .store import CheckpointStore, StoreError
+
+logger = logging.getLogger(__name__)
+
+_KEPT_WARNINGS = 20
+_REPORT = ("report", "")
+_SUBJECTS: dict[type, str] = {
+    AskTrainer: "progress",
+    AskKueue: "queue",
+    ReadEvents: "events",
+    ReadNamespace: "namespace",
+    ReadStore: "checkpoints",
+}
+Answer = Callable[[Memory], Memory]
+"""What an answer makes of the memory as it is then."""
+
+
+class Asking:
+    """One task for every open question."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        picture: Cache,
+        progress: ProgressClient,
+        store: CheckpointStore | None,
+        metrics: OperatorMetrics,
+        *,
+        look_again: Callable[[Key], None],
+        now: Callable[[], datetime],
+    ) -> None:
+        """``look_again`` is called with the key of a job of which something was heard."""
+        self._cluster = cluster
+        self._picture = picture
+        self._progress = progress
+        self._store = store
+        self._kueue = Kueue(cluster, now)
+        self._metrics = metrics
+        self._look_again = look_again
+        self._now = now
+        self._open: dict[Key, dict[type, tuple[Question, asyncio.Task[None]]]] = {}
+
+    @property
+    def followed(self) -> int:
+        """Jobs about which something is asked now."""
+        return len(self._open)
+
+    def put(self, key: Key, wanted: Iterable[Question]) -> None:
+        """Have just these questions open for a job: those that are asked already go on, others are dropped."""
+        by_kind = {type(question): question for question in wanted}
+        tasks = self._open.get(key, {})
+        for kind, (question, task) in list(tasks.items()):
+            if by_kind.get(kind) != question:
+                task.cancel()
+                del tasks[kind]
+        for kind, question in by_kind.items():
+            if kind not in tasks:
+                name = f"{_SUBJECTS[kind]} of {key}"
+                tasks[kind] = (question, asyncio.create_task(self._ask(key, question), name=name))
+        if tasks:
+            self._open[key] = tasks
+        else:
+            self._open.pop(key, None)
+
+    async def _ask(self, key: Key, question: Question) -> None:
+        what, words = _SUBJECTS[type(question)], None
+        try:
+            answer = await self._answer(key, question)
+        except Exception as error:
+            logger.exception("%s: %s: a bug in the operator", key, what)
+            words = f"the {what} cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            answer = self._in_vain(key, question)
+        self._open.get(key, {}).pop(type(question), None)
+        if (memory := self._picture.memory(key)).uid == question.uid:
+            self._picture.remember(key, answer(memory))
+            self._picture.say(key, (what, ""), words)
+        self._look_again(key)
+
+    async def _answer(self, key: Key, question: Question) -> Answer:
+        match question:
+            case AskTrainer():
+                return await self._ask_trainer(key, question)
+            case AskKueue():
+                return await self._ask_kueue(key, question)
+            case ReadEvents():
+                return await self._read_events(key, question)
+            case ReadNamespace():
+                return await self._read_namespace(key)
+            case ReadStore():
+                return await self._read_store(key, question)
+
+    def _in_vain(self, key: Key, question: Question) -> Answer:
+        match question:
+            case AskTrainer():
+                return lambda memory: questions.trainer_answered(memory, question, None, self._now())
+            case AskKueue():
+                return lambda memory: self._kueue_answered(key, memory, question, None)
+            case ReadEvents():
+                return lambda memory: questions.events_read(memory, ())
+            case ReadNamespace():
+                return lambda memory: questions.namespace_read(memory, terminating=None)
+            case ReadStore():
+                return lambda memory: questions.store_was_read(memory, None)
+
+    async def _ask_trainer(self, key: Key, question: AskTrainer) -> Answer:
+        await asyncio.sleep(question.due - asyncio.get_running_loop().time())
+        try:
+            progress = await self._progress.read(
+                address=question.address,
+                namespace=key.namespace,
+                name=key.name,
+                job_uid=question.uid,
+                pod_uid=question.pod_uid,
+            )
+        except UnusableReport as error:
+            logger.debug("%s: %s", key, error)
+            self._metrics.reports.labels("failed").inc()
+            unreadable = isinstance(error, UnreadableReport)
+            words = f"the report of pod {question.pod} cannot be read: {error}"
+            self._picture.say(key, _REPORT, words if unreadable else None)
+            return self._in_vain(key, question)
+        self._metrics.reports.labels("read").inc()
+        self._picture.say(key, _REPORT, None)
+        now = self._now()
+        return lambda memory: questions.trainer_answered(memory, question, progress, now)
+
+    async def _ask_kueue(self, key: Key, question: AskKueue) -> Answer:
+        try:
+            queueing = await self._kueue.ask(key.namespace, question.job_uid, stop=question.stop)
+        except (ApiError, aiohttp.ClientError) as error:
+            # Nobody can be asked anything: what was known holds.
+            logger.warning("%s: Kueue cannot be asked: %s", key, error)
+            return self._in_vain(key, question)
+        return lambda memory: self._kueue_answered(key, memory, question, queueing)
+
+    def _kueue_answered(self, key: Key, memory: Memory, question: AskKueue, answer: Queueing | None) -> Memory:
+        clock = asyncio.get_running_loop().time()
+        return questions.kueue_answered(memory, question, answer, self._picture.observed(key).job, clock=clock)
+
+    async def _read_events(self, key: Key, question: ReadEvents) -> Answer:
+        found = NewestWarnings(self._now())
+        try:
+            for uid in question.subjects:
+                fields = f"involvedObject.uid={uid}"
+                await self._cluster.scan("CoreEvent", key.namespace, found.take, fields=fields)
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            # They only explain: where the job stands is told without them.
+            logger.warning("%s: events cannot be read: %s", key, error)
+        return lambda memory: questions.events_read(memory, tuple(found.newest))
+
+    async def _read_namespace(self, key: Key) -> Answer:
+        try:
+            namespace = await self._cluster.get("Namespace", None, key.namespace)
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            logger.debug("namespace %s cannot be read: %s", key.namespace, error)
+            return lambda memory: questions.namespace_read(memory, terminating=None)
+        terminating = part(namespace, "status").get("phase") == "Terminating"
+        return lambda memory: questions.namespace_read(memory, terminating=terminating)
+
+    async def _read_store(self, key: Key, question: ReadStore) -> Answer:
+        stored = None
+        try:
+            stored = await self._store.read(question.uri) if self._store else None
+        except StoreError as error:
+            logger.warning("%s: checkpoints cannot be read: %s", key, error)
+        return lambda memory: questions.store_was_read(memory, stored)
+
+
+class NewestWarnings:
+    """The newest warnings among events that are read one by one."""
+
+    def __init__(self, now: datetime) -> None:
+        self._now = now
+        self.newest: list[Warning] = []
+
+    def take(self, event: Manifest) -> None:
+        """Take in one event."""
+        if event.get("type") != "Warning":
+            return
+        subject = part(event, "involvedObject")
+        times = (event.get("lastTimestamp"), part(event, "series").get("lastObservedTime"), event.get("eventTime"))
+        found = Warning(
+            subject=f"{text(subject.get('kind'))}/{text(subject.get('name'))}",
+            reason=text(event.get("reason")),
+            message=text(event.get("message")),
+            time=next((time for given in times if (time := parse_time(given))), None),
+        )
+        self.newest = sorted([*self.newest, found], key=lambda item: item.time or self._now, reverse=True)
+        del self.newest[_KEPT_WARNINGS:]

@@ -1,0 +1,397 @@
+"""One look at one SFTJob: all that is known of it goes in, all that is to be done about it comes out. Pure.
+
+Read ``look`` from top to bottom.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
+from sft_api.v1alpha1.job import ObjectMeta
+
+from ..config import Settings
+from ..picture.cache import Key
+from ..picture.memory import Healing, Memory, Patched
+from ..picture.observed import ChildJob, Manifest, Observed, Refusal
+from .backoff import seconds_to_next_word
+from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
+from .news import news
+from .pauses import doubled, spread
+from .places import PlaceNotAllowed
+from .questions import Asked, ask_kueue, ask_trainer, read_events, read_namespace, read_store
+from .result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren, Question, Result
+from .situation import last_words_missing, seconds_to_complete
+from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
+from .status import (
+    INVALID_SPEC,
+    completed_status,
+    compute_status,
+    follow,
+    is_transition,
+    merge_patch,
+    read_status,
+    refused_status,
+    write_status,
+)
+from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
+
+_LONGEST_REFUSAL_SECONDS = 300.0
+_GIVE_UP_AGAIN_SECONDS = 30.0
+"""When the API server refused to let a stuck pod go."""
+_DELETE_AGAIN_SECONDS = 2.0
+"""When nothing tells that what was deleted is going."""
+_SOON_SECONDS = 0.5
+_WEBHOOK_PATIENCE = timedelta(seconds=30)
+"""A webhook that does not answer for so long needs somebody."""
+_LONGEST_WEBHOOK_SECONDS = 30.0
+_LONGEST_PATCH_PAUSE_SECONDS = 60.0
+_BREATH_SECONDS = 0.5
+"""Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
+_HEALING_SECONDS = 30.0
+_AT_REST = ("Running", "Suspended", "Queued")
+"""States in which nothing is about to start that would need a child: they are looked at as rarely as SFTJobs are
+listed."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that is known of one SFTJob in one moment."""
+
+    key: Key
+    manifest: Manifest | None
+    observed: Observed
+    memory: Memory
+    now: datetime
+    """By the clock of the API server."""
+    clock: float
+    """Seconds of a clock that is never set."""
+    followed: int = 1
+    """Jobs whose trainers this operator asks."""
+
+
+class Wrong(NamedTuple):
+    """Why a job cannot be run as its spec has it."""
+
+    reason: str
+    """CamelCase, stable."""
+    message: str
+
+
+def look(seen: Snapshot, settings: Settings) -> Result:
+    """What is to be done about the job, what to ask, what to say, and when to look again."""
+    # Gone: its children follow by their owner references.
+    if seen.manifest is None:
+        return Result(seen.memory)
+    return _Look(seen, seen.manifest, settings).result()
+
+
+class _Look:
+    """What comes together during one look."""
+
+    def __init__(self, seen: Snapshot, manifest: Manifest, settings: Settings) -> None:
+        self._key, self._manifest, self._observed = seen.key, manifest, seen.observed
+        self._now, self._clock, self._followed = seen.now, seen.clock, seen.followed
+        self._settings = settings
+        self._memory = seen.memory
+        self._previous = SFTJobStatus()
+        self._generation: int = manifest["metadata"].get("generation", 0)
+        self._actions: list[Action] = []
+        self._questions: list[Question] = []
+        self._waits: list[float] = []
+        self._changes_wait = False
+        """For an answer that is about to come."""
+        self._words_wait = False
+        """For that as well, and for what the changes of this look bring about."""
+
+    def result(self) -> Result:
+        """The story of a job, from its end to its beginning."""
+        # Going: its Job must not hold the pods, nor the namespace.
+        if "deletionTimestamp" in self._manifest["metadata"]:
+            self._release()
+            return self._silent()
+
+        # Ended: clean up, and leave everything else as it is.
+        self._previous = previous = read_status(self._manifest)
+        if is_finished(previous):
+            return self._say(self._ended())
+
+        # Read the spec. What has its Job is followed to its end, whatever can be read of it.
+        job, terms = self._read_spec()
+        readable = job is not None or self._observed.job is not None
+        wrong = None if readable else Wrong(INVALID_SPEC, terms.unreadable)
+
+        # Look closer: what Kueue says, how the trainer is getting on, why something does not move.
+        self._ask(terms, job)
+
+        # Create what is missing, suspend, resume; put right what has become of the children; free what a lost node
+        # holds.
+        wrong = wrong or self._change(job, terms)
+        self._heal(terms)
+        self._give_up_stuck()
+
+        # Say what is wrong with the spec, or where the run stands; of one that has just ended once its last words are
+        # there.
+        if wrong:
+            return self._say(refused_status(self._generation, previous, *wrong, self._now))
+        observed = self._with_memory()
+        if last_words_missing(observed, self._now):
+            self._waits.append(_SOON_SECONDS)
+            self._words_wait = True
+        if self._words_wait:
+            return self._silent()
+        return self._say(self._status(job, terms, observed))
+
+    # Going, ended, under way
+
+    def _release(self) -> None:
+        """Delete the Job of an SFTJob that is going, unless its children are to stay (``--cascade=orphan``)."""
+        child = self._observed.job
+        if child and not child.deleting and "orphan" not in (self._manifest["metadata"].get("finalizers") or ()):
+            self._delete("Job", child.name, child.uid)
+
+    def _ended(self) -> SFTJobStatus:
+        previous, observed = self._previous, self._observed
+        self._remember(kueue=None, healing=None)
+        if has_just_ended(previous, self._now):
+            job, terms = self._read_spec()
+            self._read_store(terms, job)
+        if goes_on(observed) and observed.job:
+            self._delete("Job", observed.job.name, observed.job.uid)
+        left = time_to_live(self._manifest, previous, self._now)
+        if left is not None and left <= timedelta():
+            self._delete(KIND, self._key.name, self._manifest["metadata"]["uid"])
+        elif left is not None:
+            self._waits.append(min(left.total_seconds() + 0.1, 3600.0))
+        return completed_status(previous, observed, self._generation)
+
+    def _status(self, job: SFTJob | None, terms: Terms, observed: Observed) -> SFTJobStatus:
+        """Of a run that is under way, or about to be."""
+        now = self._now
+        self._look_when(seconds_to_complete(observed, now), later=1.0)
+        self._look_when(seconds_to_next_word(observed, now))
+        _, export_uri = self._places(job)
+        if job is None:
+            return follow(terms, self._previous, observed, now, export_uri=export_uri)
+        return compute_status(job, self._previous, observed, now, export_uri=export_uri)
+
+    # What to ask
+
+    def _ask(self, terms: Terms, job: SFTJob | None) -> None:
+        observed, previous, clock = self._observed, self._previous, self._clock
+        self._asked(ask_kueue(self._memory, terms, observed.job, clock=clock))
+        self._asked(read_namespace(self._memory, observed, clock=clock))
+        self._asked(read_events(self._memory, observed, previous, pods_wanted=terms.nodes, now=self._now, clock=clock))
+        self._asked(ask_trainer(self._memory, observed, previous, self._settings, clock=clock, followed=self._followed))
+        self._read_store(terms, job)
+
+    def _read_store(self, terms: Terms, job: SFTJob | None) -> None:
+        uri, _ = self._places(job)
+        namespace, store = self._key.namespace, self._settings.store
+        self._asked(read_store(self._memory, self._observed, self._previous, terms, uri, store, namespace))
+
+    def _asked(self, asked: Asked) -> None:
+        self._memory = asked.memory
+        if asked.question is not None:
+            self._questions.append(asked.question)
+        if asked.wait is not None:
+            self._waits.append(max(0.0, asked.wait))
+        self._changes_wait = self._changes_wait or asked.holds_changes
+        self._words_wait = self._words_wait or asked.holds_changes or asked.holds_words
+
+    # What to change
+
+    def _change(self, job: SFTJob | None, terms: Terms) -> Wrong | None:
+        """Create what is missing, suspend, resume; or why the settings of this cluster do not let the job run."""
+        previous, child = self._previous, self._observed.job
+        observed = replace(self._observed, queueing=self._memory.queueing)
+        try:
+            changes = (
+                plan_changes(job, previous, observed, self._settings) if job else change_job(terms, previous, observed)
+            )
+        except PlaceNotAllowed as error:
+            return Wrong("PlaceNotAllowed", str(error))
+        except ValueError as error:
+            return Wrong("NotConfigured", str(error))
+        if self._changes_wait:
+            return None
+        if changes.delete_job and child:
+            self._delete("Job", child.name, child.uid)
+        elif not changes.create and not changes.patch_job:
+            self._remember(refusal=None, refusals=0)
+        elif (wait := self._memory.next_creation - self._clock) > 0:
+            self._waits.append(wait)
+        elif changes.create:
+            self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
+        elif changes.patch_job and child:
+            self._patch(child, changes.patch_job)
+        return None
+
+    def _act(self, action: Action) -> None:
+        self._actions.append(action)
+        self._words_wait = True
+
+    def _patch(self, child: ChildJob, patch: Manifest) -> None:
+        """Change the Job; what somebody else undoes again and again is made again ever more rarely."""
+        made, clock = self._memory.patched, self._clock
+        again = made is not None and made.patch == patch
+        if made is not None and again and clock < made.next:
+            self._waits.append(made.next - clock)
+            self._remember(refusal=None, refusals=0)
+            return
+        times = made.times + 1 if made is not None and again else 0
+        pause = doubled(1.0, times, longest=_LONGEST_PATCH_PAUSE_SECONDS)
+        self._remember(patched=Patched(patch, times, clock + pause))
+        self._act(ChangeJob(child, patch))
+
+    def _delete(self, kind: str, name: str, uid: str) -> None:
+        """Delete an object, unless that was just done."""
+        before, clock = self._memory.deleted, self._clock
+        if before is not None and before[0] == uid and clock < before[1]:
+            self._waits.append(before[1] - clock)
+            return
+        self._remember(deleted=(uid, clock + _DELETE_AGAIN_SECONDS))
+        self._waits.append(_DELETE_AGAIN_SECONDS)
+        self._act(Delete(kind, name, uid))
+
+    def _heal(self, terms: Terms) -> None:
+        """Look now and then, and when a run was interrupted, whether a living Job still has all that its pods need."""
+        job, clock, previous = self._observed.job, self._clock, self._previous
+        if job is None or not goes_on(self._observed) or self._observed.namespace_terminating:
+            self._remember(healing=None)
+            return
+        state = previous.state
+        pause = self._settings.resync_seconds if state in _AT_REST else _HEALING_SECONDS
+        healing = self._memory.healing
+        if healing is None or healing.job_uid != job.uid:
+            # Another operator made it: not all of those in the same moment, but what it told must not be taken back.
+            told = any(item.type == "Stalled" and item.status == "True" for item in previous.conditions)
+            healing = Healing(job.uid, clock + (0.0 if told else pause * spread(job.uid)), state)
+        interrupted = state == "Recovering" and healing.state != state
+        healing = replace(healing, next=min(healing.next, clock + pause), state=state)
+        if interrupted or clock >= healing.next:
+            # What could not be healed is said until that has succeeded.
+            healing = replace(healing, next=clock + pause)
+            self._act(HealChildren(self._owner(terms), job))
+        self._remember(healing=healing)
+        self._waits.append(healing.next - clock)
+
+    def _give_up_stuck(self) -> None:
+        observed, now, clock = self._observed, self._now, self._clock
+        if (wait := self._memory.next_give_up - clock) > 0:
+            self._waits.append(wait)
+            return
+        patience = self._settings.stuck_pod_seconds
+        overdue = overdue_since(self._memory.overdue, observed, now=now, clock=clock)
+        self._remember(overdue=overdue)
+        for pod in stuck_pods(observed, overdue, patience=patience, clock=clock):
+            self._actions.append(GiveUpPod(pod, give_up_patch(pod, now)))
+        self._look_when(seconds_to_stuck(observed, overdue, patience=patience, now=now, clock=clock), later=1.0)
+
+    # What to say
+
+    def _say(self, status: SFTJobStatus) -> Result:
+        """Show the status when it changed; figures alone not too often."""
+        patch = merge_patch(self._manifest.get("status") or {}, write_status(status)) or None
+        if patch and not is_finished(status):
+            soon = is_transition(self._previous, status)
+            pause = _BREATH_SECONDS if soon else self._settings.status_seconds
+            if (wait := self._memory.written + pause - self._clock) > 0:
+                self._waits.append(wait)
+                return self._silent()
+        if patch:
+            self._remember(written=self._clock)
+        if is_finished(status) and not is_finished(self._previous):
+            self._waits.append(0.0)
+        told = tuple(news(self._previous, status)) if patch else ()
+        return replace(self._silent(), status=status, patch=patch, news=told)
+
+    def _silent(self) -> Result:
+        again = min(self._waits, default=None)
+        return Result(self._memory, tuple(self._actions), tuple(self._questions), again=again)
+
+    def _with_memory(self) -> Observed:
+        """What is observed, with what this look has forgotten of it, and what hinders the children."""
+        memory = self._memory
+        refusal = memory.refusal or (memory.healing.refusal if memory.healing else None)
+        return replace(
+            self._observed,
+            queueing=memory.queueing,
+            warnings=memory.warnings,
+            stored=memory.stored,
+            refusal=refusal,
+        )
+
+    # What is known
+
+    def _read_spec(self) -> tuple[SFTJob | None, Terms]:
+        """The job, parsed once for what it is made of, and its terms; what can be read of them when it is None."""
+        metadata, memory = self._manifest["metadata"], self._memory
+        # Labels change without a new generation.
+        identity = (metadata.get("uid", ""), metadata.get("generation", 0), metadata.get("labels"))
+        job = memory.job
+        if job is None or memory.identity != identity:
+            try:
+                job = read_spec(self._manifest)
+            except InvalidSpec as error:
+                return None, lenient_terms(self._manifest, self._observed.job, str(error))
+            self._remember(job=job, identity=identity)
+        return job, run_terms(job)
+
+    def _places(self, job: SFTJob | None) -> tuple[str | None, str | None]:
+        return run_places(job, self._observed.job, self._settings.store)
+
+    def _owner(self, terms: Terms) -> ObjectMeta:
+        return ObjectMeta(name=self._key.name, namespace=self._key.namespace, uid=terms.uid)
+
+    def _remember(self, **changes: Any) -> None:
+        self._memory = replace(self._memory, **changes)
+
+    def _look_when(self, seconds: float | None, *, later: float = 0.0) -> None:
+        if seconds is not None:
+            self._waits.append(seconds + later)
+
+
+# What the shell tells of its deeds
+
+
+def children_made(memory: Memory, previous: SFTJobStatus, job_uid: str | None, *, clock: float) -> Memory:
+    """The children were made, the Job with this uid; None: it has to wait."""
+    memory = replace(memory, refusal=None, refusals=0)
+    if job_uid is None:
+        return memory
+    healing = Healing(job_uid, clock + _HEALING_SECONDS, previous.state)
+    return replace(memory, written=clock, healing=healing)
+
+
+def job_changed(memory: Memory) -> Memory:
+    """The Job was changed."""
+    return replace(memory, refusal=None, refusals=0)
+
+
+def healed(memory: Memory, refusal: Refusal | None) -> Memory:
+    """The children are as they have to be, or that was refused."""
+    if memory.healing is None:
+        return memory
+    return replace(memory, healing=replace(memory.healing, refusal=refusal))
+
+
+def refused(memory: Memory, refusal: Refusal, *, namespace_going: bool, clock: float) -> Memory:
+    """What the API server refuses for good is remembered, shown, and tried again later."""
+    memory = replace(memory, namespace_terminating=memory.namespace_terminating or namespace_going)
+    if refusal.code >= 500:
+        # Who serves the webhook is mending it, for a while.
+        before = memory.refusal
+        since = before.time if before and before.code >= 500 else refusal.time
+        refusal = replace(refusal, time=since, passing=refusal.time - since < _WEBHOOK_PATIENCE)
+        pause = doubled(1.0, memory.refusals, longest=_LONGEST_WEBHOOK_SECONDS)
+    elif refusal.passing:
+        pause = 2.0
+    else:
+        pause = doubled(5.0, memory.refusals, longest=_LONGEST_REFUSAL_SECONDS)
+    return replace(memory, refusal=refusal, refusals=memory.refusals + 1, next_creation=clock + pause)
+
+
+def giving_up_refused(memory: Memory, *, clock: float) -> Memory:
+    """A stuck pod may not be given up."""
+    return replace(memory, next_give_up=clock + _GIVE_UP_AGAIN_SECONDS)

@@ -1,0 +1,219 @@
+"""Whom to ask what about a job, and when; and what an answer changes. Pure.
+
+A question stands in every look until it was answered. Times are seconds of the event loop's clock.
+"""
+
+from dataclasses import replace
+from datetime import datetime
+from typing import NamedTuple
+
+from sft_api.progress import Progress
+from sft_api.v1alpha1 import SFTJobStatus
+
+from ..config import Settings, StoreSettings
+from ..picture.memory import FIRST_EVENTS_SECONDS, EventsPace, KueuePace, Memory
+from ..picture.observed import ChildJob, Observed, Report, Stored, Unanswered, Warning
+from ..picture.workload import Queueing
+from .places import is_readable
+from .problems import wants_events
+from .queue import asks_kueue, wants_stop
+from .result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, ReadStore
+from .spec import Terms
+
+_LONGEST_POLL_SECONDS = 25.0
+_LAST_EVENTS_SECONDS = 30.0
+_LONGEST_WITHHELD_SECONDS = 10.0
+_NAMESPACE_SECONDS = 5.0
+_LAST_KUEUE_SECONDS = 25.0
+"""Between two questions; no status is older than half a minute."""
+_NOTHING_TO_SAY_SECONDS = 300.0
+"""The same at last, of a Job that rests, names no queue and has no Workload: thousands may be suspended, and should
+Kueue take one up after all, its Job changes."""
+_AT_ONCE_SECONDS = 0.5
+"""What Kueue answers within this time belongs into the status that is being made."""
+
+
+class Asked(NamedTuple):
+    """What becomes of one question in a look."""
+
+    memory: Memory
+    question: Question | None = None
+    wait: float | None = None
+    """Seconds after which to look again."""
+    holds_changes: bool = False
+    """What is to be done, and so what is to be said, waits for the answer, no longer than ``wait``."""
+    holds_words: bool = False
+    """What is to be said waits for it."""
+
+
+# The trainer
+
+
+def ask_trainer(
+    memory: Memory,
+    observed: Observed,
+    previous: SFTJobStatus,
+    settings: Settings,
+    *,
+    clock: float,
+    followed: int,
+) -> Asked:
+    """Ask index 0 how training gets on; ``followed`` are the jobs that share what one operator can read."""
+    pod = observed.coordinator
+    if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
+        return Asked(replace(memory, poll_due=None))
+    pause = settings.poll_seconds if previous.state == "Running" else settings.poll_seconds_starting
+    # Many jobs share what one operator can read, but no report gets older than half a minute.
+    pause = max(pause, min(followed / settings.polls_per_second, _LONGEST_POLL_SECONDS))
+    due = clock + (pause if memory.polled else 0.0)
+    if memory.poll_due is not None:
+        due = min(due, memory.poll_due)
+    return Asked(replace(memory, poll_due=due), AskTrainer(memory.uid, pod.name, pod.uid, pod.ip, due))
+
+
+def trainer_answered(memory: Memory, question: AskTrainer, progress: Progress | None, now: datetime) -> Memory:
+    """With the report, or with None: nobody answers there, or not with a report."""
+    memory = replace(memory, polled=True, poll_due=None)
+    if progress is not None:
+        return replace(memory, report=Report(progress, now, question.pod_uid), unanswered=None)
+    if memory.unanswered is None or memory.unanswered.pod_uid != question.pod_uid:
+        return replace(memory, unanswered=Unanswered(question.pod_uid, now))
+    return memory
+
+
+# Kueue
+
+
+def ask_kueue(memory: Memory, terms: Terms, child: ChildJob | None, *, clock: float) -> Asked:
+    """Ask what Kueue says of a job that waits, and tell it to stop one or to let it go on."""
+    if child is None or not asks_kueue(terms, child):
+        return Asked(replace(memory, kueue=None, queueing=None))
+    stop = wants_stop(terms, child)
+    subject = (child.uid, stop, child.suspended, tuple(sorted(child.kueue_labels.items())))
+    pace = memory.kueue
+    if pace is None or pace.subject != subject:
+        if pace is None or pace.subject[0] != child.uid:
+            memory = replace(memory, queueing=None)
+        pace = KueuePace(subject, clock)
+    if pace.asked is None and clock >= pace.next:
+        pace = replace(pace, asked=clock)
+    memory = replace(memory, kueue=pace)
+    if pace.asked is None:
+        return Asked(memory, wait=pace.next - clock)
+    question = AskKueue(memory.uid, subject, child.uid, stop)
+    left = pace.asked + _AT_ONCE_SECONDS - clock
+    return Asked(memory, question, left, holds_changes=True) if left > 0 else Asked(memory, question)
+
+
+def kueue_answered(
+    memory: Memory, question: AskKueue, answer: Queueing | None, child: ChildJob | None, *, clock: float
+) -> Memory:
+    """With what Kueue says; None: nobody could be asked, for the API server itself is away."""
+    pace = memory.kueue
+    if pace is None or pace.subject != question.subject:
+        return memory
+    queueing = memory.queueing if answer is None else _since(memory.queueing, answer)
+    # Of a Job that rests, names no queue and has no Workload, there is nothing to say.
+    concerned = child is None or not child.suspended or child.queue is not None or queueing is None
+    concerned = concerned or bool(queueing and (queueing.workload or queueing.problem))
+    longest = _LAST_KUEUE_SECONDS if concerned else _NOTHING_TO_SAY_SECONDS
+    pace = replace(pace, asked=None, next=clock + pace.pause, pause=min(2 * pace.pause, longest))
+    return replace(memory, kueue=pace, queueing=queueing)
+
+
+def _since(before: Queueing | None, now: Queueing) -> Queueing:
+    """``now``, but as old as what it only repeats."""
+    if before is None or _kind(before) != _kind(now):
+        return now
+    return replace(now, since=before.since)
+
+
+def _kind(queueing: Queueing) -> tuple[object, ...]:
+    workload = queueing.workload
+    return (queueing.served, bool(queueing.problem), workload and (workload.name, workload.active))
+
+
+# Events
+
+
+def read_events(
+    memory: Memory, observed: Observed, previous: SFTJobStatus, *, pods_wanted: int, now: datetime, clock: float
+) -> Asked:
+    """Read the events of what does not move, at first often, then ever more rarely."""
+    pace = replace(memory.events, in_mind=True)
+    subjects = wants_events(observed, pods_wanted=pods_wanted, now=now)
+    if not subjects:
+        # Pods that come and go again and again are no news: only what was quiet for a while is read often again.
+        quiet = clock >= pace.next + _LAST_EVENTS_SECONDS
+        pause = FIRST_EVENTS_SECONDS if quiet else pace.pause
+        pace = replace(pace, wanted=False, pause=pause, asked=(), withheld_since=None)
+        return Asked(replace(memory, events=pace, warnings=()))
+    if not pace.wanted:
+        # What another operator has told of this job must not be taken back for want of its events.
+        told_before = not memory.events.in_mind and previous.state is not None
+        soon = 0.0 if told_before else FIRST_EVENTS_SECONDS
+        withheld = clock if told_before else None
+        pace = replace(pace, wanted=True, next=max(pace.next, clock + soon), withheld_since=withheld)
+    if clock >= pace.next and not pace.asked:
+        pause = min(2 * pace.pause, _LAST_EVENTS_SECONDS)
+        pace = replace(pace, asked=tuple(subjects), pause=pause, next=clock + pause)
+    memory = replace(memory, events=pace)
+    question = ReadEvents(memory.uid, pace.asked) if pace.asked else None
+    if pace.withheld_since is not None and (left := pace.withheld_since + _LONGEST_WITHHELD_SECONDS - clock) > 0:
+        return Asked(memory, question, left, holds_words=True)
+    return Asked(memory, question, pace.next - clock)
+
+
+def events_read(memory: Memory, warnings: tuple[Warning, ...]) -> Memory:
+    """With the newest warnings."""
+    pace: EventsPace = replace(memory.events, asked=(), withheld_since=None)
+    return replace(memory, events=pace, warnings=warnings)
+
+
+# The namespace
+
+
+def read_namespace(memory: Memory, observed: Observed, *, clock: float) -> Asked:
+    """Pods that end although nobody asked may be the first sign of a namespace that is going."""
+    # Also those that are gone already: quick ones may never be seen while they end.
+    if any(pod.deletion for pod in (*observed.pods, *observed.gone_pods)):
+        memory = replace(memory, namespace_in_doubt=True)
+    if not memory.namespace_in_doubt or observed.job is None or observed.job.suspended:
+        return Asked(replace(memory, namespace_asked=False))
+    if clock >= memory.next_namespace:
+        memory = replace(memory, namespace_asked=True, next_namespace=clock + _NAMESPACE_SECONDS)
+    question = ReadNamespace(memory.uid) if memory.namespace_asked else None
+    return Asked(memory, question, memory.next_namespace - clock)
+
+
+def namespace_read(memory: Memory, *, terminating: bool | None) -> Memory:
+    """With what it is; None: it could not be read."""
+    memory = replace(memory, namespace_asked=False)
+    if terminating is None:
+        return memory
+    return replace(memory, namespace_in_doubt=False, namespace_terminating=terminating)
+
+
+# The store
+
+
+def read_store(
+    memory: Memory,
+    observed: Observed,
+    previous: SFTJobStatus,
+    terms: Terms,
+    uri: str | None,
+    store: StoreSettings | None,
+    namespace: str,
+) -> Asked:
+    """Read the platform's store once after the last pod of a run that had begun has ended."""
+    if store is None or not store.verify or uri is None or not is_readable(uri, terms.s3, store, namespace):
+        return Asked(memory)
+    if observed.active_pods or observed.earlier_pods or not previous.attempt:
+        return Asked(replace(memory, stored=None, store_read=False))
+    return Asked(memory, None if memory.store_read else ReadStore(memory.uid, uri))
+
+
+def store_was_read(memory: Memory, stored: Stored | None) -> Memory:
+    """With what lies there; None: it could not be read, and is not asked again before the next pods have ended."""
+    return replace(memory, stored=stored or memory.stored, store_read=True)

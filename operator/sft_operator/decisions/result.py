@@ -1,0 +1,122 @@
+"""What comes out of a look: what to change, what to ask, what to say, and when to look again."""
+
+from dataclasses import dataclass
+
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1.job import ObjectMeta
+
+from ..picture.memory import Memory
+from ..picture.observed import ChildJob, Manifest, Pod
+from .news import News
+
+
+@dataclass(frozen=True)
+class CreateChildren:
+    """Make these in their order, unless pods of an earlier Job are found."""
+
+    owner: ObjectMeta
+    manifests: tuple[Manifest, ...]
+
+
+@dataclass(frozen=True)
+class ChangeJob:
+    """Merge this patch into the Job."""
+
+    job: ChildJob
+    patch: Manifest
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete just this object: the Job, or the SFTJob itself."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class HealChildren:
+    """Make again what the living Job lacks."""
+
+    owner: ObjectMeta
+    job: ChildJob
+
+
+@dataclass(frozen=True)
+class GiveUpPod:
+    """Have a pod counted as lost that does not end."""
+
+    pod: Pod
+    patch: Manifest
+
+
+Action = CreateChildren | ChangeJob | Delete | HealChildren | GiveUpPod
+
+
+@dataclass(frozen=True)
+class AskTrainer:
+    """How training gets on: asked at ``due``, by the event loop's clock."""
+
+    uid: str
+    """Of the SFTJob, as in all questions."""
+    pod: str
+    pod_uid: str
+    address: str
+    due: float
+
+
+@dataclass(frozen=True)
+class AskKueue:
+    """What Kueue says of a Job, after it was told whether to ``stop`` it."""
+
+    uid: str
+    subject: tuple[object, ...]
+    """See ``KueuePace``."""
+    job_uid: str
+    stop: bool
+
+
+@dataclass(frozen=True)
+class ReadEvents:
+    """Warnings about the objects with these uids."""
+
+    uid: str
+    subjects: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReadNamespace:
+    """Whether the namespace is going."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
+class ReadStore:
+    """What lies in the platform's store."""
+
+    uid: str
+    uri: str
+
+
+Question = AskTrainer | AskKueue | ReadEvents | ReadNamespace | ReadStore
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one look."""
+
+    memory: Memory
+    actions: tuple[Action, ...] = ()
+    """In this order."""
+    questions: tuple[Question, ...] = ()
+    """All that are open: one that is being asked already stays, one that is no longer here is dropped."""
+    status: SFTJobStatus | None = None
+    """The whole status that is to be shown now; None: it has to wait, for the time after which to look ``again``."""
+    patch: Manifest | None = None
+    """Merge patch of what is shown; None: nothing new."""
+    news: tuple[News, ...] = ()
+    """To be told in events once the status is written."""
+    again: float | None = None
+    """Seconds after which to look again; None: when something happens."""

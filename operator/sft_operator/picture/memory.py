@@ -1,0 +1,115 @@
+"""What is remembered of one run between two looks at it. Pure.
+
+It begins empty with every SFTJob, by uid, and goes with it: that is the only rule of forgetting. Nothing is in it that
+another operator would miss: what was heard is heard again, and what was paced begins anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sft_api.v1alpha1 import SFTJob
+from sft_api.v1alpha1.status import State
+
+from .observed import Manifest, Refusal, Report, Stored, Unanswered, Warning
+from .workload import Queueing
+
+FIRST_EVENTS_SECONDS = 2.0
+FIRST_KUEUE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class EventsPace:
+    """When the events of what does not move are read; all times are seconds of the event loop's clock."""
+
+    wanted: bool = False
+    next: float = 0.0
+    pause: float = FIRST_EVENTS_SECONDS
+    in_mind: bool = False
+    """It was asked before whether events have to be read."""
+    asked: tuple[str, ...] = ()
+    """Uids whose events are being read."""
+    withheld_since: float | None = None
+    """Since when the first status of this operator waits for them."""
+
+
+@dataclass(frozen=True)
+class KueuePace:
+    """When Kueue is asked."""
+
+    subject: tuple[object, ...]
+    """What the pace depends on: when it changes, it is asked at once. The uid of the Job comes first."""
+    next: float
+    pause: float = FIRST_KUEUE_SECONDS
+    asked: float | None = None
+    """Since when an answer is awaited."""
+
+
+@dataclass(frozen=True)
+class Healing:
+    """When the children of one Job are looked at."""
+
+    job_uid: str
+    next: float
+    state: State | None
+    """In which the run was at the last look."""
+    refusal: Refusal | None = None
+    """Why they could not be made again."""
+
+
+@dataclass(frozen=True)
+class Patched:
+    """The last change of the Job, which somebody else may undo."""
+
+    patch: Manifest
+    times: int
+    """How often it was made again."""
+    next: float
+    """When it may be made again."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one SFTJob; all times are seconds of the event loop's clock."""
+
+    uid: str = ""
+
+    # what was read
+    identity: tuple[object, ...] = ()
+    """Uid, generation and labels that ``job`` was read from."""
+    job: SFTJob | None = None
+
+    # what was heard
+    report: Report | None = None
+    unanswered: Unanswered | None = None
+    queueing: Queueing | None = None
+    warnings: tuple[Warning, ...] = ()
+    stored: Stored | None = None
+    store_read: bool = False
+    """Since the last pod ended."""
+    namespace_terminating: bool = False
+    refusal: Refusal | None = None
+    """Of the last attempt to make or change a child."""
+
+    # when to ask again
+    polled: bool = False
+    poll_due: float | None = None
+    """When the trainer is asked next; None: to be planned."""
+    events: EventsPace = EventsPace()
+    kueue: KueuePace | None = None
+    next_namespace: float = 0.0
+    namespace_asked: bool = False
+    namespace_in_doubt: bool = False
+    """Pods were deleted since it was read."""
+    healing: Healing | None = None
+
+    # what was done
+    written: float = -1e9
+    """When the status was written last."""
+    refusals: int = 0
+    next_creation: float = 0.0
+    patched: Patched | None = None
+    deleted: tuple[str, float] | None = None
+    """Uid of what was deleted last, and when that may be done again."""
+    overdue: Mapping[str, float] = field(default_factory=dict)
+    """Since when pods have outlived their grace period, by uid."""
+    next_give_up: float = 0.0

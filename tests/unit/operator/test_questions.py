@@ -1,0 +1,258 @@
+"""When what is asked about a job, and what the answers change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from sft_api.progress import Progress
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_operator.cluster.asking import Asking
+from sft_operator.cluster.client import ApiError, Cluster
+from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
+from sft_operator.decisions.questions import ask_trainer, events_read, read_events, trainer_answered
+from sft_operator.decisions.result import AskTrainer, ReadEvents
+from sft_operator.metrics import OperatorMetrics
+from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.memory import Memory
+from sft_operator.picture.observed import Observed, Warning
+from tests.unit.operator.make import NOW, at, child_manifest, job_manifest, make_child, make_pod, pod_manifest, running
+from tests.unit.operator.test_reconciler import KEY, SETTINGS
+
+WARNING = (Warning("Job/tulu", "FailedCreate", "no"),)
+
+
+def reads(pods: Callable[[int], int], seconds: int) -> list[float]:
+    """When events are read of a job of two pods, of which ``pods(second)`` are there, looked at every second."""
+    memory, times = Memory("sft-uid"), []
+    for second in range(seconds):
+        present = tuple(make_pod(index, phase="Pending", node=None) for index in range(pods(second)))
+        asked = read_events(
+            memory,
+            Observed(job=make_child(), pods=present),
+            SFTJobStatus(),
+            pods_wanted=2,
+            now=at(second),
+            clock=float(second),
+        )
+        memory = asked.memory
+        if asked.question:
+            times.append(float(second))
+            memory = events_read(memory, WARNING)
+    return times
+
+
+def test_what_does_not_move_is_read_ever_more_rarely() -> None:
+    assert reads(lambda second: 1, 100) == [2, 6, 14, 30, 60, 90]
+
+
+def test_pods_that_come_and_go_do_not_have_events_read_all_the_time() -> None:
+    """Each is refused by its node, or evicted, as soon as it was made."""
+    times = reads(lambda second: 2 if second % 4 == 3 else 1, 300)
+
+    assert times[0] == 2
+    assert len(times) < 15
+    assert all(later - earlier >= 28 for earlier, later in itertools.pairwise(times[5:]))
+
+
+def test_after_a_quiet_time_they_are_read_at_once_again() -> None:
+    times = reads(lambda second: 2 if 70 <= second < 200 else 1, 210)
+
+    assert times == [2, 6, 14, 30, 60, 202, 206]
+
+
+def test_events_that_are_being_read_are_not_asked_for_twice() -> None:
+    waiting = Observed(job=make_child())
+    first = read_events(Memory("u"), waiting, SFTJobStatus(), pods_wanted=2, now=NOW, clock=0)
+    second = read_events(first.memory, waiting, SFTJobStatus(), pods_wanted=2, now=NOW, clock=2)
+    third = read_events(second.memory, waiting, SFTJobStatus(), pods_wanted=2, now=NOW, clock=60)
+
+    assert first.question is None
+    assert second.question == third.question == ReadEvents("u", (make_child().uid,))
+
+
+def test_what_another_operator_told_is_not_taken_back_before_its_events_were_read_but_not_for_ever() -> None:
+    waiting, told = Observed(job=make_child()), SFTJobStatus(state="Starting")
+
+    first = read_events(Memory("u"), waiting, told, pods_wanted=2, now=NOW, clock=100)
+    assert first.question is not None
+    assert first.holds_words
+    assert first.wait == 10
+
+    read = read_events(events_read(first.memory, WARNING), waiting, told, pods_wanted=2, now=NOW, clock=101)
+    assert (read.holds_words, read.memory.warnings) == (False, WARNING)
+    assert not read_events(first.memory, waiting, told, pods_wanted=2, now=NOW, clock=111).holds_words
+
+
+def trainer(memory: Memory, *, clock: float, state: str = "Running", followed: int = 1, **fields: Any) -> AskTrainer:
+    previous = SFTJobStatus.model_validate({"state": state})
+    asked = ask_trainer(memory, running(**fields), previous, SETTINGS, clock=clock, followed=followed)
+    assert isinstance(asked.question, AskTrainer)
+    return asked.question
+
+
+def test_the_trainer_is_asked_at_once_and_then_at_its_pace() -> None:
+    first = trainer(Memory("u"), clock=100)
+    answered = trainer_answered(Memory("u"), first, Progress(), NOW)
+
+    assert first.due == 100
+    assert trainer(answered, clock=101).due == 101 + SETTINGS.poll_seconds
+    assert trainer(answered, clock=101, state="Starting").due == 101 + SETTINGS.poll_seconds_starting
+    assert trainer(answered, clock=101, followed=10_000).due == 126, "no report gets older than that"
+
+
+def test_what_is_planned_is_put_off_by_no_look_and_comes_sooner_when_people_look() -> None:
+    planned = replace(Memory("u"), polled=True, poll_due=150.0)
+
+    assert trainer(planned, clock=149).due == 150
+    assert trainer(planned, clock=170).due == 150, "it is being asked"
+    assert trainer(planned, clock=141, state="Recovering").due == 145
+
+
+def test_a_pod_that_does_not_answer_is_known_since_it_was_first_asked_in_vain() -> None:
+    question = trainer(Memory("u"), clock=0)
+    once = trainer_answered(Memory("u"), question, None, at(5))
+    twice = trainer_answered(once, question, None, at(50))
+    other = trainer_answered(twice, replace(question, pod_uid="another"), None, at(60))
+
+    assert twice.unanswered == once.unanswered
+    assert twice.unanswered is not None
+    assert twice.unanswered.since == at(5)
+    assert other.unanswered is not None
+    assert other.unanswered.since == at(60)
+    assert trainer_answered(other, question, Progress(), at(70)).unanswered is None
+
+
+@pytest.mark.parametrize("pods", [(), (make_pod(0, waiting=("ContainerCreating", ""), phase="Pending"),)])
+def test_nobody_is_asked_while_there_is_nobody(pods: tuple[Any, ...]) -> None:
+    asked = ask_trainer(Memory("u"), running(pods=pods), SFTJobStatus(), SETTINGS, clock=0, followed=1)
+
+    assert asked.question is None
+
+
+class Api:
+    """Answers with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def scan(self, *_: Any, **__: Any) -> int:
+        raise self.error
+
+
+class Pods:
+    """What the supervisors answer, one after the other."""
+
+    def __init__(self, *answers: Exception | Progress) -> None:
+        self.answers = list(answers)
+
+    async def read(self, **_: Any) -> Progress:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            UnreadableReport("training.step: not a number"),
+            "the report of pod tulu-0-aaaaa cannot be read: training.step",
+        ),
+        (
+            OverflowError("date value out of range"),
+            "the progress cannot be read: OverflowError: date value out of range",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_said_on_the_job_until_one_can(error: Exception, said: str) -> None:
+    async def scenario() -> None:
+        asking, cache, again = asking_about_one_job(pods=Pods(error, Progress()))
+        asking.put(KEY, [QUESTION])
+        await until(lambda: bool(again))
+        assert cache.observed(KEY).unreadable[0].startswith(said)
+        assert cache.memory(KEY).unanswered is not None
+
+        asking.put(KEY, [replace(QUESTION, due=1.0)])
+        await until(lambda: not cache.observed(KEY).unreadable)
+        assert cache.memory(KEY).report is not None
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize(
+    "error", [ApiError(429, "TooManyRequests", "slow down"), ApiError(403, "", "no"), TimeoutError()]
+)
+def test_events_that_cannot_be_read_are_answered_all_the_same(error: Exception) -> None:
+    async def scenario() -> None:
+        asking, cache, again = asking_about_one_job(api=Api(error))
+        cache.remember(KEY, replace(cache.memory(KEY), warnings=WARNING))
+        asking.put(KEY, [ReadEvents("sft-uid", ("a",))])
+        await until(lambda: bool(again))
+        assert cache.memory(KEY).warnings == ()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_question_goes_on_while_looks_have_it_and_is_dropped_when_they_do_not() -> None:
+    async def scenario() -> None:
+        pods = Pods(*[Progress()] * 9)
+        asking, _, again = asking_about_one_job(pods=pods)
+        later = asyncio.get_running_loop().time() + 3600
+
+        for _ in range(3):
+            asking.put(KEY, [QUESTION])  # asked once, however many looks there are before the answer
+        await until(lambda: bool(again))
+        asking.put(KEY, [replace(QUESTION, due=later)])
+        asking.put(KEY, [])
+        await asyncio.sleep(0)
+
+        assert len(pods.answers) == 8
+        assert asking.followed == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_an_answer_about_an_earlier_job_of_the_name_is_not_taken_for_this_one() -> None:
+    async def scenario() -> None:
+        asking, cache, again = asking_about_one_job(pods=Pods(Progress()))
+        cache.store("SFTJob", job_manifest(uid="another"))
+        cache.remove("SFTJob", job_manifest())
+        asking.put(KEY, [QUESTION])
+        await until(lambda: bool(again))
+        assert cache.memory(KEY).report is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+QUESTION = AskTrainer("sft-uid", "tulu-0-aaaaa", "pod-0", "10.0.0.1", due=0.0)
+
+
+def asking_about_one_job(*, pods: Any = None, api: Any = None) -> tuple[Asking, Cache, list[Key]]:
+    """What asks, the picture that it keeps, and the keys that are to be looked at again."""
+    cache = Cache()
+    again: list[Key] = []
+    for kind, manifest in (("SFTJob", job_manifest()), ("Job", child_manifest()), ("Pod", pod_manifest(0))):
+        cache.store(kind, manifest)
+    metrics = OperatorMetrics(cache.manifests, lambda: 0)
+    asking = Asking(
+        cast(Cluster, api),
+        cache,
+        cast(ProgressClient, pods),
+        None,
+        metrics,
+        look_again=again.append,
+        now=lambda: NOW,
+    )
+    return asking, cache, again
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0)
