@@ -1,0 +1,354 @@
+"""One look, as a table: what is known of a job, and what is to be done, asked and said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sft_operator.config import PodSettings, Settings
+from sft_operator.decisions.look import Snapshot, children_made, healed, look, refused
+from sft_operator.decisions.result import (
+    AskKueue,
+    AskTrainer,
+    ChangeJob,
+    CreateChildren,
+    Delete,
+    GiveUpPod,
+    Result,
+)
+from sft_operator.decisions.status import write_status
+from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.memory import Healing, Memory
+from sft_operator.picture.observed import Observed, Refusal
+from tests.unit.operator.make import (
+    JOB_UID,
+    NOW,
+    Object,
+    at,
+    job_manifest,
+    make_child,
+    make_pod,
+    report,
+    running,
+    stamp,
+    training,
+)
+
+KEY = Key("team", "tulu")
+SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
+FORBIDDEN = Refusal("Job", 403, "exceeded quota: gpus", NOW)
+STORED_NOWHERE: Object = {"checkpoint": {}}
+
+
+def seen(
+    observed: Observed | None = None,
+    *,
+    manifest: Object | None = None,
+    status: Object | None = None,
+    clock: float = 1000.0,
+    seconds: float = 0.0,
+    **remembered: Any,
+) -> Snapshot:
+    """What is known of a job, ``seconds`` after NOW."""
+    cache = Cache()
+    given = manifest or job_manifest()
+    cache.store("SFTJob", {**given, "status": status or given.get("status", {})})
+    memory = Memory("sft-uid", **remembered)
+    known = observed or Observed()
+    if memory.report:
+        known = replace(known, report=memory.report)
+    return Snapshot(KEY, cache.manifest(KEY), known, memory, now=at(seconds), clock=clock)
+
+
+def decided(snapshot: Snapshot) -> Result:
+    return look(snapshot, SETTINGS)
+
+
+def kinds(result: Result) -> list[str]:
+    return [type(action).__name__ for action in result.actions]
+
+
+def state(result: Result) -> str:
+    assert result.status is not None
+    return str(result.status.state)
+
+
+def healed_lately(clock: float = 1000.0) -> Healing:
+    return Healing(JOB_UID, clock + 25, "Running")
+
+
+# The story
+
+
+def test_of_what_is_gone_nothing_is_done_asked_or_said() -> None:
+    gone = replace(seen(running()), manifest=None)
+
+    assert decided(gone) == Result(gone.memory)
+
+
+@pytest.mark.parametrize(
+    ("finalizers", "deleting", "done"),
+    [([], False, ["Delete"]), (["orphan"], False, []), (["foregroundDeletion"], False, ["Delete"]), ([], True, [])],
+)
+def test_of_what_is_going_the_job_goes_unless_it_is_to_stay(
+    finalizers: list[str], deleting: bool, done: list[str]
+) -> None:
+    manifest = job_manifest()
+    manifest["metadata"] |= {"deletionTimestamp": stamp(0), "finalizers": finalizers}
+
+    result = decided(seen(running(job=replace(make_child(), deleting=deleting)), manifest=manifest))
+
+    assert kinds(result) == done
+    assert (result.status, result.questions) == (None, ())
+
+
+def test_what_was_deleted_is_deleted_again_only_when_nothing_tells_that_it_goes() -> None:
+    manifest = job_manifest()
+    manifest["metadata"]["deletionTimestamp"] = stamp(0)
+    first = decided(seen(running(), manifest=manifest))
+
+    def later(seconds: float) -> Result:
+        return decided(replace(seen(running(), manifest=manifest, clock=1000 + seconds), memory=first.memory))
+
+    assert first.actions == (Delete("Job", "tulu", JOB_UID),)
+    assert (later(1).actions, later(1).again) == ((), 1)
+    assert later(2.5).actions == first.actions
+
+
+def test_what_has_ended_is_cleaned_up_and_said_no_other_way() -> None:
+    ended = {"state": "Complete", "completionTime": stamp(0), "message": "as it was"}
+    manifest = job_manifest(runPolicy={"ttlSecondsAfterFinished": 60})
+
+    result = decided(seen(running(), manifest=manifest, status=ended))
+
+    assert result.actions == (Delete("Job", "tulu", JOB_UID),)
+    assert result.status is not None
+    assert (result.status.state, result.status.message) == ("Complete", "as it was")
+    assert decided(seen(manifest=manifest, status=ended, seconds=61)).actions == (Delete("SFTJob", "tulu", "sft-uid"),)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"), [({"invented": 1}, "InvalidSpec"), (STORED_NOWHERE, "NotConfigured")], ids=["spec", "store"]
+)
+def test_what_cannot_be_run_is_said_and_no_duty_is_skipped_for_that(spec: Object, reason: str) -> None:
+    # Given pods of an earlier Job of that name, on a node that is lost
+    lost = make_pod(0, deletion=-600)
+    overdue = {lost.uid: 900.0}
+
+    result = decided(seen(Observed(earlier_pods=(lost,)), manifest=job_manifest(**spec), overdue=overdue))
+
+    assert state(result) == "Failed"
+    assert result.status is not None
+    assert {item.reason for item in result.status.conditions if item.type == "Accepted"} == {reason}
+    assert kinds(result) == ["GiveUpPod"]
+
+
+def test_a_new_job_gets_its_children_in_order_and_is_told_of_once_they_are_there() -> None:
+    result = decided(seen())
+
+    (create,) = result.actions
+    assert isinstance(create, CreateChildren)
+    assert [child["kind"] for child in create.manifests] == ["ConfigMap", "Service", "NetworkPolicy", "Job"]
+    assert result.status is None
+
+
+def test_a_new_job_waits_for_pods_of_the_last_one_of_its_name() -> None:
+    result = decided(seen(Observed(earlier_pods=(make_pod(0),))))
+
+    assert result.actions == ()
+    assert state(result) == "Preparing"
+    assert result.status is not None
+    assert "an earlier Job" in result.status.message
+
+
+def test_what_was_submitted_suspended_gets_no_job() -> None:
+    assert decided(seen(manifest=job_manifest(suspend=True))).actions == ()
+
+
+def test_a_run_whose_spec_cannot_be_read_is_followed() -> None:
+    result = decided(seen(running(), manifest=job_manifest(invented=1), healing=healed_lately()))
+
+    assert state(result) == "Starting"
+    assert [type(question) for question in result.questions] == [AskTrainer]
+
+
+# Children are ensured at every look
+
+
+@pytest.mark.parametrize(
+    ("manifest", "observed"),
+    [
+        (job_manifest(), running()),
+        (job_manifest(invented=1), running()),
+        (job_manifest(**STORED_NOWHERE), running()),
+        (job_manifest(suspend=True), Observed(job=make_child(suspend=True))),
+        (job_manifest(), running(pods=(make_pod(0, waiting=("ImagePullBackOff", "no"), phase="Pending"),))),
+        (job_manifest(), running(pods=(make_pod(0, phase="Succeeded", exit_code=0),))),
+        (job_manifest(), Observed(job=make_child())),
+    ],
+    ids=["runs", "unreadable", "store gone", "suspended", "stalled", "finishing", "no pods"],
+)
+def test_children_are_ensured_whatever_else_there_is_to_do(manifest: Object, observed: Observed) -> None:
+    due = Healing(JOB_UID, 999.0, None)
+
+    assert "HealChildren" in kinds(decided(seen(observed, manifest=manifest, healing=due)))
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [
+        Observed(),
+        Observed(job=replace(make_child(), deleting=True)),
+        Observed(job=make_child(conditions={"Complete": ("", "")})),
+        Observed(job=make_child(conditions={"FailureTarget": ("", "")})),
+        replace(running(), namespace_terminating=True),
+    ],
+    ids=["none", "going", "complete", "failed", "namespace"],
+)
+def test_children_of_what_runs_no_more_are_left_alone(observed: Observed) -> None:
+    result = decided(seen(observed, healing=Healing(JOB_UID, 0.0, None)))
+
+    assert "HealChildren" not in kinds(result)
+    assert result.memory.healing is None
+
+
+def test_an_interrupted_run_has_its_children_looked_at_at_once_and_only_once() -> None:
+    status = {"state": "Recovering", "firstStepTime": stamp(-100)}
+    first = decided(seen(running(), status=status, healing=healed_lately()))
+    done = healed(first.memory, None)
+    again = decided(replace(seen(running(), status=status, clock=1001.0), memory=done))
+
+    assert kinds(first) == ["HealChildren"]
+    assert kinds(again) == []
+
+
+def test_what_another_operator_told_of_children_is_not_taken_back_before_they_were_looked_at() -> None:
+    condition = {"type": "Stalled", "status": "True", "reason": "ConfigLost", "message": "gone"}
+    stalled = {"state": "Starting", "conditions": [{**condition, "lastTransitionTime": stamp(0)}]}
+
+    first = decided(seen(running(), status=stalled))
+    assert (kinds(first), first.status) == (["HealChildren"], None)
+
+    lost = Refusal("ConfigMap", 410, "gone", NOW)
+    then = decided(replace(seen(running(), status=stalled), memory=healed(first.memory, lost)))
+    assert then.status is not None
+    assert {item.reason for item in then.status.conditions if item.type == "Stalled"} == {"ConfigLost"}
+
+
+# Refusals and pauses
+
+
+def test_what_was_refused_is_said_and_tried_again_after_a_pause_that_grows() -> None:
+    memory, pauses = Memory("sft-uid"), []
+    for _ in range(9):
+        memory = refused(memory, FORBIDDEN, namespace_going=False, clock=1000.0)
+        pauses.append(memory.next_creation - 1000)
+    waiting = replace(seen(Observed(refusal=FORBIDDEN)), memory=memory)
+
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert decided(waiting).actions == ()
+    assert decided(waiting).again == 300
+    assert decided(waiting).status is not None
+    assert "exceeded quota" in str(decided(waiting).status)
+    assert kinds(decided(replace(waiting, clock=1301.0))) == ["CreateChildren"]
+
+
+def test_children_that_were_made_are_a_piece_of_news_a_moment_later() -> None:
+    made = children_made(Memory("sft-uid", refusal=FORBIDDEN, refusals=3), a_status(), JOB_UID, clock=1000.0)
+    soon = replace(seen(Observed(job=make_child()), clock=1000.1), memory=made)
+
+    assert (made.refusal, made.refusals) == (None, 0)
+    assert decided(soon).status is None
+    assert 0.3 < (decided(soon).again or 0) < 0.5
+    assert state(decided(replace(soon, clock=1000.6))) == "Starting"
+
+
+def a_status() -> Any:
+    status = decided(seen(Observed(earlier_pods=(make_pod(0),)))).status
+    assert status is not None
+    return status
+
+
+@pytest.mark.parametrize(
+    ("wish", "child", "patch"),
+    [
+        ({"suspend": True}, make_child(), {"suspend": True}),
+        ({}, make_child(suspend=True, marked=True), {"suspend": False}),
+        ({"runPolicy": {"activeDeadlineSeconds": 900}}, make_child(), {"activeDeadlineSeconds": 900}),
+        ({}, make_child(), None),
+        ({}, make_child(suspend=True), None),
+    ],
+    ids=["suspend", "resume", "deadline", "as wished", "another's"],
+)
+def test_the_job_follows_what_may_change(wish: Object, child: Any, patch: Object | None) -> None:
+    job = Observed(job=child)
+    first = decided(seen(job, manifest=job_manifest(**wish), healing=healed_lately()))
+    # Kueue is asked first, for half a second, wherever it may have a say.
+    result = decided(replace(seen(job, manifest=job_manifest(**wish), clock=1000.6), memory=first.memory))
+    asked = any(isinstance(question, AskKueue) for question in first.questions)
+
+    last = result if asked else first
+    changes = [action.patch["spec"] for action in last.actions if isinstance(action, ChangeJob)]
+    assert changes == ([patch] if patch else [])
+    assert not (asked and first.actions)
+    assert first.status is None or not asked
+
+
+# Words
+
+
+def test_figures_wait_and_transitions_do_not() -> None:
+    known = decided(seen(running(), healing=healed_lately(), report=report(training(1)))).status
+    assert known is not None
+    status = write_status(known)
+    lately = {"healing": healed_lately(), "written": 999.0, "status": status}
+
+    figures = decided(seen(running(), report=report(training(2)), **lately))
+    transition = decided(seen(Observed(job=make_child(conditions={"Complete": ("", "")})), **lately))
+    later = decided(
+        seen(running(), report=report(training(2)), **{**lately, "written": 1000 - SETTINGS.status_seconds})
+    )
+
+    assert (figures.status, figures.patch) == (None, None)
+    assert state(transition) == "Complete"
+    assert later.patch is not None
+    assert later.patch["progress"]["step"] == 2
+
+
+def test_nothing_new_is_not_written() -> None:
+    first = decided(seen(running(), healing=healed_lately()))
+    assert first.status is not None
+    status = write_status(first.status)
+
+    again = decided(replace(seen(running(), status=status, clock=1009.0), memory=first.memory))
+
+    assert again.status == first.status
+    assert (again.patch, again.news) == (None, ())
+
+
+def test_the_last_words_of_pods_are_waited_for() -> None:
+    ended = running(job=make_child(conditions={"Complete": ("", "")}))
+
+    result = decided(seen(ended, seconds=1))
+
+    assert result.status is None
+    assert result.again == 0.5
+
+
+def test_a_pod_that_does_not_end_is_given_up_after_its_time() -> None:
+    stuck = running(pods=(make_pod(0, deletion=-600), make_pod(1)))
+    first = decided(seen(stuck, healing=healed_lately()))
+    later = replace(seen(stuck, clock=1000 + SETTINGS.stuck_pod_seconds), memory=first.memory)
+
+    assert kinds(first) == []
+    assert [action.pod.uid for action in decided(later).actions if isinstance(action, GiveUpPod)] == ["pod-0"]
+
+
+def test_a_look_changes_nothing_and_says_the_same_again() -> None:
+    snapshot = seen(running(), report=report(training(3)))
+    before = repr(snapshot)
+
+    assert decided(snapshot) == decided(snapshot)
+    assert repr(snapshot) == before
