@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,14 @@ def scene(api: KubernetesApi, supervisors: Supervisors, operator: OperatorProces
     """A namespace of its own, served by the operator of the session."""
     with new_scene(api, supervisors) as opened:
         yield opened
+
+
+@pytest.fixture
+def own_scene(api: KubernetesApi, supervisors: Supervisors, operator: OperatorProcess) -> Iterator[Scene]:
+    """A namespace that only the test's operators serve: the session's stands still meanwhile."""
+    with new_scene(api, supervisors) as opened:
+        operator.process.send_signal(signal.SIGSTOP)
+        try:
+            yield opened
+        finally:
+            operator.process.send_signal(signal.SIGCONT)

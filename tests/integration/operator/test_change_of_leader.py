@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -11,13 +10,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from sft_api.progress import Phase, Progress
-from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
-    OperatorProcess,
     Scene,
     StartOperator,
     Supervisors,
-    new_scene,
     training,
 )
 
@@ -42,45 +38,40 @@ def said(scene: Scene) -> Iterator[list[tuple[str, str, str]]]:
 
 
 def test_nothing_false_is_said_after_a_change_of_leader(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+    supervisors: Supervisors, start_operator: StartOperator, own_scene: Scene
 ) -> None:
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            # Given a job that trains, one that prepares its data, and one that no quota has room for
-            first = start_operator(namespace=scene.namespace)
-            scene.submit("trains")
-            scene.start("trains")
-            scene.submit("tokenizes")
-            scene.start("tokenizes")
-            supervisors.report(scene.namespace, "trains", Progress(training=training(5)))
-            tokenizing = training(0, phase=Phase.TOKENIZING, phase_detail="3 of 9 files")
-            supervisors.report(scene.namespace, "tokenizes", Progress(training=tokenizing))
-            scene.until_state("trains", "Running")
-            scene.until(lambda: scene.condition("tokenizes", "Running").get("reason") == "Tokenizing")
-            hard = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}}
-            scene.create("resourcequotas", {**hard, "spec": {"hard": {"pods": "4"}}})
-            scene.until(lambda: (scene.get("resourcequotas", "small") or {}).get("status", {}).get("hard"))
-            scene.submit("waits")
-            scene.until(lambda: scene.condition("waits", "Running").get("reason") == "QuotaExceeded")
+    # Given a job that trains, one that prepares its data, and one that no quota has room for
+    first = start_operator(namespace=own_scene.namespace)
+    own_scene.submit("trains")
+    own_scene.start("trains")
+    own_scene.submit("tokenizes")
+    own_scene.start("tokenizes")
+    supervisors.report(own_scene.namespace, "trains", Progress(training=training(5)))
+    tokenizing = training(0, phase=Phase.TOKENIZING, phase_detail="3 of 9 files")
+    supervisors.report(own_scene.namespace, "tokenizes", Progress(training=tokenizing))
+    own_scene.until_state("trains", "Running")
+    own_scene.until(lambda: own_scene.condition("tokenizes", "Running").get("reason") == "Tokenizing")
+    hard = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}}
+    own_scene.create("resourcequotas", {**hard, "spec": {"hard": {"pods": "4"}}})
+    own_scene.until(lambda: (own_scene.get("resourcequotas", "small") or {}).get("status", {}).get("hard"))
+    own_scene.submit("waits")
+    own_scene.until(lambda: own_scene.condition("waits", "Running").get("reason") == "QuotaExceeded")
 
-            # When another operator takes over
-            first.stop()
-            with said(scene) as seen:
-                reads = len(supervisors.reads)
-                start_operator(namespace=scene.namespace)
-                scene.until(lambda: len(supervisors.reads) > reads + 6)
-                supervisors.report(scene.namespace, "trains", Progress(training=training(6)))
-                scene.until(lambda: ("trains", "Running", "") in seen)
+    # When another operator takes over
+    first.stop()
+    with said(own_scene) as seen:
+        reads = len(supervisors.reads)
+        start_operator(namespace=own_scene.namespace)
+        own_scene.until(lambda: len(supervisors.reads) > reads + 6)
+        supervisors.report(own_scene.namespace, "trains", Progress(training=training(6)))
+        own_scene.until(lambda: ("trains", "Running", "") in seen)
 
-            # Then nobody hears of it
-            assert {(name, state) for name, state, _ in seen} <= {
-                ("trains", "Running"),
-                ("tokenizes", "Starting"),
-                ("waits", "Queued"),
-            }
-            assert {message for name, _, message in seen if name == "trains"} == {""}
-            assert {message for name, _, message in seen if name == "tokenizes"} <= {"3 of 9 files"}
-            assert all("exceeded quota" in message for name, _, message in seen if name == "waits")
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
+    # Then nobody hears of it
+    assert {(name, state) for name, state, _ in seen} <= {
+        ("trains", "Running"),
+        ("tokenizes", "Starting"),
+        ("waits", "Queued"),
+    }
+    assert {message for name, _, message in seen if name == "trains"} == {""}
+    assert {message for name, _, message in seen if name == "tokenizes"} <= {"3 of 9 files"}
+    assert all("exceeded quota" in message for name, _, message in seen if name == "waits")

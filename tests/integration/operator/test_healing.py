@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sft_api.progress import Progress
-from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
     Object,
-    OperatorProcess,
     Scene,
     StartOperator,
     Supervisors,
-    new_scene,
     training,
 )
 
@@ -25,23 +21,16 @@ SOON = {"resyncSeconds": 1}
 
 
 @pytest.fixture
-def healed(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
-) -> Iterator[Scene]:
+def healed(supervisors: Supervisors, start_operator: StartOperator, own_scene: Scene) -> Iterator[Scene]:
     """A namespace with the job run, which trains, and an operator of its own."""
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            own = start_operator(namespace=scene.namespace, **SOON)
-            scene.submit("run")
-            scene.start("run")
-            supervisors.report(scene.namespace, "run", Progress(training=training(3)))
-            scene.until_state("run", "Running")
-            yield scene
-            if own.process.poll() is None:
-                own.stop()
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
+    own = start_operator(namespace=own_scene.namespace, **SOON)
+    own_scene.submit("run")
+    own_scene.start("run")
+    supervisors.report(own_scene.namespace, "run", Progress(training=training(3)))
+    own_scene.until_state("run", "Running")
+    yield own_scene
+    if own.process.poll() is None:
+        own.stop()
 
 
 def content(child: Object | None) -> dict[str, Any]:
@@ -102,26 +91,21 @@ def test_what_nobody_altered_stays(healed: Scene) -> None:
 
 
 def test_the_configuration_of_a_run_is_that_of_the_operator_that_began_it(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+    start_operator: StartOperator, own_scene: Scene
 ) -> None:
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            first = start_operator(namespace=scene.namespace, store={"uri": "s3://old/place"})
-            scene.submit("run", checkpoint={})
-            scene.start("run")
-            before = scene.until(lambda: scene.get("configmaps", "run-config"))
-            first.stop()
+    first = start_operator(namespace=own_scene.namespace, store={"uri": "s3://old/place"})
+    own_scene.submit("run", checkpoint={})
+    own_scene.start("run")
+    before = own_scene.until(lambda: own_scene.get("configmaps", "run-config"))
+    first.stop()
 
-            scene.delete("configmaps", "run-config")
-            other = {"uri": "s3://new/place", "s3": {"region": "elsewhere"}}
-            start_operator(namespace=scene.namespace, store=other, **SOON)
+    own_scene.delete("configmaps", "run-config")
+    other = {"uri": "s3://new/place", "s3": {"region": "elsewhere"}}
+    start_operator(namespace=own_scene.namespace, store=other, **SOON)
 
-            after = until_again(scene, "configmaps", "run-config", before)
-            assert content(after) == content(before)
-            assert "s3://old/place" in after["data"]["config.json"]
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
+    after = until_again(own_scene, "configmaps", "run-config", before)
+    assert content(after) == content(before)
+    assert "s3://old/place" in after["data"]["config.json"]
 
 
 def test_a_configuration_cannot_be_edited_and_one_that_was_replaced_is_put_right(healed: Scene) -> None:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from sft_api.failures import FailureClass
 from sft_api.progress import Progress
-from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
-    OPERATOR_NAMESPACE,
     PATIENCE_SECONDS,
-    OperatorProcess,
     Scene,
     StartOperator,
     Supervisors,
-    last_words,
-    new_scene,
     training,
 )
 
@@ -222,38 +212,33 @@ def test_a_new_job_waits_until_the_pods_of_the_last_one_are_gone(scene: Scene) -
 
 
 def test_an_operator_that_has_just_begun_waits_for_the_pods_of_the_last_job_as_well(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
+    supervisors: Supervisors, start_operator: StartOperator, own_scene: Scene
 ) -> None:
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            # Given pods that save their state, of a job that was deleted before this operator began
-            first = start_operator(namespace=scene.namespace)
-            policy = {"terminationGracePeriodSeconds": 600}
-            scene.submit("heir", runPolicy=policy)
-            pods = scene.start("heir")
-            scene.delete("sftjobs", "heir")
-            scene.until(lambda: scene.get("jobs", "heir") is None)
-            scene.until(lambda: all(pod["metadata"].get("deletionTimestamp") for pod in scene.pods("heir")))
-            first.stop(signal.SIGKILL)
-            start_operator(namespace=scene.namespace)
-            scene.submit("other")
-            scene.start("other")
-            supervisors.report(scene.namespace, "other", Progress(training=training(5)))
-            scene.until_state("other", "Running")  # it watches pods, and nothing of the old ones happens any more
+    # Given pods that save their state, of a job that was deleted before this operator began
+    first = start_operator(namespace=own_scene.namespace)
+    policy = {"terminationGracePeriodSeconds": 600}
+    own_scene.submit("heir", runPolicy=policy)
+    pods = own_scene.start("heir")
+    own_scene.delete("sftjobs", "heir")
+    own_scene.until(lambda: own_scene.get("jobs", "heir") is None)
+    own_scene.until(lambda: all(pod["metadata"].get("deletionTimestamp") for pod in own_scene.pods("heir")))
+    first.stop(signal.SIGKILL)
+    start_operator(namespace=own_scene.namespace)
+    own_scene.submit("other")
+    own_scene.start("other")
+    supervisors.report(own_scene.namespace, "other", Progress(training=training(5)))
+    own_scene.until_state("other", "Running")  # it watches pods, and nothing of the old ones happens any more
 
-            # When one of that name is submitted, then it waits for them
-            scene.submit("heir", runPolicy=policy)
-            message = until_reason(scene, "heir", "EarlierPods")
-            assert "of 2 pod(s)" in message
-            assert scene.get("jobs", "heir") is None
+    # When one of that name is submitted, then it waits for them
+    own_scene.submit("heir", runPolicy=policy)
+    message = until_reason(own_scene, "heir", "EarlierPods")
+    assert "of 2 pod(s)" in message
+    assert own_scene.get("jobs", "heir") is None
 
-            # And begins when they are gone
-            for pod in pods:
-                scene.end_pod(pod, 30)
-            scene.until(lambda: scene.get("jobs", "heir"))
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
+    # And begins when they are gone
+    for pod in pods:
+        own_scene.end_pod(pod, 30)
+    own_scene.until(lambda: own_scene.get("jobs", "heir"))
 
 
 def test_pods_of_the_last_job_that_a_lost_node_holds_are_given_up(scene: Scene) -> None:
@@ -306,145 +291,3 @@ def test_a_report_of_another_run_is_not_believed(scene: Scene) -> None:
     scene.until(lambda: len(scene.supervisors.reads) > before + 4)
 
     assert "progress" not in scene.status("honest")
-
-
-CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/sftjobs.sftjob.dev"
-NEWER_FIELD = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/ofALaterVersion"
-
-
-@pytest.fixture
-def newer_crd(api: KubernetesApi) -> Iterator[None]:
-    """The CRD of a later version, which stays when the operator is rolled back: it has one more field."""
-
-    def patch(change: dict[str, Any]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        # The API server writes its status into the same object.
-        while not (answer := api.request("PATCH", CRD, json.dumps([change]), "application/json-patch+json")).accepted:
-            assert answer.code == 409, answer.body
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-    patch({"op": "add", "path": NEWER_FIELD, "value": {"type": "string"}})
-    yield
-    patch({"op": "remove", "path": NEWER_FIELD})
-
-
-def test_a_run_of_a_later_version_is_followed_to_its_end(scene: Scene, newer_crd: None) -> None:
-    # Given a run whose spec this operator cannot read any more
-    scene.submit("rolled-back", runPolicy={"ttlSecondsAfterFinished": 3})
-    pods = scene.start("rolled-back")
-    scene.supervisors.report(scene.namespace, "rolled-back", Progress(training=training(3)))
-    scene.until_state("rolled-back", "Running")
-
-    def seen() -> bool:
-        # Watches that are older than the CRD leave the field out.
-        scene.patch("sftjobs", "rolled-back", {"spec": {"ofALaterVersion": str(time.time())}})
-        return bool(scene.condition("rolled-back", "Accepted")["reason"] == "InvalidSpec")
-
-    scene.until(seen)
-    assert "spec.ofALaterVersion" in scene.condition("rolled-back", "Stalled")["message"]
-
-    # When it goes on, then that is told
-    scene.supervisors.report(scene.namespace, "rolled-back", Progress(training=training(7)))
-    scene.until(lambda: scene.status("rolled-back")["progress"]["step"] == 7)
-    assert scene.status("rolled-back")["state"] == "Running"
-
-    # When it is suspended and resumed, then it is
-    scene.patch("sftjobs", "rolled-back", {"spec": {"suspend": True}})
-    scene.until_state("rolled-back", "Suspending")
-    for pod in pods:
-        scene.end_pod(pod, 30, message=last_words(FailureClass.INTERRUPTED, 7))
-    scene.until_state("rolled-back", "Suspended")
-    scene.patch("sftjobs", "rolled-back", {"spec": {"suspend": False}})
-
-    # When it is complete, then it is, and goes after its time
-    for pod in scene.start("rolled-back"):
-        scene.end_pod(pod, 0, message=last_words(None, 10))
-    scene.until_state("rolled-back", "Complete")
-    scene.until(lambda: scene.get("sftjobs", "rolled-back") is None)
-
-
-def test_an_operator_that_was_away_counts_what_happened(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
-) -> None:
-    """Only this test's operator serves the namespace: the session's is stopped for the time."""
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            first = start_operator(namespace=scene.namespace)
-            scene.submit("away")
-            pods = scene.start("away")
-            supervisors.report(scene.namespace, "away", Progress(training=training(5)))
-            scene.until_state("away", "Running")
-
-            first.stop(signal.SIGKILL)
-            scene.end_pod(
-                pods[1], 30, message=last_words(FailureClass.INTERRUPTED, 5), disruption="PreemptionByScheduler"
-            )
-            replacement = scene.until_pods("away", 2)[1]
-            scene.run_pod(replacement)
-            supervisors.report(scene.namespace, "away", Progress(training=training(6, attempt=2)))
-            assert scene.status("away")["attempt"] == 1
-
-            second = start_operator(namespace=scene.namespace)
-            status = scene.until(lambda: (s := scene.status("away"))["attempt"] == 2 and s)
-            assert status["restarts"]["disruptions"] == 1
-
-            # Once only, also for the next one.
-            second.stop()
-            start_operator(namespace=scene.namespace)
-            time.sleep(2)
-            assert scene.status("away")["restarts"]["disruptions"] == 1
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
-
-
-def test_what_an_administrator_can_mend_goes_on_when_it_is(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
-) -> None:
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            bare = start_operator(namespace=scene.namespace, pods={})
-            scene.submit("waiting")
-            scene.until(lambda: scene.condition("waiting", "Accepted").get("status") == "False")
-            assert scene.condition("waiting", "Accepted")["reason"] == "NotConfigured"
-            assert "spec.compute.image is missing" in scene.status("waiting")["message"]
-            assert scene.list("jobs") == []
-            bare.stop()
-
-            start_operator(namespace=scene.namespace)
-            scene.until_pods("waiting", 2)
-            scene.until(lambda: scene.condition("waiting", "Accepted")["status"] == "True")
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
-
-
-def test_a_second_replica_takes_over(
-    api: KubernetesApi, supervisors: Supervisors, start_operator: StartOperator, operator: OperatorProcess
-) -> None:
-    def lease() -> Any:
-        path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/sft-operator"
-        answer = api.request("GET", path, "", "application/json")
-        return answer.body if answer.accepted else None
-
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            election = {"enabled": True, "namespace": OPERATOR_NAMESPACE, "leaseSeconds": 3, "renewSeconds": 0.5}
-            first = start_operator(namespace=scene.namespace, leaderElection=election)
-            scene.until(lease)
-            second = start_operator(namespace=scene.namespace, leaderElection=election)
-            assert "sft_operator_leader 1.0" in first.get("/metrics")
-            assert "sft_operator_leader 0.0" in second.get("/metrics")
-
-            first.stop(signal.SIGKILL)
-            scene.submit("handed-over")
-            scene.until_pods("handed-over", 2)
-            assert "sft_operator_leader 1.0" in second.get("/metrics")
-
-            # Asked to end, it lets go at once.
-            second.stop()
-            assert not lease()["spec"].get("holderIdentity")
-        finally:
-            operator.process.send_signal(signal.SIGCONT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,8 +17,7 @@ from sft_operator.cluster import store
 from sft_operator.cluster.store import CheckpointStore, StoreError
 from sft_operator.config import StoreSettings
 from tests.cluster.object_store import ObjectStore
-from tests.integration.kubernetes_api import KubernetesApi
-from tests.integration.operator.scene import OperatorProcess, StartOperator, Supervisors, new_scene, training
+from tests.integration.operator.scene import Scene, StartOperator, Supervisors, training
 from tests.integration.run.slow_network import gate
 
 BUCKET = "platform"
@@ -183,73 +181,62 @@ def test_a_manifest_made_to_hurt_is_told_and_no_more(
 def test_checkpoints_are_known_after_all_pods_went_without_a_word(
     versitygw: ObjectStore,
     s3: Any,
-    api: KubernetesApi,
     supervisors: Supervisors,
     start_operator: StartOperator,
-    operator: OperatorProcess,
+    own_scene: Scene,
 ) -> None:
-    with new_scene(api, supervisors) as scene:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            start_operator(namespace=scene.namespace, environment=versitygw.environment(), store=settings(versitygw))
-            job = scene.submit("silent", checkpoint={})
-            pods = scene.start("silent")
-            supervisors.report(scene.namespace, "silent", Progress(training=training(5)))
-            scene.until_state("silent", "Running")
-            assert "checkpoints" not in scene.status("silent")
-            config = scene.get("configmaps", "silent-config")
-            assert config
-            folder = f"{scene.namespace}/silent-{job['metadata']['uid']}"
-            assert f'"checkpointUri": "{URI}/{folder}"' in config["data"]["config.json"]
+    start_operator(namespace=own_scene.namespace, environment=versitygw.environment(), store=settings(versitygw))
+    job = own_scene.submit("silent", checkpoint={})
+    pods = own_scene.start("silent")
+    supervisors.report(own_scene.namespace, "silent", Progress(training=training(5)))
+    own_scene.until_state("silent", "Running")
+    assert "checkpoints" not in own_scene.status("silent")
+    config = own_scene.get("configmaps", "silent-config")
+    assert config
+    folder = f"{own_scene.namespace}/silent-{job['metadata']['uid']}"
+    assert f'"checkpointUri": "{URI}/{folder}"' in config["data"]["config.json"]
 
-            save(s3, folder, 8)
-            scene.patch("sftjobs", "silent", {"spec": {"suspend": True}})
-            scene.until_state("silent", "Suspending")
-            for pod in pods:
-                scene.end_pod(pod, 137)
-            scene.until_state("silent", "Suspended")
+    save(s3, folder, 8)
+    own_scene.patch("sftjobs", "silent", {"spec": {"suspend": True}})
+    own_scene.until_state("silent", "Suspending")
+    for pod in pods:
+        own_scene.end_pod(pod, 137)
+    own_scene.until_state("silent", "Suspended")
 
-            checkpoints = scene.until(lambda: scene.status("silent").get("checkpoints"))
-            assert checkpoints["latest"]["step"] == 8
-            assert checkpoints["latest"]["verified"] is True
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
+    checkpoints = own_scene.until(lambda: own_scene.status("silent").get("checkpoints"))
+    assert checkpoints["latest"]["step"] == 8
+    assert checkpoints["latest"]["verified"] is True
 
 
 def test_the_end_of_a_run_is_told_at_once_and_its_checkpoints_when_they_are_read(
     versitygw: ObjectStore,
     s3: Any,
-    api: KubernetesApi,
     supervisors: Supervisors,
     start_operator: StartOperator,
-    operator: OperatorProcess,
+    own_scene: Scene,
 ) -> None:
-    with new_scene(api, supervisors) as scene, gate(versitygw.endpoint, holds=lambda line: True) as way:
-        operator.process.send_signal(signal.SIGSTOP)
-        try:
-            platform = settings(versitygw)
-            platform["s3"]["endpoint"] = way.endpoint
-            start_operator(namespace=scene.namespace, environment=versitygw.environment(), store=platform)
-            job = scene.submit("ended", checkpoint={})
-            pods = scene.start("ended")
-            supervisors.report(scene.namespace, "ended", Progress(training=training(9)))
-            scene.until_state("ended", "Running")
-            save(s3, f"{scene.namespace}/ended-{job['metadata']['uid']}", 7)
+    with gate(versitygw.endpoint, holds=lambda line: True) as way:
+        platform = settings(versitygw)
+        platform["s3"]["endpoint"] = way.endpoint
+        start_operator(namespace=own_scene.namespace, environment=versitygw.environment(), store=platform)
+        job = own_scene.submit("ended", checkpoint={})
+        pods = own_scene.start("ended")
+        supervisors.report(own_scene.namespace, "ended", Progress(training=training(9)))
+        own_scene.until_state("ended", "Running")
+        save(s3, f"{own_scene.namespace}/ended-{job['metadata']['uid']}", 7)
 
-            # When it fails, and its last words are lost, while the store does not answer
-            for pod in pods:
-                scene.end_pod(pod, 10)
+        # When it fails, and its last words are lost, while the store does not answer
+        for pod in pods:
+            own_scene.end_pod(pod, 10)
 
-            # Then that is told
-            status = scene.until_state("ended", "Failed")
-            assert "checkpoints" not in status
-            assert status["stepsAtRisk"] == 9
+        # Then that is told
+        status = own_scene.until_state("ended", "Failed")
+        assert "checkpoints" not in status
+        assert status["stepsAtRisk"] == 9
 
-            # And what it leaves behind once the store answers
-            way.open.set()
-            status = scene.until(lambda: (now := scene.status("ended")).get("checkpoints") and now)
-            assert status["state"] == "Failed"
-            assert status["checkpoints"]["latest"]["step"] == 7
-            assert status["stepsAtRisk"] == 2
-        finally:
-            operator.process.send_signal(signal.SIGCONT)
+        # And what it leaves behind once the store answers
+        way.open.set()
+        status = own_scene.until(lambda: (now := own_scene.status("ended")).get("checkpoints") and now)
+        assert status["state"] == "Failed"
+        assert status["checkpoints"]["latest"]["step"] == 7
+        assert status["stepsAtRisk"] == 2
