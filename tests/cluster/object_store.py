@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
 
 from sft_api.ports import free_port
 from tests.cluster.binaries import binary
@@ -40,6 +44,17 @@ class ObjectStore:
             "AWS_DEFAULT_REGION": self.region,
             "AWS_ENDPOINT_URL_S3": self.endpoint,
         }
+
+    def client(self) -> Any:
+        """An S3 client with the right credentials."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name=self.region,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            config=Config(s3={"addressing_style": "path"}),
+        )
 
 
 @contextmanager

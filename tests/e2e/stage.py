@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import boto3
 import yaml
 
 from tests.cluster import images, lifecycle
@@ -164,13 +163,7 @@ def _furnished(cluster: Cluster) -> Iterator[Stage]:
 def _fill_bucket(store: ObjectStore, inputs: Path) -> None:
     """Data, tokenizer and model of examples/make_inputs.py, uploaded as a user would."""
     make_inputs(inputs, size="tiny")
-    client = boto3.client(
-        "s3",
-        endpoint_url=store.endpoint,
-        region_name=store.region,
-        aws_access_key_id=store.access_key,
-        aws_secret_access_key=store.secret_key,
-    )
+    client = store.client()
     client.create_bucket(Bucket=BUCKET)
     for file in sorted(path for path in inputs.rglob("*") if path.is_file()):
         client.upload_file(str(file), BUCKET, f"quickstart/{file.relative_to(inputs)}")

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -83,13 +82,7 @@ def _shell(folder: Path, cluster: Cluster) -> Shell:
 @pytest.mark.timeout(1800)
 def test_followed_to_the_letter_it_trains_a_model(place: tuple[Shell, ObjectStore, Cluster], tmp_path: Path) -> None:
     shell, store, _ = place
-    bucket = boto3.client(
-        "s3",
-        endpoint_url=store.endpoint,
-        region_name=store.region,
-        aws_access_key_id=store.access_key,
-        aws_secret_access_key=store.secret_key,
-    )
+    bucket = store.client()
     bucket.create_bucket(Bucket="mine")
     mine = {
         "REGISTRY": REGISTRY,

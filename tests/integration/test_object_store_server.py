@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 
-import boto3
 import pytest
-from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from tests.cluster.object_store import ObjectStore
@@ -14,14 +12,7 @@ from tests.cluster.object_store import ObjectStore
 
 @pytest.fixture
 def client(versitygw: ObjectStore):
-    return boto3.client(
-        "s3",
-        endpoint_url=versitygw.endpoint,
-        region_name=versitygw.region,
-        aws_access_key_id=versitygw.access_key,
-        aws_secret_access_key=versitygw.secret_key,
-        config=Config(s3={"addressing_style": "path"}),
-    )
+    return versitygw.client()
 
 
 def test_a_conditional_create_happens_once(client, versitygw: ObjectStore) -> None:

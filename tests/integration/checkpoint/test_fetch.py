@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -29,6 +29,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
 )
 from sft_trainer.fetch import localise
+from tests.answering import Answering
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server
 
 MODEL = {
@@ -244,14 +245,11 @@ HUB_FILES = {**MODEL, "README.md": b"card"}
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     state = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
+    class Handler(Answering):
         def do_GET(self) -> None:
             state.requests.append(self.path)
             if state.status != 200:
-                self.answer(b"{}", {"X-Error-Code": state.error_code}, state.status)
+                self.answer(b"{}", state.status, {"X-Error-Code": state.error_code})
             elif "/revision/" in self.path:
                 self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
             elif "/tree/" in self.path:
@@ -263,18 +261,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             else:
                 data = HUB_FILES[self.path.partition(f"/resolve/{COMMIT}/")[2]]
                 etag = f'"{hashlib.sha1(data).hexdigest()}"'
-                self.answer(data, {"ETag": etag, "X-Repo-Commit": COMMIT})
-
-        def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
+                self.answer(data, 200, {"ETag": etag, "X-Repo-Commit": COMMIT})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

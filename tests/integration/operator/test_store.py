@@ -7,7 +7,6 @@ import itertools
 from datetime import UTC, datetime
 from typing import Any
 
-import boto3
 import pytest
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, encode_manifest
@@ -26,13 +25,7 @@ URI = f"s3://{BUCKET}/sft"
 
 @pytest.fixture(scope="module")
 def s3(versitygw: ObjectStore) -> Any:
-    client = boto3.client(
-        "s3",
-        endpoint_url=versitygw.endpoint,
-        region_name=versitygw.region,
-        aws_access_key_id=versitygw.access_key,
-        aws_secret_access_key=versitygw.secret_key,
-    )
+    client = versitygw.client()
     client.create_bucket(Bucket=BUCKET)
     return client
 

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+
+from tests.answering import Answering
 
 COMMIT = "c" * 40
 
@@ -34,10 +36,7 @@ def serve_hub(
     """Serve until the block ends; every branch of every repository is at ``commit``."""
     hub = Hub(repositories, gated, commit)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
+    class Handler(Answering):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0].strip("/").removeprefix("api/").removeprefix("models/")
             length = 3 if path.startswith("datasets/") else 2
@@ -72,17 +71,6 @@ def serve_hub(
 
         def refuse(self, status: int, code: str) -> None:
             self.answer(b"{}", status, {"X-Error-Code": code})
-
-        def answer(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

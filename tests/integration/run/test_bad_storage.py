@@ -14,7 +14,7 @@ from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import enlarge, small_disk
 from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
-from tests.integration.run.stores import client, credentials, s3_spec
+from tests.integration.run.stores import credentials, s3_spec
 from tests.waiting import wait_until
 
 BUCKET = "bad-storage"
@@ -23,7 +23,7 @@ ENDLESS = {"training": {"steps": 100_000, "globalBatchTokens": 512}, "checkpoint
 
 @pytest.fixture(scope="module")
 def server(versitygw: ObjectStore) -> ObjectStore:
-    client(versitygw).create_bucket(Bucket=BUCKET)
+    versitygw.client().create_bucket(Bucket=BUCKET)
     return versitygw
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.runs import Place, assert_refused
-from tests.integration.run.stores import client, credentials, s3_spec
+from tests.integration.run.stores import credentials, s3_spec
 
 BUCKET = "early-look"
 NO_TURN_END = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -21,7 +21,7 @@ Prepared = tuple[dict[str, Any], int, str, str]
 
 @pytest.fixture(scope="module")
 def server(versitygw: ObjectStore) -> ObjectStore:
-    client(versitygw).create_bucket(Bucket=BUCKET)
+    versitygw.client().create_bucket(Bucket=BUCKET)
     return versitygw
 
 
@@ -58,7 +58,7 @@ def bad_column_in_a_bucket(place: Place, server: ObjectStore) -> Prepared:
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     file = place.folder / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    client(server).upload_file(str(file), BUCKET, "rows/rows.jsonl")
+    server.client().upload_file(str(file), BUCKET, "rows/rows.jsonl")
     job = place.job(
         data={"train": [{"uri": f"s3://{BUCKET}/rows", "systemKey": "sytem"}]}, checkpoint={"s3": s3_spec(server)}
     )

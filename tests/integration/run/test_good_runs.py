@@ -16,7 +16,7 @@ from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place, step_numbers
-from tests.integration.run.stores import client, credentials, s3_spec, upload
+from tests.integration.run.stores import credentials, s3_spec, upload
 from tests.waiting import wait_until
 
 BUCKET = "good-runs"
@@ -51,7 +51,7 @@ def evaluation_loss(folder: Path, rows: list[dict[str, Any]], max_length: int) -
 def test_model_data_and_checkpoints_in_a_bucket(place: Place, versitygw: ObjectStore) -> None:
     # Given everything in a bucket
     inputs = place.inputs
-    client(versitygw).create_bucket(Bucket=BUCKET)
+    versitygw.client().create_bucket(Bucket=BUCKET)
     upload(versitygw, BUCKET, "models/tiny", *inputs.model.iterdir())
     upload(versitygw, BUCKET, "data", inputs.train, inputs.eval)
     job = place.job(

@@ -5,7 +5,7 @@ import json
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.runs import Place
 from tests.integration.run.slow_network import gate
-from tests.integration.run.stores import client, credentials, s3_spec
+from tests.integration.run.stores import credentials, s3_spec
 from tests.waiting import wait_until
 
 BUCKET = "slow-storage"
@@ -13,7 +13,7 @@ BUCKET = "slow-storage"
 
 def test_an_upload_that_outlasts_the_deadline_for_a_step_costs_nothing(place: Place, versitygw: ObjectStore) -> None:
     # Given a first checkpoint whose upload does not end, and a second one due soon after
-    client(versitygw).create_bucket(Bucket=BUCKET)
+    versitygw.client().create_bucket(Bucket=BUCKET)
     with gate(versitygw.endpoint) as way:
         job = place.job(
             training={"steps": 12, "globalBatchTokens": 512},

@@ -8,7 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sft_trainer.data.hub import hub_beginning
 from sft_trainer.data.source_rows import SourceRows
 from sft_trainer.data.sources import open_source
 from sft_trainer.errors import AccessDeniedError, DataError, StorageFullError, StorageUnavailableError
+from tests.answering import Answering
 
 COMMIT = "b" * 40
 README = b"""---
@@ -64,10 +65,7 @@ class Hub:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     state = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
+    class Handler(Answering):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             files = TABLE if "org/table" in path else CHAT
@@ -98,17 +96,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             else:
                 siblings = [{"rfilename": name} for name in files]
                 self.answer(json.dumps({"id": "org/chat", "sha": state.commit, "siblings": siblings}).encode())
-
-        def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
