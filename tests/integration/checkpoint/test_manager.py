@@ -1,20 +1,16 @@
-"""One process saves and resumes, over every store: what must never go wrong."""
+"""One process resumes, over every store: what must never go wrong."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from sft_api.checkpoints import CheckpointId, Manifest, RunState, decode_manifest, encode_manifest
+from sft_api.checkpoints import CheckpointId, RunState, decode_manifest, encode_manifest
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
@@ -23,51 +19,22 @@ from sft_trainer.checkpoint.errors import (
 )
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.s3 import S3Store
-from sft_trainer.checkpoint.store import Store, WriteStream
-from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
-from tests.integration.checkpoint import ranks
-from tests.waiting import PATIENCE_SECONDS
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import AccessDeniedError, ConfigError, StorageUnavailableError
+from tests.integration.checkpoint.managers import (
+    a_file_of,
+    blank,
+    equal,
+    folders,
+    remove,
+    save,
+    started,
+    state,
+    truncate,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # running alone is intended
-
-Tensors = dict[str, torch.Tensor]
-
-
-def state(step: int) -> Tensors:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "model.weight": torch.randn(50, 20, generator=generator),
-        "optimizer.state.weight.exp_avg": torch.randn(50, 20, generator=generator),
-        "optimizer.state.weight.step": torch.tensor(float(step)),
-    }
-
-
-def blank() -> Tensors:
-    return {name: torch.full_like(tensor, -1) for name, tensor in state(0).items()}
-
-
-def equal(left: Tensors, right: Tensors) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in right)
-
-
-def started(store: Store, uid: str = "job-a") -> CheckpointManager:
-    manager = CheckpointManager(store)
-    manager.claim_attempt(uid)
-    return manager
-
-
-def save(manager: CheckpointManager, step: int, keep: KeepPolicy | None = None, **run: Any) -> None:
-    manager.save(step, state(step), RunState(cursor=step, **run), asynchronous=False, keep=keep or KeepPolicy(last=99))
-
-
-def folders(store: Store) -> list[str]:
-    return [identity.folder for identity in Catalog(store).folders()]
-
-
-def a_file_of(store: Store, identity: CheckpointId) -> str:
-    return next(entry.key for entry in store.list(identity.prefix) if entry.key.endswith(".bin"))
 
 
 def test_nothing_to_resume(store: Store) -> None:
@@ -119,23 +86,11 @@ def test_other_steps_and_other_stores_can_be_chosen(store: Store, tmp_path: Path
     assert manager.latest(source=store, step=11) is None
 
 
-# Damage
-
-
-def truncate(store: Store, identity: CheckpointId) -> None:
-    key = a_file_of(store, identity)
-    store.put(key, store.read(key)[:-1])
-
-
 def flip_a_bit(store: Store, identity: CheckpointId) -> None:
     key = a_file_of(store, identity)
     raw = bytearray(store.read(key))
     raw[len(raw) // 2] ^= 1
     store.put(key, bytes(raw))
-
-
-def remove(store: Store, identity: CheckpointId) -> None:
-    store.delete([a_file_of(store, identity)])
 
 
 def damage_manifest(store: Store, identity: CheckpointId) -> None:
@@ -241,9 +196,6 @@ def test_what_is_to_be_loaded_can_be_refused(store: Store) -> None:
         started(store).load_newest(blank(), accept=accept)
 
 
-# Fencing
-
-
 def test_a_stale_attempt_can_neither_commit_nor_remove(store: Store) -> None:
     stale = started(store)
     save(stale, 10)
@@ -318,239 +270,3 @@ def test_a_server_that_cannot_list_uploads_still_allows_a_claim(
     monkeypatch.setattr(type(store), "abort_incomplete_uploads", denied)
     assert started(store).attempt == 1
     assert "were not dropped: s3:ListBucketMultipartUploads" in caplog.text
-
-
-@pytest.mark.parametrize("damage", [truncate, remove], ids=["truncate", "remove"])
-def test_files_that_the_store_lost_are_noticed_before_the_commit(
-    store: Store, damage: Callable[[Store, CheckpointId], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = started(store)
-    save(manager, 10)
-    commit = Protocol.commit
-
-    def lose_a_file_first(protocol: Protocol, manifest: Manifest) -> None:
-        damage(store, manifest.id)
-        commit(protocol, manifest)
-
-    monkeypatch.setattr(Protocol, "commit", lose_a_file_first)
-    with pytest.raises(StorageUnavailableError, match="right after it was written"):
-        save(manager, 20)
-    loaded = started(store).load_newest(blank())
-    assert loaded is not None
-    assert loaded.step == 10
-
-
-# Asynchronous saves
-
-
-def test_parameters_may_change_right_after(store: Store) -> None:
-    manager = started(store)
-    tensors = state(10)
-    assert manager.save(10, tensors, RunState(), asynchronous=True) is None
-    for tensor in tensors.values():
-        tensor.fill_(7)
-    outcome = manager.wait()
-    assert outcome is not None
-    assert outcome.error is None
-    assert outcome.stall_seconds < outcome.seconds
-    loaded = blank()
-    started(store).load_newest(loaded)
-    assert equal(loaded, state(10))
-
-
-def slow_down(store: Store, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Uploads wait for the event."""
-    go_on = threading.Event()
-    plain = type(store).open_write
-
-    def waiting(self: Any, key: str, size_hint: int = 0) -> Any:
-        go_on.wait(PATIENCE_SECONDS)
-        return plain(self, key, size_hint)
-
-    monkeypatch.setattr(type(store), "open_write", waiting)
-    return go_on
-
-
-def test_one_save_at_a_time_and_the_outcome_is_told_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = started(store)
-    go_on = slow_down(store, monkeypatch)
-    manager.save(10, state(10), RunState(), asynchronous=True)
-    assert manager.poll() is None
-    assert manager.status().latest is None
-    began = time.monotonic()
-    threading.Timer(0.3, go_on.set).start()
-    manager.save(20, state(20), RunState(), asynchronous=True)
-    assert time.monotonic() - began > 0.2, "the second save waits for the first"
-    outcome = manager.poll()
-    assert outcome is not None
-    assert outcome.step == 10
-    assert manager.wait() is not None
-    assert manager.poll() is None
-    assert [entry.step for entry in manager.status().kept] == [20, 10]
-
-
-def test_a_failed_save_is_told_and_the_next_one_succeeds(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    manager = started(store)
-    save(manager, 10)
-
-    def full(*_: object) -> Any:
-        raise StorageFullError("no room left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(store), "open_write", full)
-        manager.save(20, state(20), RunState(), asynchronous=True)
-        manager._in_flight._thread.join()  # type: ignore[union-attr]
-    outcome = manager.poll()
-    assert outcome is not None
-    assert isinstance(outcome.error, StorageFullError)
-    assert "The checkpoint of step 20 was not saved: no room left" in caplog.text
-
-    manager.save(30, state(30), RunState(), asynchronous=True)
-    manager.wait()
-    loaded = blank()
-    assert started(store).load_newest(loaded) is not None
-    assert equal(loaded, state(30))
-
-
-@pytest.mark.parametrize("written", [False, True], ids=["before the manifest", "answer to the manifest lost"])
-def test_a_failed_save_removes_its_files_unless_it_may_be_complete(
-    store: Store, written: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = started(store)
-    create = type(store).create
-
-    def failing(self: Any, key: str, data: bytes) -> bool:
-        if written:
-            create(self, key, data)
-        raise StorageUnavailableError("out")
-
-    if written:
-        monkeypatch.setattr(type(store), "create", failing)
-    else:
-        monkeypatch.setattr(Catalog, "check_newest", failing)
-    with pytest.raises(StorageUnavailableError, match="out"):
-        save(manager, 10)
-    monkeypatch.undo()
-
-    assert folders(store) == (["step-00000010-a00001"] if written else [])
-    assert (started(store).load_newest(blank()) is not None) == written
-
-
-def test_waiting_for_a_failed_save_raises(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = started(store)
-
-    def full(*_: object) -> Any:
-        raise StorageFullError("no room left")
-
-    monkeypatch.setattr(type(store), "open_write", full)
-    manager.save(20, state(20), RunState(), asynchronous=True)
-    with pytest.raises(StorageFullError):
-        manager.wait()
-    with pytest.raises(StorageFullError):
-        save(manager, 21)
-
-
-def test_a_step_is_saved_once(store: Store) -> None:
-    manager = started(store)
-    save(manager, 10)
-    before = store.list("")
-    assert manager.save(10, state(11), RunState(), asynchronous=False) is None
-    assert manager.save(10, state(11), RunState(), asynchronous=True) is None
-    assert manager.wait() is None
-    assert store.list("") == before
-
-
-# Removing
-
-
-def test_old_checkpoints_go_as_the_policy_says(store: Store) -> None:
-    manager = started(store)
-    keep = KeepPolicy(last=2, best=1)
-    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 4.0), (50, 5.0)):
-        save(manager, step, keep=keep, metrics={"evalLoss": loss})
-    assert folders(store) == ["step-00000050-a00001", "step-00000040-a00001", "step-00000020-a00001"]
-    status = manager.status()
-    assert [entry.step for entry in status.kept] == [50, 40, 20]
-    assert status.best is not None
-    assert status.best.step == 20
-
-    second = started(store)  # and a later attempt counts those of earlier ones
-    second.load_newest(blank())
-    save(second, 60, keep=KeepPolicy(last=1, best=1))
-    assert folders(store) == ["step-00000060-a00002", "step-00000020-a00001"]
-
-
-def test_the_last_verified_one_stays_even_when_newer_ones_are_damaged(store: Store) -> None:
-    first = started(store)
-    save(first, 10)
-    save(first, 20)
-    truncate(store, CheckpointId(1, 20))
-    second = started(store)
-    loaded = second.load_newest(blank())
-    assert loaded is not None
-    assert loaded.step == 10
-    save(second, 15, keep=KeepPolicy(last=2))
-    assert "step-00000010-a00001" in folders(store)
-
-
-def test_a_removal_that_fails_does_not_fail_the_save(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = started(store)
-    save(manager, 10)
-
-    def denied(*_: object) -> None:
-        raise StorageUnavailableError("out")
-
-    monkeypatch.setattr(type(store), "delete", denied)
-    save(manager, 20, keep=KeepPolicy(last=1))
-    monkeypatch.undo()
-    assert len(folders(store)) == 2
-
-
-# A process that is killed
-
-
-def save_until_killed(store: Store) -> None:
-    manager = started(store)
-    save(manager, 10)
-    written = 0
-    plain = WriteStream.write
-
-    def write(stream: WriteStream, data: Any) -> int:
-        nonlocal written
-        written += plain(stream, data)
-        if written > 20 * 2**20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return len(data)
-
-    WriteStream.write = write  # type: ignore[method-assign]
-    manager.save(20, state(20) | {"big": torch.ones(10 * 2**20)}, RunState(), asynchronous=True)
-    manager.wait()
-
-
-def test_kill_in_the_middle_of_a_save(store: Store) -> None:
-    process, connection = ranks.start(save_until_killed, store)
-    assert ranks.answer(process, connection) is None
-    assert process.exitcode == -signal.SIGKILL
-
-    second = started(store)
-    assert store.abort_incomplete_uploads("") == 0, "the new attempt dropped what the killed one left"
-    loaded = blank()
-    manifest = second.load_newest(loaded)
-    assert manifest is not None
-    assert manifest.step == 10
-    assert equal(loaded, state(10))
-    save(second, 20)
-    assert folders(store) == ["step-00000020-a00002", "step-00000010-a00001"]
-
-
-def test_unfinished_folders_of_older_saves_are_removed(store: Store) -> None:
-    first = started(store)
-    save(first, 10)
-    store.put(f"{CheckpointId(1, 20).prefix}r00000-0-abc.bin", b"left by a crash")
-    second = started(store)
-    assert folders(store) == ["step-00000010-a00001"], "a full volume needs the room before the next save"
-    store.put(f"{CheckpointId(2, 5).prefix}r00000-0-abc.bin", b"a failed save of this attempt")
-    save(second, 11)
-    assert folders(store) == ["step-00000011-a00002", "step-00000010-a00001"]
