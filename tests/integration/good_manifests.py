@@ -1,6 +1,6 @@
 """Manifests that must be accepted, by the API server and by the CLI, with the same defaults."""
 
-from tests.integration.bad_manifests import manifest
+from tests.integration.manifests import manifest
 
 SHORTEST = manifest()
 

@@ -18,9 +18,11 @@ from sft_cli.kubernetes_yaml import YamlError, read_documents
 from sft_cli.manifest import load_manifest
 from sft_cli.problems import field_path
 from tests.cluster.access import Cluster
-from tests.integration.bad_manifests import RULES, SCHEMA, Bad
+from tests.integration.bad_manifests import RULES
+from tests.integration.bad_values import SCHEMA
 from tests.integration.good_manifests import EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, GOOD, LARGEST, SHORTEST
 from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
+from tests.integration.manifests import Bad
 
 NAMESPACE = "sft-api-tests"
 SFTJOBS = f"/apis/sftjob.dev/v1alpha1/namespaces/{NAMESPACE}/sftjobs"
