@@ -10,12 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from sft_api.progress import Phase, Progress
-from tests.integration.operator.scene import (
-    Scene,
-    StartOperator,
-    Supervisors,
-    training,
-)
+from tests.integration.operator.scene import Scene, StartOperator, Supervisors, training
 
 
 @contextmanager

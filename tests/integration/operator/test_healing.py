@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from sft_api.progress import Progress
-from tests.integration.operator.scene import (
-    Object,
-    Scene,
-    StartOperator,
-    Supervisors,
-    training,
-)
+from tests.integration.operator.scene import Object, Scene, StartOperator, Supervisors, training
 
 CHILDREN = [("configmaps", "run-config"), ("services", "run"), ("networkpolicies", "run")]
 SOON = {"resyncSeconds": 1}

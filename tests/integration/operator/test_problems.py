@@ -7,13 +7,7 @@ import signal
 from typing import Any
 
 from sft_api.progress import Progress
-from tests.integration.operator.scene import (
-    PATIENCE_SECONDS,
-    Scene,
-    StartOperator,
-    Supervisors,
-    training,
-)
+from tests.integration.operator.scene import PATIENCE_SECONDS, Scene, StartOperator, Supervisors, training
 
 
 def quota(hard: dict[str, str]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from sft_api.progress import Phase
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.picture.observed import Observed, Refusal
 
-from .make import NOW, make_child, make_pod, report, training, words
-from .test_status import running, status_of
+from .make import NOW, make_child, make_pod, report, running, training, words
+from .statuses import status_of
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "argocd-health.yaml"
 BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DATA_ERROR, 0, message="no column x"))

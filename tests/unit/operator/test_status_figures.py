@@ -1,0 +1,190 @@
+"""What a status shows of training: figures, checkpoints, last words; none of them moves backwards."""
+
+from __future__ import annotations
+
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase
+from sft_api.times import timestamp
+from sft_api.v1alpha1 import ExportStatus
+from sft_operator.decisions.status import write_status
+from tests.unit.operator.make import (
+    at,
+    committed_at,
+    disruption,
+    make_child,
+    make_pod,
+    report,
+    running,
+    training,
+    words,
+)
+from tests.unit.operator.statuses import TRAINED, checkpoint, checkpoints, status_of
+
+
+def test_figures_never_move_backwards() -> None:
+    first = status_of(running(report=report(training(50, loss=1.0))))
+    late = status_of(running(report=report(training(49, loss=9.0))), first)
+    older_attempt = status_of(
+        running(report=report(training(70, attempt=1))),
+        status_of(running(report=report(training(60, attempt=2))), first),
+    )
+
+    assert late.progress
+    assert (late.progress.step, late.progress.loss) == (50, 1.0)
+    assert older_attempt.progress
+    assert (older_attempt.attempt, older_attempt.progress.step) == (2, 60)
+
+
+def test_figures_of_an_attempt_show_once_it_trains() -> None:
+    first = status_of(running(report=report(training(50))))
+    loading = status_of(running(report=report(training(0, attempt=2, phase=Phase.LOADING))), first)
+    going_on = status_of(running(report=report(training(41, attempt=2, resumed_from_step=40))), loading)
+
+    assert loading.progress
+    assert (loading.attempt, loading.progress.step, loading.progress.phase) == (1, 50, "Loading")
+    assert going_on.progress
+    assert (going_on.attempt, going_on.progress.step) == (2, 41)
+
+
+def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
+    """Its new supervisor knows of no incident: the old one could not tell any more."""
+    first = status_of(running(report=report(training(50, update_time=at(-60)))))
+    lost = status_of(
+        running(pods=(make_pod(1), make_pod(0, phase="Failed", exit_code=137, conditions=disruption()))), first
+    )
+    told = training(43, attempt=2, resumed_from_step=40, update_time=at(34), median_step_seconds=2.0)
+    recovered = status_of(running(report=report(told, received=30)), lost, seconds=30)
+    later = status_of(running(report=report(told.model_copy(update={"step": 45}), received=40)), recovered, seconds=40)
+
+    assert recovered.restarts
+    assert recovered.restarts.lost_steps == 10
+    assert recovered.restarts.recovery_seconds == 31
+    assert later.restarts
+    assert later.restarts.lost_steps == 10
+
+
+def test_steps_at_risk_are_those_since_the_last_checkpoint() -> None:
+    status = status_of(running(report=report(training(57, checkpoints=checkpoints(40)))))
+
+    assert status.steps_at_risk == 17
+    assert status.checkpoints
+    assert status.checkpoints.latest == checkpoint(40)
+
+
+def test_checkpoints_stay_known_while_a_new_attempt_has_none_to_tell() -> None:
+    first = status_of(running(report=report(training(57, checkpoints=checkpoints(40)))))
+    second = status_of(running(report=report(training(41, attempt=2, resumed_from_step=40))), first)
+
+    assert second.checkpoints
+    assert second.checkpoints.latest == checkpoint(40)
+    assert second.steps_at_risk == 1
+
+
+def test_the_picture_of_the_losses_stays_known_and_last_words_may_be_the_first_to_name_it() -> None:
+    drawn = status_of(running(report=report(training(57, curve_uri="s3://b/curve.svg"))))
+    again = status_of(running(report=report(training(58, attempt=2, resumed_from_step=57))), drawn)
+    assert again.progress
+    assert again.progress.curve == "s3://b/curve.svg"
+
+    end = words(None, 100, curve_uri="s3://b/curve.svg")
+    pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
+    done = running(job=make_child(conditions={"Complete": ("", "")}), pods=pods)
+    short = status_of(done, status_of(running(report=report(training(80)))), seconds=12)
+    assert short.progress
+    assert short.progress.curve == "s3://b/curve.svg"
+
+
+def test_a_finished_run_is_told_by_its_last_words() -> None:
+    end = words(None, 100, checkpoints_uri="s3://b/checkpoints", checkpoints=committed_at(100, 60), loss=0.5)
+    pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
+    before = status_of(running(report=report(training(80, loss=0.9, checkpoints=checkpoints(80)))))
+
+    done = running(job=make_child(conditions={"Complete": ("", "")}), pods=pods)
+    status = status_of(done, before, seconds=12)
+
+    assert status.progress
+    assert (status.progress.summary, status.progress.percent, status.progress.loss) == ("100/100", 100, 0.5)
+    assert status.progress.phase == "Complete"
+    assert status.checkpoints
+    assert status.checkpoints.latest
+    assert status.checkpoints.latest.step == 100
+    assert status.checkpoints.latest.uri == "s3://b/checkpoints/step-00000100-a00001"
+    assert [item.step for item in status.checkpoints.kept] == [100, 60], "80 was pruned since it was reported"
+    assert status.steps_at_risk == 0
+    assert status.export == ExportStatus(uri="s3://bucket/runs/export", step=100)
+
+
+def test_last_words_about_older_checkpoints_change_nothing() -> None:
+    end = words(None, 100, checkpoints_uri="s3://b/checkpoints", checkpoints=committed_at(60))
+    pods = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=10) for index in (0, 1))
+    before = status_of(running(report=report(training(80, checkpoints=checkpoints(80)))))
+
+    status = status_of(running(job=make_child(conditions={"Complete": ("", "")}), pods=pods), before, seconds=12)
+
+    assert status.checkpoints == checkpoints(80)
+
+
+def test_last_words_of_a_pod_do_not_hide_what_its_replacement_reports() -> None:
+    old = make_pod(0, phase="Failed", exit_code=30, words=words(FailureClass.INTERRUPTED, 50), finished=-30)
+    new = make_pod(0, uid="new")
+    told = report(training(0, attempt=0, phase=Phase.WAITING), pod_uid="new")
+    before = status_of(running(report=report(training(50, update_time=at(-40)))))
+
+    status = status_of(running(pods=(old, new, make_pod(1)), report=told), before)
+
+    assert status.progress
+    assert (status.progress.step, status.progress.phase) == (50, "Waiting")
+
+
+def test_the_first_step_is_timed_once() -> None:
+    none_yet = status_of(running(report=report(training(0))))
+    first = status_of(running(report=report(training(1, update_time=at(5)))), none_yet)
+    second = status_of(running(report=report(training(2, update_time=at(9)))), first)
+
+    assert none_yet.first_step_time is None
+    assert first.first_step_time == second.first_step_time == timestamp(at(5))
+
+
+FAST = training(50, tokens_per_second=900.0, remaining_seconds=60.0)
+
+
+def test_an_old_report_is_not_taken_in_again_once_its_pod_has_ended() -> None:
+    # Given a run that reported, was suspended, and left its last words
+    told = report(FAST)
+    trains = status_of(running(report=told), TRAINED)
+    end = words(FailureClass.INTERRUPTED, 50)
+    pods = tuple(make_pod(index, phase="Failed", exit_code=30, words=end, deletion=-5) for index in (0, 1))
+    stopped = running(job=make_child(suspend=True), pods=pods, report=told)
+
+    # When it is looked at again and again, with its pods and without them
+    suspended = status_of(stopped, trains, suspend=True)
+    later = status_of(running(job=make_child(suspend=True), pods=(), report=told), suspended, suspend=True, seconds=300)
+
+    # Then it stays at rest
+    for status in (suspended, later):
+        assert status.state == "Suspended"
+        assert status.progress
+        assert (status.progress.step, status.progress.phase, status.progress.remaining) == (50, "Waiting", "")
+        assert status.progress.tokens_per_second is None
+
+
+def test_without_index_0_nothing_is_told_of_training() -> None:
+    trains = status_of(running(report=report(FAST)), TRAINED)
+    lost = status_of(running(report=report(FAST), pods=(make_pod(1),)), trains, seconds=9)
+
+    assert trains.progress
+    assert (trains.progress.tokens_per_second, trains.progress.remaining) == (900.0, "1m0s")
+    assert lost.state == "Recovering"
+    assert lost.progress
+    assert (lost.progress.step, lost.progress.phase, lost.progress.remaining) == (50, "Waiting", "")
+    assert lost.progress.tokens_per_second is None
+    assert "tokensPerSecond" not in write_status(lost)["progress"]
+
+
+def test_the_last_report_of_a_pod_that_saves_and_ends_still_counts() -> None:
+    saving = report(training(52, phase=Phase.SAVING))
+    status = status_of(running(pods=(make_pod(0, deletion=-5), make_pod(1)), report=saving), TRAINED, suspend=True)
+
+    assert status.state == "Suspending"
+    assert status.progress
+    assert (status.progress.step, status.progress.phase) == (52, "Saving")
