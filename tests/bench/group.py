@@ -25,6 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from sft_api.ports import free_port
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE, write_atomically
 from sft_api.trainer_config import TrainerConfig
@@ -34,7 +35,7 @@ from sft_trainer.supervisor.identity import code_version, group_token
 from sft_trainer.supervisor.protocol import Order, OrderKind, Report
 from tests.bench.process import cpu_seconds
 
-PORT = 18_471
+PORT = free_port()
 WORKER = "import time; time.sleep(100_000)"
 
 
