@@ -28,7 +28,7 @@ typecheck: setup ## Check types (strict)
 	.venv/bin/mypy
 
 .PHONY: quick
-quick: setup lint typecheck verify ## Check style, types, generated files and run the unit tests: a minute, after every change
+quick: setup lint typecheck verify ## Check style, types, generated files and run the unit tests: under three minutes, after every change
 	$(PYTHON) -m pytest -q tests/unit
 
 .PHONY: test
