@@ -104,8 +104,9 @@ def test_an_operator_that_was_away_counts_what_happened(
 
     # Once only, also for the next one.
     second.stop()
+    reads = len(supervisors.reads)
     start_operator(namespace=own_scene.namespace)
-    time.sleep(2)
+    own_scene.until(lambda: len(supervisors.reads) > reads + 6)
     assert own_scene.status("away")["restarts"]["disruptions"] == 1
 
 
