@@ -1,6 +1,7 @@
 """Puts the parts together: connect, wait for leadership, list everything, then watch, work and list again."""
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -13,9 +14,10 @@ import aiohttp
 from sft_api.v1alpha1 import API_VERSION, KIND
 
 from . import server
-from .cluster import kopf_watch as handlers
+from .cluster import kopf_watch
 from .cluster.asking import Asking
 from .cluster.client import ApiError, Cluster, ConfigError, connect
+from .cluster.informer import Informer, Lister
 from .cluster.leadership import Leadership
 from .cluster.progress_client import ProgressClient
 from .cluster.store import CheckpointStore
@@ -31,7 +33,6 @@ from .workqueue import RetryLater, WorkQueue
 logger = logging.getLogger(__name__)
 
 _SICK_AFTER_RESYNCS = 5
-_TRIES_OF_A_LISTING = 3
 _SPREAD_SECONDS = 10.0
 _SWARM_SECONDS = 0.1
 
@@ -67,6 +68,17 @@ class Operator:
         self._bugs: dict[Key, str] = {}
         """The last error of each key over which the operator failed."""
         self._watchdog = Watchdog()
+        self._listers = {
+            kind: (Lister if kind == KIND else Informer)(
+                self._cluster,
+                kind,
+                settings.namespace,
+                "" if kind == KIND else WATCH_SELECTOR,
+                begin=functools.partial(self._cache.listing, kind),
+                seen=self._seen,
+            )
+            for kind in KINDS
+        }
 
     async def run(self) -> None:
         """Work until asked to end; raises when a part cannot go on."""
@@ -102,8 +114,13 @@ class Operator:
             tasks += [
                 asyncio.create_task(self._queue.run(), name="workers"),
                 asyncio.create_task(self._list_again_and_again(), name="resync"),
+                *(
+                    asyncio.create_task(informer.watch(self._look_again), name=f"watch of {kind}s")
+                    for kind, informer in self._listers.items()
+                    if isinstance(informer, Informer)
+                ),
                 # Last: kopf ends all tasks that are younger than itself.
-                asyncio.create_task(handlers.watch(self._settings, self._seen), name="watch"),
+                asyncio.create_task(kopf_watch.watch(self._settings, self._seen), name="watch"),
             ]
             await _first_to_end(tasks)
         finally:
@@ -129,13 +146,19 @@ class Operator:
             self._metrics.reconciles.labels("error").inc()
 
     def _seen(self, kind: str, event: str | None, manifest: Manifest) -> None:
-        """An object was listed or has changed."""
+        """An object was listed or has changed; or (BOOKMARK) all has been told that there was at that version."""
         self._watchdog.heard(kind, version_of(manifest))
+        if event == "BOOKMARK":
+            return
         remember = self._cache.remove if event == "DELETED" else self._cache.store
         key = remember(kind, manifest)
         if key:
             # Children come in swarms: a Job, its pods, their first conditions.
             self._queue.add(key, 0.0 if kind == KIND else _SWARM_SECONDS)
+
+    def _look_again(self, keys: set[Key]) -> None:
+        for key in keys:
+            self._queue.add(key, _SWARM_SECONDS)
 
     async def _check_api(self) -> None:
         """Fail with a sentence when the CRD is missing, rather than watch nothing for ever."""
@@ -188,18 +211,11 @@ class Operator:
 
     async def _list(self, kind: str, *, first: bool) -> set[Key]:
         """Take in all objects of ``kind``; the keys for which that brought something new."""
-        selector = "" if kind == KIND else WATCH_SELECTOR
-        for tries_left in reversed(range(_TRIES_OF_A_LISTING)):
-            listing = self._cache.listing(kind)
-            try:
-                version = await self._cluster.scan(kind, self._settings.namespace, listing.take, labels=selector)
-                break
-            except ApiError as error:
-                if error.code != 410 or not tries_left:  # it expired between two pages
-                    raise
-        self._metrics.missed.inc(0 if first else listing.news)
-        self._watchdog.listed(kind, listing.newest, time.monotonic())
-        return listing.end(version)
+        listed = await self._listers[kind].list()
+        if not first:
+            self._metrics.missed.inc(listed.news)
+        self._watchdog.listed(kind, listed.newest, time.monotonic())
+        return listed.changed
 
     def _sick(self) -> str | None:
         if self._listed is None:

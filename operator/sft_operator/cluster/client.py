@@ -5,6 +5,7 @@ server checks them anyway.
 """
 
 import json
+import logging
 import os
 import ssl
 from collections.abc import Callable, Mapping
@@ -20,6 +21,9 @@ from ..picture.observed import Manifest
 from ..picture.untrusted import integer, part, text
 from .list_body import ListBody
 from .server_clock import ServerClock
+from .watch_body import Event, WatchBody
+
+logger = logging.getLogger(__name__)
 
 _PATHS = {
     KIND: (f"apis/{GROUP}/{VERSION}", PLURAL),
@@ -143,6 +147,36 @@ class Cluster:
                 raise aiohttp.ClientPayloadError(str(error)) from error
         return body.fields
 
+    async def watch(
+        self,
+        kind: str,
+        namespace: str | None,
+        take: Callable[[Event], bool],
+        *,
+        labels: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
+    ) -> None:
+        """Hand the events of one watch to ``take``, one by one as they arrive, until it is True or the watch ends.
+
+        An error that is told inside of the stream is raised like one that is its status.
+        """
+        query = {"watch": "true", "allowWatchBookmarks": "true", "labelSelector": labels, **query}
+        url, body = f"{self._url(kind, namespace)}?{urlencode(query)}", WatchBody()
+        headers = {"Accept": "application/json"}
+        async with self.session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            self._answered("watch", kind, response)
+            if response.status >= 300:
+                raise _error(response.status, response.headers, await response.read())
+            async for data in response.content.iter_any():
+                for event in body.feed(data):
+                    if event is None:
+                        logger.warning("a line of the watch of %ss cannot be read", kind)
+                    elif event.type == "ERROR":
+                        raise _told_error(event.object)
+                    elif take(event):
+                        return
+
     async def create(self, kind: str, namespace: str, manifest: Manifest, *, whole: bool = False) -> Manifest:
         """Create, and return what the server made of it; its metadata only, unless the ``whole`` is asked for."""
         accept = "application/json" if whole else _METADATA_ONLY
@@ -225,6 +259,12 @@ def _error(code: int, headers: Mapping[str, str], answer: bytes) -> ApiError:
     except ValueError:
         retry_after = None
     return ApiError(code, reason, message, retry_after)
+
+
+def _told_error(status: Manifest) -> ApiError:
+    """The error that a Status inside of a watch tells of."""
+    pause = integer(part(status, "details").get("retryAfterSeconds"))
+    return ApiError(integer(status.get("code")) or 500, text(status.get("reason")), text(status.get("message")), pause)
 
 
 async def connect(*middlewares: aiohttp.ClientMiddlewareType) -> tuple[str, aiohttp.ClientSession]:

@@ -1,13 +1,13 @@
-"""kopf, here and nowhere else: it watches, and every event becomes "take this in, and look again".
+"""kopf, here and nowhere else: it watches SFTJobs, and every event becomes "take this in, and look again".
 
-Only event handlers are used: they need no finalizers and leave no annotations. kopf watches again by itself when
+Only an event handler is used: it needs no finalizers and leaves no annotations. kopf watches again by itself when
 a stream breaks or falls silent; what was deleted meanwhile it cannot know, a complete listing finds that.
 """
 
 import logging
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -16,12 +16,8 @@ import kopf
 from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 from ..config import Settings
-from ..names import WATCH_SELECTOR
-from ..picture.observed import Manifest
 from .client import connect
-
-Seen = Callable[[str, str | None, Manifest], None]
-"""Called with kind, type of event (None when listed, ADDED, MODIFIED, DELETED) and the object."""
+from .informer import Seen
 
 
 class _PatientRetries:
@@ -68,24 +64,7 @@ def _registry(seen: Seen) -> kopf.OperatorRegistry:
     async def sft_job(event: Any, **_: Any) -> None:
         seen(KIND, event["type"], event["object"])
 
-    @kopf.on.event("batch", "v1", "jobs", registry=registry)
-    async def job(event: Any, **_: Any) -> None:
-        seen("Job", event["type"], event["object"])
-        _shrink(event["object"])
-
-    @kopf.on.event("", "v1", "pods", registry=registry)
-    async def pod(event: Any, **_: Any) -> None:
-        seen("Pod", event["type"], event["object"])
-        _shrink(event["object"])
-
     return registry
-
-
-def _shrink(manifest: Any) -> None:
-    """Drop what has been read: kopf holds every object for some seconds, in case that more is heard of it."""
-    manifest.pop("spec", None)
-    manifest.pop("status", None)
-    manifest["metadata"].pop("managedFields", None)
 
 
 def _kopf_settings() -> kopf.OperatorSettings:
@@ -95,8 +74,6 @@ def _kopf_settings() -> kopf.OperatorSettings:
     # Kinds are looked up once, at the start: no right to read CRDs or namespaces is needed.
     settings.scanning.disabled = True
     settings.persistence.diffbase_storage = _NoMemory()
-    settings.watching.label_selectors["batch", "v1", "jobs"] = WATCH_SELECTOR
-    settings.watching.label_selectors["", "v1", "pods"] = WATCH_SELECTOR
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 330
     settings.watching.connect_timeout = 10
@@ -111,7 +88,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
 
 
 async def watch(settings: Settings, seen: Seen) -> None:
-    """Watch until the process is asked to end (kopf takes SIGTERM and SIGINT)."""
+    """Watch SFTJobs until the process is asked to end (kopf takes SIGTERM and SIGINT)."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     await kopf.operator(
         registry=_registry(seen),

@@ -104,10 +104,13 @@ class Cache:
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
-        self._deleted: dict[str, int] = {}
-        """Versions at which objects were seen deleted since the last listing, by uid."""
         self._strays: set[Key] | None = set()
         """Names of jobs that are not in the picture, whose pods were seen; None: too many to remember."""
+        self._deleted: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        """Versions at which objects were seen deleted or missing, by kind and uid. A listing may have begun before, the
+        answer to a write may come after, and so may a line of a watch that begins again: all show what was."""
+        self._listed: dict[str, int] = {}
+        """Version of the last complete listing, by kind."""
 
     def entry(self, key: Key) -> Entry:
         """The entry of ``key``, made when there is none."""
@@ -131,7 +134,7 @@ class Cache:
     def store(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in an object; the key to look at again, None when nothing new was learnt."""
         key, uid, version = key_of(kind, manifest), _uid(manifest), version_of(manifest)
-        if key is None or self._deleted.get(uid, -1) >= version:
+        if key is None or self._deleted[kind].get(uid, -1) >= version:
             return None
         known = self._known(key, kind, uid)
         if known is not None and known.version >= version:
@@ -196,7 +199,7 @@ class Cache:
         key, uid = key_of(kind, manifest), _uid(manifest)
         if key is None:
             return None
-        self._deleted[uid] = version_of(manifest)
+        self._deleted[kind][uid] = version_of(manifest)
         entry = self.entry(key)
         entry.unreadable.pop((kind, uid), None)
         if kind == "Pod":
@@ -235,6 +238,7 @@ class Cache:
             for uid, seen in _objects(entry, kind):
                 if uid not in present and seen.version <= version:
                     self._drop(key, entry, kind, uid)
+                    self._deleted[kind][uid] = version
                     changed.add(key)
             gone = [what for what in entry.unreadable if what[0] == kind and what[1] not in present]
             if kind == "Pod" and pods[key] <= _most_pods(entry):
@@ -242,7 +246,9 @@ class Cache:
             for what in gone:
                 del entry.unreadable[what]
                 changed.add(key)
-        self._deleted = {uid: seen for uid, seen in self._deleted.items() if seen > version}
+        # Of what went before the last listing but one no word can be on its way any more.
+        before, self._listed[kind] = self._listed.get(kind, 0), version
+        self._deleted[kind] = {uid: seen for uid, seen in self._deleted[kind].items() if seen > before}
         self._entries = {key: entry for key, entry in self._entries.items() if not entry.empty}
         return changed
 

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.operator.scene import OperatorProcess, start_operator
 from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest
 
@@ -37,12 +39,16 @@ def fat_pod() -> str:
 class ApiServer:
     """As much of an API server as the operator asks for at its start, over ``pods`` fat pods of one job."""
 
-    def __init__(self, pods: int) -> None:
+    def __init__(self, pods: int, *, streams: bool = False) -> None:
+        """``streams``: it knows streamed lists, of pods."""
         self.pods = pods
+        self.streams = streams
         self.listed: list[str] = []
-        """Selectors of the listings of pods that were answered to their last page."""
+        """Selectors of the listings of pods that were answered to their end."""
         self.expire_at: int | None = None
         """The page that has expired when it is asked for, once."""
+        self.expire_for_kopf = False
+        """Whether kopf's next listing of SFTJobs, which has pages of 20, expires after its first page."""
         self._pod = fat_pod()
 
     def answer(self, path: str, query: dict[str, str]) -> tuple[int, str]:
@@ -75,13 +81,30 @@ class ApiServer:
             return self._page(query)
         objects = {"jobs": [child_manifest()], "sftjobs": [job_manifest(compute={"nodes": 4096, "gpusPerNode": 0})]}
         items = objects.get(path.rpartition("/")[2], [])
-        return 200, json.dumps({"metadata": {"resourceVersion": "1000000"}, "items": items})
+        metadata = {"resourceVersion": "1000000"}
+        if self.expire_for_kopf and query.get("limit") == "20":
+            metadata["continue"] = "more"
+        if "continue" in query:
+            self.expire_for_kopf = False
+            return self._expired()
+        return 200, json.dumps({"metadata": metadata, "items": items})
+
+    def _expired(self) -> tuple[int, str]:
+        return 410, json.dumps({"reason": "Expired", "message": "the provided continue parameter is too old"})
+
+    def pods_as_events(self, query: dict[str, str]) -> Iterator[str]:
+        """The lines of a streamed list of pods."""
+        for number in range(self.pods):
+            yield f'{{"type": "ADDED", "object": {self._pod.replace("@", str(number + 1))}}}\n'
+        metadata = {"resourceVersion": "1000000", "annotations": {"k8s.io/initial-events-end": "true"}}
+        yield json.dumps({"type": "BOOKMARK", "object": {"metadata": metadata}}) + "\n"
+        self.listed.append(query.get("labelSelector", ""))
 
     def _page(self, query: dict[str, str]) -> tuple[int, str]:
         begin, size = int(query.get("continue", 0)), int(query["limit"])
         if self.expire_at is not None and begin >= self.expire_at:
             self.expire_at = None
-            return 410, json.dumps({"reason": "Expired", "message": "the provided continue parameter is too old"})
+            return self._expired()
         end = min(self.pods, begin + size)
         items = ",".join(self._pod.replace("@", str(number + 1)) for number in range(begin, end))
         more = f', "continue": "{end}"' if end < self.pods else ""
@@ -99,9 +122,16 @@ def serve(api: ApiServer) -> Iterator[str]:
         def do_GET(self) -> None:
             url = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(url.query))
+            if "sendInitialEvents" in query and not (api.streams and url.path.endswith("/pods")):
+                self._send(422, json.dumps({"reason": "Invalid", "message": "sendInitialEvents is forbidden"}))
+                return
             if query.get("watch"):
                 self.send_response(200)
                 self.end_headers()
+                if "sendInitialEvents" in query:
+                    for line in api.pods_as_events(query):
+                        self.wfile.write(line.encode())
+                    return
                 end.wait(60)
                 return
             self._send(*api.answer(url.path, query))
@@ -136,7 +166,7 @@ def serve(api: ApiServer) -> Iterator[str]:
 
 @contextmanager
 def operator_of(api: ApiServer, folder: Path) -> Iterator[OperatorProcess]:
-    """An operator that serves ``api``, and lists it anew every five seconds."""
+    """An operator that serves ``api``, and lists it anew every two seconds."""
     folder.mkdir()
     with serve(api) as url:
         config = {
@@ -146,7 +176,7 @@ def operator_of(api: ApiServer, folder: Path) -> Iterator[OperatorProcess]:
             "users": [{"name": "u", "user": {"token": "x"}}],
         }
         (folder / "kubeconfig").write_text(json.dumps(config))
-        settings: dict[str, Any] = {"resyncSeconds": 5, "pods": {"image": "trainer:1"}}
+        settings: dict[str, Any] = {"resyncSeconds": 2, "pods": {"image": "trainer:1"}}
         operator = start_operator(folder, folder / "kubeconfig", settings)
         try:
             yield operator
@@ -169,16 +199,19 @@ def peak_mib(operator: OperatorProcess) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def peak_with(pods: int, folder: Path) -> float:
-    """The peak in MiB after the listing at the start, that of the watch, and two of the resync."""
-    api = ApiServer(pods)
+def peak_with(pods: int, folder: Path, *, streams: bool) -> float:
+    """The peak in MiB after the listing at the start, and three of the resync."""
+    api = ApiServer(pods, streams=streams)
     with operator_of(api, folder) as operator:
         until(lambda: len(api.listed) >= 4, operator)
+        assert set(api.listed) == {"app.kubernetes.io/managed-by=sft-operator"}
         return peak_mib(operator)
 
 
-def test_memory_does_not_grow_with_what_nobody_reads_of_the_pods(tmp_path: Path) -> None:
-    few, many = peak_with(10, tmp_path / "few"), peak_with(PODS, tmp_path / "many")
+@pytest.mark.parametrize("streams", [False, True])
+def test_memory_does_not_grow_with_what_nobody_reads_of_the_pods(tmp_path: Path, streams: bool) -> None:
+    few = peak_with(10, tmp_path / "few", streams=streams)
+    many = peak_with(PODS, tmp_path / "many", streams=streams)
 
     raw = PODS * POD_BYTES / 2**20
     print(f"peak_mib_few={few:.0f} peak_mib_many={many:.0f} raw_mib={raw:.0f}")
@@ -187,10 +220,12 @@ def test_memory_does_not_grow_with_what_nobody_reads_of_the_pods(tmp_path: Path)
 
 def test_a_listing_that_expires_between_two_pages_begins_again(tmp_path: Path) -> None:
     api = ApiServer(1200)
-    api.expire_at = 500
+    api.expire_at, api.expire_for_kopf = 500, True
     with operator_of(api, tmp_path / "expired") as operator:
         until(lambda: api.expire_at is None and api.listed, operator)
-        # That of the watch as well
+        # That of the resync as well
         api.expire_at = 500
         until(lambda: api.expire_at is None and len(api.listed) >= 3, operator)
+        # And kopf's, which would end the operator
+        until(lambda: not api.expire_for_kopf and len(api.listed) >= 5, operator)
         assert "listing failed" not in operator.log.read_text()

@@ -238,3 +238,38 @@ def test_pods_of_an_earlier_job_that_have_not_ended_are_known_apart() -> None:
     assert [pod.uid for pod in observed.earlier_pods] == ["left"]
     assert cache.remove("Pod", pod_manifest(1, uid="left", version="20")) == KEY
     assert cache.observed(KEY).earlier_pods == ()
+
+
+def test_a_change_that_is_told_after_the_deletion_brings_nothing_back() -> None:
+    cache = full_cache()
+    cache.remove("Pod", versioned(pod_manifest(1), 51))
+
+    assert cache.store("Pod", versioned(pod_manifest(1, ready=False), 50)) is None
+    # Nor after listings: of another kind, and of the same, which says no more than that it is gone
+    take_listing(cache, "Job", [versioned(child_manifest(), 7)], version=60)
+    take_listing(cache, "Pod", [pod_manifest(0)], version=61)
+    assert cache.store("Pod", versioned(pod_manifest(1, ready=False), 50)) is None
+
+    assert [pod.index for pod in cache.observed(KEY).pods] == [0]
+
+
+def test_what_a_listing_did_not_show_is_not_brought_back_by_what_was_told_before() -> None:
+    cache = full_cache()
+    assert take_listing(cache, "Pod", [pod_manifest(0)], version=40) == {KEY}
+
+    assert cache.store("Pod", versioned(pod_manifest(1, ready=False), 39)) is None
+    assert cache.remove("Pod", versioned(pod_manifest(1), 40)) == KEY
+
+    observed = cache.observed(KEY)
+    assert [pod.index for pod in observed.pods] == [0]
+    assert [pod.index for pod in observed.gone_pods] == [1]
+
+
+def test_what_is_remembered_of_deletions_goes() -> None:
+    cache = full_cache()
+    cache.remove("Pod", versioned(pod_manifest(1), 51))
+
+    for version in (60, 70, 80):
+        take_listing(cache, "Pod", [], version)
+
+    assert cache._deleted["Pod"] == {}

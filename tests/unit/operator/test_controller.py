@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -19,11 +20,12 @@ import pytest
 
 from sft_api.ports import free_port
 from sft_api.v1alpha1 import KIND
+from sft_operator.cluster.client import ApiError
 from sft_operator.cluster.leadership import LeadershipLost
 from sft_operator.config import LeaderElectionSettings, Settings
 from sft_operator.controller import Operator
 from sft_operator.picture.cache import Key
-from tests.unit.operator.make import Object, job_manifest
+from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest
 
 
 class SlowApi:
@@ -51,13 +53,23 @@ class SlowApi:
     async def scan(self, *_: Any, **__: Any) -> int:
         return (await self.list())[1]
 
+    async def watch(self, *_: Any, **__: Any) -> None:
+        raise ApiError(422, "Invalid", "sendInitialEvents is forbidden for watch unless WatchList is enabled")
+
+
+def connect(operator: Operator, api: Any) -> None:
+    """Have ``operator`` talk to ``api``."""
+    operator._cluster = api
+    for lister in operator._listers.values():
+        lister._cluster = api
+
 
 def start(api: SlowApi) -> asyncio.Task[None]:
     election = LeaderElectionSettings(enabled=True, lease_seconds=0.6, renew_seconds=0.05)
     operator = Operator(
         Settings(http_port=0, leader_election=election), "http://nowhere", cast(aiohttp.ClientSession, None)
     )
-    operator._cluster = cast(Any, api)
+    connect(operator, api)
     return asyncio.create_task(operator.run())
 
 
@@ -127,7 +139,7 @@ def test_a_listing_has_what_is_gone_looked_at_as_well() -> None:
 
     async def scenario() -> None:
         operator = Operator(Settings(), "http://nowhere", cast(aiohttp.ClientSession, None))
-        operator._cluster = cast(Any, EmptyApi())
+        connect(operator, EmptyApi())
         operator._seen(KIND, "ADDED", job_manifest())
         looked_at: list[Key] = []
         operator._queue.add = lambda key, delay_seconds=0.0: looked_at.append(key)  # type: ignore[method-assign]
@@ -142,6 +154,8 @@ def test_a_listing_has_what_is_gone_looked_at_as_well() -> None:
 
 class EmptyApi:
     """Nothing is left."""
+
+    watch = SlowApi.watch
 
     async def scan(self, *_: Any, **__: Any) -> int:
         return 1000
@@ -158,6 +172,59 @@ def test_times_of_objects_are_compared_with_the_clock_that_wrote_them() -> None:
 
         for now in (operator._reconciler._now(), operator._reconciler._asking._now()):
             assert timedelta(seconds=40) < datetime.now(UTC) - now < timedelta(seconds=80)
+        await operator._progress.close()
+
+    asyncio.run(scenario())
+
+
+class WatchedApi:
+    """Two pods more at every listing, of which no watch ever tells."""
+
+    def __init__(self) -> None:
+        self.version = 100
+
+    watch = SlowApi.watch
+
+    async def scan(self, kind: str, _: str | None, take: Callable[[Object], None], **__: Any) -> int:
+        for manifest in self._pods() if kind == "Pod" else [job_manifest() if kind == KIND else child_manifest()]:
+            take(manifest)
+        return self.version
+
+    def _pods(self) -> list[Object]:
+        self.version += 10
+        versions = range(101, self.version)
+        return [pod_manifest(0, uid=f"uid-{version}", version=str(version)) for version in versions if version % 5 == 0]
+
+
+def missed(operator: Operator) -> float:
+    value = operator._metrics.registry.get_sample_value("sft_operator_watch_missed_total")
+    assert value is not None
+    return value
+
+
+def test_what_a_watch_does_not_tell_of_is_counted_and_makes_sick(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        operator = Operator(Settings(), "http://nowhere", cast(aiohttp.ClientSession, None))
+        connect(operator, WatchedApi())
+        clock = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: clock)
+        operator._seen(KIND, None, job_manifest())  # kopf's watch is well
+
+        # The first listing is where the watches begin: it proves nothing
+        assert await operator._list_all()
+        clock += 200
+        assert (operator._sick(), missed(operator)) == (None, 0)
+
+        # What the next one shows, the watch must tell of as well
+        assert await operator._list_all()
+        clock += 100
+        assert (operator._sick(), missed(operator)) == (None, 2)
+        clock += 30
+        assert "the watch of Pods has not told of a change" in str(operator._sick())
+
+        # A bookmark says that all of it has been told
+        operator._seen("Pod", "BOOKMARK", {"metadata": {"resourceVersion": "500"}})
+        assert operator._sick() is None
         await operator._progress.close()
 
     asyncio.run(scenario())

@@ -1,0 +1,193 @@
+"""One kind of object, listed and then watched, by our own client: nothing is held of an object but what is kept of it.
+
+A list comes as a stream of events where the server has that (on by default from Kubernetes 1.34 on), else in pages.
+Nothing that comes over the wire ends a watch for good, and nothing makes it spin.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import aiohttp
+
+from ..decisions.pauses import doubled
+from ..picture.cache import Key, Listing, version_of
+from ..picture.observed import Manifest
+from ..workqueue import loop_time
+from .client import ApiError, Cluster
+from .watch_body import Event
+
+logger = logging.getLogger(__name__)
+
+Seen = Callable[[str, str | None, Manifest], None]
+"""Called with kind, type of event (None when listed, ADDED, MODIFIED, DELETED, BOOKMARK) and the object."""
+
+_TRIES_OF_A_LISTING = 3
+_LIST_AGAIN_AFTER_FAILURES = 3
+_LONGEST_ASKED_PAUSE = 120.0
+_NO_STREAMED_LISTS = (400, 422)
+"""The server does not know streamed lists, or they are switched off."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long an informer waits for what, in seconds."""
+
+    server: int = 300
+    """After which the server ends a watch, so that many operators do not stay with one of several servers."""
+    inactivity: float = 75.0
+    """Without a byte: bookmarks come about once a minute."""
+    listing: float = 30.0
+    """Without a byte of a list."""
+    steady: float = 5.0
+    """A watch that lasted that long was none that failed at once."""
+    first_pause: float = 0.5
+    longest_pause: float = 30.0
+
+
+class Listed(NamedTuple):
+    """What a complete listing brought."""
+
+    version: int
+    """At which it was made."""
+    changed: set[Key]
+    """The keys for which it brought something new."""
+    news: int
+    """Objects that no watch had told of, or not in that version."""
+    newest: int
+    """The highest version among those."""
+
+
+class Lister:
+    """Lists one kind of object, everything at once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        kind: str,
+        namespace: str | None,
+        labels: str,
+        *,
+        begin: Callable[[], Listing],
+        seen: Seen,
+        pace: Pace | None = None,
+    ) -> None:
+        """``begin`` begins to take in a listing; ``seen`` takes what a watch tells."""
+        self._cluster = cluster
+        self._kind = kind
+        self._namespace = namespace
+        self._labels = labels
+        self._begin = begin
+        self._seen = seen
+        self._pace = pace or Pace()
+        self._streams = True
+
+    async def list(self) -> Listed:
+        """Take in all that is.
+
+        Raises ``ApiError``, ``aiohttp.ClientError``, ``TimeoutError``.
+        """
+        listing, version = await self._take_all()
+        return Listed(version, listing.end(version), listing.news, listing.newest)
+
+    async def _take_all(self) -> tuple[Listing, int]:
+        if self._streams:
+            listing = self._begin()
+            try:
+                return listing, await self._take_stream(listing)
+            except ApiError as error:
+                if error.passing:
+                    raise
+                self._streams = error.code not in _NO_STREAMED_LISTS
+            except (aiohttp.ClientError, TimeoutError) as error:
+                # Proxies may hold back what is no whole answer.
+                logger.warning("the list of %ss: %s; now by pages", self._kind, str(error) or repr(error))
+        for tries_left in reversed(range(_TRIES_OF_A_LISTING)):
+            listing = self._begin()
+            try:
+                pages = self._cluster.scan(self._kind, self._namespace, listing.take, labels=self._labels)
+                return listing, await pages
+            except ApiError as error:
+                if error.code != 410 or not tries_left:  # it expired between two pages
+                    raise
+        raise AssertionError("the last try has raised or returned")
+
+    async def _take_stream(self, listing: Listing) -> int:
+        """All objects as the events with which a watch begins; the version at which that was all of them."""
+        query = {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan", "timeoutSeconds": "300"}
+        timeout = aiohttp.ClientTimeout(total=300, sock_connect=5, sock_read=self._pace.listing)
+        version = None
+
+        def take(event: Event) -> bool:
+            nonlocal version
+            if event.ends_list:
+                version = version_of(event.object)
+            elif event.type == "DELETED":
+                self._seen(self._kind, event.type, event.object)
+            elif event.type != "BOOKMARK":
+                listing.take(event.object)
+            return version is not None
+
+        await self._cluster.watch(self._kind, self._namespace, take, labels=self._labels, query=query, timeout=timeout)
+        if version is None:
+            raise aiohttp.ClientPayloadError("the stream ended before the list did")
+        return version
+
+
+class Informer(Lister):
+    """``list`` once, then ``watch`` for ever; ``list`` as often as wanted meanwhile, to see what the watch is worth."""
+
+    _version: int | None = None
+    """Up to which the watch has told of everything. Only lists and bookmarks say so: should lines ever come out of
+    order, the last event before a break would not."""
+
+    async def list(self) -> Listed:
+        """Take in all that is; the watch begins there when it has no better place."""
+        listed = await super().list()
+        if self._version is None:
+            self._version = listed.version
+            self._seen(self._kind, "BOOKMARK", {"metadata": {"resourceVersion": str(listed.version)}})
+        return listed
+
+    async def watch(self, changed: Callable[[set[Key]], None]) -> None:
+        """Tell of every change, for ever; begins where ``list`` ended.
+
+        ``changed`` is called with the keys for which something was found that fell into a gap of the watch.
+        """
+        failures = 0
+        while True:
+            began, asked = loop_time(), 0.0
+            try:
+                if self._version is None:
+                    changed((await self.list()).changed)
+                await self._follow()
+            except ApiError as error:
+                logger.warning("the watch of %ss: %s", self._kind, error)
+                asked = min(_LONGEST_ASKED_PAUSE, error.retry_after or 0.0)
+                if not error.passing:
+                    self._version = None
+            except Exception as error:  # whatever comes over the wire: a watch goes on
+                bug = not isinstance(error, aiohttp.ClientError | OSError)
+                logger.warning("the watch of %ss: %s", self._kind, str(error) or repr(error), exc_info=bug)
+            failures = 0 if loop_time() - began >= self._pace.steady else failures + 1
+            if failures >= _LIST_AGAIN_AFTER_FAILURES:
+                self._version = None  # it may be one that this server has never had
+            pause = doubled(self._pace.first_pause, max(0, failures - 1), longest=self._pace.longest_pause)
+            await asyncio.sleep(max(pause, asked) * random.uniform(1.0, 1.5))  # noqa: S311
+
+    async def _follow(self) -> None:
+        """One watch, until it ends."""
+        query = {"timeoutSeconds": str(self._pace.server), "resourceVersion": str(self._version)}
+        total = self._pace.server + self._pace.listing  # bytes without a line break are no life
+        timeout = aiohttp.ClientTimeout(total=total, sock_connect=5, sock_read=self._pace.inactivity)
+
+        def take(event: Event) -> bool:
+            if event.type == "BOOKMARK":
+                self._version = max(self._version or 0, version_of(event.object))
+            self._seen(self._kind, event.type, event.object)
+            return False
+
+        await self._cluster.watch(self._kind, self._namespace, take, labels=self._labels, query=query, timeout=timeout)
