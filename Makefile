@@ -61,6 +61,10 @@ e2e: setup ## Install the chart on a real node and disturb running jobs in every
 e2e-kueue: setup ## The operator beside Kueue itself, built once (SCENARIOS="preemption ..." for some)
 	$(PYTHON) -m tests.kueue $(SCENARIOS)
 
+.PHONY: soak-informer
+soak-informer: setup ## The picture of the cluster under watches that are cut, silent, 410, duplicated, reordered (MINUTES=60)
+	$(PYTHON) -m tests.soak.informer $(or $(MINUTES),60)
+
 .venv-bench/.installed: requirements/bench.txt
 	$(PYTHON) -m venv .venv-bench
 	.venv/bin/uv pip sync --quiet --python .venv-bench/bin/python --require-hashes requirements/bench.txt
