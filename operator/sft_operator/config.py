@@ -96,15 +96,17 @@ class Settings(SettingsModel):
     """Jobs reconciled at the same time."""
     poll_concurrency: Annotated[int, Field(ge=1, le=1000)] = 64
     """Progress reports read at the same time."""
-    polls_per_second: Annotated[float, Field(gt=0)] = 50
+    polls_per_second: Annotated[float, Field(gt=0)] = 40
     """All reads together; with many jobs each is read more rarely, at least every 25 seconds."""
     poll_seconds: Seconds = 10
     """Between two reads of the progress of a training job."""
     poll_seconds_starting: Seconds = 4
     """The same while a job starts or recovers, when people look at it."""
-    status_seconds: Seconds = 9
-    """Between two writes of a status in which only figures changed; transitions are written at once. A little less
-    than ``poll_seconds``, so that what each read brought can be written."""
+    status_seconds: Seconds = 32
+    """No figure that is shown gets older than this while a job trains: a read that would be the last one in time is
+    written. Transitions are written at once."""
+    status_seconds_starting: Seconds = 9
+    """The same while a job starts or recovers, when people look at it."""
     resync_seconds: Seconds = 120
     """Between two complete listings, which repair whatever a watch has lost."""
     stuck_pod_seconds: Seconds = 30

@@ -16,15 +16,8 @@ from .cluster.asking import Asking
 from .cluster.children import Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
 from .cluster.client import ApiError, Cluster
 from .config import Settings
-from .decisions.look import (
-    Snapshot,
-    children_made,
-    giving_up_refused,
-    healed,
-    job_changed,
-    look,
-    refused,
-)
+from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused
+from .decisions.look import Snapshot, look
 from .decisions.news import News, build_event
 from .decisions.result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status

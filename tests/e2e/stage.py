@@ -220,6 +220,7 @@ def install_operator(cluster: Cluster, *values: str) -> None:
         # Short runs: what is disturbed must not be over before the status says that it has begun.
         "settings.pollSeconds=2",
         "settings.statusSeconds=2",
+        "settings.statusSecondsStarting=2",
         # The tag stays the same when the image changes: new pods all the same.
         f"podAnnotations.stage=s{secrets.token_hex(4)}",
         *values,

@@ -82,6 +82,7 @@ class Stage:
             "pollSeconds": 0.5,
             "pollSecondsStarting": 0.3,
             "statusSeconds": 1,
+            "statusSecondsStarting": 1,
             "progressUrl": self.scene.supervisors.url,
         }
         folder = Path(tempfile.mkdtemp(prefix="operator-", dir=self.folder))

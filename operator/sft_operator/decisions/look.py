@@ -13,14 +13,15 @@ from sft_api.v1alpha1.job import ObjectMeta
 from ..config import Settings
 from ..picture.cache import Key
 from ..picture.memory import Healing, Memory, Patched
-from ..picture.observed import ChildJob, Manifest, Observed, Refusal
+from ..picture.observed import ChildJob, Manifest, Observed
 from .backoff import seconds_to_next_word
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
+from .deeds import HEALING_SECONDS
 from .news import news
 from .pauses import doubled, spread
 from .places import PlaceNotAllowed
 from .questions import Asked, ask_kueue, ask_trainer, read_events, read_namespace, read_store
-from .result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren, Question, Result
+from .result import Action, AskTrainer, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren, Question, Result
 from .situation import last_words_missing, seconds_to_complete
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
 from .status import (
@@ -36,19 +37,12 @@ from .status import (
 )
 from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
 
-_LONGEST_REFUSAL_SECONDS = 300.0
-_GIVE_UP_AGAIN_SECONDS = 30.0
-"""When the API server refused to let a stuck pod go."""
 _DELETE_AGAIN_SECONDS = 2.0
 """When nothing tells that what was deleted is going."""
 _SOON_SECONDS = 0.5
-_WEBHOOK_PATIENCE = timedelta(seconds=30)
-"""A webhook that does not answer for so long needs somebody."""
-_LONGEST_WEBHOOK_SECONDS = 30.0
 _LONGEST_PATCH_PAUSE_SECONDS = 60.0
 _BREATH_SECONDS = 0.5
 """Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
-_HEALING_SECONDS = 30.0
 _AT_REST = ("Running", "Suspended", "Queued")
 """States in which nothing is about to start that would need a child: they are looked at as rarely as SFTJobs are
 listed."""
@@ -261,7 +255,7 @@ class _Look:
             self._remember(healing=None)
             return
         state = previous.state
-        pause = self._settings.resync_seconds if state in _AT_REST else _HEALING_SECONDS
+        pause = self._settings.resync_seconds if state in _AT_REST else HEALING_SECONDS
         healing = self._memory.healing
         if healing is None or healing.job_uid != job.uid:
             # Another operator made it: not all of those in the same moment, but what it told must not be taken back.
@@ -293,18 +287,28 @@ class _Look:
     def _say(self, status: SFTJobStatus) -> Result:
         """Show the status when it changed; figures alone not too often."""
         patch = merge_patch(self._manifest.get("status") or {}, write_status(status)) or None
-        if patch and not is_finished(status):
-            soon = is_transition(self._previous, status)
-            pause = _BREATH_SECONDS if soon else self._settings.status_seconds
-            if (wait := self._memory.written + pause - self._clock) > 0:
-                self._waits.append(wait)
-                return self._silent()
+        if patch and not is_finished(status) and (wait := self._pause_before(status)) > 0:
+            self._waits.append(wait)
+            return self._silent()
         if patch:
             self._remember(written=self._clock)
         if is_finished(status) and not is_finished(self._previous):
             self._waits.append(0.0)
         told = tuple(news(self._previous, status)) if patch else ()
         return replace(self._silent(), status=status, patch=patch, news=told)
+
+    def _pause_before(self, status: SFTJobStatus) -> float:
+        """Seconds for which what is new in the status has to wait; zero or less: it is shown now."""
+        written = self._memory.written - self._clock
+        if is_transition(self._previous, status):
+            return written + _BREATH_SECONDS
+        trains = status.state == "Running"
+        age = written + (self._settings.status_seconds if trains else self._settings.status_seconds_starting)
+        # Figures are as old as the report they come from: they are shown when the next one would come too late.
+        next_report = min(
+            (item.due - self._clock for item in self._questions if isinstance(item, AskTrainer)), default=0.0
+        )
+        return age if age >= next_report else 0.0
 
     def _silent(self) -> Result:
         again = min(self._waits, default=None)
@@ -350,48 +354,3 @@ class _Look:
     def _look_when(self, seconds: float | None, *, later: float = 0.0) -> None:
         if seconds is not None:
             self._waits.append(seconds + later)
-
-
-# What the shell tells of its deeds
-
-
-def children_made(memory: Memory, previous: SFTJobStatus, job_uid: str | None, *, clock: float) -> Memory:
-    """The children were made, the Job with this uid; None: it has to wait."""
-    memory = replace(memory, refusal=None, refusals=0)
-    if job_uid is None:
-        return memory
-    healing = Healing(job_uid, clock + _HEALING_SECONDS, previous.state)
-    return replace(memory, written=clock, healing=healing)
-
-
-def job_changed(memory: Memory) -> Memory:
-    """The Job was changed."""
-    return replace(memory, refusal=None, refusals=0)
-
-
-def healed(memory: Memory, refusal: Refusal | None) -> Memory:
-    """The children are as they have to be, or that was refused."""
-    if memory.healing is None:
-        return memory
-    return replace(memory, healing=replace(memory.healing, refusal=refusal))
-
-
-def refused(memory: Memory, refusal: Refusal, *, namespace_going: bool, clock: float) -> Memory:
-    """What the API server refuses for good is remembered, shown, and tried again later."""
-    memory = replace(memory, namespace_terminating=memory.namespace_terminating or namespace_going)
-    if refusal.code >= 500:
-        # Who serves the webhook is mending it, for a while.
-        before = memory.refusal
-        since = before.time if before and before.code >= 500 else refusal.time
-        refusal = replace(refusal, time=since, passing=refusal.time - since < _WEBHOOK_PATIENCE)
-        pause = doubled(1.0, memory.refusals, longest=_LONGEST_WEBHOOK_SECONDS)
-    elif refusal.passing:
-        pause = 2.0
-    else:
-        pause = doubled(5.0, memory.refusals, longest=_LONGEST_REFUSAL_SECONDS)
-    return replace(memory, refusal=refusal, refusals=memory.refusals + 1, next_creation=clock + pause)
-
-
-def giving_up_refused(memory: Memory, *, clock: float) -> Memory:
-    """A stuck pod may not be given up."""
-    return replace(memory, next_give_up=clock + _GIVE_UP_AGAIN_SECONDS)

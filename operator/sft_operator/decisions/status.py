@@ -233,7 +233,7 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
     restarts = status.restarts or RestartsStatus()
     return (
         status.state,
-        status.attempt,
+        max(status.attempt, 1),  # the first one is no news beside the state
         status.observed_generation,
         restarts.failures,
         restarts.disruptions,

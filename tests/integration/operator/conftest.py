@@ -55,6 +55,7 @@ def start_operator(
             "pollSeconds": 0.5,
             "pollSecondsStarting": 0.3,
             "statusSeconds": 1,
+            "statusSecondsStarting": 1,
             "stuckPodSeconds": 2,
             "progressUrl": supervisors.url,
             **settings,

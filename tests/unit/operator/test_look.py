@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sft_operator.config import PodSettings, Settings
-from sft_operator.decisions.look import Snapshot, children_made, healed, look, refused
+from sft_operator.decisions.deeds import children_made, healed, refused
+from sft_operator.decisions.look import Snapshot, look
 from sft_operator.decisions.result import (
     AskKueue,
     AskTrainer,
@@ -315,6 +316,34 @@ def test_figures_wait_and_transitions_do_not() -> None:
     assert state(transition) == "Complete"
     assert later.patch is not None
     assert later.patch["progress"]["step"] == 2
+
+
+@pytest.mark.parametrize(("pace", "writes"), [(4.0, 20), (10.0, 20), (14.0, 22), (16.0, 38), (20.0, 30), (25.0, 24)])
+def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that(pace: float, writes: int) -> None:
+    """Ten minutes of training, with a new step in each report, every ``pace`` seconds, and looks for other reasons."""
+    settings = SETTINGS.model_copy(update={"poll_seconds": pace})
+    memory = Memory("sft-uid", polled=True, healing=Healing(JOB_UID, 9e9, "Running"), written=0.0)
+    known = decided(seen(running(), healing=healed_lately(), report=report(training(1)))).status
+    assert known is not None
+    status, shown, heard, clock, written = write_status(known), 0.0, 0.0, 0.0, 0
+    due = pace
+    while clock < 600:
+        clock = min(clock + 3.0, due)
+        if clock == due:  # an answer takes a moment
+            heard, due = clock + 0.2, clock + 0.2 + pace
+            clock = heard
+            step = report(training(int(clock), update_time=at(clock)), received=clock)
+            memory = replace(memory, report=step, poll_due=None)
+        snapshot = replace(
+            seen(running(), status=status, report=memory.report, clock=clock, seconds=clock), memory=memory
+        )
+        result = look(snapshot, settings)
+        memory = result.memory
+        if result.patch:
+            assert result.status is not None
+            status, shown, written = write_status(result.status), heard, written + 1
+        assert clock - shown <= settings.status_seconds + 0.5
+    assert written <= writes
 
 
 def test_nothing_new_is_not_written() -> None:
