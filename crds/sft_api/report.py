@@ -1,13 +1,13 @@
 """Pure: from what the trainer reports to what the status shows; the same in the cluster and with ``sft run``."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from .checkpoints import CheckpointId, checkpoint_id
-from .progress import CommittedCheckpoint, Incident, TerminationMessage, TrainingProgress
+from .progress import CommittedCheckpoint, TerminationMessage, TrainingProgress
 from .times import timestamp
-from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus, RestartsStatus
+from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus
 
 _SHOWN_CHECKPOINTS = 10
 
@@ -66,27 +66,6 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         curve=training.curve_uri or "",
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),
-    )
-
-
-def restarts_status(incidents: Iterable[Incident]) -> RestartsStatus:
-    """``status.restarts`` for all incidents of a run; one reported twice counts once."""
-    ordered = sorted({incident.id: incident for incident in incidents}.values(), key=lambda incident: incident.time)
-    if not ordered:
-        return RestartsStatus()
-    last = ordered[-1]
-    disruptions = sum(incident.disruption for incident in ordered)
-    recovered = last.recovered_time
-    failed_at = [incident.step for incident in ordered if not incident.disruption]
-    return RestartsStatus(
-        failures=len(ordered) - disruptions,
-        disruptions=disruptions,
-        last_reason=last.failure.value,
-        last_message=last.message,
-        lost_steps=sum(incident.lost_steps for incident in ordered),
-        recovery_seconds=round((recovered - last.time).total_seconds(), 1) if recovered else None,
-        last_time=timestamp(last.time),
-        last_failure_step=max(failed_at, default=None),
     )
 
 

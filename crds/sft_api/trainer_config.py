@@ -4,7 +4,9 @@ The operator writes it to a ConfigMap, ``sft run`` to a file. It holds no secret
 through its environment.
 """
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_serializer
 
 from .numbers import Numbers
 from .plan import Plan, make_plan
@@ -32,6 +34,19 @@ class TrainerConfig(ReportModel):
     plan: Plan
     checkpoint_uri: str
     export_uri: str | None = Field(default=None, description="None when nothing is exported.")
+
+    @field_serializer("spec", mode="wrap")
+    def _without_judgement(self, spec: SFTJobSpec, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """``spec`` without ``runPolicy.maxRestarts``, which may change while the run lasts.
+
+        Who judges it keeps to what the SFTJob says then. Configurations of before this was so still hold it, and are
+        read like all others.
+        """
+        document: dict[str, Any] = write(spec)
+        for policy in (document.get("runPolicy"), document.get("run_policy")):
+            for name in ("maxRestarts", "max_restarts"):
+                (policy or {}).pop(name, None)
+        return document
 
     @classmethod
     def resolve(

@@ -7,11 +7,12 @@ from datetime import datetime
 from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, is_retryable
 from sft_api.plan import Plan
 from sft_api.progress import Incident, Phase, Progress, TerminationMessage
-from sft_api.report import progress_status, restarts_status
+from sft_api.report import progress_status
 from sft_api.times import timestamp
-from sft_api.v1alpha1.status import Condition, ConditionType, SFTJobStatus, State
+from sft_api.v1alpha1.status import Condition, ConditionType, RestartsStatus, SFTJobStatus, State
 
 MAX_WARNINGS = 20
+_MAX_MESSAGE = 4096
 
 _ADVICE = {
     FailureClass.CONFIG_ERROR: "Change the manifest, then run again; --fresh starts anew and sets aside what is there.",
@@ -61,13 +62,17 @@ def is_retried(incident: Incident) -> bool:
     return is_retryable(incident.failure) and incident.failure is not FailureClass.INTERRUPTED
 
 
-def ending_of(returncode: int, termination: TerminationMessage | None, *, interrupted: bool) -> Ending:
+def ending_of(
+    returncode: int, termination: TerminationMessage | None, *, interrupted: bool, given_up: Ending | None = None
+) -> Ending:
     """How a supervisor ended that returned ``returncode`` (negative: killed by that signal).
 
-    ``interrupted`` says that the user asked it to stop.
+    ``interrupted`` says that the user asked it to stop; ``given_up`` that we did, and why.
     """
     if returncode == ExitCode.COMPLETE:
         return Ending(None)
+    if given_up is not None and is_retryable(failure_class(returncode)):
+        return given_up
     if returncode < 0 and interrupted:
         return Ending(FailureClass.INTERRUPTED, "killed before the last steps were saved")
     failure = failure_class(returncode)
@@ -81,24 +86,23 @@ def ending_of(returncode: int, termination: TerminationMessage | None, *, interr
     return Ending(failure, f"the supervisor ended with exit code {returncode} and left no message")
 
 
-def run_status(plan: Plan, progress: Progress, ending: Ending, times: Times) -> SFTJobStatus:
+def run_status(plan: Plan, progress: Progress, restarts: RestartsStatus, ending: Ending, times: Times) -> SFTJobStatus:
     """``status`` of a run on this machine that has ended, as the operator would write it."""
     training = progress.training
     state, reason = _state(ending.failure)
-    incidents = [incident for incident in progress.incidents if is_retried(incident)]
     if state == "Complete":
         training = training.model_copy(update={"phase": Phase.COMPLETE, "remaining_seconds": None})
     elif state == "Failed":
         training = training.model_copy(update={"phase": Phase.FAILED})
     return SFTJobStatus(
         state=state,
-        message=ending.message,
+        message=ending.message[:_MAX_MESSAGE],
         conditions=_conditions(state, reason, ending.message, times),
         attempt=training.attempt,
         progress=progress_status(training),
         checkpoints=training.checkpoints,
         steps_at_risk=training.steps_at_risk,
-        restarts=restarts_status(incidents) if incidents else None,
+        restarts=restarts if restarts.last_time else None,
         plan=plan,
         export=training.export,
         warnings=training.warnings[:MAX_WARNINGS],

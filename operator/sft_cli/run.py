@@ -17,9 +17,10 @@ import yaml
 from sft_api.failures import FailureClass
 from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress
+from sft_api.restarts import count_incidents, exhausted
 from sft_api.rundir import write_atomically
 from sft_api.v1alpha1.job import SFTJob
-from sft_api.v1alpha1.status import SFTJobStatus
+from sft_api.v1alpha1.status import RestartsStatus, SFTJobStatus
 
 from .console import result, say
 from .ending import Ending, Times, ending_of, is_retried, run_status
@@ -85,13 +86,23 @@ def run_job(
         ):
             display = open_display(live=output == "text")
             try:
-                follower = Follower(supervisor, display, LogTail(files.log) if verbose else None)
+                follower = Follower(
+                    supervisor,
+                    display,
+                    LogTail(files.log) if verbose else None,
+                    max_restarts=job.spec.run_policy.max_restarts,
+                )
                 returncode = follower.follow(interruptions)
             finally:
                 display.close()
-            ending = ending_of(returncode, supervisor.termination(), interrupted=interruptions.count > 0)
+            ending = ending_of(
+                returncode,
+                supervisor.termination(),
+                interrupted=interruptions.count > 0,
+                given_up=follower.given_up,
+            )
     times = Times(start, follower.first_step, datetime.now(UTC))
-    status = run_status(run.config.plan, follower.progress, ending, times)
+    status = run_status(run.config.plan, follower.progress, follower.restarts, ending, times)
     lines = summary(
         status,
         ending,
@@ -107,15 +118,19 @@ def run_job(
 
 
 class Follower:
-    """Watches a supervisor until it ends, and shows what is new."""
+    """Watches a supervisor until it ends, shows what is new, and judges whether the run may go on."""
 
-    def __init__(self, supervisor: Supervisor, display: Display, tail: LogTail | None) -> None:
+    def __init__(self, supervisor: Supervisor, display: Display, tail: LogTail | None, *, max_restarts: int) -> None:
         self._supervisor = supervisor
         self._display = display
         self._tail = tail
+        self._max_restarts = max_restarts
         self._said: set[str] = set()
         self.progress = Progress()
         """The last report."""
+        self.restarts = RestartsStatus()
+        self.given_up: Ending | None = None
+        """How the run ends because it has failed too often."""
         self.first_step: datetime | None = None
 
     def follow(self, interruptions: Interruptions) -> int:
@@ -124,8 +139,10 @@ class Follower:
         while (returncode := self._supervisor.wait(_POLL_SECONDS)) is None:
             while handled < interruptions.count:
                 handled += 1
-                self._interrupt(handled)
+                self._interrupt(handled + (self.given_up is not None))
             self._look(self._supervisor.progress())
+            if interruptions.count == 0:
+                self._judge()
         self._look(self._supervisor.last_report(self.progress))
         return returncode
 
@@ -136,6 +153,7 @@ class Follower:
         if progress is None:
             return
         self.progress = progress
+        self.restarts = count_incidents(self.restarts, progress.incidents)
         training = progress.training
         if training.phase not in (Phase.COMPLETE, Phase.FAILED):  # then more is said at the end
             self._display.show(progress)
@@ -145,6 +163,13 @@ class Follower:
             self._say_once(warning, f"Warning: {warning}")
         for incident in filter(is_retried, progress.incidents):
             self._say_once(incident.id, incident_line(incident))
+
+    def _judge(self) -> None:
+        sentence = exhausted(self.restarts, self._max_restarts)
+        if sentence is not None and self.given_up is None:
+            ranks = [incident.rank for incident in self.progress.incidents if is_retried(incident)]
+            self.given_up = Ending(FailureClass.RESTARTS_EXHAUSTED, sentence, ranks[-1] if ranks else None)
+            self._supervisor.interrupt()
 
     def _say_once(self, key: str, message: str) -> None:
         if key not in self._said:

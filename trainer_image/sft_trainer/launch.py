@@ -70,6 +70,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--silent-after", type=float, default=SILENT_SECONDS, help="seconds after which silent workers hang"
     )
+    parser.add_argument(
+        "--judged-first",
+        action="store_true",
+        help="start again after a failure only when the report of it was read twice: whoever reads it does so often",
+    )
     return parser.parse_args(arguments)
 
 
@@ -108,7 +113,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         token=group_token(config.job.uid, os.environ),
         version=code_version(),
         pod_uid=os.environ.get(POD_VARIABLE, ""),
-        max_restarts=policy.max_restarts,
+        judged_first=options.judged_first,
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,
     )

@@ -10,10 +10,6 @@ from ..names import CHECKPOINT_URI_ANNOTATION, CONFIG_KEY, EXPORT_URI_ANNOTATION
 from ..picture.observed import Manifest
 from .metadata import child_metadata
 
-SUPERVISOR_RESTARTS = 1000
-"""What the supervisor may do by itself: runPolicy.maxRestarts can be changed while it runs, so the operator, which
-counts over the whole life of a run, alone keeps to it."""
-
 
 def effective_s3(job: SFTJob, store: StoreSettings | None) -> S3Spec:
     """How the job's s3:// URIs are reached: as its spec says, or like the platform's store when it says nothing."""
@@ -44,8 +40,7 @@ def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
         if uri and store:
             check_place(f"spec.{field}.uri", uri, effective_s3(job, store), store, job.metadata.namespace)
     checkpoint = job.spec.checkpoint.model_copy(update={"s3": effective_s3(job, store)})
-    policy = job.spec.run_policy.model_copy(update={"max_restarts": SUPERVISOR_RESTARTS})
-    spec = job.spec.model_copy(update={"checkpoint": checkpoint, "run_policy": policy})
+    spec = job.spec.model_copy(update={"checkpoint": checkpoint})
     resolved = job.model_copy(update={"spec": spec})
     return TrainerConfig.resolve(
         resolved, uid=job.metadata.uid, default_checkpoint_uri=default_checkpoint_uri(job, store)

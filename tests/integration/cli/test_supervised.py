@@ -183,9 +183,53 @@ def test_an_unexplained_failure_shows_the_log(runs: Runs) -> None:
     code, out, err = runs.run(failure="Unknown", message="KeyError: 'lm_head'")
 
     assert code == 17
-    assert conditions(status_of(out))["Failed"] == "RestartsExhausted"
+    status = status_of(out)
+    assert conditions(status)["Failed"] == "RestartsExhausted"
+    assert status.message == "1 failure, and spec.runPolicy.maxRestarts is 0; the last was Unknown: KeyError: 'lm_head'"
+    assert "Failed      RestartsExhausted on rank 0: 1 failure, and" in err
     assert "KeyError: 'lm_head'" in err
     assert "traceback of the worker" in err
+    # A run that may not fail at all is not tried again.
+    assert attempts(runs) == 1
+
+
+def attempts(runs: Runs) -> int:
+    """How often the worker of rank 0 was started."""
+    return len((runs.folder / "sft-runs" / "tiny" / "attempts-0").read_text())
+
+
+def test_a_run_that_fails_again_and_again_is_tried_as_often_as_it_may(runs: Runs) -> None:
+    # Given a worker that dies three steps after each start, with a checkpoint on the way
+    runs.write(training={"steps": 100}, runPolicy={"maxRestarts": 3})
+
+    code, out, err = runs.run(dieAfterSteps=3)
+
+    status = status_of(out)
+    sentence = "4 failures, and spec.runPolicy.maxRestarts is 3; the last was WorkerCrashed: "
+    assert code == 17
+    assert conditions(status) == {"Accepted": "Valid", "Failed": "RestartsExhausted", "Stalled": "RestartsExhausted"}
+    assert status.message.startswith(sentence)
+    assert "about to exit with 1" in status.message
+    assert attempts(runs) == 4
+    assert status.restarts is not None
+    assert (status.restarts.failures, status.restarts.last_reason) == (4, "WorkerCrashed")
+    assert status.progress is not None
+    assert (status.progress.step, status.progress.phase) == (9, "Failed")
+    assert f"Failed      RestartsExhausted on rank 0: {sentence}" in err
+    assert "Checkpoint  step 8, " in err
+    assert "Next        Look into the log" in err
+
+
+def test_a_run_that_gets_no_further_is_given_up_early(runs: Runs) -> None:
+    runs.write(training={"steps": 100})
+
+    code, out, err = runs.run("--verbose", dieAtStep=3)
+
+    sentence = "3 restarts in a row got no further than step 3; the last was WorkerCrashed: "
+    assert code == 17
+    assert status_of(out).message.startswith(sentence)
+    assert attempts(runs) == 4
+    assert err.count("WorkerCrashed on rank 0 after step 3: ") == 1 + 3
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(runs: Runs) -> None:

@@ -94,6 +94,7 @@ class Group:
     preload: tuple[str, ...] = ("ssl",)
     lost_after: float = 10.0
     silent_after: float = 1800.0
+    judged_first: bool = False
     pods: list[Pod] = field(default_factory=list)
 
     def write_files(self) -> None:
@@ -133,6 +134,7 @@ class Group:
             *("--config", str(self.folder / "config.json")),
             *("--bind", address, "--port", str(self.port), "--run-dir", str(self.folder / name)),
             *("--lost-after", str(self.lost_after), "--silent-after", str(self.silent_after)),
+            *(["--judged-first"] if self.judged_first else []),
             *("--worker-module", "fake_worker", "--preload", *self.preload),
         ]
         inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}

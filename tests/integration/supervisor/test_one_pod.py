@@ -5,9 +5,12 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
+from sft_api.restarts import count_incidents, exhausted
+from sft_api.v1alpha1 import RestartsStatus
 from tests.waiting import wait_until
 
 from .pods import Group, wait_for
@@ -79,14 +82,55 @@ def test_the_cause_is_told_not_its_consequence(group: Group) -> None:
 
 
 def test_the_last_words_of_a_worker_that_says_nothing_else(group: Group) -> None:
-    group.run_policy = {"maxRestarts": 0}
+    group.steps = 10_000
     group.faults = [{"rank": 0, "start": 1, "step": 1, "do": "exit 1"}]
     pod = group.start()
+    wait_for(lambda: pod.progress.incidents != [], pod)
 
-    assert pod.wait() == 17
-    assert pod.termination.failure is FailureClass.RESTARTS_EXHAUSTED
-    assert "about to exit with 1" in pod.termination.message
-    assert "runPolicy.maxRestarts is 0" in pod.termination.message
+    (incident,) = pod.progress.incidents
+    assert (incident.failure, incident.rank) == (FailureClass.WORKER_CRASHED, 0)
+    assert "about to exit with 1" in incident.message
+    restarts = count_incidents(RestartsStatus(), [incident])
+    assert "spec.runPolicy.maxRestarts is 0; the last was WorkerCrashed: " in (exhausted(restarts, 0) or "")
+
+
+def always(step: int, *, starts: int) -> list[dict[str, Any]]:
+    """A worker that dies at ``step`` of each of its first ``starts``."""
+    return [{"rank": 0, "start": start, "step": step, "do": "exit 1"} for start in range(1, starts + 1)]
+
+
+def test_a_failure_that_repeats_waits_for_a_verdict(group: Group) -> None:
+    # Given a worker that dies at every start, and nobody who reads of it
+    group.steps = 10_000
+    group.faults = always(1, starts=2)
+    pod = group.start()
+    wait_for(lambda: "the next start waits until that is judged, at most 60 s" in pod.log, pod)
+    assert pod.log.count("failure of rank 0 at step 1") == 2
+
+    # When time goes by, many times as much as the pause after a second failure
+    time.sleep(4)
+    before = len(group.starts(0))
+    # And then somebody reads of it, judges, and reads on
+    verdict = exhausted(count_incidents(RestartsStatus(), pod.progress.incidents), 10)
+    assert pod.progress.training.phase is Phase.WAITING
+
+    # Then it is started for the third time, and not before
+    assert verdict is None
+    wait_for(lambda: len(group.starts(0)) == 3, pod)
+    assert before == 2
+
+
+def test_who_ends_a_run_that_waits_for_a_verdict_sees_no_further_start(group: Group) -> None:
+    group.judged_first = True
+    group.faults = always(1, starts=9)
+    pod = group.start()
+    wait_for(lambda: "failure of rank 0 at step 1" in pod.log, pod)
+    assert len(pod.progress.incidents) == 1
+    pod.signal(signal.SIGINT)
+
+    assert pod.wait() == 30
+    assert "asked to stop; the workers ended with WorkerCrashed" in pod.termination.message
+    assert len(group.starts(0)) == 1
 
 
 def test_sigterm_saves_and_leaves_with_the_retryable_code(group: Group) -> None:
@@ -201,7 +245,8 @@ def test_workers_are_forks_of_one_process_that_has_imported_everything(group: Gr
     for start in (2, 3):
         pod.wait_for_step(2)
         group.kill_worker(1)
-        wait_for(lambda number=start: len(group.starts(1)) == number, pod)  # type: ignore[misc]
+        # Somebody reads of it, as somebody does of every run.
+        wait_for(lambda number=start: pod.progress.generation == number == len(group.starts(1)), pod)  # type: ignore[misc]
 
     assert [start["preloaded"] for start in group.starts(1)] == [True, True, True]
     assert [start["RANK"] for start in group.starts(1)] == ["1", "1", "1"]

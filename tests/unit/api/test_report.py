@@ -3,15 +3,12 @@
 import json
 import math
 from datetime import UTC, datetime, timedelta, timezone
-from typing import Any
 
 import pytest
 
-from sft_api.failures import FailureClass
-from sft_api.progress import Incident, Phase, TrainingProgress
-from sft_api.report import duration, progress_status, restarts_status
+from sft_api.progress import Phase, TrainingProgress
+from sft_api.report import duration, progress_status
 from sft_api.times import timestamp
-from sft_api.v1alpha1 import RestartsStatus
 
 
 @pytest.mark.parametrize(
@@ -76,41 +73,3 @@ def test_what_json_cannot_say_is_absent(value: float) -> None:
 
     assert (status.loss, status.grad_norm) == (None, None)
     json.dumps(status.model_dump(), allow_nan=False)
-
-
-def incident(number: int, *, disruption: bool = False, **fields: Any) -> Incident:
-    """The incident of minute ``number``."""
-    return Incident.model_validate(
-        {
-            "id": str(number),
-            "time": datetime(2026, 1, 1, 0, number, tzinfo=UTC),
-            "failure": FailureClass.PEER_LOST if disruption else FailureClass.OUT_OF_MEMORY,
-            "message": f"number {number}",
-            "disruption": disruption,
-            **fields,
-        }
-    )
-
-
-def test_no_incident_is_no_restart() -> None:
-    assert restarts_status([]) == RestartsStatus()
-
-
-def test_incidents_are_counted_once_disruptions_apart() -> None:
-    status = restarts_status(
-        [
-            incident(3, disruption=True, lost_steps=5, recovered_time=datetime(2026, 1, 1, 0, 3, 14, tzinfo=UTC)),
-            incident(1, lost_steps=7),
-            incident(1, lost_steps=7),
-            incident(2),
-        ]
-    )
-
-    assert (status.failures, status.disruptions, status.lost_steps) == (2, 1, 12)
-    assert (status.last_reason, status.last_message, status.recovery_seconds) == ("PeerLost", "number 3", 14)
-
-
-def test_the_last_incident_may_not_be_mended_yet() -> None:
-    healed = incident(1, recovered_time=datetime(2026, 1, 1, 0, 1, 30, tzinfo=UTC))
-
-    assert restarts_status([healed, incident(2)]).recovery_seconds is None

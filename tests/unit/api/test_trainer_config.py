@@ -1,5 +1,7 @@
 """The trainer's configuration survives the way through JSON."""
 
+import json
+
 import pytest
 
 from sft_api.trainer_config import TrainerConfig
@@ -18,3 +20,26 @@ def test_other_numbers_have_another_digest_and_other_places_have_not(tmp_path) -
     elsewhere = resolve(manifest(tmp_path, tmp_path / "other", processes=2))
     faster = resolve(manifest(tmp_path, tmp_path / "store", training={"optimizer": {"learningRate": 0.5}}))
     assert config.numbers().digest == elsewhere.numbers().digest != faster.numbers().digest
+
+
+def test_how_often_a_run_may_fail_is_no_business_of_the_trainer(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    strict, patient = (
+        resolve(manifest(tmp_path, tmp_path / "store", runPolicy={"maxRestarts": number, "progressDeadlineSeconds": 7}))
+        for number in (0, 1000)
+    )
+    policy = json.loads(strict.model_dump_json(by_alias=True))["spec"]["runPolicy"]
+
+    assert "maxRestarts" not in policy
+    assert policy["progressDeadlineSeconds"] == 7
+    assert strict.model_dump_json() == patient.model_dump_json()
+    assert strict.numbers().digest == patient.numbers().digest
+
+
+def test_configurations_of_before_that_say_it_are_still_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = resolve(manifest(tmp_path, tmp_path / "store"))
+    document = json.loads(config.model_dump_json(by_alias=True, exclude_none=True))
+    document["spec"]["runPolicy"]["maxRestarts"] = 1000
+
+    read = TrainerConfig.model_validate_json(json.dumps(document))
+
+    assert read.model_dump_json() == config.model_dump_json()

@@ -7,7 +7,8 @@ import pytest
 from sft_api.failures import FailureClass
 from sft_api.plan import make_plan
 from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
-from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus, ExportStatus, SFTJobStatus
+from sft_api.restarts import count_incidents
+from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus, ExportStatus, RestartsStatus, SFTJobStatus
 from sft_cli.ending import Ending, Times, advice, ending_of, run_status
 
 from .jobs import job
@@ -30,7 +31,8 @@ TRAINING = TrainingProgress(
 
 
 def status(ending: Ending, incidents: list[Incident] | None = None) -> SFTJobStatus:
-    return run_status(PLAN, Progress(training=TRAINING, incidents=incidents or []), ending, TIMES)
+    restarts = count_incidents(RestartsStatus(), incidents or [])
+    return run_status(PLAN, Progress(training=TRAINING, incidents=incidents or []), restarts, ending, TIMES)
 
 
 def conditions(of: SFTJobStatus) -> dict[str, tuple[str, str]]:
@@ -128,6 +130,38 @@ def test_how_a_supervisor_ended(
     assert ending.failure is failure
     assert words in ending.message
     assert ending.exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    ("returncode", "failure"),
+    [
+        (0, None),
+        (11, FailureClass.DATA_ERROR),
+        # As it was asked to, or killed because it took too long.
+        (30, FailureClass.RESTARTS_EXHAUSTED),
+        (33, FailureClass.RESTARTS_EXHAUSTED),
+        (-9, FailureClass.RESTARTS_EXHAUSTED),
+    ],
+)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_run_that_was_given_up_has_failed_too_often_unless_it_ended_for_good(
+    returncode: int, failure: FailureClass | None, interrupted: bool
+) -> None:
+    given_up = Ending(FailureClass.RESTARTS_EXHAUSTED, "4 failures, and no more", rank=1)
+    asked = TerminationMessage(failure=FailureClass.INTERRUPTED, message="asked to stop")
+    termination = asked if failure is FailureClass.RESTARTS_EXHAUSTED else MESSAGE
+
+    ending = ending_of(returncode, termination, interrupted=interrupted, given_up=given_up)
+
+    assert ending.failure is failure
+    if failure is FailureClass.RESTARTS_EXHAUSTED:
+        assert (ending, ending.exit_code) == (given_up, 17)
+
+
+def test_the_longest_message_fits_the_status() -> None:
+    shown = status(Ending(FailureClass.RESTARTS_EXHAUSTED, "x" * 5000))
+
+    assert len(shown.message) == 4096
 
 
 def test_a_left_over_message_does_not_hide_a_kill() -> None:

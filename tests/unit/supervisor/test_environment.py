@@ -22,7 +22,6 @@ SETTINGS = Settings(
     preload=(),
     check=None,
     lost_after=10.0,
-    max_restarts=10,
     progress_deadline_seconds=None,
     grace_seconds=300,
 )

@@ -10,7 +10,7 @@ import pytest
 from sft_api.failures import FailureClass
 from sft_api.progress import TrainingProgress
 from sft_trainer.supervisor import group as judge
-from sft_trainer.supervisor.group import TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS
+from sft_trainer.supervisor.group import HELD_SECONDS, TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS
 from sft_trainer.supervisor.protocol import Ended, OrderKind, Outcome
 from tests.unit.supervisor.worlds import GRACE, World
 
@@ -93,26 +93,75 @@ def test_a_failure_that_no_retry_mends_ends_the_run(running: World) -> None:
     assert (end.failure, end.message, end.rank) == (FailureClass.DATA_ERROR, "DataError on 1", 1)
 
 
-def test_too_many_failures_end_the_run() -> None:
-    world = World(2, max_restarts=1)
-    for _ in range(2):
-        world.obey()
-        world.ends(1, FailureClass.HANG)
-    world.obey()
+def test_how_often_a_run_may_fail_is_not_decided_here(running: World) -> None:
+    for number in range(1, 30):
+        running.ends(1, FailureClass.HANG)
+        running.obey()
+        running.judge()
+        running.passes(60.0)
+        running.obey()
+        assert running.kind is OrderKind.RUN
+        assert len(running.incidents) == number
 
-    end = world.group.order.end
-    assert end is not None
-    assert end.failure is FailureClass.RESTARTS_EXHAUSTED
+
+def fails_twice(world: World) -> None:
+    for _ in range(2):
+        world.ends(1, FailureClass.UNKNOWN)
+        world.obey()
 
 
 def test_a_pause_before_the_second_restart(running: World) -> None:
-    for _ in range(2):
-        running.ends(1, FailureClass.UNKNOWN)
-        running.obey()
+    fails_twice(running)
+    running.judge()
+    running.obey()
     assert running.kind is OrderKind.IDLE
     running.passes(1.0)
     running.obey()
     assert running.kind is OrderKind.RUN
+
+
+def test_a_failure_that_repeats_is_judged_before_the_next_start(running: World) -> None:
+    fails_twice(running)
+    running.passes(HELD_SECONDS / 2)
+    running.obey()
+    assert running.kind is OrderKind.IDLE
+    running.judge()
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+
+
+def test_a_judge_that_is_away_is_not_waited_for_for_ever(running: World) -> None:
+    fails_twice(running)
+    running.passes(HELD_SECONDS - 1.0)
+    running.obey()
+    assert running.kind is OrderKind.IDLE
+    running.passes(1.0)
+    running.obey()
+
+    assert running.kind is OrderKind.RUN
+
+
+def test_with_a_judge_at_hand_the_first_failure_is_judged_too() -> None:
+    world = World(1, judged_first=True)
+    world.obey()
+    world.ends(0, FailureClass.UNKNOWN)
+    world.obey()
+    assert world.kind is OrderKind.IDLE
+    world.judge()
+    world.obey()
+
+    assert world.kind is OrderKind.RUN
+
+
+def test_a_lost_pod_needs_no_verdict() -> None:
+    world = World(2, judged_first=True)
+    world.obey()
+    world.replace(1)
+    world.obey()
+
+    assert world.incidents == [(FailureClass.PEER_LOST, True)]
+    assert world.kind is OrderKind.RUN
 
 
 def work(action: Callable[[], object]) -> int:

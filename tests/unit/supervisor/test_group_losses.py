@@ -2,6 +2,8 @@
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
+from sft_api.restarts import count_incidents
+from sft_api.v1alpha1 import RestartsStatus
 from sft_trainer.supervisor.protocol import OrderKind, PodActivity
 from tests.unit.supervisor.worlds import World, steps
 
@@ -14,7 +16,7 @@ def test_a_replaced_pod_ends_the_generation_and_is_free(running: World) -> None:
     assert running.kind is OrderKind.RUN
     assert running.incidents == [(FailureClass.PEER_LOST, True)]
     assert running.group.ledger.incidents[0].message == "pod 2 was replaced"
-    assert running.group.ledger.failures == 0
+    assert count_incidents(RestartsStatus(), running.group.ledger.incidents) == RestartsStatus()
 
 
 def test_the_replaced_pod_is_sent_away_and_changes_nothing(running: World) -> None:

@@ -1,4 +1,4 @@
-"""Incidents, the restart budget, and what a restart has cost."""
+"""Incidents, when the group starts again, and what a restart has cost."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -6,7 +6,8 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import TrainingProgress
-from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
+from sft_api.restarts import count_incidents, exhausted
+from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, RestartsStatus
 from sft_trainer.supervisor.ledger import GiveUp, Ledger, Retry, pause_seconds
 from sft_trainer.supervisor.protocol import Failure
 
@@ -33,63 +34,113 @@ def at(step: int, *, checkpoint: int | None = None, resumed: int | None = None) 
     )
 
 
-def ledger(max_restarts: int = 10) -> Ledger:
-    return Ledger(run="run", max_restarts=max_restarts, jitter=lambda: 0.5)
+def ledger(*, judged_first: bool = False) -> Ledger:
+    return Ledger(run="run", judged_first=judged_first, jitter=lambda: 0.5)
 
 
-def test_failures_with_progress_use_the_budget_and_nothing_else() -> None:
-    book = ledger(max_restarts=5)
-    verdicts = [book.record(cause(), disruption=False, training=at(step)) for step in (10, 20, 30, 40, 50)]
-    assert verdicts == [Retry(0.0)] * 5
-    last = book.record(cause(), disruption=False, training=at(60))
-
-    assert isinstance(last, GiveUp)
-    assert last.end.failure is FailureClass.RESTARTS_EXHAUSTED
-    assert last.end.message == ("6 failures, and runPolicy.maxRestarts is 5; the last was WorkerCrashed: what happened")
-    assert (last.end.step, last.end.rank) == (60, 1)
+def read_of(book: Ledger, times: int = 2) -> None:
+    """Somebody reads the report, and judges."""
+    for _ in range(times):
+        book.was_read()
 
 
-def test_three_restarts_without_progress_are_enough() -> None:
+def fail(
+    book: Ledger, training: TrainingProgress, kind: FailureClass = FailureClass.WORKER_CRASHED
+) -> tuple[float, bool]:
+    """A failure of the run's own; the pause after it, and whether the next start waits for a verdict."""
+    verdict = book.record(cause(kind), disruption=False, training=training)
+    assert isinstance(verdict, Retry)
+    return verdict.pause_seconds, verdict.held
+
+
+def test_a_failure_after_progress_is_followed_by_a_start_at_once_when_the_one_before_was_judged() -> None:
     book = ledger()
-    verdicts = [book.record(cause(), disruption=False, training=at(10)) for _ in range(4)]
+    pauses = []
+    for step in (10, 20, 30):
+        pauses.append(fail(book, at(step)))
+        read_of(book)
 
-    assert verdicts[:3] == [Retry(0.0), Retry(1.0), Retry(2.0)]
-    assert isinstance(verdicts[3], GiveUp)
-    assert "3 restarts in a row got no further than step 10" in verdicts[3].end.message
+    assert pauses == [(0.0, False)] * 3
+
+
+def test_failures_that_nobody_has_judged_wait_for_a_verdict() -> None:
+    book = ledger()
+
+    assert fail(book, at(10)) == (0.0, False)
+    assert fail(book, at(20)) == (0.0, True)
+    # Read of once, but perhaps not judged yet.
+    read_of(book, times=1)
+    assert not book.judged
+    assert fail(book, at(30)) == (0.0, True)
+    read_of(book)
+    assert book.judged
+    assert fail(book, at(40)) == (0.0, False)
+
+
+def test_failures_without_progress_wait_for_a_verdict_each_time_and_longer() -> None:
+    book = ledger()
+    pauses = []
+    for _ in range(6):
+        pauses.append(fail(book, at(10)))
+        read_of(book)
+
+    assert pauses == [(0.0, False), (1.0, True), (2.0, True), (4.0, True), (8.0, True), (16.0, True)]
+
+
+def test_with_a_judge_at_hand_every_failure_waits_for_the_verdict() -> None:
+    book = ledger(judged_first=True)
+
+    assert fail(book, at(10)) == (0.0, True)
+    read_of(book)
+    assert fail(book, at(20)) == (0.0, True)
+
+
+def test_how_often_it_is_tried_again_is_not_decided_here() -> None:
+    book = ledger()
+
+    assert {fail(book, at(3))[0] for _ in range(2000)} == {0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0}
 
 
 @pytest.mark.parametrize("training", [at(11), at(9, checkpoint=8)])
 def test_a_new_step_or_a_new_checkpoint_is_progress(training: TrainingProgress) -> None:
     book = ledger()
     for _ in range(3):
-        book.record(cause(), disruption=False, training=at(10, checkpoint=5))
+        fail(book, at(10, checkpoint=5))
+        read_of(book)
 
-    assert book.record(cause(), disruption=False, training=training) == Retry(0.0)
+    assert fail(book, training) == (0.0, False)
 
 
 def test_going_back_and_forth_below_the_furthest_step_is_no_progress() -> None:
     book = ledger()
-    verdicts = [book.record(cause(), disruption=False, training=at(step)) for step in (10, 7, 9, 10)]
 
-    assert isinstance(verdicts[-1], GiveUp)
+    assert [fail(book, at(step))[0] for step in (10, 7, 9, 10)] == [0.0, 1.0, 2.0, 4.0]
 
 
 def test_disruptions_are_free() -> None:
-    book = ledger(max_restarts=0)
+    book = ledger(judged_first=True)
     verdicts = [book.record(cause(), disruption=True, training=at(3)) for _ in range(20)]
 
     assert verdicts == [Retry(0.0)] * 20
-    assert book.failures == 0
+    assert exhausted(count_incidents(RestartsStatus(), book.incidents), 0) is None
     assert book.counts[FailureClass.WORKER_CRASHED] == 20
 
 
-def test_a_storage_that_is_away_may_use_the_whole_budget() -> None:
-    book = ledger(max_restarts=6)
-    away = cause(FailureClass.STORAGE_UNAVAILABLE)
-    verdicts = [book.record(away, disruption=False, training=at(3)) for _ in range(7)]
+def test_the_judge_is_told_all_that_it_needs() -> None:
+    book = ledger()
+    judged = []
+    for training in (at(10), at(12, checkpoint=8), at(9, checkpoint=9), at(12, checkpoint=8), at(12), at(0)):
+        fail(book, training)
+        restarts = count_incidents(RestartsStatus(), book.incidents)
+        judged.append((restarts.failures, restarts.fruitless))
 
-    assert verdicts[:6] == [Retry(seconds) for seconds in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)]
-    assert isinstance(verdicts[6], GiveUp)
+    assert judged == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3)]
+    assert exhausted(restarts, 5) == (
+        "6 failures, and spec.runPolicy.maxRestarts is 5; the last was WorkerCrashed: what happened"
+    )
+    assert exhausted(restarts, 10) == (
+        "3 restarts in a row got no further than step 12; the last was WorkerCrashed: what happened"
+    )
 
 
 @pytest.mark.parametrize("kind", [FailureClass.CONFIG_ERROR, FailureClass.NON_FINITE_LOSS])
@@ -102,13 +153,13 @@ def test_what_no_retry_mends_is_not_retried(kind: FailureClass) -> None:
 
 
 def test_pauses_grow_and_are_bounded() -> None:
-    assert [pause_seconds(count) for count in (0, 1, 2, 3, 8, 99)] == [0.0, 0.0, 1.0, 2.0, 60.0, 60.0]
+    assert [pause_seconds(count) for count in (0, 1, 2, 3, 8, 99, 99_999)] == [0.0, 0.0, 1.0, 2.0, 60.0, 60.0, 60.0]
 
 
 def test_jitter_spreads_the_pause() -> None:
     pauses = []
     for jitter in (0.0, 0.999):
-        book = Ledger(run="run", max_restarts=9, jitter=lambda jitter=jitter: jitter)  # type: ignore[misc]
+        book = Ledger(run="run", judged_first=False, jitter=lambda jitter=jitter: jitter)  # type: ignore[misc]
         book.record(cause(), disruption=False, training=at(1))
         verdict = book.record(cause(), disruption=False, training=at(1))
         assert isinstance(verdict, Retry)

@@ -15,7 +15,7 @@ GRACE = 30.0
 class World:
     """A group with members that obey at once, unless a test says otherwise."""
 
-    def __init__(self, size: int, *, max_restarts: int = 10, lost_after: float = 10.0) -> None:
+    def __init__(self, size: int, *, judged_first: bool = False, lost_after: float = 10.0) -> None:
         self.now = 0.0
         self.ports = 20_000
         self.group = Group(
@@ -23,7 +23,7 @@ class World:
             incarnation="one",
             grace_seconds=GRACE,
             lost_after=lost_after,
-            ledger=Ledger(run="one", max_restarts=max_restarts, jitter=lambda: 0.5),
+            ledger=Ledger(run="one", judged_first=judged_first, jitter=lambda: 0.5),
             new_generation=self.new_generation,
             wall_clock=lambda: START + timedelta(seconds=self.now),
         )
@@ -81,6 +81,11 @@ class World:
             for node in self.reports:
                 if node not in silent:
                     self.say(node)
+
+    def judge(self) -> None:
+        """Somebody reads what went wrong, judges, and reads on."""
+        for _ in range(2):
+            self.group.ledger.was_read()
 
     @property
     def kind(self) -> OrderKind:

@@ -13,7 +13,7 @@ from sft_api.rundir import PROGRESS_FILE, REPORT_FILE, write_atomically
 
 from .activity import PASSIVE
 from .clock import AwakeClock
-from .group import Group
+from .group import HELD_SECONDS, Group
 from .http import Request, Response
 from .identity import mismatch
 from .ledger import Ledger
@@ -45,7 +45,7 @@ class Coordinator:
             incarnation=instance,
             grace_seconds=settings.grace_seconds,
             lost_after=settings.lost_after,
-            ledger=Ledger(run=instance, max_restarts=settings.max_restarts),
+            ledger=Ledger(run=instance, judged_first=settings.judged_first),
             new_generation=self._new_generation,
             wall_clock=lambda: datetime.now(UTC),
         )
@@ -148,7 +148,9 @@ class Coordinator:
             case "POST", "/v1/group":
                 return await self.exchange(request.body)
             case "GET", "/v1/progress":
-                return Response(200, self.progress().model_dump_json(by_alias=True).encode(), "application/json")
+                body = self.progress().model_dump_json(by_alias=True).encode()
+                self.group.ledger.was_read()
+                return Response(200, body, "application/json")
             case "GET", "/metrics":
                 # Not at the top: a tenth of a second at every start.
                 from .metrics import CONTENT_TYPE, render
@@ -172,6 +174,8 @@ class Coordinator:
             kind = "disruption" if incident.disruption else "failure"
             rank = "" if incident.rank is None else f" of rank {incident.rank}"
             self._output.say(f"{kind}{rank} at step {incident.step}: {incident.failure}: {incident.message}")
+            if self.group.held(now):
+                self._output.say(f"the next start waits until that is judged, at most {HELD_SECONDS:.0f} s")
 
     def _announce(self) -> None:
         order = self.group.order

@@ -24,6 +24,9 @@ TELL_COMPLETE_SECONDS = 600.0
 """A complete run waits so long for a member that was lost at the end: its replacement must be told."""
 TELL_STOPPED_SECONDS = 5.0
 """When index 0 is asked to stop meanwhile: those who live are told within a second."""
+HELD_SECONDS = 60.0
+"""A failure that repeats is followed by a start after so long even when nobody has judged it: whoever does may be away,
+and the run goes on."""
 LOST_WHILE_STOPPING_SECONDS = 10.0
 """Silence after which a pod is lost once one was asked to stop, no step is made and nothing saved: time is short."""
 
@@ -89,6 +92,8 @@ class Group:
         self._retired: set[str] = set()
         self._part: _Part | None = None
         self._not_before = 0.0
+        self._held_until = 0.0
+        """Or until the last failure was judged."""
         self._orders = 0
         self._told: set[int] = {0}
         self._exit_since = 0.0
@@ -204,6 +209,10 @@ class Group:
             patience = TELL_STOPPED_SECONDS
         return len(self._told) == self.size or now - self._exit_since > patience
 
+    def held(self, now: float) -> bool:
+        """Whether the next generation waits until the last failure was judged."""
+        return now < self._held_until and not self.ledger.judged
+
     @property
     def waiting_for(self) -> list[int]:
         """Pods that have not joined."""
@@ -248,9 +257,10 @@ class Group:
             self._exit(verdict.end, now)
         else:
             self._not_before = now + verdict.pause_seconds
+            self._held_until = now + HELD_SECONDS if verdict.held else now
 
     def _while_gathering(self, now: float) -> None:
-        if len(self._idle) < self.size or self._stopping or now < self._not_before:
+        if len(self._idle) < self.size or self._stopping or now < self._not_before or self.held(now):
             return
         generation = self._new_generation()
         self.starts += 1

@@ -1,4 +1,8 @@
-"""Pure: the incidents of a run, and whether another attempt is worth it."""
+"""Pure: the incidents of a run, and when the group starts again.
+
+Whether another attempt is worth it is judged by whoever reads the reports (``sft_api.restarts``). What is decided here
+ends nothing but what no restart mends.
+"""
 
 import random
 from collections import Counter
@@ -12,13 +16,10 @@ from sft_api.report import committed
 
 from .protocol import Failure
 
-FRUITLESS_RESTARTS = 3
-"""So many restarts in a row that got no further than before end the run."""
 MAX_PAUSE_SECONDS = 60.0
 KEPT_INCIDENTS = 100
-
-# A server that is away comes back by itself: these may use up all of maxRestarts, with growing pauses.
-_NOT_OUR_FAULT = frozenset({FailureClass.STORAGE_UNAVAILABLE})
+JUDGED_READINGS = 2
+"""Who reads the report a second time has judged what it said the first time: who ends a run does not ask again."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Retry:
     """Start again after a pause."""
 
     pause_seconds: float
+    held: bool = False
+    """Not before the failure was judged, unless nobody reads the reports."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run has failed."""
+    """The run has failed: no restart mends it."""
 
     end: TerminationMessage
 
@@ -39,29 +42,42 @@ def pause_seconds(failures_without_progress: int) -> float:
     """Pause before the next attempt, without jitter: none after the first failure, then 1, 2, 4 … 60 seconds."""
     if failures_without_progress <= 1:
         return 0.0
-    return min(MAX_PAUSE_SECONDS, 2.0 ** (failures_without_progress - 2))
+    return min(MAX_PAUSE_SECONDS, 2.0 ** min(failures_without_progress - 2, 10))
 
 
 class Ledger:
-    """Counts what went wrong, and says what comes next."""
+    """Writes down what went wrong, and says when to start again."""
 
-    def __init__(self, *, run: str, max_restarts: int, jitter: Callable[[], float] = random.random) -> None:
-        """``run`` makes the ids of incidents unique; ``jitter`` gives numbers in [0, 1)."""
+    def __init__(self, *, run: str, judged_first: bool, jitter: Callable[[], float] = random.random) -> None:
+        """``run`` makes the ids of incidents unique; ``jitter`` gives numbers in [0, 1).
+
+        ``judged_first``: no failure is followed by a start before it was judged; else only those that repeat.
+        """
         self.incidents: list[Incident] = []
-        self.failures = 0
         self.counts: Counter[FailureClass] = Counter()
         self._run = run
-        self._max_restarts = max_restarts
+        self._judged_first = judged_first
         self._jitter = jitter
         self._total = 0
         self._failures_without_progress = 0
-        self._fruitless = 0
         self._furthest = (-1, -1)
+        self._readings = JUDGED_READINGS
+        """Of the report since the last failure."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether the last failure has been read of, and what it means decided."""
+        return self._readings >= JUDGED_READINGS
+
+    def was_read(self) -> None:
+        """Somebody was told all incidents so far."""
+        self._readings += 1
 
     def record(self, cause: Failure, *, disruption: bool, training: TrainingProgress) -> Retry | GiveUp:
         """Write down that a generation ended with ``cause``; ``training`` is its last report."""
         self._total += 1
-        step = max(cause.step, training.step)
+        step, latest = max(cause.step, training.step), training.checkpoints.latest
+        saved = latest.step if latest else 0
         self.incidents.append(
             Incident(
                 id=f"{self._run}-{self._total}",
@@ -72,40 +88,22 @@ class Ledger:
                 rank=cause.rank,
                 attempt=max(cause.attempt, training.attempt),
                 step=step,
+                checkpoint_step=saved,
             )
         )
         del self.incidents[:-KEPT_INCIDENTS]
         self.counts[cause.failure] += 1
-        progressed = self._progressed(step, training)
+        progressed = step > self._furthest[0] or saved > self._furthest[1]
+        self._furthest = (max(step, self._furthest[0]), max(saved, self._furthest[1]))
         if disruption:
             return Retry(0.0)
         if not is_retryable(cause.failure):
             return GiveUp(termination(cause.failure, cause.message, training, rank=cause.rank))
-        self.failures += 1
-        if progressed:
-            self._failures_without_progress = self._fruitless = 0
-        elif cause.failure not in _NOT_OUR_FAULT:
-            self._fruitless += 1
-        self._failures_without_progress += 1
-        if self.failures > self._max_restarts:
-            count = f"{self.failures} failures, and runPolicy.maxRestarts is {self._max_restarts}"
-            return self._exhausted(cause, count, training)
-        if self._fruitless >= FRUITLESS_RESTARTS:
-            count = f"{FRUITLESS_RESTARTS} restarts in a row got no further than step {self._furthest[0]}"
-            return self._exhausted(cause, count, training)
-        return Retry(pause_seconds(self._failures_without_progress) * (0.75 + 0.5 * self._jitter()))
-
-    def _progressed(self, step: int, training: TrainingProgress) -> bool:
-        latest = training.checkpoints.latest
-        reached = (step, latest.step if latest else 0)
-        first = self._furthest == (-1, -1)
-        progressed = first or reached[0] > self._furthest[0] or reached[1] > self._furthest[1]
-        self._furthest = (max(reached[0], self._furthest[0]), max(reached[1], self._furthest[1]))
-        return progressed
-
-    def _exhausted(self, cause: Failure, count: str, training: TrainingProgress) -> GiveUp:
-        message = f"{count}; the last was {cause.failure}: {cause.message}"
-        return GiveUp(termination(FailureClass.RESTARTS_EXHAUSTED, message, training, rank=cause.rank))
+        self._failures_without_progress = 1 if progressed else self._failures_without_progress + 1
+        repeats = not (progressed and self.judged)
+        self._readings = 0
+        pause = pause_seconds(self._failures_without_progress) * (0.75 + 0.5 * self._jitter())
+        return Retry(pause, held=self._judged_first or repeats)
 
     def observe(self, training: TrainingProgress, now: datetime) -> None:
         """Close the open incidents once the attempt after them has made a step of its own."""

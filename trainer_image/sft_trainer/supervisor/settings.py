@@ -33,12 +33,13 @@ class Settings:
     """``python -m`` this looks for what would end the run early, before ``preload``; None: nothing does."""
     lost_after: float
     """Seconds without a word and without a step after which a member is lost, and so is index 0 for its members."""
-    max_restarts: int
     progress_deadline_seconds: int | None
     grace_seconds: int
     """Between SIGTERM and the SIGKILL of whoever sent it."""
     silent_after: float = SILENT_SECONDS
     """Seconds without a word of any worker, outside of training, after which they hang."""
+    judged_first: bool = False
+    """After any failure wait until it was judged, not only after those that repeat."""
     token: str = ""
     """Of the group."""
     version: str = ""

@@ -1,6 +1,7 @@
 """A worker that counts instead of training, and fails as FAKE_WORKER (JSON) says.
 
-``crashAt``: the first attempt dies at that step; ``failure``, ``message``: every attempt ends with that error;
+``crashAt``: the first attempt dies at that step; ``dieAtStep``: every attempt exits with 1 when it has made that step;
+``dieAfterSteps``: when it has made so many; ``failure``, ``message``: every attempt ends with that error;
 ``startSeconds``: before the first word; ``seconds``: of a step; ``warnings``; ``ignoreStop``: does not heed the request
 to stop.
 """
@@ -82,6 +83,9 @@ def main() -> int:
         if attempt == 1 and step == SCRIPT.get("crashAt"):
             print("worker is about to die", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == SCRIPT.get("dieAtStep") or step - (start or 0) == SCRIPT.get("dieAfterSteps"):
+            print("about to exit with 1", file=sys.stderr, flush=True)
+            os._exit(1)
         if failure := SCRIPT.get("failure"):
             error = WorkerError(
                 failure=FailureClass(failure), message=SCRIPT["message"], rank=RANK, step=step, attempt=attempt
