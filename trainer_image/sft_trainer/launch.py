@@ -73,7 +73,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--judged-first",
         action="store_true",
-        help="start again after a failure only when the report of it was read twice: whoever reads it does so often",
+        help="after any failure start again only when it was judged: for who reads the reports all the time",
     )
     return parser.parse_args(arguments)
 

@@ -1,7 +1,7 @@
 """Pure: index 0's view of the group, and the order that follows from it.
 
 The group is idle until every pod has joined, runs one generation of workers, and is idle again when any part of it
-has ended. Only what members report counts, and only index 0 judges. No I/O: time is passed in, in seconds of any
+has ended. Only what members report counts, and only index 0 decides. No I/O: time is passed in, in seconds of any
 steady clock, and the parts of a new generation come from a function.
 
 A report costs the same in a group of two and of thousands: who is idle and how parts ended is counted as it is heard.
