@@ -2,8 +2,8 @@
 
 Through the API server's front door 64,000 pods take a quarter of an hour here, and a Job controller over them the rest
 of the machine. So there are no controllers: the operator makes the Jobs, the bench lets the API server complete one pod
-of the template, and writes copies of it straight into etcd, a page at a time. The API server lists and watches them
-like any others.
+of the template, and writes copies of it straight into etcd, a page at a time, while the API server is stopped. That
+lists and watches them afterwards like any others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from tests.bench.stage import INDEX_ANNOTATION, NAMESPACE, Stage, say
+from tests.bench.stage import INDEX_ANNOTATION, NAMESPACE, Stage, say, until
+from tests.cluster import lifecycle
+from tests.cluster.processes import Supervisor
 from tests.cluster.state import load
 from tests.integration.operator.scene import Object
 
@@ -31,6 +33,7 @@ def make_pods(stage: Stage, names: Sequence[str], pods_each: int) -> None:
     url = f"http://127.0.0.1:{state.ports['etcd']}/v3/kv/txn"
     jobs = {job["metadata"]["name"]: job for job in stage.scene.list("jobs")}
     pattern = json.dumps(_pattern(stage, jobs[names[0]]))
+    Supervisor(stage.cluster_folder).stop("kube-apiserver")
     begin = time.monotonic()
     copies = _copies(stage, pattern, [jobs[name] for name in names], pods_each)
     while batch := list(islice(copies, _PODS_A_WRITE)):
@@ -39,6 +42,10 @@ def make_pods(stage: Stage, names: Sequence[str], pods_each: int) -> None:
         with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
             assert json.load(answer)["succeeded"]
     say(f"{len(names) * pods_each} pods of {len(pattern)} bytes written in {time.monotonic() - begin:.0f} s")
+    lifecycle.up(stage.cluster_folder, "api", die_with_parent=True)
+    # Its cache of all pods is filled at the first question.
+    one = f"{stage.scene.path('pods')}?limit=1&resourceVersion=0"
+    until(lambda: stage.scene.request("GET", one).accepted, "the API server serves pods", 120, pause=1.0)
 
 
 def _pattern(stage: Stage, job: Object) -> Object:

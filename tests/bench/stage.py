@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from tests.bench.trainers import Trainers, serve_trainers
 from tests.cluster import lifecycle
 from tests.integration.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.integration.operator.scene import (
+    MERGE_PATCH,
     Object,
     OperatorProcess,
     Scene,
@@ -35,6 +37,8 @@ NAMESPACE = "bench"
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _HANDS = 4
 """Requests at a time of who submits, and of who plays the kubelets."""
+_HEARTBEAT_SECONDS = 10.0
+"""A node that is not heard of for 50 loses its pods."""
 _CALLS = re.compile(r'^sft_operator_api_calls_total\{code="(\d+)",kind="(\w+)",verb="(\w+)"\} (\S+)$', re.MULTILINE)
 _CHANGES = ("create", "patch", "update", "delete")
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -77,7 +81,7 @@ class Stage:
         folder = self.work / f"operator-{len(self.operators)}"
         folder.mkdir()
         settings = {"pods": {"image": "registry.example/sft-trainer:1"}, "progressUrl": self.trainers.url}
-        operator = start_operator(folder, self.kubeconfig, settings, python=self.python)
+        operator = start_operator(folder, self.kubeconfig, settings, python=self.python, patience_seconds=300)
         self.operators.append(operator)
         return operator
 
@@ -100,6 +104,7 @@ def new_stage(python: str, tier: str = "control") -> Iterator[Stage]:
                 make_namespace(scene)
                 if tier != "api":
                     scene.until(lambda: scene.get("serviceaccounts", "default"))
+                    threading.Thread(target=_keep_room, args=(scene,), daemon=True).start()
                 stage = Stage(work, work / "cluster", kubeconfig, scene, trainers, python)
                 try:
                     yield stage
@@ -113,6 +118,26 @@ def new_stage(python: str, tier: str = "control") -> Iterator[Stage]:
                             operator.stop()
         finally:
             lifecycle.down(work / "cluster")
+
+
+def _keep_room(scene: Scene) -> None:
+    """Play a node that has room for everything, so that the scheduler says nothing of pods that cannot be placed."""
+    room = {"cpu": "100000", "memory": "1000Ti", "pods": "100000"}
+    path = f"/api/v1/nodes/{scene.namespace}"
+    scene.request("PATCH", path, {"spec": {"unschedulable": None}}, MERGE_PATCH)
+    while True:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Played",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+        status = {"capacity": room, "allocatable": room, "conditions": [ready]}
+        with contextlib.suppress(OSError):  # the cluster goes when the measurement is over
+            scene.request("PATCH", f"{path}/status", {"status": status}, MERGE_PATCH)
+        time.sleep(_HEARTBEAT_SECONDS)
 
 
 def say(sentence: str) -> None:

@@ -150,6 +150,7 @@ def start_operator(
     environment: Mapping[str, str] | None = None,
     *,
     python: str = sys.executable,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> OperatorProcess:
     """An operator that is ready, with its configuration and its log in ``folder``; the caller stops it.
 
@@ -166,12 +167,12 @@ def start_operator(
             stderr=subprocess.STDOUT,
         )
     operator = OperatorProcess(process, f"http://127.0.0.1:{port}", log)
-    _wait_ready(operator)
+    _wait_ready(operator, patience_seconds)
     return operator
 
 
-def _wait_ready(operator: OperatorProcess) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def _wait_ready(operator: OperatorProcess, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert operator.process.poll() is None, operator.log.read_text()
         try:
