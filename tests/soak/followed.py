@@ -61,6 +61,9 @@ class Followed:
         self.cache = Cache()
         self.heard: list[tuple[str, str | None]] = []
         """Kind and type of what the watches told."""
+        self.returned: set[str] = set()
+        """Uids of what was told to be deleted, and came back into the picture."""
+        self._deleted: set[str] = set()
         self.on_event: Callable[[], object] = lambda: None
         for key in keys:
             self.cache.store("SFTJob", sft_job(key))
@@ -79,10 +82,14 @@ class Followed:
 
     def _seen(self, kind: str, event: str | None, manifest: Object) -> None:
         self.heard.append((kind, event))
+        uid = manifest["metadata"].get("uid", "")
         if event == "DELETED":
             self.cache.remove(kind, manifest)
+            self._deleted.add(uid)
         elif event != "BOOKMARK":
-            self.cache.store(kind, manifest)
+            key = self.cache.store(kind, manifest)
+            if key and uid in self._deleted and self.cache.held_version(kind, key, uid):
+                self.returned.add(uid)
         self.on_event()
 
     async def list(self) -> list[Listed]:

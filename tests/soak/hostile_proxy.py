@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -98,16 +98,19 @@ class HostileProxy:
         async with self._session.get(f"{self._server}{asked.path}", params=query, timeout=timeout) as served:
             passed = web.StreamResponse(status=served.status, headers={"Content-Type": "application/json"})
             await passed.prepare(asked)
-            if request.watch and served.status == 200:
-                await self._pass_lines(served.content, passed, asked, trouble)
-            else:
-                await passed.write(await served.read())
+            with suppress(ConnectionError):  # the client has gone
+                if request.watch and served.status == 200:
+                    await self._pass_lines(served.content, passed, asked, trouble)
+                else:
+                    await passed.write(await served.read())
         return passed
 
     async def _pass_lines(
         self, content: aiohttp.StreamReader, passed: web.StreamResponse, asked: web.Request, trouble: Trouble
     ) -> None:
-        left, held, draw = trouble.lines, b"", trouble.random.random
+        left, draw = trouble.lines, trouble.random.random
+        held: list[bytes] = []
+        """Overtaken by what comes after them; they come too late, or never when the watch breaks off before."""
         async for line in _lines(content):
             if left == 0:
                 await _end(trouble.end, line, passed, asked)
@@ -117,15 +120,17 @@ class HostileProxy:
                 await asyncio.sleep(0.3 * draw())
             if draw() < trouble.garbage:
                 await passed.write(trouble.random.choice([b"<html>\n", b"{}\n", b"\xff\xfe\n", b'{"type": 7}\n\n']))
-            if b'"BOOKMARK"' in line[:30]:
-                line, held = held + line, b""
-            elif held:
-                line, held = line + held, b""
-            elif draw() < trouble.swapped:
-                held = line
+            bookmark = b'"BOOKMARK"' in line[:30]
+            if not bookmark and draw() < trouble.swapped:
+                held.append(line)
                 continue
+            if held and bookmark:
+                await passed.write(b"".join(held))
+                held.clear()
             await passed.write(line * 2 if draw() < trouble.duplicated else line)
-        await passed.write(held)
+            if held and draw() < 0.4:
+                await passed.write(held.pop())
+        await passed.write(b"".join(held))
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -9,7 +9,7 @@ by pages. Now and then the load pauses, and each must come to equal a fresh list
 done, and:
 
 checks       comparisons with a fresh listing
-differences  objects that were not the same in both when patience ended
+differences  objects that were not the same in both when patience ended, or came back after they were told to be deleted
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class Load:
         if self._pods:
             name = self._random.choice(list(self._pods))
             key, uid = self._pods.pop(name)
+            if self._random.random() < 0.7:  # the last change and the deletion may be told in any order
+                await self._cluster.patch("Pod", key.namespace, name, self._note())
             await self._cluster.delete("Pod", key.namespace, name, uid=uid, grace_seconds=0)
 
     def _note(self) -> Object:
@@ -125,7 +127,6 @@ def troubles_at_random(random: Random, *, pages_only: bool) -> Callable[[Request
                 Trouble(status=410),
                 Trouble(status=429, retry_after="0.5"),
                 Trouble(status=503),
-                Trouble(too_old=True),
             ]
             return random.choice(refusals)
         breaks = lot < (0.4 if request.streamed_list else 0.85)
@@ -204,6 +205,8 @@ async def _check(
                 break
             equal_since = None if wrong else equal_since or time.monotonic()
             await asyncio.sleep(0.05)
+        result.differences += [f"{name}: {uid} came back" for uid in sorted(seen.returned)]
+        seen.returned.clear()
         result.checks += 1
         for key in seen.cache.all_keys():
             seen.cache.entry(key).gone_pods.clear()  # as the reconciler does
@@ -214,8 +217,8 @@ def _count(proxies: list[HostileProxy], done: Counter[str]) -> None:
         for request, trouble in zip(proxy.requests, proxy.befallen, strict=True):
             what = "streamed_lists" if request.streamed_list else "watches" if request.watch else "pages"
             done[what] += 1
-            if trouble.reset or trouble.too_old or trouble.status:
-                done[f"refused_{trouble.status or ('reset' if trouble.reset else 'too_old')}"] += 1
+            if trouble.reset or trouble.status:
+                done[f"refused_{trouble.status or 'reset'}"] += 1
             elif request.watch and trouble.lines is not None:
                 done[f"ends_{trouble.end}"] += 1
 

@@ -84,6 +84,9 @@ class Lister:
         self._seen = seen
         self._pace = pace or Pace()
         self._streams = True
+        self._version: int | None = None
+        """Up to which a watch of ours has told of everything. Only lists and bookmarks say so: should lines ever come
+        out of order, the last event before a break would not."""
 
     async def list(self) -> Listed:
         """Take in all that is.
@@ -91,7 +94,7 @@ class Lister:
         Raises ``ApiError``, ``aiohttp.ClientError``, ``TimeoutError``.
         """
         listing, version = await self._take_all()
-        return Listed(version, listing.end(version), listing.news, listing.newest)
+        return Listed(version, listing.end(version, self._version), listing.news, listing.newest)
 
     async def _take_all(self) -> tuple[Listing, int]:
         if self._streams:
@@ -139,10 +142,6 @@ class Lister:
 
 class Informer(Lister):
     """``list`` once, then ``watch`` for ever; ``list`` as often as wanted meanwhile, to see what the watch is worth."""
-
-    _version: int | None = None
-    """Up to which the watch has told of everything. Only lists and bookmarks say so: should lines ever come out of
-    order, the last event before a break would not."""
 
     async def list(self) -> Listed:
         """Take in all that is; the watch begins there when it has no better place."""

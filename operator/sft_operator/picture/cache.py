@@ -228,7 +228,7 @@ class Cache:
         """Begin to take in a complete listing, object by object."""
         return Listing(self, kind)
 
-    def end_listing(self, kind: str, present: set[str], pods: Counter[Key], version: int) -> set[Key]:
+    def end_listing(self, kind: str, present: set[str], pods: Counter[Key], version: int, told_from: int) -> set[Key]:
         """Forget what a complete listing made at ``version`` did not show; the keys that have lost something.
 
         ``present`` are the uids of our objects in it, ``pods`` how many it had of each key.
@@ -246,8 +246,8 @@ class Cache:
             for what in gone:
                 del entry.unreadable[what]
                 changed.add(key)
-        # Of what went before the last listing but one no word can be on its way any more.
-        before, self._listed[kind] = self._listed.get(kind, 0), version
+        # No word can be on its way any more of what went before the last listing but one, and the watch's beginning.
+        before, self._listed[kind] = min(told_from, self._listed.get(kind, 0)), version
         self._deleted[kind] = {uid: seen for uid, seen in self._deleted[kind].items() if seen > before}
         self._entries = {key: entry for key, entry in self._entries.items() if not entry.empty}
         return changed
@@ -346,9 +346,13 @@ class Listing:
             self.news += 1
             self.newest = max(self.newest, version)
 
-    def end(self, version: int) -> set[Key]:
-        """The listing is complete, and was made at ``version``; the keys for which it brought something new."""
-        return self._changed | self._cache.end_listing(self._kind, self._present, self._pods, version)
+    def end(self, version: int, told_from: int | None = None) -> set[Key]:
+        """The listing is complete, and was made at ``version``; the keys for which it brought something new.
+
+        ``told_from`` is the version from which the watch may tell everything again, ``version`` when there is none.
+        """
+        again = version if told_from is None else told_from
+        return self._changed | self._cache.end_listing(self._kind, self._present, self._pods, version, again)
 
 
 def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:

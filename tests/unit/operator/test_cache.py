@@ -273,3 +273,15 @@ def test_what_is_remembered_of_deletions_goes() -> None:
         take_listing(cache, "Pod", [], version)
 
     assert cache._deleted["Pod"] == {}
+
+
+def test_deletions_are_remembered_while_the_watch_may_tell_of_the_time_before() -> None:
+    cache = full_cache()
+    cache.remove("Pod", versioned(pod_manifest(1), 51))
+
+    for version in (60, 70, 80):
+        cache.listing("Pod").end(version, told_from=50)
+    assert cache.store("Pod", versioned(pod_manifest(1), 50)) is None
+
+    cache.listing("Pod").end(90, told_from=51)
+    assert cache._deleted["Pod"].get("pod-1") is None
