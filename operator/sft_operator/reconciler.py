@@ -131,7 +131,8 @@ class Reconciler:
             return
         if made:
             self._picture.store("Job", made)
-        uid = made["metadata"]["uid"] if made else None
+        job = self._picture.observed(key).job
+        uid = job.uid if job else None
         self._remember(key, lambda memory: children_made(memory, previous, uid, clock=self._clock()))
 
     async def _find_pods(self, key: Key) -> None:

@@ -13,7 +13,7 @@ from sft_api.v1alpha1.job import ObjectMeta
 from ..builders import build_network_policy, build_service, config_digest, copy_annotations, restored_config_map
 from ..config import Settings
 from ..names import CONFIG_KEY, config_map_name
-from ..picture.observed import ChildJob, Manifest, Refusal, owner_uid
+from ..picture.observed import ChildJob, Manifest, Refusal, controller, owner_uid
 from .client import ApiError, Cluster
 
 FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
@@ -168,9 +168,10 @@ class Children:
         return found
 
     def _check_owner(self, owner: ObjectMeta, kind: str, found: Manifest) -> None:
-        uid = owner_uid(found, KIND)
-        if uid != owner.uid:
-            raise NameTakenError(kind, found["metadata"]["name"], of_earlier=uid is not None)
+        uid, name = owner_uid(found, KIND), controller(found, KIND).get("name")
+        # What names its owner wrongly is in nobody's picture.
+        if (uid, name) != (owner.uid, owner.name):
+            raise NameTakenError(kind, found["metadata"]["name"], of_earlier=uid not in (None, owner.uid))
 
 
 @contextmanager

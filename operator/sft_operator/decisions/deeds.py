@@ -11,6 +11,8 @@ from .pauses import doubled
 
 HEALING_SECONDS = 30.0
 """Between two looks at the children of a Job that is about to need them."""
+_MAKE_AGAIN_SECONDS = 2.0
+"""When a Job was made that is gone at once, or that cannot be read."""
 _LONGEST_REFUSAL_SECONDS = 300.0
 _GIVE_UP_AGAIN_SECONDS = 30.0
 """When the API server refused to let a stuck pod go."""
@@ -20,10 +22,10 @@ _LONGEST_WEBHOOK_SECONDS = 30.0
 
 
 def children_made(memory: Memory, previous: SFTJobStatus, job_uid: str | None, *, clock: float) -> Memory:
-    """The children were made, the Job with this uid; None: it has to wait."""
+    """The children were made, the Job with this uid; None: the picture has no Job still."""
     memory = replace(memory, refusal=None, refusals=0)
     if job_uid is None:
-        return memory
+        return replace(memory, next_creation=clock + _MAKE_AGAIN_SECONDS)
     healing = Healing(job_uid, clock + HEALING_SECONDS, previous.state)
     return replace(memory, written=clock, healing=healing)
 

@@ -241,12 +241,15 @@ class _Look:
     def _delete(self, kind: str, name: str, uid: str) -> None:
         """Delete an object, unless that was just done."""
         before, clock = self._memory.deleted, self._clock
-        if before is not None and before[0] == uid and clock < before[1]:
+        again = before is not None and before[0] == uid
+        if before is not None and again and clock < before[1]:
             self._waits.append(before[1] - clock)
             return
         self._remember(deleted=(uid, clock + _DELETE_AGAIN_SECONDS))
         self._waits.append(_DELETE_AGAIN_SECONDS)
-        self._act(Delete(kind, name, uid))
+        self._actions.append(Delete(kind, name, uid))
+        # Once: what does not go is told of all the same.
+        self._words_wait = self._words_wait or not again
 
     def _heal(self, terms: Terms) -> None:
         """Look now and then, and when a run was interrupted, whether a living Job still has all that its pods need."""

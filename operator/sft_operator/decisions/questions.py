@@ -61,7 +61,8 @@ def ask_trainer(
     """Ask index 0 how training gets on; ``followed`` are the jobs that share what one operator can read."""
     pod = observed.coordinator
     if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
-        return Asked(replace(memory, poll_due=None))
+        # The next one is asked as soon as it has started, whatever the pace: that a run goes on is news.
+        return Asked(replace(memory, polled=False, poll_due=None))
     pause = settings.poll_seconds if previous.state == "Running" else settings.poll_seconds_starting
     # Many jobs share what one operator can read, but no report gets older than half a minute.
     pause = max(pause, min(followed / settings.polls_per_second, _LONGEST_POLL_SECONDS))
@@ -161,7 +162,8 @@ def read_events(
     question = ReadEvents(memory.uid, pace.asked) if pace.asked else None
     if pace.withheld_since is not None and (left := pace.withheld_since + _LONGEST_WITHHELD_SECONDS - clock) > 0:
         return Asked(memory, question, left, holds_words=True)
-    return Asked(memory, question, pace.next - clock)
+    # Reading may take longer than the pause: its answer is what to wait for.
+    return Asked(memory, question, None if question else pace.next - clock)
 
 
 def events_read(memory: Memory, warnings: tuple[Warning, ...]) -> Memory:

@@ -92,6 +92,7 @@ class Memory:
 
     # when to ask again
     polled: bool = False
+    """The trainer that runs now was asked before."""
     poll_due: float | None = None
     """When the trainer is asked next; None: to be planned."""
     events: EventsPace = EventsPace()

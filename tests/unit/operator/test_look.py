@@ -118,6 +118,18 @@ def test_what_was_deleted_is_deleted_again_only_when_nothing_tells_that_it_goes(
     assert later(2.5).actions == first.actions
 
 
+def test_what_does_not_go_although_it_is_deleted_again_and_again_is_told_of_all_the_same() -> None:
+    # Given a namespace that is going, and a watch that does not tell that the Job is going
+    going = replace(running(), namespace_terminating=True)
+    first = decided(seen(going))
+
+    again = decided(replace(seen(going, clock=1002.1), memory=first.memory))
+
+    assert first.status is None, "it is about to be another one"
+    assert again.actions == first.actions
+    assert again.status is not None
+
+
 def test_what_has_ended_is_cleaned_up_and_said_no_other_way() -> None:
     ended = {"state": "Complete", "completionTime": stamp(0), "message": "as it was"}
     manifest = job_manifest(runPolicy={"ttlSecondsAfterFinished": 60})

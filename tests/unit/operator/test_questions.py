@@ -15,7 +15,7 @@ from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
-from sft_operator.decisions.questions import ask_trainer, events_read, read_events, trainer_answered
+from sft_operator.decisions.questions import Asked, ask_trainer, events_read, read_events, trainer_answered
 from sft_operator.decisions.result import AskTrainer, ReadEvents
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.picture.cache import Cache, Key
@@ -74,6 +74,7 @@ def test_events_that_are_being_read_are_not_asked_for_twice() -> None:
 
     assert first.question is None
     assert second.question == third.question == ReadEvents("u", (make_child().uid,))
+    assert (second.wait, third.wait) == (None, None), "the answer is what to wait for, however long it takes"
 
 
 def test_what_another_operator_told_is_not_taken_back_before_its_events_were_read_but_not_for_ever() -> None:
@@ -104,6 +105,27 @@ def test_the_trainer_is_asked_at_once_and_then_at_its_pace() -> None:
     assert trainer(answered, clock=101).due == 101 + SETTINGS.poll_seconds
     assert trainer(answered, clock=101, state="Starting").due == 101 + SETTINGS.poll_seconds_starting
     assert trainer(answered, clock=101, followed=10_000).due == 126, "no report gets older than that"
+
+
+def test_the_next_pod_is_asked_as_soon_as_it_has_started_however_many_jobs_there_are() -> None:
+    """The run goes on: that is no figure, which may be half a minute old."""
+
+    def look(memory: Memory, seen: Observed, *, clock: float) -> Asked:
+        previous = SFTJobStatus.model_validate({"state": "Recovering"})
+        return ask_trainer(memory, seen, previous, SETTINGS, clock=clock, followed=1000)
+
+    # Given a trainer that was asked, and is asked again in 25 seconds
+    answered = trainer_answered(Memory("u"), trainer(Memory("u"), clock=100), Progress(), NOW)
+    planned = look(answered, running(), clock=101)
+    assert isinstance(planned.question, AskTrainer)
+    assert planned.question.due == 126
+
+    # When its pod is lost, and the next one has started
+    lost = look(planned.memory, running(pods=()), clock=110)
+    started = look(lost.memory, running(), clock=170)
+
+    assert isinstance(started.question, AskTrainer)
+    assert started.question.due <= 170
 
 
 def test_what_is_planned_is_put_off_by_no_look_and_comes_sooner_when_people_look() -> None:

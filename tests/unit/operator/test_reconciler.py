@@ -408,3 +408,36 @@ def test_a_change_that_somebody_undoes_for_weeks_is_made_again_ever_more_rarely_
         undo()
 
     assert world.api.done("patch", "Job") == 4
+
+
+def test_a_job_whose_owner_has_another_name_is_not_ours_and_not_made_again_and_again() -> None:
+    # Given a Job of our name, by whoever may write one, that names its owner wrongly
+    world = World(store("s3://models/sft"))
+    manifest = world.api.keep("SFTJob", job_manifest(checkpoint={}))
+    owner = {"apiVersion": manifest["apiVersion"], "kind": "SFTJob", "controller": True, "name": "other"}
+    owner["uid"] = manifest["metadata"]["uid"]
+    child = child_manifest()
+    child["metadata"]["ownerReferences"] = [owner]
+    world.api.keep("Job", child)
+
+    # When it is in the way
+    world.look()
+
+    # Then that is said, and not tried without a pause
+    assert world.condition("Stalled")["reason"] == "NameTaken"
+    assert world.api.done("create", "Job") == 1
+
+
+def test_a_job_that_was_made_but_is_not_in_the_picture_is_waited_for() -> None:
+    """It is gone already, or cannot be read."""
+    world = World(store("s3://models/sft"))
+    world.api.keep("SFTJob", job_manifest(checkpoint={}))
+    taken = world.cache.store
+    world.cache.store = lambda kind, manifest: None if kind == "Job" else taken(kind, manifest)  # type: ignore[method-assign]
+
+    (wanted,) = world.look()
+
+    assert world.api.done("create", "Job") == 1
+    assert wanted is not None
+    assert wanted >= 1.0
+    assert world.status["state"] == "Preparing"
