@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.restarts import exhausted
-from sft_api.v1alpha1 import RestartsStatus
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
+from sft_operator.cluster.progress_client import parse_report
 from sft_operator.decisions.restarts import count_restarts
-from sft_operator.picture.observed import Observed
+from sft_operator.decisions.status import read_status, write_status
+from sft_operator.picture.observed import Observed, Report
 from tests.unit.operator.make import NOW, at, disruption, incident, make_child, make_pod, report, running, training
 
 HANG, OOM = FailureClass.HANG, FailureClass.OUT_OF_MEMORY
@@ -34,6 +37,24 @@ def test_incidents_count_once() -> None:
     assert twice == once
     assert once.last_reason == "OutOfMemory"
     assert "activationCheckpointing" in once.last_message
+
+
+@pytest.mark.parametrize("told", ["pod/x", "pod/gone-uid", "1/recovered", "\ud800", "\x00", "", "x" * 300, "é" * 300])
+def test_an_incident_counts_once_whatever_a_pod_calls_it(told: str) -> None:
+    # Given a pod that makes up the names of its incidents
+    happened = {"time": "2026-01-01T00:00:00Z", "failure": "StorageUnavailable", "message": "m"}
+    progress = parse_report(json.dumps({"incidents": [{"id": told, **happened}]}).encode())
+    observed = running(report=Report(progress, NOW, "pod"))
+
+    # When they are read again and again, and what was counted stands in the status meanwhile
+    status = SFTJobStatus()
+    for _ in range(3):
+        restarts = count_restarts(status.restarts or RestartsStatus(), observed, step=0, checkpoint_step=0, now=NOW)
+        status = read_status({"status": write_status(status.model_copy(update={"restarts": restarts}))})
+
+    # Then each counts once
+    assert status.restarts is not None
+    assert status.restarts.failures == 1
 
 
 def test_incidents_of_a_new_supervisor_add_up() -> None:
