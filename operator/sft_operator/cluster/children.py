@@ -12,7 +12,7 @@ from sft_api.v1alpha1.job import ObjectMeta
 
 from ..builders import build_network_policy, build_service, config_digest, copy_annotations, restored_config_map
 from ..config import Settings
-from ..names import CONFIG_KEY, config_map_name
+from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, config_map_name
 from ..picture.observed import ChildJob, Manifest, Refusal, controller, owner_uid
 from .client import ApiError, Cluster
 
@@ -87,8 +87,21 @@ class Children:
                 holds = config_digest((made.get("data") or {}).get(CONFIG_KEY))
                 annotations = copy_annotations(made if holds else manifest)
             elif kind == "Job":
-                job = made
+                job = await self._watched(made)
         return job
+
+    async def _watched(self, job: Manifest) -> Manifest:
+        """``job`` with the label by which Jobs are watched: without it this one would be made again and again."""
+        if _is_watched(job):
+            return job
+        metadata = job["metadata"]
+        patch = {"metadata": {"labels": {MANAGED_BY_LABEL: MANAGER}}}
+        with _final("Job"):
+            mended = await self._cluster.patch("Job", metadata["namespace"], metadata["name"], patch)
+        if not _is_watched(mended):
+            words = f"something in this cluster changes its label {MANAGED_BY_LABEL}, which has to be {MANAGER}"
+            raise RefusedError("Job", ApiError(422, "Invalid", f"{words}, or the operator does not see it"))
+        return mended
 
     async def change_job(self, namespace: str, child: ChildJob, patch: Manifest) -> Manifest:
         """The Job after a merge patch."""
@@ -187,6 +200,10 @@ def _final(kind: str) -> Iterator[None]:
     except TimeoutError as error:
         hangs = ApiError(504, "Timeout", "no answer in time; a webhook of the cluster may hang")
         raise RefusedError(kind, hangs) from error
+
+
+def _is_watched(job: Manifest) -> bool:
+    return bool((job["metadata"].get("labels") or {}).get(MANAGED_BY_LABEL) == MANAGER)
 
 
 def _says(found: object, wanted: object) -> bool:

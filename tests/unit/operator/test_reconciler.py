@@ -33,6 +33,7 @@ class Api:
         self.objects: dict[tuple[str, str], Object] = {}
         self.calls: list[tuple[str, str, str]] = []
         self.refuses: Callable[[str, str], ApiError | None] = lambda verb, kind: None
+        self.keeps_labels = True
         self._version = 100
 
     def keep(self, kind: str, manifest: Object) -> Object:
@@ -65,7 +66,9 @@ class Api:
 
     async def patch(self, kind: str, namespace: str, name: str, patch: Object, **_: Any) -> Object:
         self._called("patch", kind, name)
-        return self.keep(kind, _merged(self.objects.get((kind, name), {"metadata": {"name": name}}), patch))
+        if not self.keeps_labels and "labels" in patch.get("metadata", {}):
+            return self.objects[kind, name]
+        return self.keep(kind, merged(self.objects.get((kind, name), {"metadata": {"name": name}}), patch))
 
     async def delete(self, kind: str, namespace: str, name: str, **_: Any) -> None:
         self._called("delete", kind, name)
@@ -75,11 +78,11 @@ class Api:
         return sum(call[:2] == (verb, kind) for call in self.calls)
 
 
-def _merged(value: Object, patch: Object) -> Object:
-    merged = dict(value)
+def merged(value: Object, patch: Object) -> Object:
+    result = dict(value)
     for name, item in patch.items():
-        merged[name] = _merged(merged.get(name) or {}, item) if isinstance(item, dict) else item
-    return {name: item for name, item in merged.items() if item is not None}
+        result[name] = merged(result.get(name) or {}, item) if isinstance(item, dict) else item
+    return {name: item for name, item in result.items() if item is not None}
 
 
 class NoTrainers:
