@@ -24,10 +24,9 @@ from sft_api.checkpoints import (
     missing_or_wrong,
 )
 from sft_api.report import checkpoint_status, checkpoints_status
-from sft_api.v1alpha1 import CheckpointStatus, S3Spec
+from sft_api.v1alpha1 import CheckpointStatus
 
 from ..config import StoreSettings
-from ..decisions.places import is_readable
 from ..picture.observed import Stored
 
 KEPT = 10
@@ -56,14 +55,13 @@ class CheckpointStore:
         self._one_manifest = threading.Lock()
         self._client: Any = None
 
-    def holds(self, uri: str, s3: S3Spec | None, namespace: str) -> bool:
-        """Whether ``uri`` lies where the operator may read for a job of ``namespace``; ``s3``: see ``places``."""
-        return is_readable(uri, s3, self._settings, namespace)
-
     async def read(self, uri: str) -> Stored:
         """The checkpoints below ``uri``, the newest ten of them verified; raises ``StoreError``."""
-        async with self._limit:
-            return await asyncio.to_thread(self._read, uri)
+        await self._limit.acquire()
+        reading = asyncio.create_task(asyncio.to_thread(self._read, uri))
+        # No thread can be stopped: it counts until it has ended, whoever has gone that asked for it.
+        reading.add_done_callback(lambda _: self._limit.release())
+        return await asyncio.shield(reading)
 
     def _read(self, uri: str) -> Stored:
         from botocore.exceptions import BotoCoreError, ClientError  # heavy, and seldom needed

@@ -15,6 +15,7 @@ from sft_api.v1alpha1 import S3Spec
 from sft_operator.cluster import store
 from sft_operator.cluster.store import CheckpointStore, StoreError
 from sft_operator.config import StoreSettings
+from sft_operator.decisions.places import is_readable
 from tests.cluster.object_store import ObjectStore
 from tests.integration.operator.scene import Scene, StartOperator, Supervisors, training
 from tests.integration.run.slow_network import gate
@@ -69,9 +70,9 @@ def save(
 def read(monkeypatch: pytest.MonkeyPatch, server: ObjectStore, folder: str) -> Any:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    checkpoints = CheckpointStore(StoreSettings.model_validate(settings(server)))
-    assert checkpoints.holds(f"{URI}/{folder}", S3Spec(), "team")
-    return asyncio.run(checkpoints.read(f"{URI}/{folder}"))
+    store = StoreSettings.model_validate(settings(server))
+    assert is_readable(f"{URI}/{folder}", S3Spec(), store, "team")
+    return asyncio.run(CheckpointStore(store).read(f"{URI}/{folder}"))
 
 
 def test_only_whole_committed_checkpoints_count_the_newest_attempt_first(
