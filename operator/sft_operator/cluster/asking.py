@@ -1,6 +1,7 @@
 """Puts the questions that looks have, in the background, and has a job looked at again when one is answered."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -25,6 +26,8 @@ from .store import CheckpointStore, StoreError
 logger = logging.getLogger(__name__)
 
 _KEPT_WARNINGS = 20
+_AT_ONCE = 16
+"""Questions of one kind to the API server; trainers and the store have limits of their own."""
 _REPORT = ("report", "")
 _SUBJECTS: dict[type, str] = {
     AskTrainer: "progress",
@@ -60,6 +63,10 @@ class Asking:
         self._metrics = metrics
         self._look_again = look_again
         self._now = now
+        # Of each kind: an operator that begins asks of all jobs that wait, and its Lease needs a connection as well.
+        self._limits: dict[type, asyncio.Semaphore] = {
+            kind: asyncio.Semaphore(_AT_ONCE) for kind in (AskKueue, ReadEvents, ReadNamespace)
+        }
         self._open: dict[Key, dict[type, tuple[Question, asyncio.Task[None]]]] = {}
 
     @property
@@ -87,7 +94,8 @@ class Asking:
     async def _ask(self, key: Key, question: Question) -> None:
         what, words = _SUBJECTS[type(question)], None
         try:
-            answer = await self._answer(key, question)
+            async with self._limits.get(type(question), contextlib.nullcontext()):
+                answer = await self._answer(key, question)
         except Exception as error:
             logger.exception("%s: %s: a bug in the operator", key, what)
             words = f"the {what} cannot be read: {type(error).__name__}: {str(error)[:200]}"

@@ -173,7 +173,7 @@ class _Look:
 
     def _ask(self, terms: Terms, job: SFTJob | None) -> None:
         observed, previous, clock = self._observed, self._previous, self._clock
-        self._asked(ask_kueue(self._memory, terms, observed.job, clock=clock))
+        self._asked(ask_kueue(self._memory, terms, observed.job, previous, clock=clock))
         self._asked(read_namespace(self._memory, observed, clock=clock))
         self._asked(read_events(self._memory, observed, previous, pods_wanted=terms.nodes, now=self._now, clock=clock))
         self._asked(ask_trainer(self._memory, observed, previous, self._settings, clock=clock, followed=self._followed))

@@ -46,6 +46,11 @@ class Asked(NamedTuple):
     """What is to be said waits for it."""
 
 
+def _told_by_another(memory: Memory, previous: SFTJobStatus) -> bool:
+    """Whether what stands there is another operator's: it must not be taken back for want of an answer."""
+    return not memory.events.in_mind and previous.state is not None
+
+
 # The trainer
 
 
@@ -85,7 +90,7 @@ def trainer_answered(memory: Memory, question: AskTrainer, progress: Progress | 
 # Kueue
 
 
-def ask_kueue(memory: Memory, terms: Terms, child: ChildJob | None, *, clock: float) -> Asked:
+def ask_kueue(memory: Memory, terms: Terms, child: ChildJob | None, previous: SFTJobStatus, *, clock: float) -> Asked:
     """Ask what Kueue says of a job that waits, and tell it to stop one or to let it go on."""
     if child is None or not asks_kueue(terms, child):
         return Asked(replace(memory, kueue=None, queueing=None))
@@ -95,15 +100,19 @@ def ask_kueue(memory: Memory, terms: Terms, child: ChildJob | None, *, clock: fl
     if pace is None or pace.subject != subject:
         if pace is None or pace.subject[0] != child.uid:
             memory = replace(memory, queueing=None)
-        pace = KueuePace(subject, clock)
+        pace = KueuePace(subject, clock, told_before=_told_by_another(memory, previous))
     if pace.asked is None and clock >= pace.next:
         pace = replace(pace, asked=clock)
     memory = replace(memory, kueue=pace)
     if pace.asked is None:
         return Asked(memory, wait=pace.next - clock)
     question = AskKueue(memory.uid, subject, child.uid, stop)
-    left = pace.asked + _AT_ONCE_SECONDS - clock
-    return Asked(memory, question, left, holds_changes=True) if left > 0 else Asked(memory, question)
+    waited = clock - pace.asked
+    if waited < _AT_ONCE_SECONDS:
+        return Asked(memory, question, _AT_ONCE_SECONDS - waited, holds_changes=True)
+    if pace.told_before and waited < _LONGEST_WITHHELD_SECONDS:
+        return Asked(memory, question, _LONGEST_WITHHELD_SECONDS - waited, holds_words=True)
+    return Asked(memory, question)
 
 
 def kueue_answered(
@@ -118,7 +127,7 @@ def kueue_answered(
     concerned = child is None or not child.suspended or child.queue is not None or queueing is None
     concerned = concerned or bool(queueing and (queueing.workload or queueing.problem))
     longest = _LAST_KUEUE_SECONDS if concerned else _NOTHING_TO_SAY_SECONDS
-    pace = replace(pace, asked=None, next=clock + pace.pause, pause=min(2 * pace.pause, longest))
+    pace = replace(pace, asked=None, told_before=False, next=clock + pace.pause, pause=min(2 * pace.pause, longest))
     return replace(memory, kueue=pace, queueing=queueing)
 
 
@@ -150,8 +159,7 @@ def read_events(
         pace = replace(pace, wanted=False, pause=pause, asked=(), withheld_since=None)
         return Asked(replace(memory, events=pace, warnings=()))
     if not pace.wanted:
-        # What another operator has told of this job must not be taken back for want of its events.
-        told_before = not memory.events.in_mind and previous.state is not None
+        told_before = _told_by_another(memory, previous)
         soon = 0.0 if told_before else FIRST_EVENTS_SECONDS
         withheld = clock if told_before else None
         pace = replace(pace, wanted=True, next=max(pace.next, clock + soon), withheld_since=withheld)

@@ -25,7 +25,7 @@ class EventsPace:
     next: float = 0.0
     pause: float = FIRST_EVENTS_SECONDS
     in_mind: bool = False
-    """It was asked before whether events have to be read."""
+    """It was asked before whether events have to be read: this operator has looked at the job before."""
     asked: tuple[str, ...] = ()
     """Uids whose events are being read."""
     withheld_since: float | None = None
@@ -42,6 +42,8 @@ class KueuePace:
     pause: float = FIRST_KUEUE_SECONDS
     asked: float | None = None
     """Since when an answer is awaited."""
+    told_before: bool = False
+    """Another operator has told how the job stands, and Kueue has not answered this one yet."""
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,23 @@ from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
-from sft_operator.decisions.questions import Asked, ask_trainer, events_read, read_events, trainer_answered
-from sft_operator.decisions.result import AskTrainer, ReadEvents
+from sft_operator.decisions.questions import (
+    Asked,
+    ask_kueue,
+    ask_trainer,
+    events_read,
+    kueue_answered,
+    read_events,
+    trainer_answered,
+)
+from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace
+from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
+from sft_operator.names import QUEUE_LABEL
 from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.memory import Memory
 from sft_operator.picture.observed import Observed, Warning
+from sft_operator.picture.workload import Queueing
 from tests.unit.operator.make import NOW, at, child_manifest, job_manifest, make_child, make_pod, pod_manifest, running
 from tests.unit.operator.test_reconciler import KEY, SETTINGS
 
@@ -157,6 +168,31 @@ def test_nobody_is_asked_while_there_is_nobody(pods: tuple[Any, ...]) -> None:
     assert asked.question is None
 
 
+def test_what_another_operator_told_of_a_queue_is_not_taken_back_before_kueue_was_asked_but_not_for_ever() -> None:
+    """An operator that begins has thousands of questions at once."""
+    waits = make_child(suspend=True, queue="gpus")
+    terms = run_terms(read_spec(job_manifest(labels={QUEUE_LABEL: "gpus"})))
+
+    def asked(memory: Memory, told: SFTJobStatus, clock: float) -> Asked:
+        return ask_kueue(memory, terms, waits, told, clock=clock)
+
+    new, told = SFTJobStatus(), SFTJobStatus(state="Queued")
+    first = asked(Memory("u"), told, 100)
+    assert isinstance(first.question, AskKueue)
+
+    # It is stopped, or goes on, as if Kueue had nothing to say, after half a second
+    assert (first.holds_changes, first.wait) == (True, 0.5)
+    later = asked(first.memory, told, 101)
+    assert (later.holds_changes, later.holds_words, later.wait) == (False, True, 9)
+    assert not asked(first.memory, told, 110).holds_words
+    assert not asked(asked(Memory("u"), new, 100).memory, new, 101).holds_words
+
+    # Later questions hold nothing up: what was answered before is as good
+    answered = kueue_answered(first.memory, first.question, Queueing(NOW, NOW), waits, clock=101)
+    second = asked(answered, told, 103)
+    assert not asked(second.memory, told, 104).holds_words
+
+
 class Api:
     """Answers with an error."""
 
@@ -251,6 +287,36 @@ def test_an_answer_about_an_earlier_job_of_the_name_is_not_taken_for_this_one() 
         assert cache.memory(KEY).report is None
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize(
+    "question", [ReadEvents("sft-uid", ("a",)), ReadNamespace("sft-uid"), AskKueue("sft-uid", ("a",), "job-uid", False)]
+)
+def test_what_many_jobs_ask_of_the_api_server_leaves_connections_for_others(question: Question) -> None:
+    """For the Lease above all, when an operator begins among jobs that wait."""
+
+    class Slow:
+        running = most = 0
+
+        async def scan(self, *_: Any, **__: Any) -> Any:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self.running -= 1
+            return [], 1
+
+        get = list = scan
+
+    async def scenario() -> int:
+        slow = Slow()
+        asking, _, again = asking_about_one_job(api=slow)
+        for number in range(300):
+            asking.put(Key("team", f"waits-{number}"), [question])
+        await until(lambda: len(again) == 300)
+        return slow.most
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) <= 20
 
 
 QUESTION = AskTrainer("sft-uid", "tulu-0-aaaaa", "pod-0", "10.0.0.1", due=0.0)
