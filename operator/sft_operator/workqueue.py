@@ -64,12 +64,6 @@ class WorkQueue(Generic[KeyType]):
                 heapq.heappush(self._heap, (due, next(self._sequence), key))
                 self._wakeup.set()
 
-    def forget(self, key: KeyType) -> None:
-        """Drop what is planned for ``key``."""
-        self._due.pop(key, None)
-        self._failures.pop(key, None)
-        self._held.pop(key, None)
-
     async def run(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:

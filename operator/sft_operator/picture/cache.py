@@ -25,6 +25,7 @@ from .observed import (
     controller,
     sft_job,
 )
+from .strays import Strays
 from .untrusted import integer, part, text
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ _READ: Mapping[str, Callable[[Manifest], Any]] = {
 _MOST_NODES = 4096
 _SPARE_PODS = 1000
 """Held for one job beyond two a node: lost pods stay until their Job goes."""
-_MOST_STRAYS = 10_000
 _CROWD = ("pods", "")
 _SHOWN_UNREADABLE = 3
 
@@ -104,8 +104,7 @@ class Cache:
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
-        self._strays: set[Key] | None = set()
-        """Names of jobs that are not in the picture, whose pods were seen; None: too many to remember."""
+        self._strays: Strays[Key] = Strays()
         self._deleted: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         """Versions at which objects were seen deleted or missing, by kind and uid. A listing may have begun before, the
         answer to a write may come after, and so may a line of a watch that begins again: all show what was."""
@@ -140,10 +139,7 @@ class Cache:
         if known is not None and known.version >= version:
             return None
         if kind == "Pod" and known is None and not self._is_expected(key):
-            # Tenants can make any number of those: only that there were any is kept.
-            if self._strays is not None:
-                self._strays.add(key)
-                self._strays = self._strays if len(self._strays) < _MOST_STRAYS else None
+            self._strays.note(key)
             return None
         entry = self.entry(key)
         if kind == "Pod" and known is None and len(entry.pods) >= (most := _most_pods(entry)):
@@ -163,6 +159,7 @@ class Cache:
             entry.job = seen
         else:
             if entry.manifest and _uid(entry.manifest.value) != uid:
+                self._strays.note(key)
                 _forget_run(entry)
             entry.manifest = seen
         # Much of what changes in pods and Jobs (managed fields, other conditions' times) decides nothing.
@@ -202,6 +199,8 @@ class Cache:
         self._deleted[kind][uid] = version_of(manifest)
         entry = self.entry(key)
         entry.unreadable.pop((kind, uid), None)
+        if kind != "Pod":
+            self._strays.note(key)
         if kind == "Pod":
             if last := entry.pods.pop(uid, None):
                 entry.gone_pods[uid] = _last_seen(manifest, last.value)
@@ -246,6 +245,8 @@ class Cache:
             for what in gone:
                 del entry.unreadable[what]
                 changed.add(key)
+        if kind == "Pod":
+            self._strays.listed()
         # No word can be on its way any more of what went before the last listing but one, and the watch's beginning.
         before, self._listed[kind] = min(told_from, self._listed.get(kind, 0)), version
         self._deleted[kind] = {uid: seen for uid, seen in self._deleted[kind].items() if seen > before}
@@ -253,6 +254,8 @@ class Cache:
         return changed
 
     def _drop(self, key: Key, entry: Entry, kind: str, uid: str) -> None:
+        if kind != "Pod":
+            self._strays.note(key)
         if kind == "Pod":
             entry.gone_pods[uid] = entry.pods.pop(uid).value
         elif kind == "Job":
@@ -285,7 +288,7 @@ class Cache:
 
     def may_have_strays(self, key: Key) -> bool:
         """Whether there may be pods of an earlier Job of this name, of which nothing is kept."""
-        return self._strays is None or key in self._strays
+        return key in self._strays
 
     def observed(self, key: Key) -> Observed:
         """What belongs to the SFTJob of ``key``; nothing of an earlier one of that name."""

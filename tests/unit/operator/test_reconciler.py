@@ -64,6 +64,11 @@ class Api:
         self._called("list", kind, "")
         return [value for (held, _), value in self.objects.items() if held == kind], self._version
 
+    async def scan(self, kind: str, namespace: str | None, take: Callable[[Object], None], **_: Any) -> int:
+        for manifest in (await self.list(kind, namespace))[0]:
+            take(manifest)
+        return self._version
+
     async def patch(self, kind: str, namespace: str, name: str, patch: Object, **_: Any) -> Object:
         self._called("patch", kind, name)
         if not self.keeps_labels and "labels" in patch.get("metadata", {}):
@@ -110,6 +115,7 @@ class World:
         self.cache = Cache()
         self.now: datetime = NOW
         self.clock = 0.0
+        self.watched: tuple[str, ...] = ("SFTJob", "Job", "Pod")
         self.wanted: set[Key] = set()
         metrics = OperatorMetrics(self.cache.manifests, lambda: 0)
         self.asking = RecordedAsking(
@@ -144,7 +150,7 @@ class World:
             for _ in range(20):
                 self.wanted.clear()
                 for (kind, _name), manifest in list(self.api.objects.items()):
-                    if kind in ("SFTJob", "Job", "Pod"):
+                    if kind in self.watched:
                         self.cache.store(kind, manifest)
                 again = await self.reconciler.reconcile(KEY)
                 for _ in range(20):

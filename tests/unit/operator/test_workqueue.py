@@ -174,22 +174,6 @@ def test_the_server_may_ask_for_a_longer_pause() -> None:
     assert runs == 1
 
 
-def test_what_is_forgotten_does_not_run() -> None:
-    runs: list[str] = []
-
-    async def work(key: str) -> None:
-        runs.append(key)
-
-    async def scenario() -> None:
-        queue = make(work)
-        queue.add("a", 0.02)
-        queue.forget("a")
-        await run(queue, 0.1)
-
-    in_no_time(scenario())
-    assert runs == []
-
-
 def test_nothing_runs_before_it_is_due() -> None:
     times: list[float] = []
 
