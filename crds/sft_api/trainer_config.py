@@ -4,15 +4,14 @@ The operator writes it to a ConfigMap, ``sft run`` to a file. It holds no secret
 through its environment.
 """
 
-from typing import Any
-
-from pydantic import Field, SerializerFunctionWrapHandler, field_serializer
+from pydantic import Field, field_validator
 
 from .numbers import Numbers
 from .plan import Plan, make_plan
 from .v1alpha1.base import ReportModel
 from .v1alpha1.job import SFTJob, SFTJobSpec
 from .v1alpha1.places import EXPORT_RULES, default_export
+from .v1alpha1.runtime import MOST_RESTARTS
 
 CONFIG_PATH = "/etc/sft/config.json"
 
@@ -35,18 +34,16 @@ class TrainerConfig(ReportModel):
     checkpoint_uri: str
     export_uri: str | None = Field(default=None, description="None when nothing is exported.")
 
-    @field_serializer("spec", mode="wrap")
-    def _without_judgement(self, spec: SFTJobSpec, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """``spec`` without ``runPolicy.maxRestarts``, which may change while the run lasts.
+    @field_validator("spec")
+    @classmethod
+    def _without_judgement(cls, spec: SFTJobSpec) -> SFTJobSpec:
+        """``spec`` with the largest ``runPolicy.maxRestarts``, whatever it says: that may change while the run lasts.
 
-        Who judges it keeps to what the SFTJob says then. Configurations of before this was so still hold it, and are
-        read like all others.
+        Who judges it keeps to what the SFTJob says then. Trainers of before this was so (images of users) count for
+        themselves, up to what they read, or to 10 where it is missing.
         """
-        document: dict[str, Any] = write(spec)
-        for policy in (document.get("runPolicy"), document.get("run_policy")):
-            for name in ("maxRestarts", "max_restarts"):
-                (policy or {}).pop(name, None)
-        return document
+        policy = spec.run_policy.model_copy(update={"max_restarts": MOST_RESTARTS})
+        return spec.model_copy(update={"run_policy": policy})
 
     @classmethod
     def resolve(

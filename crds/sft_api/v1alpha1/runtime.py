@@ -305,10 +305,13 @@ class ExportSpec(ApiModel):
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
 
 
+MOST_RESTARTS = 1000
+
+
 class RunPolicy(ApiModel):
     """Limits of the run."""
 
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
+    max_restarts: Annotated[int, Field(ge=0, le=MOST_RESTARTS)] = Field(
         default=10, description="Failures that are retried; preemptions and lost nodes do not count."
     )
     active_deadline_seconds: Seconds | None = Field(

@@ -29,16 +29,19 @@ def test_how_often_a_run_may_fail_is_no_business_of_the_trainer(tmp_path) -> Non
     )
     policy = json.loads(strict.model_dump_json(by_alias=True))["spec"]["runPolicy"]
 
-    assert "maxRestarts" not in policy
+    # The same for all: a trainer of before, which counts for itself, leaves it to the operator.
+    assert policy["maxRestarts"] == 1000
     assert policy["progressDeadlineSeconds"] == 7
     assert strict.model_dump_json() == patient.model_dump_json()
     assert strict.numbers().digest == patient.numbers().digest
 
 
-def test_configurations_of_before_that_say_it_are_still_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("said", [{"maxRestarts": 7}, {}], ids=["how often", "nothing"])
+def test_configurations_of_before_are_still_read(tmp_path, said) -> None:  # type: ignore[no-untyped-def]
     config = resolve(manifest(tmp_path, tmp_path / "store"))
     document = json.loads(config.model_dump_json(by_alias=True, exclude_none=True))
-    document["spec"]["runPolicy"]["maxRestarts"] = 1000
+    del document["spec"]["runPolicy"]["maxRestarts"]
+    document["spec"]["runPolicy"] |= said
 
     read = TrainerConfig.model_validate_json(json.dumps(document))
 

@@ -424,9 +424,10 @@ def test_what_is_no_quantity_is_not_multiplied() -> None:
 
 
 def test_the_budget_of_restarts_is_not_frozen_in_the_supervisors_configuration() -> None:
-    """It may be raised while the run lasts, and the operator alone keeps to it."""
-    manifest = build_config_map(make_job(runPolicy={"maxRestarts": 2, "progressDeadlineSeconds": 77}), None)
+    """It may be raised while the run lasts, and the operator alone keeps to it; older images would count for themselves
+    up to what they read, or to 10 when they read nothing."""
+    manifest = build_config_map(make_job(runPolicy={"maxRestarts": 20, "progressDeadlineSeconds": 77}), None)
     policy = json.loads(manifest["data"]["config.json"])["spec"]["runPolicy"]
 
-    assert "maxRestarts" not in policy
+    assert policy["maxRestarts"] == 1000
     assert policy["progressDeadlineSeconds"] == 77
