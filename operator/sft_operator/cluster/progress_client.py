@@ -5,6 +5,9 @@ redirects are not followed.
 """
 
 import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import aiohttp
 from pydantic import ValidationError
@@ -18,6 +21,11 @@ from ..picture import untrusted
 MAX_BYTES = 256 * 1024
 _SHOWN_ERRORS, _SHOWN_CHARACTERS = 3, 500
 TIMEOUT = aiohttp.ClientTimeout(total=4, sock_connect=2)
+KEPT_PODS = 500
+"""Connections that stay open: to the pods that were asked last. Where more are asked in turn, none would be used
+again."""
+_KEEP_SECONDS = 27.0
+"""A little more than the longest pause between two questions, less than the supervisor keeps one open."""
 
 
 class UnusableReport(Exception):
@@ -28,6 +36,14 @@ class UnreadableReport(UnusableReport):
     """It answered with something else; asking again will not help."""
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """The last report of a pod."""
+
+    digest: bytes
+    progress: Progress
+
+
 class ProgressClient:
     """Reads reports, so many at a time."""
 
@@ -35,35 +51,55 @@ class ProgressClient:
         """``url``: see ``Settings.progress_url``."""
         self._url = url
         self._limit = asyncio.Semaphore(concurrency)
-        # A session of its own: the API server's token must never travel to a pod.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), cookie_jar=aiohttp.DummyCookieJar()
-        )
+        self._heard: OrderedDict[tuple[str, str], _Heard] = OrderedDict()
+        """By URL and uid of the pod, ``KEPT_PODS`` at most: the longest unasked comes first."""
+        # Sessions of their own: the API server's token must never travel to a pod.
+        self._keeping = _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS))
+        self._closing = _session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._session.close()
+        await self._keeping.close()
+        await self._closing.close()
 
     async def read(self, *, address: str, namespace: str, name: str, job_uid: str, pod_uid: str) -> Progress:
         """The report of the pod ``pod_uid`` of the SFTJob ``job_uid`` at the IP ``address``.
 
-        Raises ``UnusableReport``, also when somebody else answers there.
+        The same one as before when the pod says the very same. Raises ``UnusableReport``, also when somebody else
+        answers there.
         """
         host = f"[{address}]" if ":" in address else address
         url = self._url.format(address=host, port=PROGRESS_PORT, namespace=namespace, name=name)
+        before = self._heard.pop((url, pod_uid), None)
+        # Of many that are asked in turn none is among the last; whoever has said nothing of use is not kept either.
+        session = self._keeping if before else self._closing
         async with self._limit:
             try:
-                async with self._session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
+                async with session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
                     if response.status != 200:
                         raise UnusableReport(f"{url} answered {response.status}")
                     body = await _bounded(response)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
-        progress = parse_report(body)
-        # The address may belong to somebody else by now.
+        heard = _read(body, before)
+        progress = heard.progress
+        # Another pod may have its address by now: a connection that was kept says nothing of who answers.
         if progress.job_uid != job_uid or progress.pod_uid not in ("", pod_uid):
             raise UnusableReport(f"{url} answered for SFTJob {progress.job_uid[:64]!r}, pod {progress.pod_uid[:64]!r}")
+        self._heard[url, pod_uid] = heard
+        if len(self._heard) > KEPT_PODS:
+            self._heard.popitem(last=False)
         return progress
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+
+def _read(body: bytes, before: _Heard | None) -> _Heard:
+    """The report in ``body``, parsed unless it is the very same as ``before``."""
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    return before if before and before.digest == digest else _Heard(digest, parse_report(body))
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:

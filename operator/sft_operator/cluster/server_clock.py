@@ -23,14 +23,17 @@ class ServerClock:
         self._zero = datetime.now(UTC) - timedelta(seconds=monotonic())
         """The server's time when ``monotonic`` was zero."""
         self._known = False
+        self._last = ("", datetime.min)
+        """The last header, and what it says: many answers come within one second."""
 
     def heard(self, date: str) -> None:
         """An answer has just come, with that header; one that is missing or odd says nothing."""
-        try:
-            told = bounded_time(parsedate_to_datetime(date))
-        except (ValueError, OverflowError):
-            return
-        zero = told - timedelta(seconds=self._monotonic())
+        if date != self._last[0]:
+            try:
+                self._last = (date, bounded_time(parsedate_to_datetime(date)))
+            except (ValueError, OverflowError):
+                return
+        zero = self._last[1] - timedelta(seconds=self._monotonic())
         # A clock that is followed at every answer would go to and fro by a second.
         if not self._known or abs(zero - self._zero) > _NOISE:
             self._zero, self._known = zero, True

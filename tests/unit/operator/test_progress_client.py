@@ -13,7 +13,13 @@ from aiohttp import web
 
 from sft_api.progress import Progress
 from sft_api.report import progress_status
-from sft_operator.cluster.progress_client import MAX_BYTES, ProgressClient, UnusableReport, parse_report
+from sft_operator.cluster import progress_client
+from sft_operator.cluster.progress_client import (
+    MAX_BYTES,
+    ProgressClient,
+    UnusableReport,
+    parse_report,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -77,6 +83,81 @@ def test_an_answer_of_another_run_is_not_taken_and_the_connection_closed(answere
         read_from(answer)
     [connection] = connections
     assert connection is None or connection.is_closing()
+
+
+Reports = Callable[[ProgressClient], Awaitable[None]]
+
+
+def with_client(answer: Callable[[web.Request], dict[str, Any]], scenario: Reports) -> list[int]:
+    """The port from which each request came that ``scenario`` made."""
+    ports: list[int] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return web.json_response(answer(request))
+
+    async def run() -> None:
+        async with pod(handler) as url:
+            client = ProgressClient(url.replace("/v1", "/{name}/v1"), concurrency=2)
+            try:
+                await scenario(client)
+            finally:
+                await client.close()
+
+    asyncio.run(run())
+    return ports
+
+
+async def ask(client: ProgressClient, name: str = "tulu", pod_uid: str = "p") -> Progress:
+    return await client.read(address="127.0.0.1", namespace="team", name=name, job_uid="u", pod_uid=pod_uid)
+
+
+def test_a_pod_that_is_asked_again_and_again_keeps_its_connection() -> None:
+    steps = iter((1, 2, 2, 3))
+    read: list[Progress] = []
+
+    async def scenario(client: ProgressClient) -> None:
+        read.extend([await ask(client) for _ in range(4)])
+
+    ports = with_client(lambda _: {"jobUid": "u", "training": {"step": next(steps), "updateTime": 0}}, scenario)
+
+    assert len(set(ports[1:])) == 1, "one connection from the second time on"
+    assert [progress.training.step for progress in read] == [1, 2, 2, 3]
+    assert read[1] is read[2], "the very same report is not parsed again"
+
+
+def test_connections_are_kept_to_those_that_were_asked_last_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_client, "KEPT_PODS", 3)
+
+    async def in_turn(client: ProgressClient, pods: int) -> None:
+        for _ in range(3):
+            for number in range(pods):
+                await ask(client, f"job-{number}")
+
+    few = with_client(lambda _: {"jobUid": "u"}, lambda client: in_turn(client, 3))
+    many = with_client(lambda _: {"jobUid": "u"}, lambda client: in_turn(client, 4))
+
+    assert len(set(few[3:])) < 6, "kept"
+    assert len(set(many)) == 12, "each closed after its answer"
+
+
+def test_who_answers_is_looked_at_on_a_kept_connection_too() -> None:
+    pods = iter(("p", "p", "another", "p", "p"))
+
+    async def scenario(client: ProgressClient) -> None:
+        await ask(client)
+        await ask(client)
+        with pytest.raises(UnusableReport, match="pod 'another'"):
+            await ask(client)
+        await ask(client)
+        # The report of the pod that was there before is not taken for that of its successor.
+        with pytest.raises(UnusableReport, match="pod 'p'"):
+            await ask(client, pod_uid="q")
+
+    ports = with_client(lambda _: {"jobUid": "u", "podUid": next(pods)}, scenario)
+
+    assert ports[1] == ports[2] != ports[3]
 
 
 def test_a_trainer_of_before_pods_told_their_uid_is_known_by_its_job() -> None:
