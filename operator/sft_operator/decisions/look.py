@@ -12,7 +12,7 @@ from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import Settings
 from ..picture.cache import Key
-from ..picture.memory import Healing, Memory, Patched
+from ..picture.memory import Healing, Memory, Patched, Shown
 from ..picture.observed import ChildJob, Manifest, Observed
 from .backoff import seconds_to_next_word
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
@@ -106,7 +106,7 @@ class _Look:
             return self._silent()
 
         # Ended: clean up, and leave everything else as it is.
-        self._previous = previous = read_status(self._manifest)
+        self._previous = previous = self._read_status()
         if is_finished(previous):
             return self._say(self._ended())
 
@@ -180,6 +180,8 @@ class _Look:
         self._read_store(terms, job)
 
     def _read_store(self, terms: Terms, job: SFTJob | None) -> None:
+        if self._settings.store is None:
+            return
         uri, _ = self._places(job)
         namespace, store = self._key.namespace, self._settings.store
         self._asked(read_store(self._memory, self._observed, self._previous, terms, uri, store, namespace))
@@ -289,8 +291,12 @@ class _Look:
 
     def _say(self, status: SFTJobStatus) -> Result:
         """Show the status when it changed; figures alone not too often."""
-        patch = merge_patch(self._manifest.get("status") or {}, write_status(status)) or None
-        if patch and not is_finished(status) and (wait := self._pause_before(status)) > 0:
+        wait = 0.0 if is_finished(status) else self._pause_before(status)
+        # Written out only when it may be shown: most reports bring figures that have to wait.
+        patch = None
+        if wait <= 0 or status == self._previous:
+            patch = merge_patch(self._manifest.get("status") or {}, write_status(status)) or None
+        if wait > 0 and (patch or status != self._previous):
             self._waits.append(wait)
             return self._silent()
         if patch:
@@ -331,6 +337,14 @@ class _Look:
 
     # What is known
 
+    def _read_status(self) -> SFTJobStatus:
+        """What is shown of the job, parsed once."""
+        document, shown = self._manifest.get("status"), self._memory.shown
+        if shown is None or shown.document is not document:
+            shown = Shown(document, read_status(self._manifest))
+            self._remember(shown=shown)
+        return shown.status
+
     def _read_spec(self) -> tuple[SFTJob | None, Terms]:
         """The job, parsed once for what it is made of, and its terms; what can be read of them when it is None."""
         metadata, memory = self._manifest["metadata"], self._memory
@@ -352,7 +366,8 @@ class _Look:
         return ObjectMeta(name=self._key.name, namespace=self._key.namespace, uid=terms.uid)
 
     def _remember(self, **changes: Any) -> None:
-        self._memory = replace(self._memory, **changes)
+        if any(getattr(self._memory, name) != value for name, value in changes.items()):
+            self._memory = replace(self._memory, **changes)
 
     def _look_when(self, seconds: float | None, *, later: float = 0.0) -> None:
         if seconds is not None:

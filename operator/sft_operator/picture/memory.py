@@ -7,7 +7,7 @@ another operator would miss: what was heard is heard again, and what was paced b
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sft_api.v1alpha1 import SFTJob
+from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
 from .observed import Manifest, Refusal, Report, Stored, Unanswered, Warning
@@ -69,6 +69,14 @@ class Patched:
     """When it may be made again."""
 
 
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A status as the API server sent it, and as it was parsed."""
+
+    document: Manifest | None
+    status: SFTJobStatus
+
+
 @dataclass(frozen=True)
 class Memory:
     """Of one SFTJob; all times are seconds of the event loop's clock."""
@@ -79,6 +87,7 @@ class Memory:
     identity: tuple[object, ...] = ()
     """Uid, generation and labels that ``job`` was read from."""
     job: SFTJob | None = None
+    shown: Shown | None = field(default=None, compare=False)
 
     # what was heard
     report: Report | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sft_operator.config import PodSettings, Settings
+from sft_operator.decisions import look as look_module
 from sft_operator.decisions.deeds import children_made, healed, refused
 from sft_operator.decisions.look import Snapshot, look
 from sft_operator.decisions.result import (
@@ -393,3 +394,16 @@ def test_a_look_changes_nothing_and_says_the_same_again() -> None:
 
     assert decided(snapshot) == decided(snapshot)
     assert repr(snapshot) == before
+
+
+def test_a_status_is_parsed_once_and_written_out_only_when_it_may_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = decided(seen(running(), report=report(training(1))))
+    snapshot = seen(running(), report=report(training(2)), status=shown.patch, written=999.0, healing=healed_lately())
+    first = decided(snapshot)
+    for costly in ("read_status", "write_status"):
+        monkeypatch.setattr(look_module, costly, lambda _: pytest.fail("for nothing"))
+
+    again = decided(replace(snapshot, memory=first.memory))
+
+    assert (first.status, again.status) == (None, None)
+    assert again.again == first.again
