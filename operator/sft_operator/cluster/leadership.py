@@ -37,7 +37,7 @@ class Leadership:
                     logger.info("this replica works: it holds Lease %s", self._settings.name)
                     return
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
-                logger.warning("Lease %s: %s", self._settings.name, error)
+                logger.warning("Lease %s: %s", self._settings.name, _words(error))
             await asyncio.sleep(self._settings.renew_seconds * random.uniform(0.8, 1.2))  # noqa: S311
 
     async def keep(self) -> None:
@@ -54,8 +54,9 @@ class Leadership:
                 renewed = clock()
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
                 if clock() >= renewed + self._settings.lease_seconds * 2 / 3:
-                    raise LeadershipLost(f"Lease {self._settings.name} could not be renewed: {error}") from error
-                logger.warning("Lease %s: %s", self._settings.name, error)
+                    lost = f"Lease {self._settings.name} could not be renewed: {_words(error)}"
+                    raise LeadershipLost(lost) from error
+                logger.warning("Lease %s: %s", self._settings.name, _words(error))
 
     async def release(self) -> None:
         """Let another replica take over at once."""
@@ -65,7 +66,7 @@ class Leadership:
                 if lease["spec"].get("holderIdentity") == self._identity:
                     await self._put(lease, holder="")
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("Lease %s was not released: %s", self._settings.name, error)
+            logger.warning("Lease %s was not released: %s", self._settings.name, _words(error))
 
     async def _try(self, *, renew_only: bool) -> bool:
         try:
@@ -126,3 +127,7 @@ class Leadership:
             "renewTime": now,
             "leaseTransitions": transitions,
         }
+
+
+def _words(error: Exception) -> str:
+    return str(error) or "no answer in time"
