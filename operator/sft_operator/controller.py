@@ -24,8 +24,8 @@ from .cluster.store import CheckpointStore
 from .config import Settings
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR
-from .picture.cache import KINDS, Cache, Key, version_of
 from .picture.observed import Manifest
+from .picture.picture import KINDS, Key, Picture, version_of
 from .picture.watchdog import Watchdog
 from .reconciler import Reconciler
 from .workqueue import RetryLater, WorkQueue
@@ -43,16 +43,16 @@ class Operator:
     def __init__(self, settings: Settings, url: str, session: aiohttp.ClientSession) -> None:
         """``url`` and ``session`` lead to the API server."""
         self._settings = settings
-        self._cache = Cache()
+        self._picture = Picture()
         self._queue: WorkQueue[Key] = WorkQueue(
             self._reconcile, concurrency=settings.concurrency, on_error=self._failed
         )
-        self._metrics = OperatorMetrics(self._cache.manifests, lambda: len(self._queue))
+        self._metrics = OperatorMetrics(self._picture.manifests, lambda: len(self._queue))
         self._cluster = Cluster(url, session, self._metrics.answered)
         self._progress = ProgressClient(settings.progress_url, concurrency=settings.poll_concurrency)
         asking = Asking(
             self._cluster,
-            self._cache,
+            self._picture,
             self._progress,
             CheckpointStore(settings.store) if settings.store and settings.store.verify else None,
             self._metrics,
@@ -60,7 +60,7 @@ class Operator:
             now=self._cluster.now,
         )
         self._reconciler = Reconciler(
-            self._cluster, self._cache, asking, settings, self._metrics, now=self._cluster.now
+            self._cluster, self._picture, asking, settings, self._metrics, now=self._cluster.now
         )
         self._listed: float | None = None
         """When everything was last listed, or tried to be; None while another replica works."""
@@ -74,7 +74,7 @@ class Operator:
                 kind,
                 settings.namespace,
                 "" if kind == KIND else WATCH_SELECTOR,
-                begin=functools.partial(self._cache.listing, kind),
+                begin=functools.partial(self._picture.listing, kind),
                 seen=self._seen,
             )
             for kind in KINDS
@@ -150,7 +150,7 @@ class Operator:
         self._watchdog.heard(kind, version_of(manifest))
         if event == "BOOKMARK":
             return
-        remember = self._cache.remove if event == "DELETED" else self._cache.store
+        remember = self._picture.remove if event == "DELETED" else self._picture.store
         key = remember(kind, manifest)
         if key:
             # Children come in swarms: a Job, its pods, their first conditions.
@@ -204,7 +204,7 @@ class Operator:
             logger.warning("listing failed: %s", error)
             return False
         # Changed: also those of which nothing is left, whose memories must go.
-        for key in changed.union(self._cache.all_keys()):
+        for key in changed.union(self._picture.all_keys()):
             self._queue.add(key, 0.0 if first else random.uniform(0.0, _SPREAD_SECONDS))  # noqa: S311
         self._synced = True
         return True

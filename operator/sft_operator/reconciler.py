@@ -23,9 +23,9 @@ from .decisions.result import Action, ChangeJob, CreateChildren, Delete, GiveUpP
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR, pod_selector
-from .picture.cache import Cache, Key
 from .picture.memory import Memory
 from .picture.observed import Manifest
+from .picture.picture import Key, Picture
 from .workqueue import RetryLater
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Reconciler:
     def __init__(
         self,
         cluster: Cluster,
-        picture: Cache,
+        picture: Picture,
         asking: Asking,
         settings: Settings,
         metrics: OperatorMetrics,

@@ -43,7 +43,7 @@ def make_pods(stage: Stage, names: Sequence[str], pods_each: int) -> None:
             assert json.load(answer)["succeeded"]
     say(f"{len(names) * pods_each} pods of {len(pattern)} bytes written in {time.monotonic() - begin:.0f} s")
     lifecycle.up(stage.cluster_folder, "api", die_with_parent=True)
-    # Its cache of all pods is filled at the first question.
+    # Its picture of all pods is filled at the first question.
     one = f"{stage.scene.path('pods')}?limit=1&resourceVersion=0"
     until(lambda: stage.scene.request("GET", one).accepted, "the API server serves pods", 120, pause=1.0)
 

@@ -13,7 +13,7 @@ import aiohttp
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.informer import Informer, Listed, Pace
 from sft_operator.names import WATCH_SELECTOR, child_labels
-from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import job_manifest, take_listing
 
 Object = dict[str, Any]
@@ -58,7 +58,7 @@ class Followed:
     """The picture that informers of Jobs and pods make of a namespace; its SFTJobs are known."""
 
     def __init__(self, cluster: Cluster, namespace: str, keys: list[Key], pace: Pace = HASTY) -> None:
-        self.cache = Cache()
+        self.picture = Picture()
         self.heard: list[tuple[str, str | None]] = []
         """Kind and type of what the watches told."""
         self.returned: set[str] = set()
@@ -66,14 +66,14 @@ class Followed:
         self._deleted: set[str] = set()
         self.on_event: Callable[[], object] = lambda: None
         for key in keys:
-            self.cache.store("SFTJob", sft_job(key))
+            self.picture.store("SFTJob", sft_job(key))
         self.informers = {
             kind: Informer(
                 cluster,
                 kind,
                 namespace,
                 WATCH_SELECTOR,
-                begin=partial(self.cache.listing, kind),
+                begin=partial(self.picture.listing, kind),
                 seen=self._seen,
                 pace=pace,
             )
@@ -84,11 +84,11 @@ class Followed:
         self.heard.append((kind, event))
         uid = manifest["metadata"].get("uid", "")
         if event == "DELETED":
-            self.cache.remove(kind, manifest)
+            self.picture.remove(kind, manifest)
             self._deleted.add(uid)
         elif event != "BOOKMARK":
-            key = self.cache.store(kind, manifest)
-            if key and uid in self._deleted and self.cache.held_version(kind, key, uid):
+            key = self.picture.store(kind, manifest)
+            if key and uid in self._deleted and self.picture.held_version(kind, key, uid):
                 self.returned.add(uid)
         self.on_event()
 
@@ -115,14 +115,14 @@ class Followed:
 
     def picture(self) -> dict[tuple[str, str], object]:
         """What is known, by kind and uid, with versions."""
-        return picture_of(self.cache)
+        return picture_of(self.picture)
 
 
-def picture_of(cache: Cache) -> dict[tuple[str, str], object]:
-    """Jobs and pods in ``cache``, by kind and uid."""
+def picture_of(picture: Picture) -> dict[tuple[str, str], object]:
+    """Jobs and pods in ``picture``, by kind and uid."""
     found: dict[tuple[str, str], object] = {}
-    for key in cache.all_keys():
-        entry = cache.entry(key)
+    for key in picture.all_keys():
+        entry = picture.entry(key)
         found |= {("Pod", uid): seen for uid, seen in entry.pods.items()}
         if entry.job:
             found["Job", entry.job.value.uid] = entry.job
@@ -131,13 +131,13 @@ def picture_of(cache: Cache) -> dict[tuple[str, str], object]:
 
 async def truth(cluster: Cluster, namespace: str, keys: list[Key]) -> dict[tuple[str, str], object]:
     """The picture that a fresh listing makes, asked of the API server itself."""
-    cache = Cache()
+    picture = Picture()
     for key in keys:
-        cache.store("SFTJob", sft_job(key))
+        picture.store("SFTJob", sft_job(key))
     for kind in KINDS:
         items, version = await cluster.list(kind, namespace, labels=WATCH_SELECTOR)
-        take_listing(cache, kind, items, version)
-    return picture_of(cache)
+        take_listing(picture, kind, items, version)
+    return picture_of(picture)
 
 
 def different(one: dict[tuple[str, str], object], other: dict[tuple[str, str], object]) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from random import Random, SystemRandom
 import aiohttp
 
 from sft_operator.cluster.client import Cluster
-from sft_operator.picture.cache import Key
+from sft_operator.picture.picture import Key
 from tests.cluster import lifecycle
 from tests.integration.kubernetes_api import kubernetes_api
 from tests.soak.followed import Followed, Object, a_job, a_pod, different, truth
@@ -208,8 +208,8 @@ async def _check(
         result.differences += [f"{name}: {uid} came back" for uid in sorted(seen.returned)]
         seen.returned.clear()
         result.checks += 1
-        for key in seen.cache.all_keys():
-            seen.cache.entry(key).gone_pods.clear()  # as the reconciler does
+        for key in seen.picture.all_keys():
+            seen.picture.entry(key).gone_pods.clear()  # as the reconciler does
 
 
 def _count(proxies: list[HostileProxy], done: Counter[str]) -> None:

@@ -13,9 +13,9 @@ from sft_api.times import parse_time
 from ..decisions import questions
 from ..decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, ReadStore
 from ..metrics import OperatorMetrics
-from ..picture.cache import Cache, Key
 from ..picture.memory import Memory
 from ..picture.observed import Manifest, Warning
+from ..picture.picture import Key, Picture
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing
 from .client import ApiError, Cluster
@@ -46,7 +46,7 @@ class Asking:
     def __init__(
         self,
         cluster: Cluster,
-        picture: Cache,
+        picture: Picture,
         progress: ProgressClient,
         store: CheckpointStore | None,
         metrics: OperatorMetrics,

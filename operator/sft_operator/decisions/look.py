@@ -11,9 +11,9 @@ from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import Settings
-from ..picture.cache import Key
 from ..picture.memory import Healing, Memory, Patched, Shown
 from ..picture.observed import ChildJob, Manifest, Observed
+from ..picture.picture import Key
 from .backoff import seconds_to_next_word
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
 from .deeds import HEALING_SECONDS

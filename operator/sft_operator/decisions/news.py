@@ -29,13 +29,13 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Warning", "Restarting", f"{new.last_reason}: {new.last_message}"))
     elif new.disruptions > old.disruptions:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
-    trouble = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
+    problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
     if after.state and after.state != before.state and after.state not in _ON_THE_WAY:
-        kind: Literal["Normal", "Warning"] = "Warning" if trouble else "Normal"
+        kind: Literal["Normal", "Warning"] = "Warning" if problem else "Normal"
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
-    elif trouble and (known is None or known.reason != trouble.reason):
-        told.append(News("Warning", trouble.reason, trouble.message))
+    elif problem and (known is None or known.reason != problem.reason):
+        told.append(News("Warning", problem.reason, problem.message))
     return told
 
 

@@ -50,14 +50,14 @@ def _server_was_away(message: str) -> bool:
 
 
 def find_problem(observed: Observed, *, pods_wanted: int) -> Problem | None:
-    """The worst trouble of a Job that is meant to run, or None."""
-    found = [trouble for pod in observed.active_pods if (trouble := _pod_problem(pod, observed.warnings))]
+    """The worst problem of a Job that is meant to run, or None."""
+    found = [problem for pod in observed.active_pods if (problem := _pod_problem(pod, observed.warnings))]
     if observed.job is None and observed.refusal:
         found.append(refusal_problem(observed.refusal))
     if observed.job and len(observed.active_pods) < pods_wanted:
         found += _creation_problems(observed.job, observed.pods, observed.warnings)
     # One missing Secret explains more than a hundred pods that wait for the rest of the group.
-    return max(found, key=lambda trouble: trouble.stalled, default=None)
+    return max(found, key=lambda problem: problem.stalled, default=None)
 
 
 def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list[str]:

@@ -23,7 +23,7 @@ from .problems import Problem
 from .spec import Terms
 
 PATIENCE = timedelta(seconds=30)
-"""What may be a moment's delay of Kueue's is not called trouble before."""
+"""What may be a moment's delay of Kueue's is not called a problem before."""
 
 HELD_BACK = frozenset({"WaitingForQueue", "QueueUnavailable", "Deactivated", "JobSuspended", "Preempted"})
 """Reasons for which somebody else than the user keeps the Job from running."""
@@ -136,11 +136,11 @@ def held_back(previous: SFTJobStatus, observed: Observed) -> Problem:
         return Problem("JobSuspended", words, False)
     if queueing is None:
         return Problem("WaitingForQueue", f"waiting for admission by queue {child.queue}", False)
-    trouble = _in_queue(child, queueing, _stalled_before(previous))
+    problem = _in_queue(child, queueing, _stalled_before(previous))
     if child.queue is None:
         advice = f"Kueue manages this Job although it names no queue: name one in the label {QUEUE_LABEL}"
-        return Problem(trouble.reason, f"{advice}; {trouble.message}", trouble.stalled)
-    return trouble
+        return Problem(problem.reason, f"{advice}; {problem.message}", problem.stalled)
+    return problem
 
 
 def _stalled_before(previous: SFTJobStatus) -> bool:

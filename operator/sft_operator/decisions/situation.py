@@ -150,17 +150,17 @@ def has_ended(observed: Observed) -> bool:
 
 def _suspended(child: ChildJob | None, observed: Observed) -> Situation:
     saving = len(observed.active_pods)
-    if trouble := not_stopped(observed):
-        return Situation("Suspending", trouble.reason, trouble.message, trouble.stalled)
+    if problem := not_stopped(observed):
+        return Situation("Suspending", problem.reason, problem.message, problem.stalled)
     if saving or (child and not child.suspended):
         return Situation("Suspending", "SuspendRequested", f"{saving} pod(s) save their state and end")
     return Situation("Suspended", "SuspendRequested", "spec.suspend is true; set it to false to go on")
 
 
 def _without_job(observed: Observed) -> Situation:
-    trouble = find_problem(observed, pods_wanted=0)
-    if trouble:
-        return Situation("Preparing", trouble.reason, trouble.message, trouble.stalled)
+    problem = find_problem(observed, pods_wanted=0)
+    if problem:
+        return Situation("Preparing", problem.reason, problem.message, problem.stalled)
     if observed.earlier_pods:
         return Situation("Preparing", "EarlierPods", _earlier(observed.earlier_pods))
     return Situation("Preparing", "CreatingJob")
@@ -179,8 +179,8 @@ def _earlier(pods: tuple[Pod, ...]) -> str:
 def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:
     if observed.active_pods:
         return Situation("Suspending", "Preempted", preempted_words(observed))
-    trouble = held_back(previous, observed)
-    return Situation("Queued", trouble.reason, trouble.message, trouble.stalled)
+    problem = held_back(previous, observed)
+    return Situation("Queued", problem.reason, problem.message, problem.stalled)
 
 
 def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
@@ -190,9 +190,9 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if complete:
         # Pods leave one after the other when the run is complete, before the Job says so.
         return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
-    trouble = find_problem(observed, pods_wanted=wanted)
-    if trouble:
-        return Situation(_state_in(trouble, before), trouble.reason, trouble.message, trouble.stalled)
+    problem = find_problem(observed, pods_wanted=wanted)
+    if problem:
+        return Situation(_state_in(problem, before), problem.reason, problem.message, problem.stalled)
     live = [pod for pod in observed.active_pods if pod.deletion is None]
     if len(live) < wanted:
         return Situation(before, "PodsMissing", _missing(observed, len(live), wanted, now))
@@ -232,8 +232,8 @@ def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datet
     return Situation(state, "PodsReady", "waiting for the first progress report")
 
 
-def _state_in(trouble: Problem, before: State) -> State:
-    return "Queued" if before == "Starting" and trouble.reason in _WAITING_FOR_ROOM else before
+def _state_in(problem: Problem, before: State) -> State:
+    return "Queued" if before == "Starting" and problem.reason in _WAITING_FOR_ROOM else before
 
 
 def _missing(observed: Observed, live: int, wanted: int, now: datetime) -> str:

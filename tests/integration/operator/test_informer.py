@@ -15,7 +15,7 @@ from sft_operator.cluster.client import Cluster
 from sft_operator.cluster.informer import Pace
 from sft_operator.config import Settings
 from sft_operator.controller import Operator
-from sft_operator.picture.cache import Key
+from sft_operator.picture.picture import Key
 from tests.cluster import access
 from tests.integration.kubernetes_api import kubernetes_api
 from tests.integration.operator.scene import install_crd
@@ -142,7 +142,7 @@ def test_what_fell_into_a_gap_is_found_by_the_next_list(api_server: access.Clust
 
         # Then everything was listed again, and what went is known to have gone
         assert ("Pod", kept) in followed.picture()
-        assert set(followed.cache.entry(stage.key).gone_pods) == {lost}
+        assert set(followed.picture.entry(stage.key).gone_pods) == {lost}
         assert ("Pod", "DELETED") not in followed.heard
 
     play(api_server, scenario)
@@ -219,7 +219,7 @@ def test_jobs_are_all_there_before_pods_are_listed(api_server: access.Cluster) -
 
         def troubles(request: Request) -> Trouble:
             if request.resource == "pods":
-                job_known.append(operator._cache.entry(stage.key).job is not None)
+                job_known.append(operator._picture.entry(stage.key).job is not None)
             breaks = request.resource == "jobs" and stage.asked("jobs").count("stream") == 1
             return Trouble(lines=0) if breaks and request.streamed_list else NO_TROUBLE
 
@@ -229,7 +229,7 @@ def test_jobs_are_all_there_before_pods_are_listed(api_server: access.Cluster) -
 
         assert stage.asked("jobs") == ["stream", "page"], "the first list of Jobs broke off"
         assert job_known == [True]
-        assert len(operator._cache.entry(stage.key).pods) == 1
+        assert len(operator._picture.entry(stage.key).pods) == 1
 
     play(api_server, scenario)
 

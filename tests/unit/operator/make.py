@@ -11,8 +11,8 @@ from sft_api.failures import FailureClass
 from sft_api.progress import CommittedCheckpoint, Incident, Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SFTJob
 from sft_operator.decisions.spec import Terms, read_spec, run_terms
-from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.observed import ChildJob, Observed, Pod, Report
+from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing, Workload
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -268,9 +268,9 @@ def running(**fields: Any) -> Observed:
     return Observed(**values)
 
 
-def take_listing(cache: Cache, kind: str, manifests: Iterable[Object], version: int) -> set[Key]:
-    """Have ``cache`` take in a complete listing made at ``version``; the keys for which it brought something new."""
-    listing = cache.listing(kind)
+def take_listing(picture: Picture, kind: str, manifests: Iterable[Object], version: int) -> set[Key]:
+    """Have ``picture`` take in a complete listing made at ``version``; the keys for which it brought something new."""
+    listing = picture.listing(kind)
     for manifest in manifests:
         listing.take(manifest)
     return listing.end(version)

@@ -24,7 +24,7 @@ from sft_operator.cluster.client import ApiError
 from sft_operator.cluster.leadership import LeadershipLost
 from sft_operator.config import LeaderElectionSettings, Settings
 from sft_operator.controller import Operator
-from sft_operator.picture.cache import Key
+from sft_operator.picture.picture import Key
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest
 
 

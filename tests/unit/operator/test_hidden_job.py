@@ -10,7 +10,7 @@ from tests.unit.operator.test_reconciler import KEY, World, merged
 def hide_job(world: World) -> None:
     """Take away the label by which the Job of a world that waits for its queue is watched: it looks deleted."""
     job = world.api.keep("Job", merged(world.api.objects["Job", "tulu"], {"metadata": {"labels": {MANAGED_BY: None}}}))
-    world.cache.remove("Job", job)
+    world.picture.remove("Job", job)
     world.api.calls.clear()
 
 
@@ -26,7 +26,7 @@ def test_a_job_that_has_lost_the_label_by_which_it_is_watched_gets_it_back() -> 
 
     # Then it is seen again, and nothing was made twice
     assert world.api.objects["Job", "tulu"]["metadata"]["labels"][MANAGED_BY] == "sft-operator"
-    assert world.cache.observed(KEY).job is not None
+    assert world.picture.observed(KEY).job is not None
     assert world.api.done("create", "Job") == 1
 
 

@@ -17,8 +17,8 @@ from sft_operator.cluster.client import Cluster
 from sft_operator.cluster.progress_client import UnreadableReport, parse_report
 from sft_operator.decisions.result import Question
 from sft_operator.metrics import OperatorMetrics
-from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.observed import Pod, Report
+from sft_operator.picture.picture import Key, Picture
 from sft_operator.reconciler import Reconciler
 from tests.unit.operator import hostile
 from tests.unit.operator.make import NOW, Object, child_manifest, job_manifest, pod_manifest, stamp
@@ -48,28 +48,34 @@ class NoQuestions:
 class Written(Api):
     """Keeps every status that was written."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, picture: Picture) -> None:
         super().__init__()
-        self.cache = cache
+        self.picture = picture
         self.statuses: list[Object] = []
 
     async def patch(self, kind: str, namespace: str, name: str, patch: Object, **_: Any) -> Object:
         if kind == "SFTJob":
-            known = self.cache.manifest(KEY) or {}
+            known = self.picture.manifest(KEY) or {}
             self.statuses.append(_merged(known.get("status"), patch["status"]))
             return {}
         return await super().patch(kind, namespace, name, patch)
 
 
-def hostile_look(seed: int, before: Object) -> tuple[Reconciler, Written, Cache]:
+def hostile_look(seed: int, before: Object) -> tuple[Reconciler, Written, Picture]:
     """One look at a job of which everything may be hostile; ``before`` is its last status."""
     random = Random(seed)
-    cache = Cache()
+    picture = Picture()
     clock = 0.0
-    api = Written(cache)
-    metrics = OperatorMetrics(cache.manifests, lambda: 0)
+    api = Written(picture)
+    metrics = OperatorMetrics(picture.manifests, lambda: 0)
     reconciler = Reconciler(
-        cast(Cluster, api), cache, cast(Asking, NoQuestions()), SETTINGS, metrics, now=lambda: NOW, clock=lambda: clock
+        cast(Cluster, api),
+        picture,
+        cast(Asking, NoQuestions()),
+        SETTINGS,
+        metrics,
+        now=lambda: NOW,
+        clock=lambda: clock,
     )
 
     def some(document: Object, often: float = 0.6) -> Object:
@@ -84,33 +90,33 @@ def hostile_look(seed: int, before: Object) -> tuple[Reconciler, Written, Cache]
         ("Job", some(hostile.a_job(random))),
         *(("Pod", some(hostile.a_pod(random, index, json.dumps(some(hostile.last_words()))))) for index in (0, 1)),
     ):
-        cache.store(kind, manifest)
+        picture.store(kind, manifest)
         if random.random() < 0.1:
-            cache.remove(kind, some(manifest))
+            picture.remove(kind, some(manifest))
     try:
         progress = parse_report(json.dumps(some(hostile.a_report(random))).encode())
     except UnreadableReport:
         pass
     else:
-        cache.remember(KEY, replace(cache.memory(KEY), report=Report(progress, NOW, "pod-0")))
+        picture.remember(KEY, replace(picture.memory(KEY), report=Report(progress, NOW, "pod-0")))
     warnings = NewestWarnings(NOW)
     event = {"type": "Warning", "involvedObject": {"kind": "Pod", "name": "x"}, "lastTimestamp": stamp(0)}
     for _ in range(3):
         warnings.take(
             some({**event, "reason": "FailedMount", "message": "m", "series": {"lastObservedTime": stamp(0)}})
         )
-    cache.remember(KEY, replace(cache.memory(KEY), warnings=tuple(warnings.newest)))
+    picture.remember(KEY, replace(picture.memory(KEY), warnings=tuple(warnings.newest)))
 
     async def look() -> None:
         nonlocal clock
-        for key in {KEY, *cache.all_keys()}:
+        for key in {KEY, *picture.all_keys()}:
             for _ in range(3):
                 clock += 1.0
                 await reconciler.reconcile(key)
         list(metrics.registry.collect())
 
     asyncio.run(look())
-    return reconciler, api, cache
+    return reconciler, api, picture
 
 
 def full_status() -> Object:
@@ -122,9 +128,9 @@ def full_status() -> Object:
         world.api.keep("Job", child_manifest())
         world.api.keep("Pod", pod_manifest(0))
         world.api.keep("Pod", pod_manifest(1, phase="Failed", exit_code=31))
-        world.cache.store("SFTJob", world.api.objects["SFTJob", "tulu"])
+        world.picture.store("SFTJob", world.api.objects["SFTJob", "tulu"])
         report = Report(parse_report(json.dumps(hostile.a_report(random)).encode()), NOW, "pod-0")
-        world.cache.remember(KEY, replace(world.cache.memory(KEY), report=report))
+        world.picture.remember(KEY, replace(world.picture.memory(KEY), report=report))
         world.look()
         if {"progress", "checkpoints", "export", "restarts", "plan", "warnings"} <= set(world.status):
             return world.status

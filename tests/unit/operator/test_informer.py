@@ -17,7 +17,7 @@ from sft_api.ports import free_port
 from sft_operator.cluster import informer as informer_module
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.informer import Informer, Pace
-from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest
 from tests.unit.operator.test_cluster import against, status
 
@@ -35,26 +35,26 @@ class Follower:
     """An informer of pods, and the picture that it makes."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cache = Cache()
-        self.cache.store("SFTJob", job_manifest())
-        self.cache.store("Job", child_manifest())
+        self.picture = Picture()
+        self.picture.store("SFTJob", job_manifest())
+        self.picture.store("Job", child_manifest())
         self.told: list[tuple[str | None, str]] = []
         """Type of event and version."""
         self.changed: set[Key] = set()
         pace = Pace(inactivity=0.2, listing=0.2)
-        begin = partial(self.cache.listing, "Pod")
+        begin = partial(self.picture.listing, "Pod")
         self.informer = Informer(cluster, "Pod", "team", "a=b", begin=begin, seen=self.seen, pace=pace)
 
     def seen(self, kind: str, event: str | None, manifest: Object) -> None:
         self.told.append((event, manifest["metadata"]["resourceVersion"]))
         if event == "DELETED":
-            self.cache.remove(kind, manifest)
+            self.picture.remove(kind, manifest)
         elif event != "BOOKMARK":
-            self.cache.store(kind, manifest)
+            self.picture.store(kind, manifest)
 
     @property
     def pods(self) -> list[str]:
-        return sorted(pod.uid for pod in self.cache.observed(KEY).pods)
+        return sorted(pod.uid for pod in self.picture.observed(KEY).pods)
 
 
 def pod(uid: str, version: int) -> Object:
@@ -216,7 +216,7 @@ def test_a_version_that_is_too_old_has_everything_listed_again(inside: bool, pau
 
     assert begun[:2] == ["40", "60"]
     assert follower.pods == ["three", "two"]
-    assert [lost.uid for lost in follower.cache.observed(KEY).gone_pods] == ["one"]
+    assert [lost.uid for lost in follower.picture.observed(KEY).gone_pods] == ["one"]
     assert follower.changed == {KEY}, "it is looked at again"
     assert ("BOOKMARK", "60") in follower.told, "the watch is no witness of what went before"
 

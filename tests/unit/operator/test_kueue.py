@@ -139,7 +139,7 @@ def test_a_kueue_that_hangs_delays_no_status() -> None:
     # What it says at last is shown
     world.clock += 2
     world.look()
-    queueing = world.cache.observed(KEY).queueing
+    queueing = world.picture.observed(KEY).queueing
     assert queueing is not None
     assert queueing.workload is not None
 
@@ -192,7 +192,7 @@ def test_a_change_of_the_job_that_somebody_undoes_is_made_again_ever_more_rarely
         world.look()
 
     assert world.api.done("patch", "Job") <= 6, "after 1, 2, 4, … seconds"
-    assert world.cache.observed(KEY).job is not None
+    assert world.picture.observed(KEY).job is not None
 
 
 def test_a_job_that_others_hold_is_never_resumed() -> None:

@@ -21,9 +21,9 @@ from sft_operator.decisions.result import (
     Result,
 )
 from sft_operator.decisions.status import write_status
-from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.memory import Healing, Memory
 from sft_operator.picture.observed import Observed, Refusal
+from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import (
     JOB_UID,
     NOW,
@@ -54,14 +54,14 @@ def seen(
     **remembered: Any,
 ) -> Snapshot:
     """What is known of a job, ``seconds`` after NOW."""
-    cache = Cache()
+    picture = Picture()
     given = manifest or job_manifest()
-    cache.store("SFTJob", {**given, "status": status or given.get("status", {})})
+    picture.store("SFTJob", {**given, "status": status or given.get("status", {})})
     memory = Memory("sft-uid", **remembered)
     known = observed or Observed()
     if memory.report:
         known = replace(known, report=memory.report)
-    return Snapshot(KEY, cache.manifest(KEY), known, memory, now=at(seconds), clock=clock)
+    return Snapshot(KEY, picture.manifest(KEY), known, memory, now=at(seconds), clock=clock)
 
 
 def decided(snapshot: Snapshot) -> Result:

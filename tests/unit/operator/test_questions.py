@@ -28,9 +28,9 @@ from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEv
 from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import QUEUE_LABEL
-from sft_operator.picture.cache import Cache, Key
 from sft_operator.picture.memory import Memory
 from sft_operator.picture.observed import Observed, Warning
+from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing
 from tests.unit.operator.make import NOW, at, child_manifest, job_manifest, make_child, make_pod, pod_manifest, running
 from tests.unit.operator.test_reconciler import KEY, SETTINGS
@@ -231,15 +231,15 @@ class Pods:
 )
 def test_a_report_that_cannot_be_read_is_said_on_the_job_until_one_can(error: Exception, said: str) -> None:
     async def scenario() -> None:
-        asking, cache, again = asking_about_one_job(pods=Pods(error, Progress()))
+        asking, picture, again = asking_about_one_job(pods=Pods(error, Progress()))
         asking.put(KEY, [QUESTION])
         await until(lambda: bool(again))
-        assert cache.observed(KEY).unreadable[0].startswith(said)
-        assert cache.memory(KEY).unanswered is not None
+        assert picture.observed(KEY).unreadable[0].startswith(said)
+        assert picture.memory(KEY).unanswered is not None
 
         asking.put(KEY, [replace(QUESTION, due=1.0)])
-        await until(lambda: not cache.observed(KEY).unreadable)
-        assert cache.memory(KEY).report is not None
+        await until(lambda: not picture.observed(KEY).unreadable)
+        assert picture.memory(KEY).report is not None
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -249,11 +249,11 @@ def test_a_report_that_cannot_be_read_is_said_on_the_job_until_one_can(error: Ex
 )
 def test_events_that_cannot_be_read_are_answered_all_the_same(error: Exception) -> None:
     async def scenario() -> None:
-        asking, cache, again = asking_about_one_job(api=Api(error))
-        cache.remember(KEY, replace(cache.memory(KEY), warnings=WARNING))
+        asking, picture, again = asking_about_one_job(api=Api(error))
+        picture.remember(KEY, replace(picture.memory(KEY), warnings=WARNING))
         asking.put(KEY, [ReadEvents("sft-uid", ("a",))])
         await until(lambda: bool(again))
-        assert cache.memory(KEY).warnings == ()
+        assert picture.memory(KEY).warnings == ()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -279,12 +279,12 @@ def test_a_question_goes_on_while_looks_have_it_and_is_dropped_when_they_do_not(
 
 def test_an_answer_about_an_earlier_job_of_the_name_is_not_taken_for_this_one() -> None:
     async def scenario() -> None:
-        asking, cache, again = asking_about_one_job(pods=Pods(Progress()))
-        cache.store("SFTJob", job_manifest(uid="another"))
-        cache.remove("SFTJob", job_manifest())
+        asking, picture, again = asking_about_one_job(pods=Pods(Progress()))
+        picture.store("SFTJob", job_manifest(uid="another"))
+        picture.remove("SFTJob", job_manifest())
         asking.put(KEY, [QUESTION])
         await until(lambda: bool(again))
-        assert cache.memory(KEY).report is None
+        assert picture.memory(KEY).report is None
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -322,23 +322,23 @@ def test_what_many_jobs_ask_of_the_api_server_leaves_connections_for_others(ques
 QUESTION = AskTrainer("sft-uid", "tulu-0-aaaaa", "pod-0", "10.0.0.1", due=0.0)
 
 
-def asking_about_one_job(*, pods: Any = None, api: Any = None) -> tuple[Asking, Cache, list[Key]]:
+def asking_about_one_job(*, pods: Any = None, api: Any = None) -> tuple[Asking, Picture, list[Key]]:
     """What asks, the picture that it keeps, and the keys that are to be looked at again."""
-    cache = Cache()
+    picture = Picture()
     again: list[Key] = []
     for kind, manifest in (("SFTJob", job_manifest()), ("Job", child_manifest()), ("Pod", pod_manifest(0))):
-        cache.store(kind, manifest)
-    metrics = OperatorMetrics(cache.manifests, lambda: 0)
+        picture.store(kind, manifest)
+    metrics = OperatorMetrics(picture.manifests, lambda: 0)
     asking = Asking(
         cast(Cluster, api),
-        cache,
+        picture,
         cast(ProgressClient, pods),
         None,
         metrics,
         look_again=again.append,
         now=lambda: NOW,
     )
-    return asking, cache, again
+    return asking, picture, again
 
 
 async def until(done: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from sft_operator.config import PodSettings, Settings, StoreSettings
 from sft_operator.decisions.result import Question, ReadStore
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import CHECKPOINT_URI_ANNOTATION, CONFIG_DIGEST_ANNOTATION, config_map_name
-from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.picture import Key, Picture
 from sft_operator.reconciler import Reconciler
 from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, pod_manifest, stamp
 
@@ -112,15 +112,15 @@ class World:
 
     def __init__(self, settings: Settings = SETTINGS, api: Api | None = None) -> None:
         self.api = api or Api()
-        self.cache = Cache()
+        self.picture = Picture()
         self.now: datetime = NOW
         self.clock = 0.0
         self.watched: tuple[str, ...] = ("SFTJob", "Job", "Pod")
         self.wanted: set[Key] = set()
-        metrics = OperatorMetrics(self.cache.manifests, lambda: 0)
+        metrics = OperatorMetrics(self.picture.manifests, lambda: 0)
         self.asking = RecordedAsking(
             cast(Cluster, self.api),
-            self.cache,
+            self.picture,
             cast(ProgressClient, NoTrainers()),
             None,
             metrics,
@@ -129,7 +129,7 @@ class World:
         )
         self.reconciler = Reconciler(
             cast(Cluster, self.api),
-            self.cache,
+            self.picture,
             self.asking,
             settings,
             metrics,
@@ -151,7 +151,7 @@ class World:
                 self.wanted.clear()
                 for (kind, _name), manifest in list(self.api.objects.items()):
                     if kind in self.watched:
-                        self.cache.store(kind, manifest)
+                        self.picture.store(kind, manifest)
                 again = await self.reconciler.reconcile(KEY)
                 for _ in range(20):
                     if len(asyncio.all_tasks()) > 1:
@@ -382,7 +382,7 @@ def test_a_refusal_that_lasts_for_weeks_is_tried_again_at_the_longest_pace(
     world.api.refuses = lambda verb, kind: error if (verb, kind) == ("create", "Job") else None
 
     world.look()
-    world.cache.remember(KEY, replace(world.cache.memory(KEY), refusals=1100))
+    world.picture.remember(KEY, replace(world.picture.memory(KEY), refusals=1100))
 
     # When that goes on for longer than pauses could be doubled
     for _ in range(3):
@@ -409,9 +409,9 @@ def test_a_change_that_somebody_undoes_for_weeks_is_made_again_ever_more_rarely_
         world.look()
 
     undo()
-    memory = world.cache.memory(KEY)
+    memory = world.picture.memory(KEY)
     assert memory.patched is not None
-    world.cache.remember(KEY, replace(memory, patched=replace(memory.patched, times=1100)))
+    world.picture.remember(KEY, replace(memory, patched=replace(memory.patched, times=1100)))
 
     for _ in range(3):
         undo()
@@ -441,8 +441,8 @@ def test_a_job_that_was_made_but_is_not_in_the_picture_is_waited_for() -> None:
     """It is gone already, or cannot be read."""
     world = World(store("s3://models/sft"))
     world.api.keep("SFTJob", job_manifest(checkpoint={}))
-    taken = world.cache.store
-    world.cache.store = lambda kind, manifest: None if kind == "Job" else taken(kind, manifest)  # type: ignore[method-assign]
+    taken = world.picture.store
+    world.picture.store = lambda kind, manifest: None if kind == "Job" else taken(kind, manifest)  # type: ignore[method-assign]
 
     (wanted,) = world.look()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sft_operator.picture import strays
-from sft_operator.picture.cache import Cache, Key
+from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.strays import Strays
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest, take_listing
 from tests.unit.operator.test_reconciler import KEY, World
@@ -41,25 +41,25 @@ def test_every_name_counts_when_there_were_too_many(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("what", ["a pod of nobody", "an SFTJob that goes", "a Job that goes", "another of its name"])
 def test_what_may_have_left_pods_behind_is_noted(what: str) -> None:
-    cache = Cache()
-    assert not cache.may_have_strays(KEY)
+    picture = Picture()
+    assert not picture.may_have_strays(KEY)
     if what == "a pod of nobody":
-        cache.store("Pod", pod_manifest(0))
+        picture.store("Pod", pod_manifest(0))
     else:
-        cache.store("SFTJob", job_manifest())
-        cache.store("Job", child_manifest())
+        picture.store("SFTJob", job_manifest())
+        picture.store("Job", child_manifest())
     if what == "an SFTJob that goes":
-        cache.remove("SFTJob", versioned(job_manifest(), 50))
+        picture.remove("SFTJob", versioned(job_manifest(), 50))
     elif what == "a Job that goes":
-        take_listing(cache, "Job", [], 50)
+        take_listing(picture, "Job", [], 50)
     elif what == "another of its name":
-        cache.store("SFTJob", versioned(job_manifest(uid="another"), 50))
+        picture.store("SFTJob", versioned(job_manifest(uid="another"), 50))
 
-    assert cache.may_have_strays(KEY)
-    assert not cache.may_have_strays(Key("team", "other"))
-    take_listing(cache, "Pod", [], 60)
-    take_listing(cache, "Pod", [], 70)
-    assert not cache.may_have_strays(KEY)
+    assert picture.may_have_strays(KEY)
+    assert not picture.may_have_strays(Key("team", "other"))
+    take_listing(picture, "Pod", [], 60)
+    take_listing(picture, "Pod", [], 70)
+    assert not picture.may_have_strays(KEY)
 
 
 def test_a_new_job_waits_for_pods_that_no_watch_has_told_of_yet() -> None:
@@ -72,7 +72,7 @@ def test_a_new_job_waits_for_pods_that_no_watch_has_told_of_yet() -> None:
 
     # When it is deleted, and another of its name made
     for kind in ("Job", "SFTJob"):
-        world.cache.remove(kind, world.api.objects.pop((kind, "tulu")))
+        world.picture.remove(kind, world.api.objects.pop((kind, "tulu")))
     world.api.keep("Pod", pod_manifest(0))
     world.watched = ("SFTJob", "Job")
     world.api.keep("SFTJob", job_manifest(uid="another"))

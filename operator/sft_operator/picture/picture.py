@@ -99,7 +99,7 @@ def version_of(manifest: Manifest) -> int:
     return integer(part(manifest, "metadata").get("resourceVersion"), highest=2**64) or 0
 
 
-class Cache:
+class Picture:
     """SFTJobs, Jobs and pods, by the SFTJob they belong to."""
 
     def __init__(self) -> None:
@@ -322,8 +322,8 @@ class Listing:
     One that breaks off is dropped, and another begun: what it has brought holds all the same.
     """
 
-    def __init__(self, cache: Cache, kind: str) -> None:
-        self._cache = cache
+    def __init__(self, picture: Picture, kind: str) -> None:
+        self._picture = picture
         self._kind = kind
         self._present: set[str] = set()
         self._pods: Counter[Key] = Counter()
@@ -341,10 +341,10 @@ class Listing:
         self._present.add(uid)
         if self._kind == "Pod":
             self._pods[key] += 1
-        before = self._cache.held_version(self._kind, key, uid)
-        if self._cache.store(self._kind, manifest):
+        before = self._picture.held_version(self._kind, key, uid)
+        if self._picture.store(self._kind, manifest):
             self._changed.add(key)
-        version = self._cache.held_version(self._kind, key, uid)
+        version = self._picture.held_version(self._kind, key, uid)
         if version > before:
             self.news += 1
             self.newest = max(self.newest, version)
@@ -355,7 +355,7 @@ class Listing:
         ``told_from`` is the version from which the watch may tell everything again, ``version`` when there is none.
         """
         again = version if told_from is None else told_from
-        return self._changed | self._cache.end_listing(self._kind, self._present, self._pods, version, again)
+        return self._changed | self._picture.end_listing(self._kind, self._present, self._pods, version, again)
 
 
 def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:
