@@ -8,7 +8,7 @@ from sft_api.failures import FailureClass
 from sft_api.progress import TrainingProgress
 from sft_api.restarts import count_incidents, exhausted
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, RestartsStatus
-from sft_trainer.supervisor.ledger import GiveUp, Ledger, Retry, pause_seconds
+from sft_trainer.supervisor.ledger import UNREAD_FAILURES, GiveUp, Ledger, Retry, pause_seconds
 from sft_trainer.supervisor.protocol import Failure
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -95,10 +95,13 @@ def test_with_a_judge_at_hand_every_failure_waits_for_the_verdict() -> None:
     assert fail(book, at(20)) == (0.0, True)
 
 
-def test_how_often_it_is_tried_again_is_not_decided_here() -> None:
-    book = ledger()
+def test_how_often_it_is_tried_again_is_not_decided_here_while_somebody_reads() -> None:
+    book, pauses = ledger(), set()
+    for _ in range(2000):
+        pauses.add(fail(book, at(3))[0])
+        read_of(book, times=1)
 
-    assert {fail(book, at(3))[0] for _ in range(2000)} == {0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0}
+    assert pauses == {0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0}
 
 
 @pytest.mark.parametrize("training", [at(11), at(9, checkpoint=8)])
@@ -198,3 +201,27 @@ def test_ids_are_unique_and_only_the_newest_incidents_are_kept() -> None:
     assert len(book.incidents) == 100
     assert book.incidents[-1].id == "run-130"
     assert len({incident.id for incident in book.incidents}) == 100
+
+
+def unread(book: Ledger, training: TrainingProgress, kind: FailureClass) -> Retry | GiveUp:
+    return book.record(cause(kind), disruption=False, training=training)
+
+
+def test_a_run_that_gets_no_further_and_of_which_nobody_reads_ends_by_the_same_judgement() -> None:
+    book = ledger()
+    verdicts = [unread(book, at(10), FailureClass.WORKER_CRASHED) for _ in range(UNREAD_FAILURES)]
+
+    assert all(isinstance(verdict, Retry) for verdict in verdicts[:-1])
+    last = verdicts[-1]
+    assert isinstance(last, GiveUp)
+    assert last.end.failure is FailureClass.RESTARTS_EXHAUSTED
+    assert "9 restarts in a row got no further than step 10" in last.end.message
+    assert "nobody has read the reports of the last 10 failures" in last.end.message
+
+
+@pytest.mark.parametrize("kind", [FailureClass.WORKER_CRASHED, FailureClass.STORAGE_UNAVAILABLE])
+def test_a_run_that_gets_further_or_waits_for_its_store_goes_on_unread(kind: FailureClass) -> None:
+    book = ledger()
+    for number in range(5 * UNREAD_FAILURES):
+        step = 10 if kind is FailureClass.STORAGE_UNAVAILABLE else number
+        assert isinstance(unread(book, at(step), kind), Retry)

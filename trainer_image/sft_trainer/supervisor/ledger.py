@@ -1,7 +1,7 @@
 """Pure: the incidents of a run, and when the group starts again.
 
 Whether another attempt is worth it is judged by whoever reads the reports (``sft_api.restarts``). What is decided here
-ends nothing but what no restart mends.
+ends what no restart mends, and by that very judgement a run whose reports nobody reads.
 """
 
 import random
@@ -13,6 +13,8 @@ from datetime import datetime
 from sft_api.failures import FailureClass, is_retryable
 from sft_api.progress import Incident, TerminationMessage, TrainingProgress
 from sft_api.report import committed
+from sft_api.restarts import count_incidents, exhausted
+from sft_api.v1alpha1 import RestartsStatus
 
 from .protocol import Failure
 
@@ -20,6 +22,10 @@ MAX_PAUSE_SECONDS = 60.0
 KEPT_INCIDENTS = 100
 JUDGED_READINGS = 2
 """Who reads the report a second time has judged what it said the first time: who ends a run does not ask again."""
+
+UNREAD_FAILURES = 10
+"""So many in a row of which nobody has read (ten minutes at least): a run that gets no further is then ended here."""
+_ANY_NUMBER = 2**31
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Ledger:
         self._furthest = (-1, -1)
         self._readings = JUDGED_READINGS
         """Of the report since the last failure."""
+        self._unread = 0
+        """Failures since somebody has read the report."""
 
     @property
     def judged(self) -> bool:
@@ -72,6 +80,7 @@ class Ledger:
     def was_read(self) -> None:
         """Somebody was told all incidents so far."""
         self._readings += 1
+        self._unread = 0
 
     def record(self, cause: Failure, *, disruption: bool, training: TrainingProgress) -> Retry | GiveUp:
         """Write down that a generation ended with ``cause``; ``training`` is its last report."""
@@ -100,10 +109,18 @@ class Ledger:
         if not is_retryable(cause.failure):
             return GiveUp(termination(cause.failure, cause.message, training, rank=cause.rank))
         self._failures_without_progress = 1 if progressed else self._failures_without_progress + 1
+        self._unread += 1
+        if self._unread >= UNREAD_FAILURES and (why := self._gets_no_further()):
+            message = f"{why}; nobody has read the reports of the last {self._unread} failures"
+            return GiveUp(termination(FailureClass.RESTARTS_EXHAUSTED, message, training, rank=cause.rank))
         repeats = not (progressed and self.judged)
         self._readings = 0
         pause = pause_seconds(self._failures_without_progress) * (0.75 + 0.5 * self._jitter())
         return Retry(pause, held=self._judged_first or repeats)
+
+    def _gets_no_further(self) -> str | None:
+        """The verdict on the incidents of this supervisor; how many may be, only the absent reader knows."""
+        return exhausted(count_incidents(RestartsStatus(), self.incidents), _ANY_NUMBER)
 
     def observe(self, training: TrainingProgress, now: datetime) -> None:
         """Close the open incidents once the attempt after them has made a step of its own."""
