@@ -98,7 +98,7 @@ class Settings(SettingsModel):
     """Progress reports read at the same time."""
     polls_per_second: Annotated[float, Field(gt=0)] = 40
     """All reads together; with many jobs each is read more rarely, at least every 25 seconds."""
-    poll_seconds: Seconds = 10
+    poll_seconds: Seconds = 15
     """Between two reads of the progress of a training job."""
     poll_seconds_starting: Seconds = 4
     """The same while a job starts or recovers, when people look at it."""

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SICK_AFTER_RESYNCS = 5
 _SPREAD_SECONDS = 10.0
-_SWARM_SECONDS = 0.1
+_SWARM_SECONDS = 0.5
 
 
 class Operator:

@@ -17,7 +17,7 @@ from .cluster.children import Children, ConfigLostError, NameTakenError, Refused
 from .cluster.client import ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused
-from .decisions.look import Snapshot, look
+from .decisions.look import BREATH_SECONDS, Snapshot, look
 from .decisions.news import News, build_event
 from .decisions.result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
@@ -77,11 +77,10 @@ class Reconciler:
         result = look(seen, self._settings)
         self._picture.remember(key, result.memory)
         self._asking.put(key, result.questions)
-        for action in result.actions:
-            await self._act(key, action)
+        looks = [await self._act(key, action) for action in result.actions]
         if seen.manifest is None or result.status is None:
             # What was done is looked at before it is told.
-            return 0.0 if any(isinstance(action, _LOOKED_AT) for action in result.actions) else result.again
+            return min((seconds for seconds in (*looks, result.again) if seconds is not None), default=None)
         if result.patch and not await self._patch_status(key, seen.manifest, result.patch):
             return 0.0
         self._picture.told(key, seen.observed.gone_pods)
@@ -102,38 +101,45 @@ class Reconciler:
 
     # What is done
 
-    async def _act(self, key: Key, action: Action) -> None:
+    async def _act(self, key: Key, action: Action) -> float | None:
+        """Do it; the seconds after which to look at what came of it, None: something will tell."""
         match action:
             case CreateChildren():
-                await self._create(key, action)
+                # Told after a breath, in which the first pods come.
+                return BREATH_SECONDS if await self._create(key, action) else 0.0
             case ChangeJob():
                 await self._change(key, action)
             case HealChildren():
                 await self._heal(key, action)
             case Delete():
                 await self._cluster.delete(action.kind, key.namespace, action.name, uid=action.uid)
+                return None
             case GiveUpPod():
                 await self._give_up(key, action)
+                return None
+        return 0.0
 
     def _remember(self, key: Key, change: Callable[[Memory], Memory]) -> None:
         self._picture.remember(key, change(self._picture.memory(key)))
 
-    async def _create(self, key: Key, action: CreateChildren) -> None:
+    async def _create(self, key: Key, action: CreateChildren) -> bool:
+        """Whether the Job is there now."""
         if self._picture.may_have_strays(key):
             await self._find_pods(key)
             if self._picture.observed(key).earlier_pods:
-                return
+                return False
         previous = read_status(self._picture.manifest(key) or {})
         try:
             made = await self._children.make(action.owner, action.manifests)
         except (NameTakenError, RefusedError) as error:
             self._refused(key, error)
-            return
+            return False
         if made:
             self._picture.store("Job", made)
         job = self._picture.observed(key).job
         uid = job.uid if job else None
         self._remember(key, lambda memory: children_made(memory, previous, uid, clock=self._clock()))
+        return uid is not None
 
     async def _find_pods(self, key: Key) -> None:
         """Take in pods that no watch tells of: of a Job of this name that went before this operator began."""
@@ -229,10 +235,6 @@ class Reconciler:
             await self._patch_status(key, manifest, patch)
         except Exception as also:
             logger.warning("%s: nor can that be said on the job: %s", key, also)
-
-
-_LOOKED_AT = (CreateChildren, ChangeJob, HealChildren)
-"""What was done by these is in the picture, or in the memory, as soon as it is done."""
 
 
 class StatusRefusedError(Exception):

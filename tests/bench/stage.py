@@ -181,30 +181,38 @@ def submit(scene: Scene, names: Sequence[str], per_second: float, nodes: int = 2
     return accepted
 
 
-def run_pods(stage: Stage, accepted: dict[str, Accepted], pods: Arrivals) -> None:
-    """Run both pods of every job, as the Job controller makes them; their trainers begin."""
+def run_pods(stage: Stage, accepted: dict[str, Accepted], pods: Arrivals) -> dict[str, float]:
+    """Run both pods of every job, as the Job controller makes them; when the trainer of each began."""
     expected = 2 * len(accepted)
+    began: dict[str, float] = {}
     until(lambda: len(pods.metadata) >= expected, "all pods are there", 300)
 
     def run(metadata: Object) -> None:
         if metadata["annotations"][INDEX_ANNOTATION] == "0":
             name = metadata["labels"]["sftjob.dev/job"]
             stage.trainers.begin(NAMESPACE, name, accepted[name].uid, metadata["uid"])
+            began[name] = time.monotonic()
         stage.scene.run_pod({"metadata": metadata})
 
     with ThreadPoolExecutor(_HANDS) as pool:
         list(pool.map(run, pods.metadata.values()))
     say(f"{expected} pods run")
+    return began
 
 
-def end_pods(scene: Scene, pods: Arrivals) -> None:
-    """Every pod has done its work."""
+def end_pods(scene: Scene, pods: Arrivals, ends: dict[str, float]) -> None:
+    """The pods of every job have done their work, at the time that is its own."""
+
+    def end(pod: Object) -> None:
+        time.sleep(max(0.0, ends[job_of(pod)] - time.monotonic()))
+        scene.end_pod({"metadata": pod}, 0, message=last_words(None, 10))
+
+    def job_of(pod: Object) -> str:
+        name: str = pod["labels"]["sftjob.dev/job"]
+        return name
+
     with ThreadPoolExecutor(_HANDS) as pool:
-        list(
-            pool.map(
-                lambda pod: scene.end_pod({"metadata": pod}, 0, message=last_words(None, 10)), pods.metadata.values()
-            )
-        )
+        list(pool.map(end, sorted(pods.metadata.values(), key=lambda pod: ends[job_of(pod)])))
 
 
 def until_all(scene: Scene, state: str, jobs: int, seconds: float) -> None:

@@ -122,7 +122,7 @@ class Asking:
     def _in_vain(self, key: Key, question: Question) -> Answer:
         match question:
             case AskTrainer():
-                return lambda memory: questions.trainer_answered(memory, question, None, self._now())
+                return lambda memory: questions.trainer_answered(memory, question, None, self._now(), clock=_clock())
             case AskKueue():
                 return lambda memory: self._kueue_answered(key, memory, question, None)
             case ReadEvents():
@@ -133,7 +133,7 @@ class Asking:
                 return lambda memory: questions.store_was_read(memory, None)
 
     async def _ask_trainer(self, key: Key, question: AskTrainer) -> Answer:
-        await asyncio.sleep(question.due - asyncio.get_running_loop().time())
+        await asyncio.sleep(question.due - _clock())
         try:
             progress = await self._progress.read(
                 address=question.address,
@@ -152,7 +152,7 @@ class Asking:
         self._metrics.reports.labels("read").inc()
         self._picture.say(key, _REPORT, None)
         now = self._now()
-        return lambda memory: questions.trainer_answered(memory, question, progress, now)
+        return lambda memory: questions.trainer_answered(memory, question, progress, now, clock=_clock())
 
     async def _ask_kueue(self, key: Key, question: AskKueue) -> Answer:
         try:
@@ -164,7 +164,7 @@ class Asking:
         return lambda memory: self._kueue_answered(key, memory, question, queueing)
 
     def _kueue_answered(self, key: Key, memory: Memory, question: AskKueue, answer: Queueing | None) -> Memory:
-        clock = asyncio.get_running_loop().time()
+        clock = _clock()
         return questions.kueue_answered(memory, question, answer, self._picture.observed(key).job, clock=clock)
 
     async def _read_events(self, key: Key, question: ReadEvents) -> Answer:
@@ -217,3 +217,7 @@ class NewestWarnings:
         )
         self.newest = sorted([*self.newest, found], key=lambda item: item.time or self._now, reverse=True)
         del self.newest[_KEPT_WARNINGS:]
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()

@@ -41,7 +41,7 @@ _DELETE_AGAIN_SECONDS = 2.0
 """When nothing tells that what was deleted is going."""
 _SOON_SECONDS = 0.5
 _LONGEST_PATCH_PAUSE_SECONDS = 60.0
-_BREATH_SECONDS = 0.5
+BREATH_SECONDS = 0.5
 """Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
 _AT_REST = ("Running", "Suspended", "Queued")
 """States in which nothing is about to start that would need a child: they are looked at as rarely as SFTJobs are
@@ -267,7 +267,10 @@ class _Look:
             told = any(item.type == "Stalled" and item.status == "True" for item in previous.conditions)
             healing = Healing(job.uid, clock + (0.0 if told else pause * spread(job.uid)), state)
         interrupted = state == "Recovering" and healing.state != state
-        healing = replace(healing, next=min(healing.next, clock + pause), state=state)
+        # Pods that run have had all that they need: they are looked after from then on.
+        settled = state in _AT_REST and healing.state not in _AT_REST
+        due = clock + pause if settled and not healing.refusal else min(healing.next, clock + pause)
+        healing = replace(healing, next=due, state=state)
         if interrupted or clock >= healing.next:
             # What could not be healed is said until that has succeeded.
             healing = replace(healing, next=clock + pause)
@@ -310,7 +313,7 @@ class _Look:
         """Seconds for which what is new in the status has to wait; zero or less: it is shown now."""
         written = self._memory.written - self._clock
         if is_transition(self._previous, status):
-            return written + _BREATH_SECONDS
+            return written + BREATH_SECONDS
         trains = status.state == "Running"
         age = written + (self._settings.status_seconds if trains else self._settings.status_seconds_starting)
         # Figures are as old as the report they come from: they are shown when the next one would come too late.

@@ -67,19 +67,21 @@ def ask_trainer(
     pod = observed.coordinator
     if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
         # The next one is asked as soon as it has started, whatever the pace: that a run goes on is news.
-        return Asked(replace(memory, polled=False, poll_due=None))
+        return Asked(replace(memory, polled_at=None, poll_due=None))
     pause = settings.poll_seconds if previous.state == "Running" else settings.poll_seconds_starting
     # Many jobs share what one operator can read, but no report gets older than half a minute.
     pause = max(pause, min(followed / settings.polls_per_second, _LONGEST_POLL_SECONDS))
-    due = clock + (pause if memory.polled else 0.0)
-    if memory.poll_due is not None:
-        due = min(due, memory.poll_due)
+    due = clock if memory.polled_at is None else memory.polled_at + pause
+    if memory.poll_due is not None and memory.poll_due <= clock:
+        due = memory.poll_due  # it is being asked
     return Asked(replace(memory, poll_due=due), AskTrainer(memory.uid, pod.name, pod.uid, pod.ip, due))
 
 
-def trainer_answered(memory: Memory, question: AskTrainer, progress: Progress | None, now: datetime) -> Memory:
+def trainer_answered(
+    memory: Memory, question: AskTrainer, progress: Progress | None, now: datetime, *, clock: float
+) -> Memory:
     """With the report, or with None: nobody answers there, or not with a report."""
-    memory = replace(memory, polled=True, poll_due=None)
+    memory = replace(memory, polled_at=clock, poll_due=None)
     if progress is not None:
         return replace(memory, report=Report(progress, now, question.pod_uid), unanswered=None)
     if memory.unanswered is None or memory.unanswered.pod_uid != question.pod_uid:

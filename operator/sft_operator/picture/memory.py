@@ -102,7 +102,8 @@ class Memory:
     """Of the last attempt to make or change a child."""
 
     # when to ask again
-    polled: bool = False
+    polled_at: float | None = None
+    """When the trainer answered last, or did not; None: it is asked at once."""
     """The trainer that runs now was asked before."""
     poll_due: float | None = None
     """When the trainer is asked next; None: to be planned."""

@@ -335,7 +335,7 @@ def test_figures_wait_and_transitions_do_not() -> None:
 def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that(pace: float, writes: int) -> None:
     """Ten minutes of training, with a new step in each report, every ``pace`` seconds, and looks for other reasons."""
     settings = SETTINGS.model_copy(update={"poll_seconds": pace})
-    memory = Memory("sft-uid", polled=True, healing=Healing(JOB_UID, 9e9, "Running"), written=0.0)
+    memory = Memory("sft-uid", polled_at=0.0, healing=Healing(JOB_UID, 9e9, "Running"), written=0.0)
     known = decided(seen(running(), healing=healed_lately(), report=report(training(1)))).status
     assert known is not None
     status, shown, heard, clock, written = write_status(known), 0.0, 0.0, 0.0, 0
@@ -346,7 +346,7 @@ def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that
             heard, due = clock + 0.2, clock + 0.2 + pace
             clock = heard
             step = report(training(int(clock), update_time=at(clock)), received=clock)
-            memory = replace(memory, report=step, poll_due=None)
+            memory = replace(memory, report=step, polled_at=clock, poll_due=None)
         snapshot = replace(
             seen(running(), status=status, report=memory.report, clock=clock, seconds=clock), memory=memory
         )

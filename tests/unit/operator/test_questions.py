@@ -110,12 +110,12 @@ def trainer(memory: Memory, *, clock: float, state: str = "Running", followed: i
 
 def test_the_trainer_is_asked_at_once_and_then_at_its_pace() -> None:
     first = trainer(Memory("u"), clock=100)
-    answered = trainer_answered(Memory("u"), first, Progress(), NOW)
+    answered = trainer_answered(Memory("u"), first, Progress(), NOW, clock=100)
 
     assert first.due == 100
-    assert trainer(answered, clock=101).due == 101 + SETTINGS.poll_seconds
-    assert trainer(answered, clock=101, state="Starting").due == 101 + SETTINGS.poll_seconds_starting
-    assert trainer(answered, clock=101, followed=10_000).due == 126, "no report gets older than that"
+    assert trainer(answered, clock=101).due == 100 + SETTINGS.poll_seconds
+    assert trainer(answered, clock=101, state="Starting").due == 100 + SETTINGS.poll_seconds_starting
+    assert trainer(answered, clock=101, followed=10_000).due == 125, "no report gets older than that"
 
 
 def test_the_next_pod_is_asked_as_soon_as_it_has_started_however_many_jobs_there_are() -> None:
@@ -126,10 +126,10 @@ def test_the_next_pod_is_asked_as_soon_as_it_has_started_however_many_jobs_there
         return ask_trainer(memory, seen, previous, SETTINGS, clock=clock, followed=1000)
 
     # Given a trainer that was asked, and is asked again in 25 seconds
-    answered = trainer_answered(Memory("u"), trainer(Memory("u"), clock=100), Progress(), NOW)
+    answered = trainer_answered(Memory("u"), trainer(Memory("u"), clock=100), Progress(), NOW, clock=100)
     planned = look(answered, running(), clock=101)
     assert isinstance(planned.question, AskTrainer)
-    assert planned.question.due == 126
+    assert planned.question.due == 125
 
     # When its pod is lost, and the next one has started
     lost = look(planned.memory, running(pods=()), clock=110)
@@ -140,25 +140,33 @@ def test_the_next_pod_is_asked_as_soon_as_it_has_started_however_many_jobs_there
 
 
 def test_what_is_planned_is_put_off_by_no_look_and_comes_sooner_when_people_look() -> None:
-    planned = replace(Memory("u"), polled=True, poll_due=150.0)
+    planned = replace(Memory("u"), polled_at=150.0 - SETTINGS.poll_seconds, poll_due=150.0)
 
     assert trainer(planned, clock=149).due == 150
     assert trainer(planned, clock=170).due == 150, "it is being asked"
-    assert trainer(planned, clock=141, state="Recovering").due == 145
+    assert trainer(planned, clock=141, state="Recovering").due <= 145
+
+
+def test_what_was_planned_while_a_job_started_is_asked_at_the_pace_of_one_that_trains() -> None:
+    answered = trainer_answered(Memory("u"), trainer(Memory("u"), clock=100), Progress(), NOW, clock=100)
+    starting = SFTJobStatus.model_validate({"state": "Starting"})
+    planned = ask_trainer(answered, running(), starting, SETTINGS, clock=100, followed=1).memory
+
+    assert trainer(planned, clock=101).due == 100 + SETTINGS.poll_seconds
 
 
 def test_a_pod_that_does_not_answer_is_known_since_it_was_first_asked_in_vain() -> None:
     question = trainer(Memory("u"), clock=0)
-    once = trainer_answered(Memory("u"), question, None, at(5))
-    twice = trainer_answered(once, question, None, at(50))
-    other = trainer_answered(twice, replace(question, pod_uid="another"), None, at(60))
+    once = trainer_answered(Memory("u"), question, None, at(5), clock=100)
+    twice = trainer_answered(once, question, None, at(50), clock=100)
+    other = trainer_answered(twice, replace(question, pod_uid="another"), None, at(60), clock=100)
 
     assert twice.unanswered == once.unanswered
     assert twice.unanswered is not None
     assert twice.unanswered.since == at(5)
     assert other.unanswered is not None
     assert other.unanswered.since == at(60)
-    assert trainer_answered(other, question, Progress(), at(70)).unanswered is None
+    assert trainer_answered(other, question, Progress(), at(70), clock=100).unanswered is None
 
 
 @pytest.mark.parametrize("pods", [(), (make_pod(0, waiting=("ContainerCreating", ""), phase="Pending"),)])
