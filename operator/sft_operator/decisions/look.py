@@ -304,8 +304,8 @@ class _Look:
             return self._silent()
         if patch:
             self._remember(written=self._clock)
-        if is_finished(status) and not is_finished(self._previous):
-            self._waits.append(0.0)
+        if patch and status.state != self._previous.state:
+            self._waits.append(0.0)  # another state has other duties, and another pace
         told = tuple(news(self._previous, status)) if patch else ()
         return replace(self._silent(), status=status, patch=patch, news=told)
 

@@ -263,8 +263,10 @@ def test_what_was_refused_is_said_and_tried_again_after_a_pause_that_grows() -> 
 
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     assert decided(waiting).actions == ()
-    assert decided(waiting).again == 300
-    assert decided(waiting).status is not None
+    told = decided(waiting)
+    assert told.status is not None
+    later = replace(seen(Observed(refusal=FORBIDDEN), status=write_status(told.status)), memory=told.memory)
+    assert decided(later).again == 300
     assert "exceeded quota" in str(decided(waiting).status)
     assert kinds(decided(replace(waiting, clock=1301.0))) == ["CreateChildren"]
 
@@ -357,6 +359,16 @@ def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that
             status, shown, written = write_status(result.status), heard, written + 1
         assert clock - shown <= settings.status_seconds + 0.5
     assert written <= writes
+
+
+def test_another_state_is_looked_at_at_once() -> None:
+    """Its trainer is asked at another pace, what has ended is cleaned up."""
+    trains = decided(seen(running(), healing=healed_lately(), report=report(training(1))))
+    assert trains.status is not None
+    on = seen(running(), status=write_status(trains.status), healing=healed_lately(), report=report(training(1)))
+
+    assert (state(trains), trains.again) == ("Running", 0.0)
+    assert (decided(on).again or 0.0) > 1.0
 
 
 def test_nothing_new_is_not_written() -> None:
