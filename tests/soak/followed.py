@@ -113,7 +113,7 @@ class Followed:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
-    def picture(self) -> dict[tuple[str, str], object]:
+    def held(self) -> dict[tuple[str, str], object]:
         """What is known, by kind and uid, with versions."""
         return picture_of(self.picture)
 

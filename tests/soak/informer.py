@@ -199,7 +199,7 @@ async def _check(
         deadline = time.monotonic() + PATIENCE_SECONDS
         equal_since: float | None = None
         while equal_since is None or time.monotonic() - equal_since < STILL_SECONDS:
-            wrong = different(seen.picture(), expected)
+            wrong = different(seen.held(), expected)
             if wrong and time.monotonic() > deadline:
                 result.differences += [f"{name}: {kind} {uid}" for kind, uid in wrong]
                 break

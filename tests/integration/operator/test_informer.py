@@ -53,7 +53,7 @@ class Stage:
         """The picture comes to equal a fresh listing."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         expected = await truth(self.direct, self.key.namespace, [self.key])
-        while wrong := different(followed.picture(), expected):
+        while wrong := different(followed.held(), expected):
             assert time.monotonic() < deadline, wrong
             await asyncio.sleep(0.02)
 
@@ -110,7 +110,7 @@ def test_everything_is_listed_as_a_stream_or_by_pages_and_then_watched(
         # When they are listed and watched
         followed = stage.followed()
         async with followed.watching():
-            assert {uid for kind, uid in followed.picture() if kind == "Pod"} == set(uids)
+            assert {uid for kind, uid in followed.held() if kind == "Pod"} == set(uids)
             await stage.delete_pod("pod-0", uids[0])
             await stage.make_pod("another")
             await stage.until_right(followed)
@@ -141,7 +141,7 @@ def test_what_fell_into_a_gap_is_found_by_the_next_list(api_server: access.Clust
             await stage.until_right(followed)
 
         # Then everything was listed again, and what went is known to have gone
-        assert ("Pod", kept) in followed.picture()
+        assert ("Pod", kept) in followed.held()
         assert set(followed.picture.entry(stage.key).gone_pods) == {lost}
         assert ("Pod", "DELETED") not in followed.heard
 
@@ -197,7 +197,7 @@ def test_a_watch_that_tells_everything_again_brings_nothing_back(api_server: acc
         # When a watch begins long before
         stage.proxy.troubles = once(Trouble(too_old=True), a_watch_of_pods)
         ghosts: list[object] = []
-        followed.on_event = lambda: ghosts.extend({("Pod", lost)} & followed.picture().keys())
+        followed.on_event = lambda: ghosts.extend({("Pod", lost)} & followed.held().keys())
         async with followed.watching(list_first=False):
             told = len(followed.heard)
             await stage.make_pod("new")
