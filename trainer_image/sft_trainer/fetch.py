@@ -10,8 +10,9 @@ import hashlib
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -167,7 +168,19 @@ def _download(store: Store, objects: Sequence[StoredObject], target: Path, on_pr
     missing = [entry for entry in objects if not _is_whole(partial, entry)]
     _check_room(partial, sum(entry.size for entry in missing))
 
+    failed = threading.Event()
+
     def fetch(entry: StoredObject, start: int) -> int:
+        # Blocks begin in their order: whoever waits for them in that order meets the error first.
+        if failed.is_set():
+            raise CancelledError
+        try:
+            return read(entry, start)
+        except BaseException:
+            failed.set()
+            raise
+
+    def read(entry: StoredObject, start: int) -> int:
         data = store.read_range(entry.key, start, min(_BLOCK, entry.size - start))
         if len(data) != min(_BLOCK, entry.size - start):
             raise StorageUnavailableError(f"{store.uri}/{entry.key} changed while it was downloaded; try again")
