@@ -1,0 +1,72 @@
+"""Boxes: rectangles of canonical tensors, which loading, checkpoints, resharding and export speak.
+
+A strategy says which boxes this rank holds; who reads or writes them knows neither the strategy nor its modules.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+WEIGHT = "weight"
+"""The kind of parameters and stored buffers; moments of the optimizer have kinds of their own (``exp_avg``, …)."""
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: where it starts, and how large it is, in every dimension; elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def overlap(self, other: "Rectangle") -> "Rectangle | None":
+        """What both have in common, in the coordinates of the whole tensor; None where that is nothing."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Rectangle(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: "Rectangle") -> tuple[slice, ...]:
+        """Indices of this rectangle in a tensor that holds ``outer``."""
+        return tuple(
+            slice(start - first, start - first + size)
+            for start, size, first in zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Box:
+    """The rectangle of one canonical tensor that this rank holds."""
+
+    name: str
+    """Canonical name of the parameter or buffer; the moments of a parameter have its name and another kind."""
+    kind: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    place: Rectangle
+    local: torch.Tensor
+    """What this rank holds, of the sizes of ``place``: a view, perhaps strided, on any device."""
+    writes: bool = True
+    """Whether this rank saves it: of the replicas of a rectangle one does."""
+
+    def __post_init__(self) -> None:
+        if tuple(self.local.shape) != self.place.sizes:
+            raise ValueError(
+                f"{self.kind} of {self.name}: a box of {self.place.sizes}, but a tensor of {tuple(self.local.shape)}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements as they are held, and saved."""
+        return self.local.dtype
+
+    def read(self) -> torch.Tensor:
+        """The values; a view that changes when training goes on."""
+        return self.local.detach()
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor, part: Rectangle | None = None) -> None:
+        """Copy ``values`` in, of the sizes of ``part`` (in the whole tensor's coordinates), or of the whole box."""
+        target = self.local.detach() if part is None else self.local.detach()[part.within(self.place)]
+        target.copy_(values)
