@@ -1,0 +1,76 @@
+"""Canonical names of tensors: the hub's, but experts are stacked on a leading dimension and a tied weight exists once.
+
+Checkpoints hold them, so that neither the layout of modules in one version of transformers nor our own root module
+is part of a checkpoint. A change of what a name means is a new ``VERSION``.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .rules import RULES, Rules
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A canonical tensor that lies, whole, in a parameter (or stored buffer) of a module."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    """Where it begins in the parameter, elements in every dimension."""
+
+
+@dataclass(frozen=True)
+class HubTensor:
+    """A tensor of a hub file that a canonical tensor is made of."""
+
+    name: str
+    index: int | None
+    """Its place in the leading dimension of the canonical tensor; None where it is the whole of it."""
+
+
+class Names:
+    """Translates names of one architecture: ``Names.of(config)``."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        projections = "|".join(re.escape(name) for names in rules.experts.values() for name in names)
+        self._stacked = re.compile(rf"(?P<experts>.*\.experts)\.(?P<projection>{projections})\.weight")
+
+    @classmethod
+    def of(cls, config: Any) -> "Names":
+        """Of the architecture that ``config``, of transformers, describes."""
+        return cls(RULES.get(config.model_type, Rules()))
+
+    def parts(self, parameter: str, shape: tuple[int, ...]) -> list[Part]:
+        """The canonical tensors in ``parameter``, of the Hugging Face model, of ``shape``: they tile it.
+
+        Raises ``ValueError`` for a fused parameter that cannot be divided among its projections.
+        """
+        name = parameter
+        for module, hub in self._rules.renamed:
+            name = name.replace(module, hub)
+        module, _, leaf = name.rpartition(".")
+        projections = self._rules.experts.get(leaf, ()) if module.endswith(".experts") else ()
+        if not projections:
+            return [Part(name, shape, (0,) * len(shape))]
+        experts, rows, *columns = shape
+        if rows % len(projections):
+            raise ValueError(f"{parameter} has {rows} rows, for the {len(projections)} projections {projections}")
+        size = rows // len(projections)
+        return [
+            Part(f"{module}.{projection}.weight", (experts, size, *columns), (0, index * size, *(0 for _ in columns)))
+            for index, projection in enumerate(projections)
+        ]
+
+    def hub(self, name: str, shape: tuple[int, ...]) -> list[HubTensor]:
+        """The tensors of hub files that the canonical tensor ``name``, of ``shape``, is made of."""
+        found = self._stacked.fullmatch(name) if self._rules.experts else None
+        if found is None:
+            return [HubTensor(name, None)]
+        return [
+            HubTensor(f"{found['experts']}.{expert}.{found['projection']}.weight", expert) for expert in range(shape[0])
+        ]

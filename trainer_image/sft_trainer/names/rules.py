@@ -1,0 +1,33 @@
+"""How the modules of transformers 5.23 differ from hub files, by architecture (its ``model_type``).
+
+Architectures that are not here have the same names in both: Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Granite, OLMo,
+SmolLM, and Phi-3, whose hub files are fused themselves. What is here is checked against what ``save_pretrained``
+writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Of one architecture."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Pieces of a name in the modules, and what they are called on the hub."""
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters of a module ``experts``, (experts, rows, columns), and the projections that share their rows, in
+    order and of equal size. On the hub every expert has a tensor ``experts.<number>.<projection>.weight`` of each."""
+
+
+_GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+RULES: Mapping[str, Rules] = {
+    "mixtral": Rules(
+        renamed=((".mlp.", ".block_sparse_moe."),),
+        experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+    ),
+    "olmoe": Rules(experts=_GATED),
+    "qwen2_moe": Rules(experts=_GATED),
+    "qwen3_moe": Rules(experts=_GATED),
+}
