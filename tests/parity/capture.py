@@ -13,7 +13,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer import trainer
 from sft_trainer.distributed import Ranks
 from sft_trainer.models.causal_lm import clean_name
-from sft_trainer.strategies.fsdp import clip_gradients
+from sft_trainer.strategies.fsdp import FsdpStrategy
 
 
 def main() -> None:
@@ -21,16 +21,18 @@ def main() -> None:
     config = TrainerConfig.model_validate_json(Path(os.environ["SFT_CONFIG"]).read_text())
     captured: list[dict[str, torch.Tensor]] = []
 
-    def captured_and_clipped(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+    norm = FsdpStrategy.grad_norm
+
+    def captured_norm(strategy: FsdpStrategy) -> torch.Tensor:
         captured.append(
             {
                 clean_name(name): parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
-                for name, parameter in model.named_parameters()
+                for name, parameter in strategy.model.named_parameters()
             }
         )
-        return clip_gradients(model, max_norm)
+        return norm(strategy)
 
-    with patch.object(trainer, "clip_gradients", captured_and_clipped):
+    with patch.object(FsdpStrategy, "grad_norm", captured_norm):
         trainer.Trainer(config, ranks, Path(os.environ["SFT_RUN_DIR"])).run()
     if ranks.rank == 0:
         torch.save(captured, os.environ["SFT_CAPTURE"])

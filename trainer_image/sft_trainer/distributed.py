@@ -86,9 +86,14 @@ def join_group(ranks: Ranks, device: torch.device) -> None:
     )
 
 
-def sum_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
-    """Sums of scalars over all processes, in double precision; one collective and one host synchronisation."""
+def summed(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """Sums of scalars over all processes, (values,) in double precision on the device; one collective."""
     total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
     dist.all_reduce(total)
-    sums: list[float] = total.tolist()
+    return total
+
+
+def sum_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
+    """``summed``, read by the host, which waits for them."""
+    sums: list[float] = summed(values, device).tolist()
     return sums

@@ -6,6 +6,7 @@ Every process runs the same program; ``run`` is the story, the methods below it 
 import logging
 import math
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,20 +23,21 @@ from . import export
 from .alike import check_alike, fingerprint
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
-from .data.batches import MicroBatch, Step, empty_micro_batch, micro_batch
-from .data.stream import random_seed
-from .distributed import Ranks, device_for, join_group, sum_over_ranks
+from .data.feed import Feed, Share, Shares
+from .distributed import Ranks, device_for, join_group, summed
 from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
 from .flops import active_parameters, peak_flops, training_flops
 from .models.weights import load_weights
-from .optim import build_optimizer, learning_rate
+from .optim import learning_rate
 from .preparation import Prepared, prepare
 from .reporting import Reporter
 from .saving import Saving
 from .state import changed_fields, environment_facts
 from .storage import check_storage
-from .strategies.fsdp import build_model, clip_gradients
+from .strategies import build
+from .topology import Topology
+from .trainable import EVERYTHING
 
 log = logging.getLogger("sft_trainer")
 
@@ -50,8 +52,8 @@ class Trainer:
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
-        self.is_first = ranks.rank == 0
-        self.reporter = Reporter(run_dir, writes=self.is_first, rank=ranks.rank)
+        self.topology = Topology.of(ranks, shard=config.plan.shard_degree)
+        self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.step = 0
         """Optimizer steps done."""
@@ -69,33 +71,35 @@ class Trainer:
         """
         self.device = device_for(self.ranks, self.spec.compute.gpus_per_node)
         self._open_store()
-        if self.ranks.local_rank == 0:
+        if self.topology.prepares:
             self.prepared = self._prepare()
-        if self.ranks.world_size > 1:
+        if not self.topology.alone:
             self.reporter.phase(Phase.WAITING, "for the other processes")
         join_group(self.ranks, self.device)
-        if self.ranks.local_rank != 0:
+        if not self.topology.prepares:
             self.prepared = self._prepare()
         self._compare()
 
         self._build()
         self._resume_or_load()
+        self.strategy.loaded()
         if self.step == 0 and self.spec.training.evaluation.before_training:
             self._evaluate()
         save_due = False
-        while self.step < self.prepared.total_steps:
-            stop, save = self._train_step()
-            if self._due(self.spec.training.evaluation.every_steps):
-                self._evaluate()
-                # Which checkpoint is best is known only of those that were evaluated.
-                save_due = save_due or self.spec.checkpoint.keep.best > 0
-            if stop:
-                self._stop()
-            save_due = save_due or save or self._due(self.spec.checkpoint.every_steps)
-            # The last step is saved below, once it is evaluated.
-            if save_due and self._may_save() and self.step < self.prepared.total_steps:
-                self._save()
-                save_due = False
+        with closing(self._feed()) as shares:
+            for share in shares:
+                stop, save = self._train_step(share)
+                if self._due(self.spec.training.evaluation.every_steps):
+                    self._evaluate()
+                    # Which checkpoint is best is known only of those that were evaluated.
+                    save_due = save_due or self.spec.checkpoint.keep.best > 0
+                if stop:
+                    self._stop()
+                save_due = save_due or save or self._due(self.spec.checkpoint.every_steps)
+                # The last step is saved below, once it is evaluated.
+                if save_due and self._may_save() and self.step < self.prepared.total_steps:
+                    self._save()
+                    save_due = False
         self._evaluate()
         self._save(final=True)
         self._export()
@@ -123,7 +127,7 @@ class Trainer:
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
-        if self.is_first:
+        if self.topology.writes:
             check_storage(self.config, self.store, self.reporter)
 
     def _prepare(self) -> Prepared:
@@ -132,29 +136,29 @@ class Trainer:
         return prepared
 
     def _compare(self) -> None:
-        if self.ranks.world_size == 1:
+        if self.topology.alone:
             return  # a fingerprint reads samples of all weights, for nobody
         self.reporter.phase(Phase.LOADING, "comparing what all processes hold")
         check_alike(fingerprint(self.config, self.prepared))
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
-        self.saving = Saving(self.config, self.store, self.reporter, device=self.device, is_first=self.is_first)
+        self.saving = Saving(self.config, self.store, self.reporter, device=self.device, is_first=self.topology.writes)
         self.reporter.update(attempt=self.saving.claim_attempt())
-        self.model = build_model(self.config, self.prepared.model, self.device)
-        self.optimizer = build_optimizer(self.model.named_parameters(), self.spec, self.config.plan.learning_rate)
-        huggingface: Any = self.model.huggingface
+        blueprint = self.prepared.model
+        huggingface: Any = blueprint.huggingface
         self._model_config = huggingface.config
-        self._parameters = active_parameters(self.model, self._model_config)
+        self._parameters = active_parameters(blueprint, self._model_config)
         self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
         self._peak_flops = peak_flops(self.device)
+        self.strategy = build(self.config, blueprint, EVERYTHING, self.topology, self.device)
 
     def _resume_or_load(self) -> None:
         if self.spec.checkpoint.resume.policy == "auto" and self._resume():
             return
         self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
         load_weights(
-            self.model,
+            self.strategy.model,
             self.prepared.model_path,
             on_tensor=lambda done: self.reporter.alive(
                 Phase.LOADING, f"reading the weights of {self.spec.model.uri}: {done} tensors"
@@ -163,13 +167,13 @@ class Trainer:
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
-        manifest = self.saving.resume(self.model, self.optimizer)
+        manifest = self.saving.resume(self.strategy.model, self.strategy.optimizer)
         if manifest is None:
             return False
         self.step = manifest.step
         extra: Any = manifest.run.model_extra or {}
         self._examples_seen = extra.get("examples_seen", 0)
-        here = environment_facts(self.device, self.ranks.world_size)
+        here = environment_facts(self.device, self.topology.world_size)
         if changed := changed_fields(manifest.run.environment, here):
             self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
         data = self._data_digests()
@@ -188,7 +192,7 @@ class Trainer:
             tokens_seen=extra.get("tokens_seen", 0),
             trained_tokens_seen=extra.get("trained_tokens_seen", 0),
         )
-        if self.is_first:
+        if self.topology.tells:
             log.info("resumed from step %s (%s)", manifest.step, manifest.id.folder)
         return True
 
@@ -198,30 +202,45 @@ class Trainer:
 
     # One step
 
-    def _train_step(self) -> tuple[bool, bool]:
+    def _feed(self) -> Feed:
+        shares = Shares(
+            self.prepared.steps,
+            self.prepared.train,
+            data_rank=self.topology.data_rank,
+            data_parallel=self.topology.data_parallel,
+            seed=self.spec.training.seed,
+        )
+        return Feed(shares, first=self.step, total=self.prepared.total_steps, device=self.device)
+
+    def _train_step(self, share: Share) -> tuple[bool, bool]:
         """One optimizer step. Returns whether the group was asked to stop, and whether it is time to save."""
         began = time.perf_counter()
-        step = self.prepared.steps.step(self.step)
-        loss_sum, flops = self._forward_backward(step)
-        norm = clip_gradients(self.model, self.spec.training.optimizer.max_grad_norm)
+        step = share.step
+        loss_sum = self.strategy.forward_backward(share.bins, step.trained_tokens)
+        norm = self.strategy.grad_norm()
+        counted = (loss_sum, self._flops(share)) if self.topology.counts_loss else (0.0, 0.0)
         stop_here = self._stop_file.exists()
-        save_here = self.is_first and self.saving.seconds_since_save >= self.spec.checkpoint.every_seconds
+        save_here = self.topology.writes and self.saving.seconds_since_save >= self.spec.checkpoint.every_seconds
         # One collective and one host synchronisation carry everything the processes must agree on.
         save_failed_here = self.saving.failed_here()
         in_flight_here = self.saving.in_flight
-        total, norm_sum, flops_sum, stop, save, save_failed, in_flight = sum_over_ranks(
+        sums = summed(
             [
-                *(loss_sum, norm, flops),
+                *(*counted, norm),
                 *(float(flag) for flag in (stop_here, save_here, save_failed_here, in_flight_here)),
             ],
             self.device,
         )
+        rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
+        # A step whose loss or gradients are not finite changes nothing, on all processes alike.
+        ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
+        self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
+        total, flops_sum, norm_sum, stop, save, save_failed, in_flight = sums.tolist()
         self._save_in_flight = in_flight > 0
         if save_failed:
             self.saving.settle()
-        loss, grad_norm = total / step.trained_tokens, norm_sum / self.ranks.world_size
-        rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
-        self._update(rate, is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
+        loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
+        self._count_skipped(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
         self.step += 1
         seconds = time.perf_counter() - began
         self._examples_seen += step.examples
@@ -236,57 +255,28 @@ class Trainer:
                 "epoch": round(self._examples_seen / self.prepared.epoch_size, 6),
             },
             seconds=seconds,
-            processes=self.ranks.world_size,
+            processes=self.topology.world_size,
             peak_flops_share=(
-                flops_sum / (seconds * self._peak_flops * self.ranks.world_size) if self._peak_flops else None
+                flops_sum / (seconds * self._peak_flops * self.topology.world_size) if self._peak_flops else None
             ),
         )
         return stop > 0, save > 0
 
-    def _forward_backward(self, step: Step) -> tuple[torch.Tensor, float]:
-        """Accumulate the gradients of this process's share; returns its summed loss and its model FLOPs."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        flops = 0.0
-        for index, bin_ in enumerate(step.micro_batches(self.ranks.rank, self.config.plan.data_parallel)):
-            # Random numbers (dropout) depend on the bin's place in the run alone: not on what ran before, nor on how
-            # many processes share the step.
-            place = index * self.config.plan.data_parallel + self.ranks.rank
-            torch.manual_seed(random_seed(self.spec.training.seed, self.step, place))
-            batch = micro_batch(bin_, self.prepared.train) if bin_ is not None else empty_micro_batch()
-            loss = self._forward(batch)
-            # The denominator is that of the whole step, so gradients only need to be summed.
-            (loss * (1.0 / step.trained_tokens if bin_ is not None else 0.0)).backward()
-            if bin_ is not None:
-                loss_sum += loss.detach()
-                flops += training_flops(
-                    self._model_config, self._parameters, self._embedding_parameters, batch.document_lengths
-                )
-        return loss_sum, flops
-
-    def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        def on_device(array: Any) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-        loss: torch.Tensor = self.model(
-            on_device(batch.input_ids),
-            on_device(batch.position_ids),
-            batch.document_lengths,
-            on_device(batch.targets),
-            on_device(batch.labels),
+    def _flops(self, share: Share) -> float:
+        """Model FLOPs of this process's share of a step."""
+        return sum(
+            training_flops(self._model_config, self._parameters, self._embedding_parameters, bin_.boundaries.lengths)
+            for bin_ in share.bins
+            if bin_.counts
         )
-        return loss
 
-    def _update(self, rate: float, *, is_finite: bool) -> None:
-        """Change the weights, or leave them when the step is not finite (on all processes alike)."""
+    def _count_skipped(self, *, is_finite: bool) -> None:
+        """Count the steps that were skipped; raise ``NonFiniteLossError`` after too many in a row."""
         if is_finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
             self._skipped_in_a_row = 0
         else:
             self._skipped_in_a_row += 1
             self._warn_of_skipped_step()
-        self.optimizer.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self.saving.settle()
             raise NonFiniteLossError(
@@ -326,12 +316,10 @@ class Trainer:
             return
         self.reporter.phase(Phase.EVALUATING)
         result = evaluate(
-            self.model,
-            self._forward,
+            self.strategy,
             self.prepared.eval,
             bin_tokens=self.config.plan.max_tokens_per_micro_batch or self.spec.data.max_length,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
+            topology=self.topology,
             device=self.device,
             on_batch=lambda done, total: self.reporter.alive(Phase.EVALUATING, f"{done}/{total} batches"),
         )
@@ -342,7 +330,7 @@ class Trainer:
             first_eval_loss=finite(result.loss) if self.step == 0 else self.reporter.progress.first_eval_loss,
             eval_losses={name: finite(loss) for name, loss in result.losses.items()},
         )
-        if self.is_first:
+        if self.topology.tells:
             log.info("evaluation after step %s: loss %.4f", self.step, result.loss)
 
     def _save(self, *, final: bool = False) -> None:
@@ -354,7 +342,7 @@ class Trainer:
                 "cursor": self.step,
                 "metrics": {"loss": progress.loss, "evalLoss": eval_loss},
                 "plan": self.config.plan.model_dump(mode="json"),
-                "environment": environment_facts(self.device, self.ranks.world_size),
+                "environment": environment_facts(self.device, self.topology.world_size),
                 "config_digest": numbers.digest,
                 "numbers": numbers.as_record(),
                 "examples_seen": self._examples_seen,
@@ -365,7 +353,7 @@ class Trainer:
                 "data": self._data_digests(),
             }
         )
-        self.saving.save(self.step, self.model, self.optimizer, run, final=final)
+        self.saving.save(self.step, self.strategy.model, self.strategy.optimizer, run, final=final)
 
     def _export(self) -> None:
         uri = self.config.export_uri
@@ -387,13 +375,13 @@ class Trainer:
             },
         )
         export.export_model(
-            self.model,
+            self.strategy.model,
             open_store(uri, self._s3),
             source=self.prepared.model_path,
-            dtype=self.model.stored_dtype,
+            dtype=self.strategy.model.stored_dtype,
             tokenizer=self.prepared.tokenizer,
             card=card,
-            rank=self.ranks.rank,
+            rank=self.topology.rank,
             on_tensor=lambda done, total: self.reporter.alive(Phase.EXPORTING, f"{uri}: {done}/{total} tensors"),
         )
         self.reporter.update(export=ExportStatus(uri=uri, step=self.step))

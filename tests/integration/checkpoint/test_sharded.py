@@ -9,14 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
 
 from sft_trainer.boxes import Box
-from sft_trainer.models.attention import IMPLEMENTATION, register
+from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer
 from sft_trainer.sharded import model_boxes, optimizer_boxes, updates
 from sft_trainer.strategies.fsdp import build_model
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import EVERYTHING
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve
 
@@ -49,12 +52,13 @@ def build(kind: str, processes: int, shard_degree: int) -> tuple[CausalLM, torch
     register()
     job = manifest(Path("/inputs"), Path("/store"), processes=processes)
     config = resolve(job)
-    config = config.model_copy(update={"plan": config.plan.model_copy(update={"shard_degree": shard_degree})})
     with torch.device("meta"):
         huggingface = AutoModelForCausalLM.from_config(
             sizes(kind), dtype=torch.float32, attn_implementation=IMPLEMENTATION
         )
-    model = build_model(config, CausalLM(huggingface), torch.device("cpu"))
+    rank = dist.get_rank()
+    topology = Topology(rank, rank, processes, replicate=processes // shard_degree, shard=shard_degree)
+    model = build_model(config, CausalLM(huggingface), EVERYTHING, topology, torch.device("cpu"))
     return model, build_optimizer(model.named_parameters(), config.spec, 1e-3), Names.of(sizes(kind))
 
 
@@ -135,7 +139,7 @@ def look_after_a_forward() -> tuple[bool, bool, int]:
     before = [(box.name, box.place, box.read().clone()) for box in model_boxes(model, names)]
     ids = torch.arange(4)
     with torch.no_grad():
-        model(ids, ids, (4,), ids[:3], ids[1:])
+        model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:])
     after = [(box.name, box.place, box.read()) for box in model_boxes(model, names)]
     same = [b[:2] == a[:2] and torch.equal(b[2], a[2]) for b, a in zip(before, after, strict=True)]
     for parameter in model.parameters():

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from sft_trainer.errors import ModelError
-from sft_trainer.models.attention import document_attention
+from sft_trainer.models.attention import Boundaries, document_attention
 from sft_trainer.models.causal_lm import build_on_meta, clean_name
 from sft_trainer.models.weights import load_weights
-from sft_trainer.strategies.fsdp import build_model, clip_gradients
+from sft_trainer.strategies import build as build_strategy
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import EVERYTHING
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.published_configs import PUBLISHED
 
@@ -56,9 +58,10 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
 
 def build(path: Path, **training: Any) -> Any:
     job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training)
-    model = build_model(resolve(job), build_on_meta(path), torch.device("cpu"))
-    load_weights(model, path)
-    return model
+    alone = Topology(rank=0, local_rank=0, world_size=1)
+    strategy = build_strategy(resolve(job), build_on_meta(path), EVERYTHING, alone, torch.device("cpu"))
+    load_weights(strategy.model, path)
+    return strategy
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_loss_and_gradients_equal_the_eager_model(
 ) -> None:
     # Given a model of the family, and three documents in one micro-batch
     reference = save_model(kind, tmp_path, **options)
-    model = build(tmp_path, activationCheckpointing=activation_checkpointing)
+    strategy = build(tmp_path, activationCheckpointing=activation_checkpointing)
     ids = torch.randint(3, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     documents = ids.split(LENGTHS)
     starts = [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
@@ -93,9 +96,10 @@ def test_loss_and_gradients_equal_the_eager_model(
 
     # When both compute the loss, one packed, the other document by document
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    loss = model(ids, positions, LENGTHS, targets, ids[targets + 1])
+    model = strategy.model
+    loss = model(ids, positions, Boundaries.of(LENGTHS), targets, ids[targets + 1])
     loss.backward()
-    norm = clip_gradients(model, 0.0)
+    norm = strategy.grad_norm()
     expected = sum(
         cross_entropy(reference(input_ids=d[None]).logits[0, :-1], d[1:], reduction="sum") for d in documents
     )

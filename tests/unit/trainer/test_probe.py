@@ -142,7 +142,7 @@ def test_heads_are_repeated_for_a_kernel_that_knows_no_groups(
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 6, 9, 8, generator=generator)
     k, v = torch.randn(2, 1, 2, 9, 8, generator=generator)
-    ends = attention.boundary_arguments((9,), CPU)
+    ends = attention.boundary_arguments(attention.Boundaries.of((9,)))
 
     # When documents go through it
     output = attention._varlen(q, k, v, 0.0, None, None, ends)

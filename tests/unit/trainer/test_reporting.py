@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sft_trainer.evaluate import evaluate
 from sft_trainer.models.weights import load_weights
 from sft_trainer.reporting import Reporter
 from sft_trainer.supervisor.watch import ProgressWatch
+from sft_trainer.topology import Topology
 from tests.unit.data.examples import FakeExamples
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
 
@@ -64,13 +66,14 @@ def test_work_that_reports_is_not_taken_for_a_hang(tmp_path: Path, monkeypatch: 
 def test_an_evaluation_tells_its_batches(world_size: int) -> None:
     sets: Any = {"a": FakeExamples([8, 8, 8, 8]), "b": FakeExamples([8])}
     told: list[tuple[int, int]] = []
+    counting = SimpleNamespace(
+        forward_sums=lambda bins: torch.tensor(float(sum(len(bin_.labels) for bin_ in bins if bin_.counts)))
+    )
     result = evaluate(
-        torch.nn.Linear(1, 1),
-        lambda batch: torch.tensor(float(len(batch.labels))),
+        counting,  # type: ignore[arg-type]
         sets,
         bin_tokens=8,
-        rank=0,
-        world_size=world_size,
+        topology=Topology(rank=0, local_rank=0, world_size=world_size, shard=world_size),
         device=torch.device("cpu"),
         on_batch=lambda done, total: told.append((done, total)),
     )
@@ -82,5 +85,5 @@ def test_an_evaluation_tells_its_batches(world_size: int) -> None:
 def test_reading_weights_tells_its_tensors(tmp_path: Path) -> None:
     reference = save_model("llama", tmp_path)
     told: list[int] = []
-    load_weights(build(tmp_path), tmp_path, on_tensor=told.append)
+    load_weights(build(tmp_path).model, tmp_path, on_tensor=told.append)
     assert told == [*range(1, len([*reference.parameters()]) + 1)]

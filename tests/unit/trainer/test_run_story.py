@@ -15,6 +15,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import StopRequested
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
+from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 
@@ -37,6 +38,7 @@ class Story(Trainer):
             publish_status=lambda: None, settle=lambda: self.told.append("settle")
         )
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
+        self.strategy = SimpleNamespace(loaded=lambda: None)  # type: ignore[assignment]
 
     def _open_store(self) -> None: ...
 
@@ -49,9 +51,12 @@ class Story(Trainer):
 
     def _resume_or_load(self) -> None: ...
 
+    def _feed(self) -> Any:
+        return (None for _ in range(6))
+
     def _export(self) -> None: ...
 
-    def _train_step(self) -> tuple[bool, bool]:
+    def _train_step(self, share: Any) -> tuple[bool, bool]:
         self.step += 1
         event = self.events.get(self.step)
         skipped = event in ("skip", "skip and stop")
@@ -135,12 +140,11 @@ def test_a_stop_after_skipped_steps_leaves_the_last_good_checkpoint_the_newest(t
 
 def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:
     story = Story(tmp_path, {})
-    story.optimizer = torch.optim.SGD([torch.zeros(1)])
     story.reporter.warn("something else")
     for step in (3, 7, 8):
         story.step = step - 1
-        story._update(0.1, is_finite=False)
-        story._update(0.1, is_finite=True)
+        story._count_skipped(is_finite=False)
+        story._count_skipped(is_finite=True)
     assert story.reporter.progress.skipped_steps == 3
     assert story.reporter.progress.warnings == [
         "something else",
@@ -174,6 +178,6 @@ def test_a_process_that_is_alone_reads_nothing_to_compare(tmp_path: Path, monkey
     Trainer._compare(story)
     assert read == []
 
-    story.ranks = SimpleNamespace(rank=0, local_rank=0, world_size=2)  # type: ignore[assignment]
+    story.topology = Topology(rank=0, local_rank=0, world_size=2, shard=2)
     Trainer._compare(story)
     assert read == ["weights", "others"]

@@ -6,6 +6,8 @@ Whatever it does not know is refused, because an argument that is silently dropp
 """
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,19 +34,37 @@ _HARMLESS = frozenset(
 )
 
 
-def boundary_arguments(document_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Boundaries:
+    """Where the documents of a micro-batch begin and end."""
+
+    lengths: tuple[int, ...]
+    """Tokens of every document."""
+    ends: torch.Tensor
+    """Their cumulative sum from 0 on, int32, (documents + 1,), on the device of the tokens."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Boundaries":
+        """Of documents of the given lengths, on the CPU."""
+        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), ends)
+
+    def to(self, device: torch.device) -> "Boundaries":
+        """The same on ``device``; nothing waits for the copy."""
+        return replace(self, ends=self.ends.to(device, non_blocking=True))
+
+
+def boundary_arguments(boundaries: Boundaries) -> dict[str, Any]:
     """Keyword arguments of the model that carry the document boundaries.
 
     ``document_lengths`` for this module; the ``cu_seq_lens`` and ``max_length`` names of transformers for layers that
     know boundaries themselves (linear attention, state spaces).
     """
-    ends = torch.tensor((0, *document_lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ends = ends.to(device, non_blocking=True)
-    longest = max(document_lengths)
+    longest = max(boundaries.lengths)
     return {
-        "document_lengths": document_lengths,
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
+        "document_lengths": boundaries.lengths,
+        "cu_seq_lens_q": boundaries.ends,
+        "cu_seq_lens_k": boundaries.ends,
         "max_length_q": longest,
         "max_length_k": longest,
     }

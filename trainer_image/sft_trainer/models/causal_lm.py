@@ -9,7 +9,7 @@ from torch import nn
 from sft_trainer.errors import ModelError
 from sft_trainer.loss import linear_cross_entropy_sum
 
-from .attention import IMPLEMENTATION, boundary_arguments, register
+from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .probe import check_documents_stay_apart
 
 # Config fields that change the logits after the head: computing the loss without them would train another model.
@@ -32,7 +32,7 @@ class CausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        document_lengths: tuple[int, ...],
+        boundaries: Boundaries,
         targets: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
@@ -47,7 +47,7 @@ class CausalLM(nn.Module):
             position_ids=position_ids.unsqueeze(0),
             # A cache makes documents see each other.
             use_cache=False,
-            **boundary_arguments(document_lengths, input_ids.device),
+            **boundary_arguments(boundaries),
         )
         hidden = output.last_hidden_state.squeeze(0)[targets]
         return linear_cross_entropy_sum(hidden, model.get_output_embeddings().weight, labels)

@@ -15,7 +15,7 @@ from torch import nn
 
 from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 
-from .attention import IMPLEMENTATION, boundary_arguments
+from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _VOCABULARY = 64
@@ -105,7 +105,7 @@ def _forward_backward(model: Any) -> None:
         input_ids=ids[None],
         position_ids=torch.cat([torch.arange(length, device=ids.device) for length in _DOCUMENTS])[None],
         use_cache=False,
-        **boundary_arguments(_DOCUMENTS, ids.device),
+        **boundary_arguments(Boundaries.of(_DOCUMENTS).to(ids.device)),
     ).last_hidden_state
     output.float().square().sum().backward()
     if ids.is_cuda:
@@ -202,7 +202,7 @@ def _largest_difference(model: Any) -> float:
             input_ids=torch.cat(documents)[None],
             position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
             use_cache=False,
-            **boundary_arguments(lengths, ids.device),
+            **boundary_arguments(Boundaries.of(lengths)),
         ).last_hidden_state[0]
         return output
 

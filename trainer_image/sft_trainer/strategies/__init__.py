@@ -1,0 +1,66 @@
+"""How a model is spread over the processes and computed: what the loop knows of it is ``Strategy``."""
+
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+import torch
+
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.boxes import Box
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import Trainable
+
+from .fsdp import FsdpStrategy
+
+Which = Literal["base", "trained", "optimizer"]
+
+
+class Strategy(Protocol):
+    """A model on its devices. All calls but ``boxes`` are collective: every process makes them, in the same order."""
+
+    def boxes(self, which: Which) -> list[Box]:
+        """What this process holds of the base, of what is trained, or of the optimizer, under canonical names.
+
+        Views of the memory that is trained: take them anew for every use. No collective.
+        """
+        ...
+
+    def loaded(self) -> None:
+        """The weights were filled from outside: make what follows from them."""
+        ...
+
+    def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
+        """Gradients of a step: of the loss summed over ``bins`` of all processes, divided by ``denominator``.
+
+        ``bins`` is this process's share, as many as any other has. Returns their summed loss, a float64 scalar on the
+        device; nothing waits for it.
+        """
+        ...
+
+    def grad_norm(self) -> torch.Tensor:
+        """Norm of all gradients together: a scalar on the device, the same on every process."""
+        ...
+
+    def apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
+        """Scale gradients of norm ``norm`` to at most ``max_norm`` (0: leave them), update, forget the gradients.
+
+        Where ``ok``, a boolean scalar on the device, is false, weights and optimizer stay as they were to the last
+        bit; the host does not learn of it here.
+        """
+        ...
+
+    def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
+        """Summed loss of ``bins`` without gradients or dropout: a float64 scalar on the device."""
+        ...
+
+
+def build(
+    config: TrainerConfig, blueprint: CausalLM, trainable: Trainable, topology: Topology, device: torch.device
+) -> FsdpStrategy:
+    """The strategy that ``config`` asks for, around ``blueprint`` (on the meta device, taken over).
+
+    Weights are allocated and not filled. A collective call.
+    """
+    return FsdpStrategy(config, blueprint, trainable, topology, device)

@@ -1,31 +1,39 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the processes."""
+"""A model on the meta device, sharded by FSDP2; its gradients and their norm."""
 
 import functools
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.weights import initialize_buffers
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import Trainable
 
 
-def build_model(config: TrainerConfig, model: CausalLM, device: torch.device) -> CausalLM:
+def build_model(
+    config: TrainerConfig, model: CausalLM, trainable: Trainable, topology: Topology, device: torch.device
+) -> CausalLM:
     """``model`` (on the meta device) sharded and on ``device``, its parameters allocated but not filled.
 
-    A collective call. Order: activation checkpointing, shard every block and then the root, allocate. Embedding and
-    head are in the root unit, so that tied ones stay tied.
+    A collective call. Raises ``ConfigError`` for a topology with other dimensions than replicate and shard. Order:
+    activation checkpointing, shard every block and then the root, allocate. Embedding and head are in the root unit, so
+    that tied ones stay tied.
     """
+    if topology.data_parallel != topology.world_size or topology.expert > 1:
+        raise ConfigError("FSDP splits parameters over data-parallel processes only: choose another strategy")
+    trainable.mark(model.huggingface)
     if config.spec.training.activation_checkpointing == "full":
         for block in model.blocks:
             # Inside the block's forward, so that FSDP's own hooks stay outside of what is recomputed.
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
-    mesh = _mesh(device, config.plan.processes, config.plan.shard_degree)
+    mesh = topology.parameter_mesh(device.type)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.plan.precision == "bf16" else None, reduce_dtype=torch.float32
     )
@@ -43,14 +51,6 @@ def build_model(config: TrainerConfig, model: CausalLM, device: torch.device) ->
     return model.train()
 
 
-def _mesh(device: torch.device, processes: int, shard_degree: int) -> DeviceMesh:
-    if shard_degree == processes:
-        return init_device_mesh(device.type, (processes,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        device.type, (processes // shard_degree, shard_degree), mesh_dim_names=("replicate", "shard")
-    )
-
-
 def _sum_gradients(model: nn.Module) -> None:
     """Gradients are summed over processes, never averaged: the loss is divided by the global token count already."""
     for module in model.modules():
@@ -59,15 +59,8 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm`` (0: leave them); returns the norm before.
-
-    A collective call; the norm is the same scalar on every process.
-    """
+def gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Norm of all gradients together, a scalar that is the same on every process; a collective call."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

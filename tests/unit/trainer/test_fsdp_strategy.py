@@ -1,0 +1,233 @@
+"""What FSDP promises the loop: what is trained, steps skipped on the device, bins alone or together."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from sft_trainer.data.batches import MicroBatch, empty_micro_batch
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import EVERYTHING, Trainable
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_model
+
+CPU = torch.device("cpu")
+ALONE = Topology(rank=0, local_rank=0, world_size=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model("qwen3", path, tie_word_embeddings=True)
+    return path
+
+
+def strategy(path: Path, trainable: Trainable = EVERYTHING, *, precision: str = "fp32", **options: Any) -> FsdpStrategy:
+    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training={"precision": precision})
+    config = resolve(job)
+    built = FsdpStrategy(config, build_on_meta(path), trainable, ALONE, CPU, **options)
+    load_weights(built.model, path)
+    built.loaded()
+    return built
+
+
+def some_bin(seed: int, *lengths: int) -> BinTensors:
+    ids = np.random.default_rng(seed).integers(3, 128, sum(lengths))
+    ends = np.cumsum(lengths)
+    targets = np.setdiff1d(np.arange(sum(lengths)), ends - 1)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return BinTensors.of(MicroBatch(ids, positions, lengths, targets, ids[targets + 1]), seed=seed)
+
+
+EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
+BINS = (some_bin(1, 5, 9), some_bin(2, 12), some_bin(3, 3, 4, 6), some_bin(4, 7), some_bin(5, 2, 11))
+TRAINED = sum(len(bin_.labels) for bin_ in BINS)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor().detach().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+    return full
+
+
+def weights(of: FsdpStrategy) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in of.model.named_parameters()}
+
+
+def moments(of: FsdpStrategy) -> list[torch.Tensor]:
+    return [whole(value) for state in of.optimizer.state.values() for value in state.values()]
+
+
+def gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter.grad) for name, parameter in of.model.named_parameters()}
+
+
+def step(of: FsdpStrategy, *, ok: bool = True) -> None:
+    of.forward_backward(BINS, TRAINED)
+    of.apply(1e-2, 1.0, of.grad_norm(), torch.tensor(ok))
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(folder: Path) -> None:
+    # Given two alike, after a step
+    skips, goes_on = strategy(folder), strategy(folder)
+    step(skips)
+    step(goes_on)
+    before, before_moments = weights(skips), moments(skips)
+
+    # When the gradients of one are not finite, which only the device knows
+    skips.forward_backward(BINS, TRAINED)
+    for parameter in skips.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(torch.nan)
+    norm = skips.grad_norm()
+    skips.apply(1e-2, 1.0, norm, torch.isfinite(norm))
+
+    # Then it is as it was to the last bit, its moments and counts of steps too
+    for name, value in weights(skips).items():
+        assert torch.equal(value, before[name]), name
+    for now, then in zip(moments(skips), before_moments, strict=True):
+        assert torch.equal(now, then)
+    assert all(parameter.grad is None for parameter in skips.model.parameters())
+
+    # And the next step is that of the other
+    step(skips)
+    step(goes_on)
+    for name, value in weights(goes_on).items():
+        assert torch.equal(value, weights(skips)[name]), name
+
+
+def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(folder: Path) -> None:
+    skips = strategy(folder)
+    step(skips, ok=False)
+    assert all(not moment.any() for moment in moments(skips))
+
+
+def test_gradients_are_clipped_to_their_norm_in_the_step(folder: Path) -> None:
+    clipped, not_clipped = strategy(folder), strategy(folder)
+    for one, most in ((clipped, 0.01), (not_clipped, 0.0)):
+        one.forward_backward(BINS, TRAINED)
+        norm = one.grad_norm()
+        assert norm > 0.1
+        one.apply(1e-2, most, norm, torch.tensor(True))
+    ratios = [
+        a.norm() / b.norm() for a, b in zip(*(_first_moments(one) for one in (clipped, not_clipped)), strict=True)
+    ]
+    assert torch.stack(ratios).tolist() == pytest.approx([0.01 / float(norm)] * len(ratios), rel=1e-4)
+
+
+def _first_moments(of: FsdpStrategy) -> list[torch.Tensor]:
+    return [whole(state["exp_avg"]) for state in of.optimizer.state.values()]
+
+
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) -> None:
+    alone, grouped = strategy(folder), strategy(folder, bins_per_forward=together)
+    forwards: list[int] = []
+    grouped.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
+    bins = [*BINS, EMPTY]
+    losses = [one.forward_backward(bins, TRAINED) for one in (alone, grouped)]
+    assert len(forwards) == -(-len(bins) // together)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for name, gradient in gradients(alone).items():
+        assert (gradients(grouped)[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    torch.testing.assert_close(grouped.forward_sums(bins), losses[0], rtol=1e-6, atol=0)
+
+
+def test_where_random_numbers_are_drawn_every_bin_goes_alone(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, attention_dropout=0.25)
+    alone, asked = strategy(tmp_path), strategy(tmp_path, bins_per_forward=3)
+    assert alone.forward_backward(BINS, TRAINED).item() == asked.forward_backward(BINS, TRAINED).item()
+    # And they are drawn by the bin, whatever came before it.
+    others = strategy(tmp_path)
+    others.forward_backward(BINS[3:], TRAINED)
+    assert others.forward_backward(BINS, TRAINED).item() == alone.forward_backward(BINS, TRAINED).item()
+
+
+def test_an_evaluation_draws_nothing_and_leaves_no_gradients(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, attention_dropout=0.25)
+    built = strategy(tmp_path)
+    sums = [float(built.forward_sums([bin_])) for bin_ in BINS]
+    assert float(built.forward_sums(BINS)) == pytest.approx(sum(sums))
+    assert all(parameter.grad is None for parameter in built.model.parameters())
+    assert float(built.forward_backward(BINS, TRAINED)) != pytest.approx(sum(sums), rel=1e-5)
+
+
+def test_an_empty_bin_counts_nothing(folder: Path) -> None:
+    built = strategy(folder)
+    assert float(built.forward_backward([EMPTY], TRAINED)) == 0
+    assert all(not gradient.any() for gradient in gradients(built).values())
+    assert float(built.forward_sums([EMPTY])) == 0
+
+
+def test_only_what_is_trained_changes_and_the_base_has_its_own_dtype(folder: Path) -> None:
+    # Given a model of which one projection is trained, the rest in bf16
+    chosen = Trainable(trains=lambda name: name.endswith("q_proj.weight"), base_dtype=torch.bfloat16)
+    built = strategy(folder, chosen, precision="bf16")
+    before = weights(built)
+    dtypes = {name.rpartition("layers.")[2]: value.dtype for name, value in before.items()}
+    assert dtypes["0.self_attn.q_proj.weight"] == torch.float32
+    assert dtypes["0.self_attn.k_proj.weight"] == torch.bfloat16
+
+    # When a step is made
+    step(built)
+
+    # Then nothing else changed, has moments, or is saved
+    changed = [name for name, value in weights(built).items() if not torch.equal(value, before[name])]
+    assert [name.removeprefix("huggingface.model.layers.") for name in changed] == [
+        "0.self_attn.q_proj.weight",
+        "1.self_attn.q_proj.weight",
+    ]
+    assert len(built.optimizer.state) == 2
+    # Boxes are apart in the same way
+    names = [name.removeprefix("huggingface.") for name in changed]
+    assert [box.name for box in built.boxes("trained")] == names
+    assert {(box.name, box.kind) for box in built.boxes("optimizer")} == {
+        (name, kind) for name in names for kind in ("exp_avg", "exp_avg_sq")
+    }
+    assert [box.name for box in built.boxes("base")] == [
+        name.removeprefix("huggingface.") for name in before if name not in changed
+    ]
+
+
+def test_what_boxes_are_filled_with_is_trained(folder: Path) -> None:
+    # Given a model that is all trained, so that there is no base
+    filled, loaded = strategy(folder), strategy(folder)
+    assert filled.boxes("base") == []
+    values = {box.name: box.read().clone() for box in loaded.boxes("trained")}
+
+    # When its boxes are filled, after they held something else
+    for box in filled.boxes("trained"):
+        box.write(torch.zeros_like(box.local))
+        box.write(values[box.name])
+    filled.loaded()
+
+    # Then it computes what the other does
+    assert float(filled.forward_sums(BINS)) == float(loaded.forward_sums(BINS))
+
+
+def test_what_is_trained_is_all_of_it_in_fp32() -> None:
+    assert EVERYTHING.trains("model.norm.weight")
+    assert EVERYTHING.saves("model.norm.weight")
+    assert EVERYTHING.dtype("model.norm.weight") == torch.float32
+
+
+def test_other_parallelism_than_of_data_is_refused(folder: Path) -> None:
+    config = resolve(manifest(folder, folder.with_name("store")))
+    tensor = Topology(rank=0, local_rank=0, world_size=2, tensor=2)
+    with pytest.raises(ConfigError, match="data-parallel processes only"):
+        FsdpStrategy(config, build_on_meta(folder), EVERYTHING, tensor, CPU)

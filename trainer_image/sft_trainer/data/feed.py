@@ -1,0 +1,148 @@
+"""A process's share of every step as tensors, prepared by a thread while the step before is computed."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from queue import Full, Queue
+
+import torch
+
+from sft_trainer.models.attention import Boundaries
+
+from .batches import Examples, MicroBatch, Step, StepSchedule, empty_micro_batch, micro_batch
+from .stream import random_seed
+
+_LOOK_SECONDS = 0.2
+"""How soon the thread sees that nobody takes its steps any more."""
+
+
+@dataclass(frozen=True)
+class BinTensors:
+    """Tokens of one bin as ``MicroBatch`` has them, as tensors."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    boundaries: Boundaries
+    targets: torch.Tensor
+    labels: torch.Tensor
+    seed: int = 0
+    """Of the random numbers that a forward pass draws."""
+    counts: bool = True
+    """False: an empty one, computed only because the other processes compute theirs."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch, *, seed: int = 0, counts: bool = True) -> "BinTensors":
+        """``batch`` on the CPU, in the same memory."""
+        return cls(
+            torch.from_numpy(batch.input_ids),
+            torch.from_numpy(batch.position_ids),
+            Boundaries.of(batch.document_lengths),
+            torch.from_numpy(batch.targets),
+            torch.from_numpy(batch.labels),
+            seed,
+            counts,
+        )
+
+    def pinned(self) -> "BinTensors":
+        """A copy in memory that a GPU fetches by itself."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> "BinTensors":
+        """The same on ``device``; nothing waits for the copy of what is pinned."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "BinTensors":
+        return BinTensors(
+            change(self.input_ids),
+            change(self.position_ids),
+            replace(self.boundaries, ends=change(self.boundaries.ends)),
+            change(self.targets),
+            change(self.labels),
+            self.seed,
+            self.counts,
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process computes of a step."""
+
+    step: Step
+    bins: Sequence[BinTensors]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Share ``data_rank`` of ``data_parallel`` of every step: a pure function of the step."""
+
+    steps: StepSchedule
+    sources: Sequence[Examples]
+    data_rank: int
+    data_parallel: int
+    seed: int
+
+    def share(self, index: int) -> Share:
+        """That of the step with the given index, counted from 0."""
+        step = self.steps.step(index)
+        bins = []
+        for slot, bin_ in enumerate(step.micro_batches(self.data_rank, self.data_parallel)):
+            # The bin's place in the run decides, not who computes it, nor what was computed before.
+            seed = random_seed(self.seed, index, slot * self.data_parallel + self.data_rank)
+            batch = empty_micro_batch() if bin_ is None else micro_batch(bin_, self.sources)
+            bins.append(BinTensors.of(batch, seed=seed, counts=bin_ is not None))
+        return Share(step, bins)
+
+
+class Feed(Iterator[Share]):
+    """The shares of the steps from ``first`` up to ``total``, in order, at most two steps ahead of who takes them.
+
+    An error of the thread is raised, with its traceback, where the step that it was preparing is taken.
+    """
+
+    def __init__(self, shares: Shares, *, first: int, total: int, device: torch.device) -> None:
+        self._shares = shares
+        self._steps = range(first, total)
+        self._device = device
+        self._ready: Queue[Share | BaseException | None] = Queue(maxsize=1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._prepare, name="feed", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Share:
+        item = None if self._closed.is_set() else self._ready.get()
+        if isinstance(item, Share):
+            return item
+        self.close()
+        if item is not None:
+            raise item
+        raise StopIteration
+
+    def close(self) -> None:
+        """Have the thread end; what it prepared is dropped."""
+        self._closed.set()
+        self._thread.join()
+
+    def _prepare(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                # Every thread begins on the first GPU, and pinning would open that one too.
+                torch.cuda.set_device(self._device)
+            for index in self._steps:
+                share = self._shares.share(index)
+                if self._device.type == "cuda":
+                    share = replace(share, bins=[bin_.pinned() for bin_ in share.bins])
+                if not self._put(share):
+                    return
+            self._put(None)
+        except BaseException as error:  # whatever it is, the loop has to learn of it
+            self._put(error)
+
+    def _put(self, item: Share | BaseException | None) -> bool:
+        """Wait until ``item`` is wanted; False when nobody wants it any more."""
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=_LOOK_SECONDS)
+            except Full:
+                continue
+            return True
+        return False

@@ -1,0 +1,51 @@
+"""Several bins in one forward pass: less launching, the same sums but for their last bits."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.attention import Boundaries
+from sft_trainer.models.causal_lm import CausalLM
+
+_RANDOM = ("drop", "jitter")
+"""What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
+
+
+def draws_random_numbers(model: CausalLM) -> bool:
+    """Whether a forward pass in training draws any: they are seeded for every bin, which then goes alone."""
+    huggingface: Any = model.huggingface
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()) or any(
+        isinstance(value, int | float) and value > 0
+        for name, value in vars(huggingface.config).items()
+        if any(word in name for word in _RANDOM)
+    )
+
+
+def grouped(bins: Iterable[BinTensors], size: int) -> Iterator[BinTensors]:
+    """``bins`` with ``size`` of them as one, in order; every process that gives as many bins gets as many groups."""
+    waiting = iter(bins)
+    while group := list(islice(waiting, size)):
+        # An empty bin is computed for company only, and is the last one: beside another it is not needed.
+        counting = [bin_ for bin_ in group if bin_.counts] or group[:1]
+        yield counting[0] if len(counting) == 1 else _joined(counting)
+
+
+def _joined(bins: list[BinTensors]) -> BinTensors:
+    """One bin with the documents of all, which see one another no more than before."""
+    targets, ends, tokens = [], [bins[0].boundaries.ends[:1]], 0
+    for bin_ in bins:
+        targets.append(bin_.targets + tokens)
+        ends.append(bin_.boundaries.ends[1:] + tokens)
+        tokens += bin_.input_ids.shape[0]
+    return BinTensors(
+        input_ids=torch.cat([bin_.input_ids for bin_ in bins]),
+        position_ids=torch.cat([bin_.position_ids for bin_ in bins]),
+        boundaries=Boundaries(tuple(n for bin_ in bins for n in bin_.boundaries.lengths), torch.cat(ends)),
+        targets=torch.cat(targets),
+        labels=torch.cat([bin_.labels for bin_ in bins]),
+        seed=bins[0].seed,
+    )

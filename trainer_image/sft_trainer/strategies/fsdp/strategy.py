@@ -1,0 +1,104 @@
+"""The strategy FSDP: ``sft_trainer.strategies.Strategy`` over a sharded model and the fused AdamW of torch."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.boxes import Box
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.names.canonical import Names
+from sft_trainer.optim import build_optimizer
+from sft_trainer.sharded import model_boxes, optimizer_boxes
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import Trainable
+
+from .grouping import draws_random_numbers, grouped
+from .sharding import build_model, gradient_norm
+
+
+class FsdpStrategy:
+    """Model and optimizer of one process; see the protocol for what its methods promise."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        blueprint: CausalLM,
+        trainable: Trainable,
+        topology: Topology,
+        device: torch.device,
+        *,
+        bins_per_forward: int = 1,
+    ) -> None:
+        """``bins_per_forward``: how many bins are computed at once, where the model draws no random numbers."""
+        self._device = device
+        huggingface: Any = blueprint.huggingface
+        self._names = Names.of(huggingface.config)
+        # Buffers that files hold are what the model was made with: they are saved with what is trained.
+        self._base = {
+            part.name
+            for name, parameter in huggingface.named_parameters()
+            if not trainable.saves(name)
+            for part in self._names.parts(name, tuple(parameter.shape))
+        }
+        self._bins_per_forward = 1 if draws_random_numbers(blueprint) else bins_per_forward
+        self.model = build_model(config, blueprint, trainable, topology, device)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.spec, config.plan.learning_rate)
+
+    def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:
+        if which == "optimizer":
+            return optimizer_boxes(self.model, self.optimizer, self._names)
+        base = self._base
+        return [box for box in model_boxes(self.model, self._names) if (box.name in base) == (which == "base")]
+
+    def loaded(self) -> None:
+        """Nothing follows from the weights: what was filled is what is trained."""
+
+    def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
+        self.model.train()
+        loss_sum = self._zero()
+        for bin_, loss in self._losses(bins):
+            # The denominator is that of the whole step, so gradients only need to be summed.
+            (loss * (1.0 / denominator if bin_.counts else 0.0)).backward()
+            if bin_.counts:
+                loss_sum += loss.detach()
+        return loss_sum
+
+    def grad_norm(self) -> torch.Tensor:
+        return gradient_norm(self.model)
+
+    @torch.no_grad()
+    def apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # The fused kernels look at it on the device: where it is 1, neither weights nor moments nor counts change.
+        self.optimizer.found_inf = torch.logical_not(ok).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
+        self.model.eval()
+        loss_sum = self._zero()
+        for bin_, loss in self._losses(bins):
+            if bin_.counts:
+                loss_sum += loss
+        return loss_sum
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _losses(self, bins: Iterable[BinTensors]) -> Iterator[tuple[BinTensors, torch.Tensor]]:
+        """What goes through the model at once, and its summed loss."""
+        for bin_ in grouped((bin_.to(self._device) for bin_ in bins), self._bins_per_forward):
+            # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
+            torch.manual_seed(bin_.seed)
+            yield (
+                bin_,
+                self.model(bin_.input_ids, bin_.position_ids, bin_.boundaries, bin_.targets, bin_.labels),
+            )

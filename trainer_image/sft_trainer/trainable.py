@@ -1,0 +1,38 @@
+"""What of a model is trained: which parameters, the dtype each is loaded in, and which are saved."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+TRAINED_DTYPE = torch.float32
+"""Of parameters that change: in bf16 most updates would be rounded away."""
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A rule for the parameters of a model, by the names that they have in the Hugging Face model."""
+
+    trains: Callable[[str], bool]
+    """Whether the parameter of that name changes; the others are the base: loaded, used, and left alone."""
+    base_dtype: torch.dtype = torch.float32
+    """That the base is held in."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which the parameter ``name`` is loaded, and held."""
+        return TRAINED_DTYPE if self.trains(name) else self.base_dtype
+
+    def saves(self, name: str) -> bool:
+        """Whether checkpoints hold the parameter ``name``: the base can be loaded again."""
+        return self.trains(name)
+
+    def mark(self, model: nn.Module) -> None:
+        """Give every parameter of ``model``, of Hugging Face and on the meta device, its dtype, and have it trained."""
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(self.dtype(name))
+            parameter.requires_grad_(self.trains(name))
+
+
+EVERYTHING = Trainable(trains=lambda name: True)
+"""All parameters, in fp32, and all are saved."""
