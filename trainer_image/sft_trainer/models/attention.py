@@ -5,16 +5,15 @@ the GPU, one causal attention per document on the CPU, and on the GPU in fp32, w
 Whatever it does not know is refused, because an argument that is silently dropped trains a different model.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sft_trainer.errors import ModelError
+from sft_trainer.versions import variable_length_attention
 
 IMPLEMENTATION = "sft_documents"
 """Name under which the function is registered with transformers."""
@@ -153,45 +152,26 @@ def _varlen(
     sliding_window: int | None,
     arguments: dict[str, Any],
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     if dropout:
         raise ModelError(
             "attention dropout is not supported on the GPU: set attention_dropout to 0 in the model config"
         )
-    ends, longest = arguments["cu_seq_lens_q"], arguments["max_length_q"]
-    groups: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
-        if _knows_groups(varlen_attn):
-            groups = {"enable_gqa": True}
-        else:
-            key, value = _repeated(key, query), _repeated(value, query)
-    output = varlen_attn(
+    output = variable_length_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
-        ends,
-        ends,
-        longest,
-        longest,
+        arguments["cu_seq_lens_q"],
+        arguments["max_length_q"],
         scale=scaling,
         # (left, right) neighbours a token sees; -1 is unlimited, 0 on the right is causal.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **groups,
+        window=(-1 if sliding_window is None else sliding_window - 1, 0),
     )
-    assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
     return output.unsqueeze(0)
 
 
 def _repeated(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Keys or values, (1, heads, tokens, head size), once for every head of ``query`` that shares them."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
-
-
-@cache
-def _knows_groups(kernel: Any) -> bool:
-    """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def register() -> None:

@@ -1,0 +1,47 @@
+"""The calls that differ between the versions of torch and transformers that the trainer runs with.
+
+``requirements/trainer.txt`` names the newest of them, ``requirements/oldest.txt`` the oldest. Which call is right is
+told by the signature of what is called, never by the number of a version: a machine may have any of its own.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def variable_length_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """Attention within each of several documents, by torch's kernel for it; (tokens, heads, head size), bf16 or fp16.
+
+    ``key`` and ``value`` may have fewer heads than ``query``. ``ends`` (documents + 1,) is the cumulative sum of the
+    documents' lengths from 0 on, int32, ``longest`` the largest of them. ``window`` is (left, right) neighbours that a
+    token sees: -1 is unlimited, 0 on the right is causal.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if _knows_groups(varlen_attn):
+            groups = {"enable_gqa": True}
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **groups)
+    assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
+    return output
+
+
+@cache
+def _knows_groups(kernel: Any) -> bool:
+    """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
