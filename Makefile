@@ -1,6 +1,7 @@
 # Every target explains itself: make help
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
+SOURCES := $(CURDIR):$(CURDIR)/crds:$(CURDIR)/operator:$(CURDIR)/trainer_image
 
 .PHONY: help
 help: ## Show this help
@@ -52,6 +53,20 @@ demo: setup ## Set everything up and run the main job: a small model learns whic
 .PHONY: parity
 parity: setup ## Compare losses, gradients, masks and a killed and resumed run with what they must be
 	$(PYTHON) -m tests.parity $(SEED)
+
+.venv-oldest/.installed: requirements/oldest.txt
+	.venv/bin/python -m venv .venv-oldest
+	.venv/bin/uv pip sync --quiet --python .venv-oldest/bin/python --require-hashes requirements/oldest.txt
+	@touch $@
+
+.PHONY: test-oldest
+test-oldest: setup .venv-oldest/.installed ## make parity with the oldest torch and transformers that are supported: before a release
+	PYTHONPATH=$(SOURCES) .venv-oldest/bin/python -m tests.parity $(SEED)
+
+# With the Python of a machine, say make gpu PYTHON=python3, nothing is set up: such a machine may have no network.
+.PHONY: gpu
+gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that needs a GPU, and measure beside a plain loop, in 9 minutes (DEVICE=cpu, PYTHON=python3, LOGS=folder)
+	PYTHONPATH=$(SOURCES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(LOGS),--logs $(LOGS))
 
 .PHONY: e2e
 e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost bad-jobs ..." for some)

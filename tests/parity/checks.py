@@ -149,9 +149,12 @@ def sft_run(
     every: int = 3,
     kill_after: int | None = None,
     victim: int = 0,
+    sections: dict[str, Any] | None = None,
     **training: Any,
 ) -> None:
-    """``sft run`` of ``steps`` on ``count`` processes, a checkpoint ``every`` so many; ``training`` is merged in.
+    """``sft run`` of ``steps`` on ``count`` processes, a checkpoint ``every`` so many.
+
+    ``training`` is merged into the section of that name, ``sections`` into the others.
 
     The worker of rank ``victim`` gets SIGKILL once step ``kill_after`` is reported.
     """
@@ -162,6 +165,7 @@ def sft_run(
         processes=count,
         training={"steps": steps, "globalBatchTokens": 2048, "maxTokensPerMicroBatch": 512, **training},
         checkpoint={"uri": f"file://{folder}/store", "everySteps": every},
+        **sections or {},
     )
     (folder / "job.yaml").write_text(json.dumps(job))
     environment = {**os.environ, "SFT_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}

@@ -40,15 +40,12 @@ def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]
     return captured
 
 
-def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int]:
-    """Run ``python -m module`` as all workers of ``config``, each on one thread, without a supervisor.
-
-    Returns the most memory that each of them held, in bytes.
-    """
+def worker_environment(config: TrainerConfig, folder: Path) -> dict[str, str]:
+    """The environment of all workers of ``config``, but for their ranks; writes the configuration into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.model_dump_json(exclude_none=True))
     world = config.plan.processes
-    environment = {
+    return {
         **os.environ,
         "SFT_CONFIG": str(folder / "config.json"),
         "SFT_RUN_DIR": str(folder / "run"),
@@ -60,6 +57,15 @@ def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int]:
+    """Run ``python -m module`` as all workers of ``config``, each on one thread, without a supervisor.
+
+    Returns the most memory that each of them held, in bytes.
+    """
+    world = config.plan.processes
+    environment = worker_environment(config, folder)
     logs = [(folder / f"rank-{rank}.log").open("w") for rank in range(world)]
     workers = [
         subprocess.Popen(

@@ -1,0 +1,249 @@
+"""``make gpu``: what only a GPU can show, and how fast the trainer is there beside a plain loop; needs no network.
+
+    python -m tests.gpu [--device cuda|cpu] [--minutes 9] [--short] [--logs FOLDER]
+
+First checks: every part that has a path of its own on a GPU, then whole runs; each in a process of its own, ``ok`` or
+what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
+model-FLOPs utilisation and peak memory of the trainer and of a plain Hugging Face loop in turn (A B B A), and what a
+save costs. All is printed as it comes; the last lines repeat every figure as key=value. The exit code is 0 when every
+check is ok and every run was measured. On a CPU the same with small shapes; what needs a GPU says ``skipped=cpu``.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from .figures import Figures, say, warn
+
+_NEEDED = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "huggingface_hub": "huggingface-hub",
+    "numpy": "numpy",
+    "pyarrow": "pyarrow",
+    "jinja2": "jinja2",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic-core",
+    "annotated_types": "annotated-types",
+    "typing_inspection": "typing-inspection",
+    "prometheus_client": "prometheus-client",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "click": "click",
+    "rich": "rich",
+}
+"""Modules without which nothing runs, and the packages they come in."""
+_PRELOADED = (
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "sft_trainer.trainer",
+)
+"""Imported once, for all processes that are forked from this one."""
+_SHARE_OF_CHECKS = 0.5
+"""Of the time, at most; the rest is for what is measured."""
+_CHECK_SECONDS = 150.0
+"""Of one check on a GPU, at most."""
+_LAST_SECONDS = 8.0
+"""Kept back to end what runs and to print the figures."""
+
+
+def missing_packages() -> list[str]:
+    """Packages that this Python lacks."""
+    return [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, help="the command ends within so many: 9, on a CPU 60")
+    parser.add_argument("--short", action="store_true", help="only some of the checks and one pair of runs")
+    parser.add_argument("--logs", type=Path, help="folder for the output of every check and run; dropped when absent")
+    options = parser.parse_args()
+    # A GPU is lent for minutes; the processors of a test machine may be busy with anything.
+    options.minutes = options.minutes or (9.0 if options.device == "cuda" else 60.0)
+    return options
+
+
+def main() -> int:
+    """Check and measure; the exit code."""
+    began = time.monotonic()
+    options = _options()
+    if missing := missing_packages():
+        warn(f"{sys.executable} lacks {', '.join(missing)}: install them, or see docs/development/gpu.md for wheels")
+        return 2
+    figures = Figures()
+    _end_in_words(figures)
+    # Nothing is fetched, and nothing waits for a network that is not there.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    deadline = began + 60.0 * options.minutes - _LAST_SECONDS
+    with tempfile.TemporaryDirectory(prefix="sft-gpu-", ignore_cleanup_errors=True) as scratch:
+        work = Path(scratch)
+        try:
+            _check_and_measure(options, figures, work, began, deadline)
+        finally:
+            if options.logs is not None:
+                _keep_logs(work, options.logs)
+    failed = figures.with_value("failed")
+    figures.add({"seconds": time.monotonic() - began, "failures": len(failed)})
+    figures.print_all()
+    return 1 if failed else 0
+
+
+def _check_and_measure(
+    options: argparse.Namespace, figures: Figures, work: Path, began: float, deadline: float
+) -> None:
+    """Everything that the time allows."""
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    say(f"imports took {time.monotonic() - began:.0f} s")
+    share = began + _SHARE_OF_CHECKS * (deadline - began)
+    _check(options, figures, work, share if options.device == "cuda" else deadline)
+    _measure(options, figures, work, deadline)
+
+
+def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
+    import torch
+
+    from . import kernels, runs
+    from .inputs import make_small_inputs
+    from .isolated import Check, Outcome, last_lines, run_isolated
+
+    # Naming a device does not start CUDA in this process, which is forked.
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    parts: list[tuple[str, Check]] = [
+        (name, lambda check=check: check(device))  # type: ignore[misc]
+        for name, check in (
+            ("inputs", lambda _: make_small_inputs(work / "inputs")),
+            ("device", kernels.device_facts),
+            ("attention", kernels.attention),
+            ("loss", kernels.loss),
+            ("staging", kernels.staging),
+            ("group", kernels.group),
+            ("out_of_memory", kernels.out_of_memory),
+        )
+    ]
+    whole = runs.checks(work / "inputs", work / "checks", device)
+
+    def told(outcome: Outcome) -> None:
+        said = f": {outcome.said}" if outcome.said else ""
+        say(f"check {outcome.name}: {outcome.verdict} ({outcome.seconds:.1f} s){said}")
+        if outcome.verdict == "failed":
+            for line in last_lines(work / "checks", outcome.name):
+                say(f"    {line}")
+        figures.keep({f"check_{outcome.name}": outcome.verdict})
+        figures.add(outcome.figures or {})
+
+    (work / "checks").mkdir()
+    # Side by side where there are processors for it: each whole run spends most of its time on imports.
+    limit = _CHECK_SECONDS if options.device == "cuda" else deadline - time.monotonic()
+    together = max(1, min(4, (os.cpu_count() or 1) // 4))
+    for checks, at_once in ((parts, 1), (whole[:1] if options.short else whole, together)):
+        run_isolated(checks, work / "checks", deadline=deadline, limit=limit, at_once=at_once, on_end=told)
+
+
+def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
+    from . import inputs
+    from .measured import Effort, Scene, compare, save_and_load
+
+    on_gpu = options.device == "cuda"
+    shapes = [inputs.QWEN3_0_6B, inputs.QWEN3_1_7B] if on_gpu else [inputs.SMALL]
+    effort = Effort(5, 20, 10.0) if on_gpu else Effort(2, 3, 0.0)
+    if not (work / "inputs").is_dir():
+        return
+    inputs.make_long_rows(work / "inputs", work / "rows.jsonl", scale=1.0 if on_gpu else 0.1)
+    for number, shape in enumerate(shapes):
+        folder = work / shape.name
+        parts = len(shapes) - number
+        until = time.monotonic() + (deadline - time.monotonic()) / parts
+        facts = _prepared(shape, work, folder, options.device, until)
+        if facts is None:
+            figures.add({f"{shape.name}_inputs": "failed"})
+            continue
+        scene = Scene(shape, facts["parameters"], folder / "model", work / "rows.jsonl", folder, on_gpu, effort, until)
+        compare(
+            scene, figures, lengths=facts["lengths"], peak_flops=facts["peak_flops"], pairs=1 if options.short else 2
+        )
+        if not options.short:
+            save_and_load(scene, figures)
+        # A checkpoint has 12 bytes for every parameter: room for those of the next model.
+        shutil.rmtree(folder / "saving", ignore_errors=True)
+        shutil.rmtree(folder / "model", ignore_errors=True)
+
+
+def _prepared(shape: Any, work: Path, folder: Path, device: str, deadline: float) -> dict[str, Any] | None:
+    """Make the model of ``shape`` in a process that may use the GPU; its parameters, and lengths of the documents."""
+    from .isolated import Outcome, last_lines, run_isolated
+
+    facts: dict[str, Any] = {}
+
+    def make() -> dict[str, Any]:
+        import torch
+        from transformers import AutoTokenizer
+
+        from sft_trainer.flops import peak_flops
+
+        from .inputs import make_model
+        from .plain import read_examples
+
+        where = torch.device(device)
+        parameters = make_model(shape, work / "inputs", folder / "model", where)
+        examples = read_examples(str(work / "rows.jsonl"), AutoTokenizer.from_pretrained(folder / "model"))
+        lengths = [len(ids) for ids, _ in examples if len(ids) <= shape.bin_tokens]
+        return {"parameters": parameters, "lengths": lengths, "peak_flops": peak_flops(where) or 0.0}
+
+    def told(outcome: Outcome) -> None:
+        say(f"model {shape.name}: {outcome.verdict} ({outcome.seconds:.1f} s){outcome.said and ': ' + outcome.said}")
+        if outcome.verdict == "failed":
+            for line in last_lines(work / "checks", outcome.name):
+                say(f"    {line}")
+        facts.update(outcome.figures or {})
+
+    folder.mkdir()
+    run_isolated(
+        [(f"model_{shape.name}", make)],
+        work / "checks",
+        deadline=deadline,
+        limit=120.0,
+        at_once=1,
+        on_end=told,
+    )
+    return facts or None
+
+
+def _end_in_words(figures: Figures) -> None:
+    """When it is stopped from outside, print what is known so far."""
+
+    def stop(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        figures.add({"stopped_by": signal.Signals(number).name})
+        figures.print_all()
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+
+
+def _keep_logs(work: Path, target: Path) -> None:
+    """All logs as one file, since they are many: each under its path."""
+    target.mkdir(parents=True, exist_ok=True)
+    with (target / "gpu.log").open("w") as together:
+        for log in sorted(work.rglob("*.log")):
+            together.write(f"==> {log.relative_to(work)}\n{log.read_text(errors='replace')[-200_000:]}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Checks of single parts on the device, each against the same computation in double precision."""
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from .figures import Figure
+from .isolated import Skipped
+
+Device = torch.device
+
+# Documents of one token, of odd lengths, and longer than the sliding window.
+_DOCUMENTS = (1, 17, 128, 301, 65)
+_WINDOW = 64
+
+
+def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Distance relative to the length of what is expected; NaN where anything is not finite."""
+    difference = actual.double() - expected.double()
+    return float(difference.norm() / expected.double().norm())
+
+
+def require(name: str, value: float, limit: float) -> None:
+    """Raise unless ``value`` is at most ``limit``; NaN never is."""
+    if not value <= limit:
+        raise AssertionError(f"{name} is {value:.3g}, more than {limit:g}")
+
+
+def device_facts(device: Device) -> dict[str, Figure]:
+    """What this machine is, and how fast it multiplies and copies: the ceilings of what follows."""
+    import transformers
+
+    facts: dict[str, Figure] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if device.type == "cpu":
+        return facts | {"device": "cpu", "threads": torch.get_num_threads()}
+    from sft_trainer.flops import peak_flops
+
+    properties = torch.cuda.get_device_properties(device)
+    facts |= {
+        "device": torch.cuda.get_device_name(device),
+        "device_memory_gib": properties.total_memory / 2**30,
+        "cuda": str(torch.version.cuda),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+    }
+    facts |= {"matmul_bf16_tflops": _matmul_flops(device) / 1e12, "copy_gb_per_second": _copy_bytes(device) / 1e9}
+    peak = peak_flops(device)
+    if peak is None:
+        raise AssertionError(f"the table of peak FLOPs does not know {facts['device']}: add it to flops.py")
+    return facts | {"peak_bf16_tflops": peak / 1e12}
+
+
+def _seconds(device: Device, repeats: int, work: Any) -> float:
+    """Seconds of one ``work()``, the mean of ``repeats`` after a warm-up."""
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def _matmul_flops(device: Device, size: int = 8192) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / _seconds(device, 20, lambda: a @ b)
+
+
+def _copy_bytes(device: Device) -> float:
+    source = torch.randn(2**29, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(device, 20, lambda: target.copy_(source))
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Causal attention of every document by its definition; (1, heads, tokens, size) to (1, tokens, heads, size)."""
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for q, k, v in zip(*(tensor.split(_DOCUMENTS, dim=2) for tensor in (query, key, value)), strict=True):
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        positions = torch.arange(q.shape[2], device=q.device)
+        distance = positions[:, None] - positions[None, :]
+        seen = (distance >= 0) & (distance < (window or q.shape[2]))
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
+        outputs.append(scores.softmax(-1) @ v)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+class _Causal(torch.nn.Module):
+    is_causal = True
+
+
+def attention(device: Device) -> dict[str, Figure]:
+    """The registered attention, output and gradients, in the precision of training and in fp32, against double.
+
+    Heads that share keys, a sliding window, the head sizes of the models that we name.
+    """
+    from sft_trainer.models.attention import document_attention
+
+    figures: dict[str, Figure] = {}
+    # On the CPU bf16 has the path of fp32; on a GPU it has the kernel of variable lengths.
+    for dtype, name, limit in ((torch.bfloat16, "bf16", 2e-2), (torch.float32, "fp32", 1e-4)):
+        worst_output = worst_gradient = 0.0
+        for heads, shared, size, window in ((4, 4, 64, None), (8, 2, 128, None), (4, 2, 64, _WINDOW), (2, 1, 128, 1)):
+            generator = torch.Generator().manual_seed(heads * size)
+            tokens = sum(_DOCUMENTS)
+            drawn = [
+                torch.randn(1, count, tokens, size, generator=generator).to(device, dtype)
+                for count in (heads, shared, shared)
+            ]
+            query, key, value = ours = [tensor.clone().requires_grad_() for tensor in drawn]
+            right = [tensor.double().requires_grad_() for tensor in drawn]
+            upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, dtype)
+            scale = size**-0.5
+            ends = torch.tensor((0, *_DOCUMENTS), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            output, _ = document_attention(
+                _Causal(),
+                query,
+                key,
+                value,
+                None,
+                scaling=scale,
+                sliding_window=window,
+                document_lengths=_DOCUMENTS,
+                cu_seq_lens_q=ends,
+                cu_seq_lens_k=ends,
+                max_length_q=max(_DOCUMENTS),
+                max_length_k=max(_DOCUMENTS),
+            )
+            expected = _attended(right[0], right[1], right[2], scale, window)
+            output.backward(upstream)
+            expected.backward(upstream.double())
+            case = f"{name}, {heads} heads, {shared} of keys, size {size}, window {window}"
+            error = error_of(output, expected)
+            require(f"attention ({case}): error of the output", error, limit)
+            worst_output = max(worst_output, error)
+            for what, one, other in zip(("queries", "keys", "values"), ours, right, strict=True):
+                assert one.grad is not None
+                assert other.grad is not None
+                # With a window of one token nothing depends on queries and keys: their gradients are 0.
+                length = (upstream.double() if window == 1 else other.grad).norm()
+                error = float((one.grad.double() - other.grad).norm() / length)
+                require(f"attention ({case}): error of the gradient of the {what}", error, limit)
+                worst_gradient = max(worst_gradient, error)
+        figures |= {f"attention_{name}_output_error": worst_output, f"attention_{name}_gradient_error": worst_gradient}
+    return figures
+
+
+def loss(device: Device) -> dict[str, Figure]:
+    """The loss that keeps no logits, its value and gradients, against cross-entropy in double precision."""
+    from torch.nn.functional import cross_entropy
+
+    from sft_trainer.loss import CHUNK_ELEMENTS, linear_cross_entropy_sum
+
+    width = 64
+    vocabulary = 151_936 if device.type == "cuda" else 40_000
+    # Enough rows for the path in chunks, and for more than one of them on a GPU.
+    rows = CHUNK_ELEMENTS // vocabulary + 100 if device.type == "cuda" else CHUNK_ELEMENTS // 8 // vocabulary + 10
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=generator) / 8).to(device, torch.bfloat16).requires_grad_()
+    labels = torch.randint(vocabulary, (rows,), generator=generator).to(device)
+    linear_cross_entropy_sum(hidden, weight, labels).backward()
+    right_hidden, right_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    actual = linear_cross_entropy_sum(hidden, weight, labels).detach()
+    expected = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(0, rows, 64):
+        part = slice(start, start + 64)
+        piece = cross_entropy(right_hidden[part] @ right_weight.T, labels[part], reduction="sum")
+        piece.backward()
+        expected += piece.detach()
+    errors = {"loss_error": abs(actual.item() / expected.item() - 1)}
+    for name, one, other in (("hidden", hidden, right_hidden), ("weight", weight, right_weight)):
+        assert one.grad is not None
+        assert other.grad is not None
+        errors[f"loss_gradient_{name}_error"] = error_of(one.grad, other.grad)
+    # The logits are rounded to bf16 by the product; the loss is their mean and hardly feels it.
+    require("error of the loss", errors["loss_error"], 1e-3)
+    require("error of its gradients", max(errors.values()), 2e-2)
+    return dict(errors)
+
+
+def staging(device: Device) -> dict[str, Figure]:
+    """Copies for a save: exact, in page-locked memory, and an error of locking is not left to the next kernel."""
+    from sft_trainer.checkpoint.staging import Cuda, HostStaging
+
+    elements = 2**27 if device.type == "cuda" else 2**20
+    tensors = [
+        torch.randn(elements, device=device),
+        torch.randn(elements, device=device).bfloat16(),
+        torch.arange(7, device=device),
+        torch.tensor(3.0, device=device),
+    ]
+    host = HostStaging(device)
+    host.copy(tensors)
+    began = time.perf_counter()
+    copies = host.copy(tensors)
+    seconds = time.perf_counter() - began
+    for copy, tensor in zip(copies, tensors, strict=True):
+        if not torch.equal(copy, tensor.cpu()):
+            raise AssertionError(f"a copy of {tensor.numel()} elements of {tensor.dtype} differs")
+    figures: dict[str, Figure] = {"staging_gb_per_second": sum(tensor.nbytes for tensor in tensors) / seconds / 1e9}
+    if device.type == "cpu":
+        return figures
+    if not host._locked:
+        raise AssertionError("the host memory was not page-locked: copies are slow")
+    cuda, block = Cuda(), torch.empty(2**20, dtype=torch.uint8)
+    if code := cuda.lock(block):
+        raise AssertionError(f"CUDA error {code} from locking 1 MiB")
+    if not (code := cuda.lock(block)):
+        raise AssertionError("locking the same memory twice is no error")
+    cuda.forget_error(device)
+    if torch.arange(4, device=device).sum().item() != 6:
+        raise AssertionError("a kernel after an error of locking computes nonsense")
+    cuda.unlock(block)
+    return figures | {"staging_lock_twice_error": code}
+
+
+def group(device: Device) -> dict[str, Figure]:
+    """The process group of one process: NCCL on a GPU."""
+    import torch.distributed as dist
+
+    from sft_api.ports import free_port
+    from sft_trainer.distributed import Ranks, device_for, join_group, sum_over_ranks
+
+    ranks = Ranks(
+        rank=0, local_rank=0, local_world_size=1, world_size=1, address="127.0.0.1", port=free_port(), generation="1"
+    )
+    ours = device_for(ranks, 1 if device.type == "cuda" else 0)
+    join_group(ranks, ours)
+    # As the trainer does it: a second group over the CPU, for checkpoints.
+    dist.new_group(backend="gloo")
+    sums = sum_over_ranks([1.5, torch.tensor(2.0, device=ours), 1.0], ours)
+    if sums != [1.5, 2.0, 1.0]:
+        raise AssertionError(f"the sums over one process are {sums}")
+    backend = str(dist.get_backend())
+    dist.destroy_process_group()
+    if device.type == "cuda" and backend != "nccl":
+        raise AssertionError(f"the backend on a GPU is {backend}")
+    return {"group_backend": backend}
+
+
+def out_of_memory(device: Device) -> dict[str, Figure]:
+    """What torch raises when the memory of the GPU is used up is told from other errors."""
+    if device.type == "cpu":
+        raise Skipped("cpu")
+    from sft_api.failures import FailureClass
+    from sft_trainer.classify import classify
+
+    held = []
+    try:
+        while True:
+            held.append(torch.empty(2**33, dtype=torch.uint8, device=device))
+    except RuntimeError as error:
+        failure, message = classify(error, step=1)
+    held.clear()
+    if failure != FailureClass.OUT_OF_MEMORY:
+        raise AssertionError(f"taken for {failure}: {message[:200]}")
+    if torch.ones(4, device=device).sum().item() != 4:
+        raise AssertionError("the device computes nonsense after it")
+    return {"out_of_memory_class": failure.value}

@@ -1,0 +1,305 @@
+"""Tokens a second, model-FLOPs utilisation and peak memory of the trainer beside a plain loop, in turn: A B B A."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from sft_api.trainer_config import TrainerConfig
+from tests.parity.runs import manifest, resolve, worker_environment
+
+from .figures import Figure, Figures, one_line, say
+from .forked import forked
+from .inputs import ModelShape
+from .isolated import last_words
+from .plain import Settings
+
+_POLL_SECONDS = 0.005
+_STARTING_SECONDS = 25.0
+"""Assumed of the first run: imports, tokenising, loading."""
+
+
+class OutOfTimeError(Exception):
+    """A run was not done when its time was up."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long one run is measured."""
+
+    warm_up_steps: int
+    least_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the trainer told of itself after a step, and when it did."""
+
+    step: int
+    tokens: int
+    time: float
+    utilisation: float | None
+    saved: int
+    """Step of the newest checkpoint; 0 when there is none."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run."""
+
+    tokens_per_second: float
+    peak_memory: float
+    seconds: float
+    """From its start to its end."""
+    utilisation: float | None = None
+    """As the trainer reckons it."""
+    attention: str = ""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model with its data, and where its runs go."""
+
+    shape: ModelShape
+    parameters: int
+    model: Path
+    data: Path
+    folder: Path
+    on_gpu: bool
+    effort: Effort
+    deadline: float
+    """Of all its runs, of ``time.monotonic``."""
+
+    def config(self, name: str, **checkpoint: Any) -> TrainerConfig:
+        """A run that does not end by itself."""
+        shape = self.shape
+        job = manifest(
+            self.folder,
+            self.folder / name / "store",
+            model={"uri": f"file://{self.model}"},
+            data={
+                "train": [{"uri": f"file://{self.data}"}],
+                "maxLength": shape.bin_tokens,
+                "trainOn": "allAssistantMessages",
+                "workers": min(8, os.cpu_count() or 1),
+            },
+            training={
+                "steps": 100_000,
+                "globalBatchTokens": shape.bins * shape.bin_tokens,
+                "maxTokensPerMicroBatch": shape.bin_tokens,
+                "precision": "bf16" if self.on_gpu else "fp32",
+                "activationCheckpointing": "none",
+                "optimizer": {"learningRate": 1e-5},
+            },
+            compute={"gpusPerNode": 1 if self.on_gpu else 0, "processesPerNode": 1},
+            checkpoint={"uri": f"file://{self.folder / name / 'store'}", **checkpoint},
+            export={"atEnd": False},
+        )
+        return resolve(job)
+
+
+def _seen(path: Path) -> Seen | None:
+    """The progress file, and when it was written; None while there is none."""
+    try:
+        with path.open() as file:
+            written = os.fstat(file.fileno()).st_mtime_ns / 1e9
+            progress = json.load(file)
+    except (OSError, ValueError):
+        return None
+    latest = (progress.get("checkpoints") or {}).get("latest") or {}
+    return Seen(
+        progress["step"],
+        progress.get("tokensSeen", 0),
+        written,
+        progress.get("modelFlopsUtilization"),
+        latest.get("step", 0),
+    )
+
+
+def followed(
+    scene: Scene, name: str, config: TrainerConfig, enough: Callable[[list[Seen]], bool]
+) -> tuple[Run, list[Seen]]:
+    """Run the trainer until ``enough`` of the steps that it told of, then end it; nothing is saved at the end."""
+    folder = scene.folder / name
+    environment = worker_environment(config, folder) | _environment()
+    environment |= {
+        # The same tokens for all runs: they are made once.
+        "SFT_CACHE_DIR": str(scene.folder / "cache"),
+        "SFT_PEAK_MEMORY": str(folder / "peak"),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
+    (folder / "peak").unlink(missing_ok=True)
+    (folder / "run" / "progress.json").unlink(missing_ok=True)
+    began, steps = time.monotonic(), []  # type: ignore[var-annotated]
+    with forked("tests.gpu.worker", [], environment, scene.folder / f"{name}.log") as worker:
+        while not enough(steps):
+            if worker.poll() is not None:
+                raise RuntimeError(f"the trainer ended with {worker.code}; {last_words(scene.folder, name)}")
+            if time.monotonic() > scene.deadline:
+                raise OutOfTimeError(f"after {len(steps)} steps")
+            seen = _seen(folder / "run" / "progress.json")
+            if seen is not None and seen.step > 0 and (not steps or seen != steps[-1]):
+                steps.append(seen)
+            time.sleep(_POLL_SECONDS)
+        if scene.on_gpu:
+            time.sleep(0.6)  # it is written twice a second
+        peak = _peak(folder / "peak") if scene.on_gpu else _resident(worker.pid)
+    warm = [seen for seen in steps if seen.step >= scene.effort.warm_up_steps]
+    # What was seen first of a step: later something else may have changed.
+    first, last = warm[0], next(seen for seen in warm if seen.step == warm[-1].step)
+    rate = (last.tokens - first.tokens) / max(1e-9, last.time - first.time)
+    told = [seen.utilisation for seen in warm if seen.utilisation is not None]
+    return Run(rate, peak, time.monotonic() - began, mean(told) if told else None), steps
+
+
+def _environment() -> dict[str, str]:
+    """That of every measured run: as many threads as the supervisor gives to a single process."""
+    return {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+
+
+def _peak(path: Path) -> float:
+    return float(path.read_text().split()[0])
+
+
+def _resident(pid: int) -> float:
+    """Most resident memory of a living process, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(float(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def ours(scene: Scene, name: str) -> Run:
+    """One run of the trainer."""
+    effort = scene.effort
+
+    def enough(steps: list[Seen]) -> bool:
+        warm = [seen for seen in steps if seen.step >= effort.warm_up_steps]
+        return (
+            bool(warm)
+            and warm[-1].step - warm[0].step >= effort.least_steps
+            and warm[-1].time - warm[0].time >= effort.seconds
+        )
+
+    run, _ = followed(scene, name, scene.config(name), enough)
+    return run
+
+
+def plain(scene: Scene, name: str) -> Run:
+    """One run of the plain loop."""
+    settings = Settings(
+        model=str(scene.model),
+        data=str(scene.data),
+        device="cuda" if scene.on_gpu else "cpu",
+        bin_tokens=scene.shape.bin_tokens,
+        bins=scene.shape.bins,
+        warm_up_steps=scene.effort.warm_up_steps,
+        least_steps=scene.effort.least_steps,
+        seconds=scene.effort.seconds,
+        result=str(scene.folder / f"{name}.json"),
+    )
+    settings.write(scene.folder / f"{name}.settings.json")
+    began = time.monotonic()
+    arguments = [str(scene.folder / f"{name}.settings.json")]
+    with forked("tests.gpu.plain", arguments, _environment(), scene.folder / f"{name}.log") as process:
+        code = process.wait(scene.deadline)
+    if code is None:
+        raise OutOfTimeError("before it told anything")
+    if code != 0:
+        raise RuntimeError(f"the plain loop ended with {code}; {last_words(scene.folder, name)}")
+    result = json.loads(Path(settings.result).read_text())
+    seconds = time.monotonic() - began
+    return Run(result["tokens_per_second"], result["peak_memory"], seconds, attention=result["attention"])
+
+
+def compare(scene: Scene, figures: Figures, *, lengths: list[int], peak_flops: float, pairs: int) -> None:
+    """A B, B A: the trainer and the plain loop in turn, ``pairs`` (1 or 2) of them.
+
+    ``lengths`` are those of the documents, in tokens; ``peak_flops`` is 0 where it is not known.
+    """
+    shape = scene.shape.name
+    figures.add({f"{shape}_parameters": scene.parameters})
+    a_token = scene.shape.training_flops(lengths) / sum(lengths)
+    runs: dict[str, list[Run]] = {"ours": [], "plain": []}
+    longest = scene.effort.seconds + _STARTING_SECONDS if scene.on_gpu else 0.0
+    for number, who in enumerate(("ours", "plain", "plain", "ours")[: 2 * pairs]):
+        if time.monotonic() + longest > scene.deadline:
+            figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
+            continue
+        try:
+            run = (ours if who == "ours" else plain)(scene, f"{number}-{who}")
+        except OutOfTimeError as reason:
+            figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
+            say(f"{shape}: run {number} ({who}) was ended {reason}")
+            continue
+        except Exception as error:  # the other runs still tell something
+            figures.add({f"{shape}_run_{number}_{who}": "failed"})
+            say(f"{shape}: run {number} ({who}) failed: {one_line(error)}")
+            continue
+        longest = max(longest, run.seconds + 3.0)
+        runs[who].append(run)
+        say(
+            f"{shape}: run {number} ({who}): {run.tokens_per_second:.0f} tokens/s, peak {run.peak_memory / 2**30:.2f} "
+            f"GiB, {run.seconds:.0f} s with its start"
+        )
+        figures.add(_figures_of(f"{shape}_{who}", runs[who], a_token, peak_flops))
+    if runs["ours"] and runs["plain"]:
+        rates = [mean(run.tokens_per_second for run in runs[who]) for who in ("ours", "plain")]
+        figures.add({f"{shape}_ratio_to_plain": rates[0] / rates[1]})
+
+
+def _figures_of(name: str, runs: list[Run], flops_of_a_token: float, peak_flops: float) -> dict[str, Figure]:
+    rate = mean(run.tokens_per_second for run in runs)
+    figures: dict[str, Figure] = {
+        f"{name}_tokens_per_second": rate,
+        f"{name}_peak_memory_gib": max(run.peak_memory for run in runs) / 2**30,
+    }
+    if peak_flops:
+        figures[f"{name}_mfu"] = rate * flops_of_a_token / peak_flops
+    if runs[-1].utilisation is not None:
+        figures[f"{name}_mfu_as_told"] = runs[-1].utilisation
+    if runs[-1].attention:
+        figures[f"{name}_attention"] = runs[-1].attention
+    if len(runs) > 1:
+        rates = [run.tokens_per_second for run in runs]
+        figures[f"{name}_spread"] = (max(rates) - min(rates)) / rate
+    return figures
+
+
+def save_and_load(scene: Scene, figures: Figures) -> None:
+    """What a save in the background costs a run of this size, and how long it takes to go on from it."""
+    shape, every = scene.shape.name, scene.effort.warm_up_steps + 4
+    config = scene.config("saving", everySteps=every)
+    try:
+        run, steps = followed(scene, "saving", config, lambda seen: bool(seen) and seen[-1].saved >= every)
+        times: dict[int, float] = {}
+        for seen in steps:
+            times.setdefault(seen.step, seen.time)
+        order = sorted(times)
+        lasted = {b: (times[b] - times[a]) / (b - a) for a, b in pairwise(order) if a >= 2}
+        usual = sorted(lasted[step] for step in lasted if step <= every)
+        if usual and (later := [step for step in order if step > every]):
+            typical = usual[len(usual) // 2]
+            since = times[order[-1]] - times[max(step for step in order if step <= every)]
+            figures.add(
+                {
+                    f"{shape}_save_step_seconds": lasted[later[0]],
+                    f"{shape}_usual_step_seconds": typical,
+                    f"{shape}_save_stall_seconds": max(0.0, since - typical * (order[-1] - every)),
+                }
+            )
+        saved = next(seen.time for seen in steps if seen.saved >= every)
+        figures.add({f"{shape}_save_seconds": saved - times.get(every, times[order[-1]])})
+        run, steps = followed(scene, "saving", config, lambda seen: bool(seen) and seen[-1].step > every)
+        figures.add({f"{shape}_resumed_after_seconds": run.seconds, f"{shape}_resumed_at_step": steps[0].step})
+    except OutOfTimeError as reason:
+        figures.add({f"{shape}_save": "no_time_left"})
+        say(f"{shape}: the run that saves was ended {reason}")
+    except Exception as error:
+        figures.add({f"{shape}_save": "failed"})
+        say(f"{shape}: the run that saves failed: {one_line(error)}")

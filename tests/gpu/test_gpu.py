@@ -1,0 +1,120 @@
+"""The short form of ``make gpu DEVICE=cpu``, and how it ends when something is wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sft_api.generate import ROOT
+from tests.gpu import __main__ as command
+from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
+from tests.waiting import wait_until
+
+
+def figures_of(output: str) -> dict[str, str]:
+    """The figures at the end of the output, which is nothing else."""
+    lines = output.partition("figures:\n")[2].splitlines()
+    return dict(line.split("=", 1) for line in lines)
+
+
+def start(*options: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu", "--device", "cpu", *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_everything_that_a_cpu_can_run_is_ok() -> None:
+    said, problems = (run := start("--short")).communicate()
+
+    assert run.returncode == 0, said + problems
+    figures = figures_of(said)
+    checks = {name: value for name, value in figures.items() if name.startswith("check_")}
+    assert checks.pop("check_out_of_memory") == "skipped=cpu"
+    assert set(checks.values()) == {"ok"}
+    assert float(figures["bf16_gradient_cosine"]) > 0.99
+    assert float(figures["small_ratio_to_plain"]) > 0
+    assert float(figures["small_ours_peak_memory_gib"]) > 0
+    assert figures["failures"] == "0"
+
+
+def test_one_that_is_stopped_tells_what_it_knows() -> None:
+    run = start("--short")
+    assert run.stdout is not None
+    said = ""
+    for line in run.stdout:
+        said += line
+        if line.startswith("check device"):
+            break
+    run.send_signal(signal.SIGTERM)
+    said += run.communicate()[0]
+
+    assert run.returncode == 128 + signal.SIGTERM
+    figures = figures_of(said)
+    assert figures["stopped_by"] == "SIGTERM"
+    assert figures["device"] == "cpu"
+
+
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_NEEDED", {"os": "os", "no_such_module": "no-such-package"})
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+
+    assert command.main() == 2
+    assert "lacks no-such-package: " in capsys.readouterr().err
+
+
+def test_a_check_that_fails_crashes_or_hangs_hides_no_other(tmp_path: Path) -> None:
+    # Given checks of every kind
+    def fails() -> dict[str, float]:
+        print("on its way")
+        raise ValueError("seven is no colour")
+
+    def crashes() -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def hangs() -> dict[str, float]:
+        child = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / "child").write_text(str(child.pid))
+        time.sleep(1000)
+        return {}
+
+    def is_skipped() -> dict[str, float]:
+        raise Skipped("cpu")
+
+    def works() -> dict[str, float]:
+        return {"answer": 42.0}
+
+    checks = [(check.__name__, check) for check in (fails, crashes, hangs, is_skipped, works)]
+    ended: list[Outcome] = []
+
+    # When they are run
+    deadline = time.monotonic() + 1000
+    run_isolated(checks, tmp_path, deadline=deadline, limit=5.0, at_once=1, on_end=ended.append)  # type: ignore[arg-type]
+
+    # Then each tells its own end, and nothing is left running
+    assert [outcome.verdict for outcome in ended] == ["failed", "failed", "failed", "skipped=cpu", "ok"]
+    assert ended[0].said == "ValueError: seven is no colour"
+    assert last_lines(tmp_path, "fails")[-1] == "ValueError: seven is no colour"
+    assert ended[1].said.startswith("ended with -9")
+    assert ended[2].said.startswith("not done after 5 s")
+    assert ended[4].figures == {"answer": 42.0}
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes())
+
+
+def test_no_check_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
+    ended: list[Outcome] = []
+
+    run_isolated([("late", dict)], tmp_path, deadline=time.monotonic(), limit=5.0, at_once=1, on_end=ended.append)
+
+    assert [outcome.verdict for outcome in ended] == ["no_time_left"]
