@@ -105,8 +105,8 @@ class Settings(SettingsModel):
     status_seconds: Seconds = 32
     """No figure that is shown gets older than this while a job trains: a read that would be the last one in time is
     written. Transitions are written at once."""
-    status_seconds_starting: Seconds = 9
-    """The same while a job starts or recovers, when people look at it."""
+    status_seconds_starting: Seconds = 25
+    """The same for what is only said in other words while a job starts or recovers."""
     resync_seconds: Seconds = 120
     """Between two complete listings, which repair whatever a watch has lost."""
     stuck_pod_seconds: Seconds = 30

@@ -40,6 +40,7 @@ from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
 _DELETE_AGAIN_SECONDS = 2.0
 """When nothing tells that what was deleted is going."""
 _SOON_SECONDS = 0.5
+_ANSWER_SECONDS = 1.0
 _LONGEST_PATCH_PAUSE_SECONDS = 60.0
 BREATH_SECONDS = 0.5
 """Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
@@ -316,6 +317,10 @@ class _Look:
             return written + BREATH_SECONDS
         trains = status.state == "Running"
         age = written + (self._settings.status_seconds if trains else self._settings.status_seconds_starting)
+        asks = any(isinstance(item, AskTrainer) for item in self._questions)
+        if asks and self._observed.report is None and self._memory.polled_at is None:
+            # The first report is on its way: it says more than that pods are ready.
+            return max(age, _ANSWER_SECONDS)
         # Figures are as old as the report they come from: they are shown when the next one would come too late.
         next_report = min(
             (item.due - self._clock for item in self._questions if isinstance(item, AskTrainer)), default=0.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions import look as look_module
 from sft_operator.decisions.deeds import children_made, healed, refused
@@ -20,7 +21,7 @@ from sft_operator.decisions.result import (
     GiveUpPod,
     Result,
 )
-from sft_operator.decisions.status import write_status
+from sft_operator.decisions.status import compute_status, write_status
 from sft_operator.picture.memory import Healing, Memory
 from sft_operator.picture.observed import Observed, Refusal
 from sft_operator.picture.picture import Key, Picture
@@ -31,6 +32,7 @@ from tests.unit.operator.make import (
     at,
     job_manifest,
     make_child,
+    make_job,
     make_pod,
     report,
     running,
@@ -313,6 +315,20 @@ def test_the_job_follows_what_may_change(wish: Object, child: Any, patch: Object
 
 
 # Words
+
+
+def test_that_pods_are_ready_waits_for_the_first_report() -> None:
+    starting = write_status(compute_status(make_job(), SFTJobStatus(), running(pods=()), NOW))
+    lately = {"healing": healed_lately(), "written": 0.0, "status": starting}
+
+    asked = decided(seen(running(), **lately))
+    in_vain = decided(seen(running(), polled_at=999.0, **lately))
+
+    assert asked.patch is None
+    assert asked.again is not None
+    assert asked.again <= 1.0
+    assert in_vain.patch is not None
+    assert in_vain.patch["podsReady"] == "2/2"
 
 
 def test_figures_wait_and_transitions_do_not() -> None:
