@@ -11,7 +11,10 @@ import os
 import sys
 from pathlib import Path
 
+import uvloop
 from pydantic import ValidationError
+
+from sft_api.fitting import fit_status
 
 from .cluster.client import ConfigError
 from .cluster.leadership import LeadershipLost
@@ -35,10 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         logging.basicConfig(
             level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
         )
+        fit_status({})  # walks the schema: not while the first job waits
         # Of what a look makes hardly anything is a cycle, and all that was imported stays.
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
-        asyncio.run(run(settings))
+        uvloop.run(run(settings))
     except (ConfigError, LeadershipLost, OSError, ValidationError) as error:
         print(f"sft-operator: {error}", file=sys.stderr)
         return 1

@@ -14,12 +14,13 @@ import aiohttp
 from sft_api.v1alpha1 import API_VERSION, KIND
 
 from . import server
-from .cluster import kopf_watch
+from .cluster import kopf_process
 from .cluster.asking import Asking
 from .cluster.client import ApiError, Cluster, ConfigError, connect
-from .cluster.informer import Informer, Lister
+from .cluster.informer import Informer
 from .cluster.leadership import Leadership
 from .cluster.progress_client import ProgressClient
+from .cluster.requests import Requests
 from .cluster.store import CheckpointStore
 from .config import Settings
 from .metrics import OperatorMetrics
@@ -40,15 +41,17 @@ _SWARM_SECONDS = 0.5
 class Operator:
     """The whole operator in one event loop."""
 
-    def __init__(self, settings: Settings, url: str, session: aiohttp.ClientSession) -> None:
-        """``url`` and ``session`` lead to the API server."""
+    def __init__(
+        self, settings: Settings, url: str, session: aiohttp.ClientSession, requests: Requests | None = None
+    ) -> None:
+        """``url``, ``session`` and ``requests`` lead to the API server."""
         self._settings = settings
         self._picture = Picture()
         self._queue: WorkQueue[Key] = WorkQueue(
             self._reconcile, concurrency=settings.concurrency, on_error=self._failed
         )
         self._metrics = OperatorMetrics(self._picture.manifests, lambda: len(self._queue))
-        self._cluster = Cluster(url, session, self._metrics.answered)
+        self._cluster = Cluster(url, session, self._metrics.answered, requests)
         self._progress = ProgressClient(settings.progress_url, concurrency=settings.poll_concurrency)
         asking = Asking(
             self._cluster,
@@ -68,8 +71,8 @@ class Operator:
         self._bugs: dict[Key, str] = {}
         """The last error of each key over which the operator failed."""
         self._watchdog = Watchdog()
-        self._listers = {
-            kind: (Lister if kind == KIND else Informer)(
+        self._informers = {
+            kind: Informer(
                 self._cluster,
                 kind,
                 settings.namespace,
@@ -116,11 +119,10 @@ class Operator:
                 asyncio.create_task(self._list_again_and_again(), name="resync"),
                 *(
                     asyncio.create_task(informer.watch(self._look_again), name=f"watch of {kind}s")
-                    for kind, informer in self._listers.items()
-                    if isinstance(informer, Informer)
+                    for kind, informer in self._informers.items()
                 ),
                 # Last: kopf ends all tasks that are younger than itself.
-                asyncio.create_task(kopf_watch.watch(self._settings, self._seen), name="watch"),
+                asyncio.create_task(kopf_process.live(self._settings.namespace), name="kopf"),
             ]
             await _first_to_end(tasks)
         finally:
@@ -211,7 +213,7 @@ class Operator:
 
     async def _list(self, kind: str, *, first: bool) -> set[Key]:
         """Take in all objects of ``kind``; the keys for which that brought something new."""
-        listed = await self._listers[kind].list()
+        listed = await self._informers[kind].list()
         if not first:
             self._metrics.missed.inc(listed.news)
         self._watchdog.listed(kind, listed.newest, time.monotonic())
@@ -245,8 +247,8 @@ async def run(settings: Settings) -> None:
     assert task is not None  # noqa: S101 -- this is a coroutine
     # A replica that waits must end as well, and PID 1 does so only with a handler; kopf brings its own later.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    url, session = await connect()
+    access = await connect()
     try:
-        await Operator(settings, url, session).run()
+        await Operator(settings, access.server, access.session, access.requests).run()
     finally:
-        await session.close()
+        await access.close()

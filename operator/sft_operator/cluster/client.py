@@ -4,13 +4,12 @@ Typed clients check every body against generated models, at twice the processor 
 server checks them anyway.
 """
 
-import json
 import logging
 import os
 import ssl
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import aiohttp
@@ -19,7 +18,9 @@ from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 from ..picture.observed import Manifest
 from ..picture.untrusted import integer, part, text
+from .json_text import read, written
 from .list_body import ListBody
+from .requests import Answer, Requests
 from .server_clock import ServerClock
 from .watch_body import Event, WatchBody
 
@@ -79,10 +80,15 @@ class Cluster:
         server: str,
         session: aiohttp.ClientSession,
         on_answer: Callable[[str, str, int], None] = lambda verb, kind, code: None,
+        requests: Requests | None = None,
     ) -> None:
-        """``on_answer`` is called with verb, kind and status code of every answer."""
+        """``on_answer`` is called with verb, kind and status code of every answer.
+
+        Short requests go by ``requests``, or by the session like lists and watches.
+        """
         self.server = server.rstrip("/")
         self.session = session
+        self._requests = requests
         self._on_answer = on_answer
         self._clock = ServerClock()
 
@@ -136,7 +142,7 @@ class Cluster:
         async with self.session.get(url, headers=headers, timeout=LIST_TIMEOUT, allow_redirects=False) as response:
             self._answered("list", kind, response)
             if response.status >= 300:
-                raise _error(response.status, response.headers, await response.read())
+                raise _error(response.status, response.headers.get("Retry-After", ""), await response.read())
             try:
                 async for data in response.content.iter_any():
                     for item in body.feed(data):
@@ -167,7 +173,7 @@ class Cluster:
         async with self.session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
             self._answered("watch", kind, response)
             if response.status >= 300:
-                raise _error(response.status, response.headers, await response.read())
+                raise _error(response.status, response.headers.get("Retry-After", ""), await response.read())
             async for data in response.content.iter_any():
                 for event in body.feed(data):
                     if event is None:
@@ -228,34 +234,40 @@ class Cluster:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Manifest:
-        headers = {"Content-Type": content_type, "Accept": accept}
-        data = json.dumps(body, separators=(",", ":")) if body is not None else None
-        async with self.session.request(
-            method, url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, allow_redirects=False
-        ) as response:
-            answer = await response.read()
-            self._answered(verb, kind, response)
-            if response.status >= 300:
-                raise _error(response.status, response.headers, answer)
-            try:
-                document: Manifest = json.loads(answer)
-            except (ValueError, RecursionError) as error:
-                raise aiohttp.ClientPayloadError(f"the answer is no JSON: {error}") from error
-            return document
+        data = written(body) if body is not None else None
+        if self._requests is not None:
+            path = url[len(self.server) :]
+            answer = await self._requests.send(method, path, content_type=content_type, accept=accept, body=data)
+        else:
+            headers = {"Content-Type": content_type, "Accept": accept}
+            async with self.session.request(
+                method, url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, allow_redirects=False
+            ) as response:
+                told = {name.lower(): value for name, value in response.headers.items()}
+                answer = Answer(response.status, told, await response.read())
+        self._on_answer(verb, kind, answer.status)
+        self._clock.heard(answer.headers.get("date", ""))
+        if answer.status >= 300:
+            raise _error(answer.status, answer.headers.get("retry-after", ""), answer.body)
+        try:
+            document: Manifest = read(answer.body)
+        except (ValueError, RecursionError) as error:
+            raise aiohttp.ClientPayloadError(f"the answer is no JSON: {error}") from error
+        return document
 
     def _answered(self, verb: str, kind: str, response: aiohttp.ClientResponse) -> None:
         self._on_answer(verb, kind, response.status)
         self._clock.heard(response.headers.get("Date", ""))
 
 
-def _error(code: int, headers: Mapping[str, str], answer: bytes) -> ApiError:
+def _error(code: int, retry: str, answer: bytes) -> ApiError:
     try:
-        status = json.loads(answer)
+        status = read(answer)
         reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
     except (ValueError, RecursionError, AttributeError):
         reason, message = "", answer.decode(errors="replace")[:1000]
     try:
-        retry_after = float(headers.get("Retry-After", ""))
+        retry_after = float(retry)
     except ValueError:
         retry_after = None
     return ApiError(code, reason, message, retry_after)
@@ -267,11 +279,25 @@ def _told_error(status: Manifest) -> ApiError:
     return ApiError(integer(status.get("code")) or 500, text(status.get("reason")), text(status.get("message")), pause)
 
 
-async def connect(*middlewares: aiohttp.ClientMiddlewareType) -> tuple[str, aiohttp.ClientSession]:
-    """URL of the API server and a session that is allowed in: the pod's service account, else the kubeconfig.
+class Access(NamedTuple):
+    """How the API server is reached; ``close`` it in the end."""
 
-    ``middlewares`` see every request. Tokens are read again when they expire. Raises ``ConfigError`` when there is
-    neither.
+    server: str
+    session: aiohttp.ClientSession
+    requests: Requests | None
+    """For short requests; None where a proxy stands between."""
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self.requests is not None:
+            self.requests.close()
+        await self.session.close()
+
+
+async def connect() -> Access:
+    """Access to the API server by the pod's service account, else the kubeconfig.
+
+    Tokens are read again when they expire. Raises ``ConfigError`` when there is neither.
     """
     from kubernetes.aio import client, config  # heavy, and needed once
 
@@ -287,22 +313,27 @@ async def connect(*middlewares: aiohttp.ClientMiddlewareType) -> tuple[str, aioh
     except (config.ConfigException, OSError) as error:
         raise ConfigError(f"no way to the API server: {error}; run in a cluster, or set KUBECONFIG") from error
 
+    async def authorization() -> str | None:
+        token: str | None = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        return token
+
     async def authorize(
         request: aiohttp.ClientRequest, handler: Callable[[aiohttp.ClientRequest], Any]
     ) -> aiohttp.ClientResponse:
-        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
-        if token:
+        if token := await authorization():
             request.headers["Authorization"] = token
         response: aiohttp.ClientResponse = await handler(request)
         return response
 
+    context = _ssl_context(configuration)
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=_ssl_context(configuration), limit=100, keepalive_timeout=60),
+        connector=aiohttp.TCPConnector(ssl=context, limit=100, keepalive_timeout=60),
         headers={"User-Agent": "sft-operator"},
-        middlewares=(authorize, *middlewares),
+        middlewares=(authorize,),
         proxy=configuration.proxy or None,
     )
-    return configuration.host, session
+    requests = None if configuration.proxy else Requests(configuration.host, context, authorization)
+    return Access(configuration.host, session, requests)
 
 
 class ConfigError(Exception):

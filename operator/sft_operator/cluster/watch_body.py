@@ -4,12 +4,12 @@ One event is one line. A line that no parser takes, or that is longer than any o
 own; what stands after the last line break is half a line, and never read.
 """
 
-import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..picture.observed import Manifest
 from ..picture.untrusted import mapping, part
+from .json_text import read
 
 LONGEST_LINE = 16 * 2**20
 """Bytes; etcd takes objects of 1.5 MiB, and JSON may be several times as long."""
@@ -61,7 +61,7 @@ class WatchBody:
 
 def _event(line: bytes) -> Event | None:
     try:
-        document = json.loads(line.decode(errors="replace"))
+        document = read(line)
     except (ValueError, RecursionError):
         return None
     found = mapping(document)

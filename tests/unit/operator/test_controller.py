@@ -60,7 +60,7 @@ class SlowApi:
 def connect(operator: Operator, api: Any) -> None:
     """Have ``operator`` talk to ``api``."""
     operator._cluster = api
-    for lister in operator._listers.values():
+    for lister in operator._informers.values():
         lister._cluster = api
 
 
@@ -208,7 +208,7 @@ def test_what_a_watch_does_not_tell_of_is_counted_and_makes_sick(monkeypatch: py
         connect(operator, WatchedApi())
         clock = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: clock)
-        operator._seen(KIND, None, job_manifest())  # kopf's watch is well
+        operator._seen(KIND, None, job_manifest())  # that of SFTJobs is well
 
         # The first listing is where the watches begin: it proves nothing
         assert await operator._list_all()
