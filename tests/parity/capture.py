@@ -12,7 +12,6 @@ import torch
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer import trainer
 from sft_trainer.distributed import Ranks
-from sft_trainer.models.causal_lm import clean_name
 from sft_trainer.strategies.fsdp import FsdpStrategy
 
 
@@ -26,8 +25,8 @@ def main() -> None:
     def captured_norm(strategy: FsdpStrategy) -> torch.Tensor:
         captured.append(
             {
-                clean_name(name): parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
-                for name, parameter in strategy.model.named_parameters()
+                name: parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
+                for name, parameter in strategy.model.huggingface.named_parameters()
             }
         )
         return norm(strategy)

@@ -19,8 +19,10 @@ from sft_api.trainer_config import TrainerConfig
 
 from .data.tokenizer import Codec
 from .errors import RanksDifferError
-from .models.weights import weight_files
+from .models.weights import weight_files, weights_layout
+from .names.canonical import VERSION
 from .preparation import Prepared
+from .sharded import model_boxes
 from .supervisor.identity import code_version
 
 Fingerprint = Mapping[str, str]
@@ -42,7 +44,7 @@ def fingerprint(config: TrainerConfig, prepared: Prepared) -> dict[str, str]:
         **{
             f"data.eval[{source.name}]": _of_data(source.uri, prepared.eval[source.name].digest) for source in data.eval
         },
-        "model.uri": f"{config.spec.model.uri} with {_revision(prepared.model_path)}{_of_model(prepared.model_path)}",
+        "model.uri": f"{config.spec.model.uri} with {_revision(prepared.model_path)}{_of_model(prepared)}",
         "the tokenizer and its chat template": Codec.of(prepared.tokenizer).digest[:_DIGITS],
         "PyTorch": torch.__version__,
         **{name: version(name) for name in _LIBRARIES},
@@ -106,12 +108,16 @@ def _revision(path: Path) -> str:
     return f"revision {path.name}, " if path.parent.name == "snapshots" else ""
 
 
-def _of_model(path: Path) -> str:
-    """The files of config and weights: their names, sizes, and samples of what they hold.
+def _of_model(prepared: Prepared) -> str:
+    """The config, which weights there are under canonical names, and samples of what their files hold.
 
     Not all of it: to read the weights twice takes minutes, and every process reads only its share of them.
     """
+    path, model = prepared.model_path, prepared.model
     digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest.update(f"names {VERSION}".encode())
+    for line in weights_layout(model_boxes(model, model.names), model.names, path):
+        digest.update(f"{line}\n".encode())
     files = sorted({file.name: file for file in weight_files(path).values()}.items())
     for name, file in files:
         size = file.stat().st_size

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .checkpoint.store import Store
 from .data.tokenizer import Codec
 from .errors import AccessDeniedError, ConfigError
-from .models.causal_lm import CausalLM, clean_name
+from .models.causal_lm import CausalLM
 
 log = logging.getLogger("sft_trainer")
 
@@ -115,9 +115,9 @@ def _plan_shards(model: CausalLM, dtype: torch.dtype) -> list[list[_Entry]]:
 
 def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[_Entry]:
     # named_parameters names a tied weight once, as save_pretrained stores it.
-    for name, parameter in model.named_parameters():
-        yield _Entry(clean_name(name), parameter.detach(), dtype)
     huggingface: Any = model.huggingface
+    for name, parameter in huggingface.named_parameters():
+        yield _Entry(name, parameter.detach(), dtype)
     computed = {name for name, _ in huggingface.named_non_persistent_buffers()}
     for name, buffer in huggingface.named_buffers():
         if name not in computed:

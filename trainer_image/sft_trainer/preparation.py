@@ -25,6 +25,7 @@ from .models.causal_lm import CausalLM, build_on_meta
 from .models.probe import check_trains_on
 from .models.weights import check_weights
 from .reporting import Reporter
+from .sharded import model_boxes
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     model_path = localise(spec.model.uri, cache, s3, token, kind="model", on_progress=fetching(spec.model.uri))
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = build_on_meta(model_path)
-    check_weights(model, model_path)
+    check_weights(model_boxes(model, model.names), model.names, model_path)
     check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = localise(tokenizer_uri, cache, s3, token, kind="tokenizer") if tokenizer_uri else model_path

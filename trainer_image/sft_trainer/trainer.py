@@ -158,7 +158,8 @@ class Trainer:
             return
         self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
         load_weights(
-            self.strategy.model,
+            [*self.strategy.boxes("base"), *self.strategy.boxes("trained")],
+            self.prepared.model.names,
             self.prepared.model_path,
             on_tensor=lambda done: self.reporter.alive(
                 Phase.LOADING, f"reading the weights of {self.spec.model.uri}: {done} tensors"

@@ -47,38 +47,6 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
             },
         },
     ),
-    # DeepSeek V2 Lite
-    (
-        "deepseek_v2",
-        {
-            "hidden_size": 2048,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1408,
-            "topk_method": "greedy",
-            "n_group": 1,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 40,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-                "original_max_position_embeddings": 4096,
-                "rope_theta": 10000.0,
-            },
-        },
-    ),
     # Gemma 3 1B: one of six layers is global, one key-value head
     (
         "gemma3_text",
@@ -131,6 +99,41 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
             "num_key_value_heads": 8,
             "hidden_size": 2048,
             "num_hidden_layers": 40,
+        },
+    ),
+]
+
+PUBLISHED_OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    # DeepSeek V2 Lite
+    (
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 40,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+                "rope_theta": 10000.0,
+            },
         },
     ),
 ]

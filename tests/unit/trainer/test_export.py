@@ -18,7 +18,7 @@ from tests.unit.trainer.test_models import build, process_group, save_model  # n
 
 def export(source: Path, target: Path, model: Any = None, **options: Any) -> None:
     export_model(
-        model or build(source),
+        model or build(source).model,
         LocalStore(target),
         source=source,
         dtype=torch.bfloat16,
@@ -32,7 +32,7 @@ def export(source: Path, target: Path, model: Any = None, **options: Any) -> Non
 def test_buffers_are_exported_in_their_own_dtype(tmp_path: Path) -> None:
     # Given a model with buffers: two that belong to it, such as the correction of a router, and one that is computed
     save_model("llama", tmp_path / "model")
-    model = build(tmp_path / "model")
+    model = build(tmp_path / "model").model
     correction = torch.tensor([0.1, 1 / 3])
     layer = model.huggingface.model.layers[1]
     layer.register_buffer("correction_bias", correction)

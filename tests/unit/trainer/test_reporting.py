@@ -85,5 +85,6 @@ def test_an_evaluation_tells_its_batches(world_size: int) -> None:
 def test_reading_weights_tells_its_tensors(tmp_path: Path) -> None:
     reference = save_model("llama", tmp_path)
     told: list[int] = []
-    load_weights(build(tmp_path).model, tmp_path, on_tensor=told.append)
+    strategy = build(tmp_path)
+    load_weights(strategy.boxes("trained"), strategy.model.names, tmp_path, on_tensor=told.append)
     assert told == [*range(1, len([*reference.parameters()]) + 1)]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.weights import check_weights, load_weights
+from sft_trainer.models.weights import check_weights
+from sft_trainer.sharded import model_boxes
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
 
 INDEX = "model.safetensors.index.json"
@@ -25,6 +26,11 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor], index: dict[str
     for file in set(places.values()):
         save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": index or places}))
+
+
+def check(folder: Path) -> None:
+    model = build_on_meta(folder)
+    check_weights(model_boxes(model, model.names), model.names, folder)
 
 
 def cut(file: Path) -> None:
@@ -81,16 +87,15 @@ def test_damage_is_found_in_the_headers(
     save_model("llama", tmp_path)
     damage(tmp_path, load_file(tmp_path / "model.safetensors"))
     with pytest.raises(ModelError, match=words):
-        check_weights(build_on_meta(tmp_path), tmp_path)
+        check(tmp_path)
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     reference = save_model("llama", tmp_path)
     write_shards(tmp_path, load_file(tmp_path / "model.safetensors"))
-    check_weights(build_on_meta(tmp_path), tmp_path)
+    check(tmp_path)
 
-    model = build(tmp_path)
-    load_weights(model, tmp_path)
+    model = build(tmp_path).model
 
     for name, tensor in reference.state_dict().items():
         assert torch.equal(model.huggingface.state_dict()[name].full_tensor(), tensor), name

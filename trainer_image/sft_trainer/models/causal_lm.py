@@ -8,6 +8,7 @@ from torch import nn
 
 from sft_trainer.errors import ModelError
 from sft_trainer.loss import linear_cross_entropy_sum
+from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .probe import check_documents_stay_apart
@@ -59,6 +60,12 @@ class CausalLM(nn.Module):
         blocks: nn.ModuleList = model.base_model.layers
         return blocks
 
+    @property
+    def names(self) -> Names:
+        """The canonical names of this architecture."""
+        model: Any = self.huggingface
+        return Names.of(model.config)
+
 
 def build_on_meta(path: Path) -> CausalLM:
     """The model described by ``path/config.json``, without memory for its parameters; fp32.
@@ -90,6 +97,11 @@ def build_on_meta(path: Path) -> CausalLM:
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
     check_documents_stay_apart(model)
+    if any(".experts." in name or parameter.ndim > 2 for name, parameter in model.named_parameters()):
+        raise ModelError(
+            f"a model of type {config.model_type!r} sends tokens to experts, which cannot be trained yet: nothing "
+            "would keep the experts evenly used; choose a dense model"
+        )
     return CausalLM(model, stored_dtype)
 
 
@@ -97,8 +109,3 @@ def _sentence(error: Exception) -> str:
     """The beginning of what transformers says, which may go on for paragraphs; of a KeyError more than the key."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
-
-
-def clean_name(name: str) -> str:
-    """The name a parameter of ``CausalLM`` has in the Hugging Face model."""
-    return name.removeprefix("huggingface.")

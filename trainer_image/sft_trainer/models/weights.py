@@ -1,18 +1,19 @@
-"""Weights from safetensors files into a sharded model: every process reads only its own slices."""
+"""Weights from safetensors files into boxes: every process reads only the slices that its boxes overlap."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ModelError
+from sft_trainer.names.canonical import Names
 
-from .causal_lm import CausalLM, clean_name
+from .causal_lm import CausalLM
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
 """Names of dtypes in safetensors files whose numbers mean what they say."""
@@ -42,57 +43,110 @@ def weight_files(path: Path) -> dict[str, Path]:
         return dict.fromkeys(reader.keys(), single)
 
 
-def check_weights(model: CausalLM, path: Path) -> None:
-    """Raise ``ModelError`` unless the files in ``path`` are whole and hold every tensor of ``model`` in its shape.
+def check_weights(boxes: Sequence[Box], names: Names, path: Path) -> None:
+    """Raise ``ModelError`` unless the files in ``path`` are whole and hold all that ``boxes`` need, in its shape.
 
-    Reads their headers only; ``model`` may be on the meta device.
+    Reads their headers only; the boxes may be on the meta device.
     """
-    for _ in _stored_tensors(model, path):
+    for _ in _sources(boxes, names, path):
         pass
 
 
-def load_weights(model: CausalLM, path: Path, on_tensor: Callable[[int], None] = lambda done: None) -> None:
-    """Fill the parameters of ``model`` (after ``to_empty``) from the safetensors files in ``path``.
+def load_weights(
+    boxes: Sequence[Box], names: Names, path: Path, on_tensor: Callable[[int], None] = lambda done: None
+) -> None:
+    """Fill ``boxes`` from the safetensors files in ``path``.
 
     ``on_tensor(tensors done)`` is called after each one. Raises ``ModelError`` naming tensors that are missing, of
     another shape, or hold NaN or infinities.
     """
-    for done, (name, parameter, stored) in enumerate(_stored_tensors(model, path), 1):
-        _read_slice(name, stored, parameter)
+    for done, source in enumerate(_sources(boxes, names, path), 1):
+        source.read()
         on_tensor(done)
 
 
-def _stored_tensors(model: CausalLM, path: Path) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Name, parameter (or stored buffer) and slice reader of every tensor of ``model``, file by file."""
+def weights_layout(boxes: Sequence[Box], names: Names, path: Path) -> list[str]:
+    """Canonical name, shape and stored dtypes of the weights in ``path``, sorted: however they lie in files.
+
+    ``boxes`` are those of the whole model, on the meta device perhaps. Raises as ``check_weights`` does.
+    """
+    dtypes: dict[str, set[str]] = {}
+    for source in _sources(boxes, names, path):
+        dtypes.setdefault(source.box.name, set()).add(source.stored.get_dtype())
+    return sorted(f"{box.name} {list(box.shape)} {' '.join(sorted(dtypes[box.name]))}" for box in boxes)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of a hub file, open, and the box that has some of it."""
+
+    name: str
+    stored: Any
+    """Its slice reader."""
+    box: Box
+    index: int | None
+    """Its place in the leading dimension of the box's tensor; None where it is the whole of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That it must have."""
+        return self.box.shape if self.index is None else self.box.shape[1:]
+
+    def read(self) -> None:
+        place = self.box.place
+        if self.index is None:
+            self.box.write(self._slice(place))
+            return
+        inner = Rectangle(place.offsets[1:], place.sizes[1:])
+        part = Rectangle((self.index, *inner.offsets), (1, *inner.sizes))
+        self.box.write(self._slice(inner).unsqueeze(0), part)
+
+    def _slice(self, place: Rectangle) -> torch.Tensor:
+        values: torch.Tensor = self.stored[place.within(Rectangle((0,) * len(self.shape), self.shape))]
+        if not bool(values.isfinite().all()):
+            raise ModelError(
+                f"tensor {self.name!r} of the model holds NaN or infinities: no step could be finite, fetch it again"
+            )
+        return values
+
+
+def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source]:
+    """What ``boxes`` are filled from, file by file; the headers are compared with what the boxes expect."""
     files = weight_files(path)
-    parameters: dict[str, torch.Tensor] = {clean_name(name): tensor for name, tensor in model.named_parameters()}
-    computed = {name for name, _ in model.huggingface.named_non_persistent_buffers()}  # type: ignore[operator]
-    parameters |= {name: buffer for name, buffer in model.huggingface.named_buffers() if name not in computed}
-    missing = sorted(set(parameters) - set(files))
+    needed: dict[str, list[tuple[Box, int | None]]] = {}
+    for box in boxes:
+        for tensor in names.hub(box.name, box.shape):
+            if tensor.index is None or 0 <= tensor.index - box.place.offsets[0] < box.place.sizes[0]:
+                needed.setdefault(tensor.name, []).append((box, tensor.index))
+    missing = sorted(set(needed) - set(files))
     if missing:
         raise ModelError(
-            f"{path} lacks {len(missing)} of the {len(parameters)} tensors of the model, the first is {missing[0]!r}"
+            f"{path} lacks {len(missing)} of the {len(needed)} tensors of the model, the first is {missing[0]!r}"
         )
     by_file: dict[Path, list[str]] = {}
-    for name in parameters:
+    for name in needed:
         by_file.setdefault(files[name], []).append(name)
-    for file, names in by_file.items():
+    for file, held_names in by_file.items():
         with _opened(file) as reader:
             held = set(reader.keys())
-            for name in names:
+            for name in held_names:
                 if name not in held:
                     raise ModelError(f"{file} does not hold tensor {name!r}, as the index says: fetch the model again")
-                stored, shape = reader.get_slice(name), tuple(parameters[name].shape)
-                if tuple(stored.get_shape()) != shape:
-                    raise ModelError(
-                        f"tensor {name!r} has shape {tuple(stored.get_shape())} in the file, but {shape} in the config"
-                    )
-                if stored.get_dtype() not in _TRAINABLE:
-                    raise ModelError(
-                        f"tensor {name!r} is stored as {stored.get_dtype()}: quantised weights cannot be trained, give "
-                        "the model in bf16 or fp32"
-                    )
-                yield name, parameters[name], stored
+                for box, index in needed[name]:
+                    source = _Source(name, reader.get_slice(name), box, index)
+                    _check_header(source)
+                    yield source
+
+
+def _check_header(source: _Source) -> None:
+    shape = tuple(source.stored.get_shape())
+    if shape != source.shape:
+        raise ModelError(f"tensor {source.name!r} has shape {shape} in the file, but {source.shape} in the config")
+    if source.stored.get_dtype() not in _TRAINABLE:
+        raise ModelError(
+            f"tensor {source.name!r} is stored as {source.stored.get_dtype()}: quantised weights cannot be trained, "
+            "give the model in bf16 or fp32"
+        )
 
 
 @contextmanager
@@ -105,23 +159,6 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ModelError(f"{file} is not a whole safetensors file ({error}): fetch the model again") from error
     with reader:
         yield reader
-
-
-@torch.no_grad()
-def _read_slice(name: str, stored: Any, parameter: torch.Tensor) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(stored[:])
-        return
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if 0 in shape:
-        return
-    window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    values = stored[window]
-    if not bool(values.isfinite().all()):
-        raise ModelError(
-            f"tensor {name!r} of the model holds NaN or infinities: no step could be finite, fetch it again"
-        )
-    parameter.to_local().copy_(values)
 
 
 @torch.no_grad()

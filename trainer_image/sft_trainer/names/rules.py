@@ -23,6 +23,7 @@ class Rules:
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 RULES: Mapping[str, Rules] = {
+    "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
     "mixtral": Rules(
         renamed=((".mlp.", ".block_sparse_moe."),),
         experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},

@@ -1,0 +1,130 @@
+"""Names against what transformers itself writes and reads: the same tensors, both ways, to the last bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_trainer.boxes import Box, Rectangle
+from sft_trainer.errors import ModelError
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.weights import check_weights, load_weights, weights_layout
+from sft_trainer.sharded import model_boxes
+
+EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+KINDS = [
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("phi3", {}),
+    ("gpt_neox", {}),
+    ("qwen3_moe", EXPERTS),
+    ("qwen2_moe", EXPERTS),
+    ("mixtral", EXPERTS),
+    ("olmoe", EXPERTS),
+]
+
+
+def save(kind: str, path: Path, **options: Any) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=10,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        **options,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+
+
+def empty(path: Path) -> CausalLM:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return CausalLM(model)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind for kind, _ in KINDS])
+def test_what_is_loaded_is_what_transformers_loads(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # Given a model that transformers wrote
+    save(kind, tmp_path, **options)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+
+    # When it is read through our names
+    model = empty(tmp_path)
+    boxes = model_boxes(model, model.names)
+    load_weights(boxes, model.names, tmp_path)
+
+    # Then all parameters are those that transformers reads
+    ours, theirs = (dict(each.named_parameters()) for each in (model.huggingface, expected))
+    assert ours.keys() == theirs.keys()
+    for name, parameter in theirs.items():
+        assert torch.equal(ours[name], parameter), name
+
+    # And back: the hub tensors of our canonical ones are those of the file, no fewer and no more
+    files = load_file(tmp_path / "model.safetensors")
+    written = {
+        tensor.name: box.read() if tensor.index is None else box.read()[tensor.index]
+        for box in boxes
+        for tensor in model.names.hub(box.name, box.shape)
+    }
+    assert written.keys() == files.keys()
+    for name, value in written.items():
+        assert torch.equal(value, files[name]), name
+
+
+def part(box: Box, *ranges: tuple[int, int]) -> Box:
+    """The box of a process that holds less of the same tensor."""
+    place = type(box.place)(tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+    return Box(box.name, box.kind, box.shape, place, torch.full(place.sizes, torch.nan))
+
+
+def test_only_what_a_box_overlaps_is_read(tmp_path: Path) -> None:
+    # Given a process that has a rectangle of the second expert of three, and files without the others
+    save("qwen3_moe", tmp_path, **EXPERTS)
+    model = empty(tmp_path)
+    (up,) = (box for box in model_boxes(model, model.names) if box.name.endswith("0.mlp.experts.up_proj.weight"))
+    mine = part(up, (1, 2), (2, 5), (1, 8))
+    names = [tensor.name for tensor in model.names.hub(up.name, up.shape)]
+    files = load_file(tmp_path / "model.safetensors")
+    save_file({names[1]: files[names[1]]}, tmp_path / "model.safetensors")
+
+    # Then it needs no other file, and has that part
+    load_weights([mine], model.names, tmp_path)
+    assert torch.equal(mine.read(), files[names[1]][2:5, 1:8][None])
+    with pytest.raises(ModelError, match=rf"lacks 1 of the 2 tensors of the model, the first is '{names[0]}'"):
+        check_weights([part(up, (0, 2), (0, 1), (0, 1))], model.names, tmp_path)
+
+
+def test_the_layout_is_told_by_canonical_names(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path, **EXPERTS)
+    model = empty(tmp_path)
+    layout = weights_layout(model_boxes(model, model.names), model.names, tmp_path)
+    assert "model.layers.0.mlp.experts.gate_proj.weight [3, 6, 8] F32" in layout
+    files = load_file(tmp_path / "model.safetensors")
+    files["model.norm.weight"] = files["model.norm.weight"].bfloat16()
+    save_file(files, tmp_path / "model.safetensors")
+    assert "model.norm.weight [8] BF16" in weights_layout(model_boxes(model, model.names), model.names, tmp_path)
+
+
+def test_a_scalar_is_read_and_checked(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    names = empty(tmp_path).names
+    scalar = Box("scale", "weight", (), Rectangle((), ()), torch.tensor(0.0))
+    save_file({"scale": torch.tensor(2.5)}, tmp_path / "model.safetensors")
+    load_weights([scalar], names, tmp_path)
+    assert scalar.read() == 2.5
+    save_file({"scale": torch.tensor(torch.nan)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="'scale' of the model holds NaN or infinities"):
+        load_weights([scalar], names, tmp_path)
