@@ -5,7 +5,8 @@ for every use.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -98,12 +99,12 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, writers: "_Writers") -> Iterator[Box]:
     """One box of each of the canonical tensors in ``tensor`` that this process has something of."""
-    held, replica, replicas = _held(tensor)
+    held = _Held.of(tensor)
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
     for part in parts:
-        common = held.overlap(Rectangle(part.start, part.shape))
+        common = held.place.overlap(Rectangle(part.start, part.shape))
         if common is None:
             continue
         offsets = tuple(offset - start for offset, start in zip(common.offsets, part.start, strict=True))
@@ -112,38 +113,48 @@ def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, writers: "_Writer
             kind,
             part.shape,
             Rectangle(offsets, common.sizes),
-            local[common.within(held)],
-            writes=writers.writer(replicas, math.prod(common.sizes)) == replica,
+            local[common.within(held.place)],
+            writes=writers.is_writer(held, math.prod(common.sizes)),
         )
 
 
-def _held(tensor: torch.Tensor) -> tuple[Rectangle, int, int]:
-    """The rectangle of ``tensor`` that this process holds; which replica of it that is, of how many."""
-    if not isinstance(tensor, DTensor):
-        together = dist.is_initialized()
-        replica, replicas = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-        return Rectangle((0,) * tensor.ndim, tuple(tensor.shape)), replica, replicas
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if odd := [placement for placement in placements if type(placement) not in (Shard, Replicate)]:
-        raise ValueError(f"a tensor placed as {odd} is no rectangle")
-    replica, replicas = 0, 1
-    for dimension, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            replica = replica * mesh.size(dimension) + mesh.get_local_rank(dimension)
-            replicas *= mesh.size(dimension)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    return Rectangle(tuple(offsets), tuple(sizes)), replica, replicas
+@dataclass(frozen=True)
+class _Held:
+    """The rectangle of a tensor that this process holds, as one of its replicas."""
+
+    place: Rectangle
+    replica: int
+    replicas: int
+    among: Hashable
+    """What all tensors have in common whose replicas are the same processes."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Held":
+        if not isinstance(tensor, DTensor):
+            together = dist.is_initialized()
+            replica, replicas = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+            return cls(Rectangle((0,) * tensor.ndim, tuple(tensor.shape)), replica, replicas, None)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if odd := [placement for placement in placements if type(placement) not in (Shard, Replicate)]:
+            raise ValueError(f"a tensor placed as {odd} is no rectangle")
+        replica, replicas = 0, 1
+        for dimension, placement in enumerate(placements):
+            if isinstance(placement, Replicate):
+                replica = replica * mesh.size(dimension) + mesh.get_local_rank(dimension)
+                replicas *= mesh.size(dimension)
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        return cls(Rectangle(tuple(offsets), tuple(sizes)), replica, replicas, (mesh, tuple(placements)))
 
 
 class _Writers:
     """Gives every box to the replica that has the least to write; replicas hold the same, so that they agree."""
 
     def __init__(self) -> None:
-        self._elements: dict[int, list[int]] = {}
+        self._elements: dict[Hashable, list[int]] = {}
 
-    def writer(self, replicas: int, elements: int) -> int:
-        """Of a box of ``elements`` that ``replicas`` hold."""
-        given = self._elements.setdefault(replicas, [0] * replicas)
+    def is_writer(self, held: _Held, elements: int) -> bool:
+        """Whether this process writes a box of ``elements`` in ``held``."""
+        given = self._elements.setdefault(held.among, [0] * held.replicas)
         writer = given.index(min(given))
         given[writer] += elements
-        return writer
+        return writer == held.replica
