@@ -4,16 +4,16 @@ Layout below ``checkpoint.uri``::
 
     attempts/00003.json                         claimed by a conditional create at every start of the group
     checkpoints/step-00001200-a00003/*.bin      raw tensor bytes, written once, never overwritten
+    checkpoints/step-00001200-a00003/*.idx      which tensor's bytes lie where, with the digest of every piece
     checkpoints/step-00001200-a00003/manifest.json   written last: without it the folder does not count
     status.json, export/
 
-A manifest carries its own digest, so that a damaged one is refused, and never names anything outside its
-folder. The digests prove integrity, not origin.
+A manifest carries its own digest and that of the index, so that damaged ones are refused, and never names anything
+outside its folder. The digests prove integrity, not origin. Whoever wants no tensors needs no index.
 """
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -22,7 +22,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Format 1, which is still read, had the index in the manifest itself."""
 ATTEMPTS_PREFIX = "attempts/"
 CHECKPOINTS_PREFIX = "checkpoints/"
 MANIFEST_NAME = "manifest.json"
@@ -100,6 +101,8 @@ class RunState(StoredModel):
 
     cursor: Count = 0
     """Position in the data stream, as the data pipeline counts it."""
+    updates: Count = 0
+    """Updates that the optimizer made: steps less those that were skipped. Format 1 kept them beside the moments."""
     metrics: dict[str, float | None] = {}
     """Metrics at this step (``evalLoss`` decides what is best); NaN and infinities become null."""
     schedule: dict[str, JsonValue] = {}
@@ -115,36 +118,22 @@ class RunState(StoredModel):
 
 
 class StoredFile(StoredModel):
-    """One object of a checkpoint folder."""
+    """One object of a checkpoint folder. What its bytes must be, the index says piece by piece."""
+
+    name: FileName
+    size: Count
+    """Bytes."""
+
+
+class StoredIndex(StoredModel):
+    """The object that says where the bytes of every tensor lie."""
 
     name: FileName
     size: Count
     """Bytes."""
     sha256: Sha256
-
-
-class StoredItem(StoredModel):
-    """A box of one tensor, stored as raw little-endian bytes in row-major order."""
-
-    offsets: tuple[Count, ...]
-    """Where the box starts in the whole tensor."""
-    sizes: tuple[Count, ...]
-    """Shape of the box."""
-    file: FileName
-    offset: Count
-    """First byte within the file."""
-    length: Count
-    """Bytes."""
-    sha256: Sha256
-
-
-class StoredTensor(StoredModel):
-    """One tensor of the saved state: its whole shape, and the boxes it was saved in."""
-
-    dtype: str
-    """torch's name without the module, for example ``bfloat16``."""
-    shape: tuple[Count, ...]
-    items: tuple[StoredItem, ...]
+    tensors: Count
+    """How many it names."""
 
 
 class Manifest(StoredModel):
@@ -160,7 +149,13 @@ class Manifest(StoredModel):
     created: datetime
     run: RunState
     files: tuple[StoredFile, ...]
-    tensors: dict[str, StoredTensor]
+    """Raw bytes of tensors; the index names them by their place in this list."""
+    index: StoredIndex | None = None
+    """None in format 1."""
+    names_version: Annotated[int, Field(ge=1)] = 1
+    """Of the canonical names of tensors. Format 1 had the names of modules."""
+    kinds: dict[str, Count] = {}
+    """Bytes of each kind of tensor: ``weight``, and the moments of the optimizer. Empty in format 1."""
 
     @property
     def id(self) -> CheckpointId:
@@ -168,7 +163,7 @@ class Manifest(StoredModel):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files, without the manifest."""
+        """Of all tensors."""
         return sum(file.size for file in self.files)
 
 
@@ -188,23 +183,33 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def decode_manifest(raw: bytes) -> Manifest:
-    """The manifest in ``raw``, checked against its digest and for contradictions.
+def decode_document(raw: bytes) -> dict[str, Any]:
+    """The JSON of a manifest of any format that is read, checked against its digest.
 
     Raises ManifestError with one sentence that says what is wrong.
     """
     try:
         document = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"the manifest is no JSON: {error}") from error
     if not isinstance(document, dict):
         raise ManifestError(f"the manifest is a JSON {type(document).__name__}, not an object")
     version = document.get("formatVersion")
-    if version != FORMAT_VERSION:
-        raise ManifestError(f"the manifest has format version {version!r}, this program reads {FORMAT_VERSION}")
+    if version not in (1, FORMAT_VERSION):
+        raise ManifestError(f"the manifest has format version {version!r}, this program reads 1 and {FORMAT_VERSION}")
     stated = document.pop("sha256", None)
     if stated != _digest(document):
         raise ManifestError("the manifest does not match its own digest: it was damaged or edited")
+    return document
+
+
+def decode_manifest(raw: bytes) -> Manifest:
+    """The manifest in ``raw``, checked against its digest and for contradictions.
+
+    Of a manifest of format 1 that is all but the places of its tensors, which ``decode_document`` has. Raises
+    ManifestError with one sentence that says what is wrong.
+    """
+    document = decode_document(raw)
     try:
         manifest = Manifest.model_validate(document)
     except ValidationError as error:
@@ -216,28 +221,24 @@ def decode_manifest(raw: bytes) -> Manifest:
 
 
 def _check_consistency(manifest: Manifest) -> None:
-    """Every item lies within a listed file and within its tensor, and the items fill each tensor."""
-    sizes = {file.name: file.size for file in manifest.files}
-    if len(sizes) != len(manifest.files):
+    """No file is listed twice, and all bytes are those of some kind of tensor."""
+    objects = _objects(manifest)
+    if len({name for name, _ in objects}) != len(objects):
         raise ManifestError("the manifest lists a file twice")
-    for name, tensor in manifest.tensors.items():
-        volume = 0
-        for item in tensor.items:
-            if item.file not in sizes:
-                raise ManifestError(f"tensor {name!r} lies in {item.file!r}, which the manifest does not list")
-            if item.offset + item.length > sizes[item.file]:
-                raise ManifestError(f"tensor {name!r} ends beyond the end of {item.file!r}")
-            if not len(item.offsets) == len(item.sizes) == len(tensor.shape):
-                raise ManifestError(f"an item of tensor {name!r} has another number of dimensions")
-            ends = (offset + size for offset, size in zip(item.offsets, item.sizes, strict=True))
-            if any(end > limit for end, limit in zip(ends, tensor.shape, strict=True)):
-                raise ManifestError(f"an item of tensor {name!r} lies outside its shape {list(tensor.shape)}")
-            volume += math.prod(item.sizes)
-        if volume != math.prod(tensor.shape):
-            raise ManifestError(
-                f"tensor {name!r} of shape {list(tensor.shape)} has {math.prod(tensor.shape)} elements, "
-                f"its items hold {volume}"
-            )
+    if manifest.format_version == 1:
+        return
+    if manifest.index is None:
+        raise ManifestError("the manifest names no index of its tensors")
+    if sum(manifest.kinds.values()) != manifest.bytes:
+        raise ManifestError(
+            f"the manifest's files have {manifest.bytes} bytes, its tensors {sum(manifest.kinds.values())}"
+        )
+
+
+def _objects(manifest: Manifest) -> list[tuple[str, int]]:
+    """Name and bytes of everything that the manifest counts on."""
+    index = [] if manifest.index is None else [(manifest.index.name, manifest.index.size)]
+    return [*((file.name, file.size) for file in manifest.files), *index]
 
 
 def missing_or_wrong(manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
@@ -246,10 +247,10 @@ def missing_or_wrong(manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
     ``sizes`` maps the file names found in the checkpoint's folder to their bytes.
     """
     problems = []
-    for file in manifest.files:
-        found = sizes.get(file.name)
+    for name, size in _objects(manifest):
+        found = sizes.get(name)
         if found is None:
-            problems.append(f"{file.name} is missing")
-        elif found != file.size:
-            problems.append(f"{file.name} has {found} bytes instead of {file.size}")
+            problems.append(f"{name} is missing")
+        elif found != size:
+            problems.append(f"{name} has {found} bytes instead of {size}")
     return problems

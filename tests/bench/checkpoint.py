@@ -15,32 +15,32 @@ import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import boto3
 import torch
 
 from sft_api.checkpoints import RunState
+from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
 from tests.cluster.object_store import object_store
 
-Tensors = dict[str, torch.Tensor]
 
-
-def state(parameters: int) -> Tensors:
+def state(parameters: int) -> list[Box]:
     """Layers of at most 16 Mi parameters each, as in a transformer."""
-    tensors: Tensors = {}
+    boxes = []
     for number, start in enumerate(range(0, parameters, 2**24)):
         rows = max(1, min(2**24, parameters - start) // 1024)
-        for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-            tensors[f"{kind}.{number}"] = torch.randn(rows, 1024)
-    return tensors
+        place = Rectangle((0, 0), (rows, 1024))
+        for kind in (WEIGHT, "exp_avg", "exp_avg_sq"):
+            boxes.append(Box(f"layer.{number}", kind, place.sizes, place, torch.randn(rows, 1024)))
+    return boxes
 
 
 @contextmanager
@@ -72,11 +72,9 @@ def main() -> None:
     parser.add_argument("--store", default="folder")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-    tensors = state(options.parameters)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    boxes = state(options.parameters)
+    size = sum(box.local.nbytes for box in boxes)
+    loaded = [replace(box, local=torch.empty_like(box.local)) for box in boxes]
     weight = torch.randn(512, 512)
     with a_store(options.store) as store:
         manager = CheckpointManager(store)
@@ -86,7 +84,7 @@ def main() -> None:
         number = 0
         for _ in range(options.repeats):
             worked = time.process_time()
-            outcome = manager.save(number := number + 1, tensors, RunState(), asynchronous=False, keep=keep)
+            outcome = manager.save(number := number + 1, boxes, RunState(), asynchronous=False, keep=keep)
             cpu.append(time.process_time() - worked)
             assert outcome is not None
             sync.append(outcome.seconds)
@@ -99,14 +97,14 @@ def main() -> None:
             steps = max(1, int(outcome.seconds / (step_loop(20, weight) / 20)))
             plain = step_loop(steps, weight)
             began = time.perf_counter()
-            manager.save(number := number + 1, tensors, RunState(), asynchronous=True, keep=keep)
+            manager.save(number := number + 1, boxes, RunState(), asynchronous=True, keep=keep)
             call.append(time.perf_counter() - began)
             step_loop(steps, weight)
             stall.append(time.perf_counter() - began - plain)
             outcome = manager.wait()
             assert outcome is not None
             total.append(outcome.seconds)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(read.local, box.local) for read, box in zip(loaded, boxes, strict=True))
 
     print(f"store={options.store}")
     print(f"parameters={options.parameters}")

@@ -3,14 +3,15 @@
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from sft_api.checkpoints import STATUS_KEY, Manifest, RunState
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
+from .boxes import Box
 from .checkpoint.catalog import KeepPolicy
 from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome
@@ -18,7 +19,6 @@ from .checkpoint.store import Store
 from .curves.writer import CURVE_KEY, CurveWriter, metrics_key
 from .errors import StorageUnavailableError, TrainingError
 from .reporting import Reporter
-from .state import restore, training_tensors
 from .storage import check_same_run
 from .supervisor.cgroup import Cgroup
 
@@ -59,20 +59,18 @@ class Saving:
         """Claim the next attempt of this job; a collective call."""
         return self._manager.claim_attempt(self._config.job.uid)
 
-    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
-        """Fill model and optimizer from the newest verified checkpoint of this job; None when there is none.
+    def resume(self, boxes: Sequence[Box]) -> Manifest | None:
+        """Fill ``boxes`` from the newest verified checkpoint of this job; None when there is none.
 
         Raises ``ConfigError`` when it was made with other settings, ``NoUsableCheckpointError`` when all are damaged. A
         collective call.
         """
-        template = training_tensors(model, optimizer)
         self._wait_for(Phase.LOADING, "reading the checkpoint")
-        manifest = self._manager.load_newest(template, accept=lambda run: check_same_run(self._config, run))
+        manifest = self._manager.load_newest(boxes, accept=lambda run: check_same_run(self._config, run))
         self._waiting = None
         for skipped in self._manager.skipped:
             self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
         if manifest is not None:
-            restore(model, optimizer, template)
             self._resumed_at = manifest.step
             self._reporter.update(checkpoints=self._manager.status())
         return manifest
@@ -86,10 +84,8 @@ class Saving:
     def seconds_since_save(self) -> float:
         return time.monotonic() - self._last_save
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, run: RunState, *, final: bool = False
-    ) -> None:
-        """Save ``step``; in the background when the spec says so, unless nothing comes after it (``final``).
+    def save(self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool = False) -> None:
+        """Save ``boxes`` as ``step``; in the background when the spec says so, unless nothing comes after (``final``).
 
         A collective call, which waits for the save before when that is in flight. Storage that does not answer is
         worth another try at the next save, unless this is the final one; everything else ends the run.
@@ -105,7 +101,7 @@ class Saving:
         try:
             self._outcome = self._manager.save(
                 step,
-                training_tensors(model, optimizer),
+                boxes,
                 run,
                 asynchronous=self._config.spec.checkpoint.asynchronous and not final,
                 keep=KeepPolicy(last=keep.last, best=keep.best),

@@ -21,6 +21,7 @@ from sft_api.v1alpha1 import ExportStatus
 
 from . import export
 from .alike import check_alike, fingerprint
+from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
@@ -168,9 +169,10 @@ class Trainer:
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
-        manifest = self.saving.resume(self.strategy.model, self.strategy.optimizer)
+        manifest = self.saving.resume(self._boxes())
         if manifest is None:
             return False
+        self.strategy.updates = manifest.run.updates
         self.step = manifest.step
         extra: Any = manifest.run.model_extra or {}
         self._examples_seen = extra.get("examples_seen", 0)
@@ -341,6 +343,7 @@ class Trainer:
         run = RunState.model_validate(
             {
                 "cursor": self.step,
+                "updates": self.strategy.updates,
                 "metrics": {"loss": progress.loss, "evalLoss": eval_loss},
                 "plan": self.config.plan.model_dump(mode="json"),
                 "environment": environment_facts(self.device, self.topology.world_size),
@@ -354,7 +357,11 @@ class Trainer:
                 "data": self._data_digests(),
             }
         )
-        self.saving.save(self.step, self.strategy.model, self.strategy.optimizer, run, final=final)
+        self.saving.save(self.step, self._boxes(), run, final=final)
+
+    def _boxes(self) -> list[Box]:
+        """What this process holds of all that a checkpoint keeps."""
+        return self.strategy.boxes("trained") + self.strategy.boxes("optimizer")
 
     def _export(self) -> None:
         uri = self.config.export_uri

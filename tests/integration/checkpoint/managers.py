@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from sft_api.checkpoints import CheckpointId, RunState
+from sft_api.checkpoints import CheckpointId, Manifest, RunState
+from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store
+from tests.unit.checkpoint.boxed import whole
 
 Tensors = dict[str, torch.Tensor]
 
@@ -17,14 +19,24 @@ Tensors = dict[str, torch.Tensor]
 def state(step: int) -> Tensors:
     generator = torch.Generator().manual_seed(step)
     return {
-        "model.weight": torch.randn(50, 20, generator=generator),
-        "optimizer.state.weight.exp_avg": torch.randn(50, 20, generator=generator),
-        "optimizer.state.weight.step": torch.tensor(float(step)),
+        "weight": torch.randn(50, 20, generator=generator),
+        "exp_avg": torch.randn(50, 20, generator=generator),
+        "exp_avg_sq": torch.tensor(float(step)),
     }
 
 
 def blank() -> Tensors:
-    return {name: torch.full_like(tensor, -1) for name, tensor in state(0).items()}
+    return {kind: torch.full_like(tensor, -1) for kind, tensor in state(0).items()}
+
+
+def boxes(tensors: Tensors) -> list[Box]:
+    """All of each tensor, as one kind of the parameter ``model.weight``."""
+    return [box for kind, tensor in tensors.items() for box in whole({"model.weight": tensor}, kind)]
+
+
+def loaded_by(manager: CheckpointManager, into: Tensors | None = None) -> Manifest | None:
+    """Load the newest checkpoint, into tensors that nobody looks at unless ``into`` is given."""
+    return manager.load_newest(boxes(blank() if into is None else into))
 
 
 def equal(left: Tensors, right: Tensors) -> bool:
@@ -38,7 +50,8 @@ def started(store: Store, uid: str = "job-a") -> CheckpointManager:
 
 
 def save(manager: CheckpointManager, step: int, keep: KeepPolicy | None = None, **run: Any) -> None:
-    manager.save(step, state(step), RunState(cursor=step, **run), asynchronous=False, keep=keep or KeepPolicy(last=99))
+    run_state = RunState(cursor=step, updates=step, **run)
+    manager.save(step, boxes(state(step)), run_state, asynchronous=False, keep=keep or KeepPolicy(last=99))
 
 
 def folders(store: Store) -> list[str]:

@@ -18,7 +18,6 @@ _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",  # the first step of any optimizer imports it, which takes seconds
         "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
         "sft_trainer.checkpoint.manager",
         "boto3",
         "pytest",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -25,8 +26,10 @@ from sft_trainer.errors import AccessDeniedError, ConfigError, StorageUnavailabl
 from tests.integration.checkpoint.managers import (
     a_file_of,
     blank,
+    boxes,
     equal,
     folders,
+    loaded_by,
     remove,
     save,
     started,
@@ -41,7 +44,7 @@ def test_nothing_to_resume(store: Store) -> None:
     manager = started(store)
     assert manager.attempt == 1
     assert manager.latest() is None
-    assert manager.load_newest(blank()) is None
+    assert loaded_by(manager) is None
     assert manager.status().latest is None
 
 
@@ -53,9 +56,10 @@ def test_a_resumed_run_continues_with_the_newest(store: Store) -> None:
     second = started(store)
     assert second.attempt == 2
     loaded = blank()
-    manifest = second.load_newest(loaded)
+    manifest = loaded_by(second, loaded)
     assert manifest is not None
-    assert (manifest.step, manifest.attempt, manifest.job_uid, manifest.run.cursor) == (20, 1, "job-a", 20)
+    assert (manifest.step, manifest.attempt, manifest.job_uid) == (20, 1, "job-a")
+    assert (manifest.run.cursor, manifest.run.updates) == (20, 20)
     assert equal(loaded, state(20))
     latest = second.status().latest
     assert latest is not None
@@ -80,9 +84,9 @@ def test_other_steps_and_other_stores_can_be_chosen(store: Store, tmp_path: Path
     manager = started(LocalStore(tmp_path / "own"))
     choice = manager.latest(source=store, step=10)
     assert choice is not None
-    weights = {"model.weight": blank()["model.weight"]}
-    assert manager.load(choice, weights).manifest.step == 10
-    assert equal(weights, {"model.weight": state(10)["model.weight"]})
+    weights = {"weight": blank()["weight"]}
+    assert manager.load(choice, boxes(weights)).manifest.step == 10
+    assert equal(weights, {"weight": state(10)["weight"]})
     assert manager.latest(source=store, step=11) is None
 
 
@@ -101,13 +105,39 @@ def name_a_file_outside(store: Store, identity: CheckpointId) -> None:
     """A manifest that is consistent and carries a digest of its own, but points out of its folder."""
     manifest = decode_manifest(store.read(identity.manifest_key))
     files = (manifest.files[0].model_copy(update={"name": "../step-00000020-a00001/manifest.json"}),)
-    tensors = {
-        name: tensor.model_copy(
-            update={"items": tuple(item.model_copy(update={"file": files[0].name}) for item in tensor.items)}
-        )
-        for name, tensor in manifest.tensors.items()
-    }
-    store.put(identity.manifest_key, encode_manifest(manifest.model_copy(update={"files": files, "tensors": tensors})))
+    store.put(identity.manifest_key, encode_manifest(manifest.model_copy(update={"files": files})))
+
+
+def name_an_index_outside(store: Store, identity: CheckpointId) -> None:
+    manifest = decode_manifest(store.read(identity.manifest_key))
+    assert manifest.index is not None
+    index = manifest.index.model_copy(update={"name": "../step-00000020-a00001/manifest.json"})
+    store.put(identity.manifest_key, encode_manifest(manifest.model_copy(update={"index": index})))
+
+
+def the_index_of(store: Store, identity: CheckpointId) -> str:
+    return next(entry.key for entry in store.list(identity.prefix) if entry.key.endswith(".idx"))
+
+
+def flip_a_bit_of_the_index(store: Store, identity: CheckpointId) -> None:
+    key = the_index_of(store, identity)
+    raw = bytearray(store.read(key))
+    raw[len(raw) // 2] ^= 1
+    store.put(key, bytes(raw))
+
+
+def remove_the_index(store: Store, identity: CheckpointId) -> None:
+    store.delete([the_index_of(store, identity)])
+
+
+def use_the_index_of_another(store: Store, identity: CheckpointId) -> None:
+    """A sound index with a manifest that fits, but of the bytes of another checkpoint."""
+    raw = store.read(the_index_of(store, CheckpointId(1, 20)))
+    store.put(the_index_of(store, identity), raw)
+    manifest = decode_manifest(store.read(identity.manifest_key))
+    assert manifest.index is not None
+    index = manifest.index.model_copy(update={"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
+    store.put(identity.manifest_key, encode_manifest(manifest.model_copy(update={"index": index})))
 
 
 def swap_manifest(store: Store, identity: CheckpointId) -> None:
@@ -120,6 +150,10 @@ DAMAGE: list[tuple[Callable[[Store, CheckpointId], None], str]] = [
     (remove, "is missing"),
     (damage_manifest, "own digest"),
     (name_a_file_outside, "name is wrong"),
+    (name_an_index_outside, "name is wrong"),
+    (flip_a_bit_of_the_index, "the index does not match its digest"),
+    (remove_the_index, "is missing"),
+    (use_the_index_of_another, "do not match their digest"),
     (swap_manifest, "belongs to step-00000020-a00001"),
 ]
 
@@ -138,7 +172,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     assert choice is not None
     loaded = blank()
     with caplog.at_level(logging.WARNING):
-        choice = second.load(choice, loaded)
+        choice = second.load(choice, boxes(loaded))
     assert choice.manifest.step == 20
     assert equal(loaded, state(20))
     assert [entry.folder for entry in choice.skipped] == ["step-00000030-a00001"]
@@ -146,7 +180,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
 
     save(second, 30)  # the run goes on, and the same step can be saved by the new attempt
     third = started(store)
-    assert third.load_newest(loaded) is not None
+    assert loaded_by(third, loaded) is not None
     assert equal(loaded, state(30))
 
 
@@ -156,7 +190,7 @@ def test_when_all_are_damaged_nothing_is_started_silently(store: Store) -> None:
         save(manager, step)
         flip_a_bit(store, CheckpointId(1, step))
     with pytest.raises(NoUsableCheckpointError, match=r"step-00000020-a00001.*step-00000010-a00001"):
-        started(store).load_newest(blank())
+        loaded_by(started(store))
     remove(store, CheckpointId(1, 10))
     remove(store, CheckpointId(1, 20))
     with pytest.raises(NoUsableCheckpointError, match="is missing"):
@@ -175,14 +209,14 @@ def test_an_outage_is_no_verdict_on_a_checkpoint(store: Store, monkeypatch: pyte
 
     monkeypatch.setattr(type(store), "read_range", out)
     with pytest.raises(StorageUnavailableError, match="out"):
-        manager.load(choice, blank())
+        manager.load(choice, boxes(blank()))
 
 
 def test_another_model_is_a_config_error_not_an_older_checkpoint(store: Store) -> None:
     manager = started(store)
     save(manager, 10)
     with pytest.raises(ConfigError, match=r"model\.weight"):
-        manager.load_newest({"model.weight": torch.zeros(3)})
+        manager.load_newest(boxes({"weight": torch.zeros(3)}))
 
 
 def test_what_is_to_be_loaded_can_be_refused(store: Store) -> None:
@@ -193,7 +227,7 @@ def test_what_is_to_be_loaded_can_be_refused(store: Store) -> None:
             raise ConfigError("other settings")
 
     with pytest.raises(ConfigError, match="other settings"):
-        started(store).load_newest(blank(), accept=accept)
+        started(store).load_newest(boxes(blank()), accept=accept)
 
 
 def test_a_stale_attempt_can_neither_commit_nor_remove(store: Store) -> None:
@@ -204,7 +238,7 @@ def test_a_stale_attempt_can_neither_commit_nor_remove(store: Store) -> None:
     with pytest.raises(AttemptSupersededError, match="attempt 2 was claimed"):
         save(stale, 30, keep=KeepPolicy(last=1))
     assert folders(store) == ["step-00000030-a00001", "step-00000020-a00001", "step-00000010-a00001"]
-    loaded = newer.load_newest(blank())
+    loaded = loaded_by(newer)
     assert loaded is not None
     assert loaded.step == 20
     with pytest.raises(AttemptSupersededError):  # and it learns so without uploading again
@@ -223,14 +257,14 @@ def test_a_commit_that_slips_past_the_check_is_harmless(store: Store, monkeypatc
         check(catalog, attempt, job_uid)
         if not newer:
             newer.append(started(store))
-            newer[0].load_newest(blank())
+            loaded_by(newer[0])
             save(newer[0], 15)
 
     monkeypatch.setattr(Catalog, "check_newest", check_then_lose_the_race)
     save(stale, 30, keep=KeepPolicy(last=1))
     assert folders(store) == ["step-00000015-a00002", "step-00000030-a00001", "step-00000010-a00001"]
     third = started(store)
-    loaded = third.load_newest(blank())
+    loaded = loaded_by(third)
     assert loaded is not None
     assert (loaded.attempt, loaded.step) == (2, 15)
 

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sft_api.checkpoints import CheckpointId, RunState
+from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store
@@ -43,18 +45,35 @@ def trained(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+def boxes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Box]:
+    """What this rank holds, of which the first one that has it writes."""
+    for state in optimizer.state.values():
+        state.pop("step", None)
+    return [
+        box
+        for name, parameter in model.named_parameters()
+        for kind, tensor in {"weight": parameter, **optimizer.state[parameter]}.items()
+        for box in held(name, kind, tensor)
+    ]
 
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    tensors = {f"model.{name}": value for name, value in model_state.items()}
-    tensors |= {f"optimizer.{name}": value for name, value in optimizer_state.items()}
-    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+def held(name: str, kind: str, tensor: torch.Tensor) -> list[Box]:
+    if not isinstance(tensor, DTensor):
+        place = Rectangle((0,) * tensor.ndim, tuple(tensor.shape))
+        return [Box(name, kind, tuple(tensor.shape), place, tensor, not dist.is_initialized() or dist.get_rank() == 0)]
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    place = Rectangle(tuple(offsets), tuple(sizes))
+    # A rank beyond the end of an unevenly sharded tensor has no part of it.
+    return [Box(name, kind, tuple(tensor.shape), place, tensor.to_local())] if 0 not in sizes else []
 
 
-def whole(tensors: Tensors) -> Numbers:
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
     """Everything in numbers, comparable bit by bit across processes."""
+    tensors = {
+        f"{kind} of {name}": tensor
+        for name, parameter in model.named_parameters()
+        for kind, tensor in {"weight": parameter, **optimizer.state[parameter]}.items()
+    }
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: tensor.detach().double().tolist() for name, tensor in full.items()}
 
@@ -62,12 +81,14 @@ def whole(tensors: Tensors) -> Numbers:
 def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
     manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
-    tensors = tensors_of(*trained(seed=1, steps=steps))
-    before = whole(tensors)
-    manager.save(steps, tensors, RunState(cursor=steps), asynchronous=asynchronous)
+    state = trained(seed=1, steps=steps)
+    boxes = boxes_of(*state)
+    before = whole(*state)
+    manager.save(steps, boxes, RunState(cursor=steps), asynchronous=asynchronous)
     if asynchronous:
-        for tensor in tensors.values():  # and training's own collectives go on meanwhile
-            tensor.detach().fill_(-5)
+        for box in boxes:
+            box.local.detach().fill_(-5)
+        for _ in range(20):  # and training's own collectives go on meanwhile
             if dist.is_initialized():
                 dist.all_reduce(torch.ones(1))
         manager.wait()
@@ -77,18 +98,17 @@ def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
 def load_here(store: Store) -> tuple[int, Numbers, list[str]]:
     manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
-    tensors = tensors_of(*trained(seed=2, steps=1))
+    state = trained(seed=2, steps=1)
     choice = manager.latest()
     assert choice is not None
-    choice = manager.load(choice, tensors)
-    return choice.manifest.step, whole(tensors), [str(entry) for entry in choice.skipped]
+    choice = manager.load(choice, boxes_of(*state))
+    return choice.manifest.step, whole(*state), [str(entry) for entry in choice.skipped]
 
 
 def test_two_ranks_to_one_to_two_are_bit_equal(store: Store, tmp_path: Path) -> None:
     saved = ranks.run(2, tmp_path, save_here, store, 3, True)
     assert saved[0] == saved[1]
-    assert "optimizer.state.0.weight.exp_avg" in saved[0]
-    assert "optimizer.state.0.weight.step" in saved[0]
+    assert "exp_avg of 0.weight" in saved[0]
 
     (alone,) = ranks.run(1, tmp_path, load_here, store)
     assert alone == (3, saved[0], [])
@@ -126,7 +146,7 @@ def save_with_one_failing(store: Store) -> tuple[str, str, list[int]]:
     """Rank 1 finds the disk full once; then all save again."""
     manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
-    tensors = tensors_of(*trained(seed=1, steps=1))
+    boxes = boxes_of(*trained(seed=1, steps=1))
     plain = LocalStore.open_write
     if dist.get_rank() == 1:
 
@@ -134,7 +154,7 @@ def save_with_one_failing(store: Store) -> tuple[str, str, list[int]]:
             raise StorageFullError("no room left on rank 1")
 
         LocalStore.open_write = full  # type: ignore[method-assign]
-    manager.save(1, tensors, RunState(), asynchronous=True)
+    manager.save(1, boxes, RunState(), asynchronous=True)
     try:
         manager.wait()
     except TrainingError as error:
@@ -142,7 +162,7 @@ def save_with_one_failing(store: Store) -> tuple[str, str, list[int]]:
     LocalStore.open_write = plain  # type: ignore[method-assign]
     committed = [entry.key for entry in store.list("") if entry.key.endswith("manifest.json")]
     dist.barrier()
-    manager.save(2, tensors, RunState(), asynchronous=False)
+    manager.save(2, boxes, RunState(), asynchronous=False)
     latest = manager.status().latest
     assert latest is not None
     return failure, str(committed), [latest.step, latest.size_bytes]
@@ -172,7 +192,7 @@ def save_with_an_error_that_cannot_travel(store: Store) -> str:
 
         LocalStore.open_write = stubborn  # type: ignore[method-assign]
     try:
-        manager.save(1, tensors_of(*trained(seed=1, steps=1)), RunState(), asynchronous=False)
+        manager.save(1, boxes_of(*trained(seed=1, steps=1)), RunState(), asynchronous=False)
     except TrainingError as error:
         return str(error)
     return "saved"
@@ -208,15 +228,15 @@ def save_while_a_peer_dies(store: Store) -> str:
     """Rank 1 is killed while it writes step 2."""
     manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
-    tensors = tensors_of(*trained(seed=1, steps=1))
-    manager.save(1, tensors, RunState(), asynchronous=False)
+    boxes = boxes_of(*trained(seed=1, steps=1))
+    manager.save(1, boxes, RunState(), asynchronous=False)
     if dist.get_rank() == 1:
 
         def killed(*_: object) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
         LocalStore.open_write = killed  # type: ignore[method-assign]
-    manager.save(2, tensors, RunState(), asynchronous=True)
+    manager.save(2, boxes, RunState(), asynchronous=True)
     try:
         manager.wait()
     except PeerLostError as error:
@@ -233,23 +253,52 @@ def test_a_dead_peer_ends_the_save_soon_and_the_checkpoint_before_counts(tmp_pat
     assert loaded[0] == 1
 
 
-def save_replicas(store: Store) -> tuple[list[str], int]:
-    """Plain tensors are the same on every rank: one of them writes each."""
+def save_replicas(store: Store) -> tuple[list[str], int, bool]:
+    """Both ranks hold all of every tensor, and each writes two of them."""
     manager = CheckpointManager(store, timeout=TIMEOUT)
     manager.claim_attempt("job")
+
+    def boxes(tensors: Tensors) -> list[Box]:
+        place = Rectangle((0,), (1000,))
+        return [
+            Box(name, "weight", (1000,), place, tensor, writes=number % 2 == dist.get_rank())
+            for number, (name, tensor) in enumerate(tensors.items())
+        ]
+
     tensors = {f"model.{name}": torch.full((1000,), float(ord(name))) for name in "abcd"}
-    outcome = manager.save(1, tensors, RunState(), asynchronous=False)
+    outcome = manager.save(1, boxes(tensors), RunState(), asynchronous=False)
     assert outcome is not None
     loaded = {name: torch.zeros(1000) for name in tensors}
-    manager.load_newest(loaded)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-    return [entry.key.rpartition("/")[2][:6] for entry in store.list("checkpoints/")], outcome.size_bytes
+    manager.load_newest(boxes(loaded))
+    files = [entry.key.rpartition("/")[2][:6] for entry in store.list("checkpoints/")]
+    return files, outcome.size_bytes, all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_replicated_tensors_are_written_once_and_shared_out(tmp_path: Path) -> None:
-    for files, size in ranks.run(2, tmp_path, save_replicas, LocalStore(tmp_path / "store")):
-        assert sorted(files) == ["manife", "r00000", "r00001"]
+    for files, size, equal in ranks.run(2, tmp_path, save_replicas, LocalStore(tmp_path / "store")):
+        assert sorted(files) == ["items-", "manife", "r00000", "r00001"]
         assert size == 4 * 4000
+        assert equal
+
+
+def save_what_does_not_fit(store: Store) -> str:
+    """Both ranks write all of it."""
+    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager.claim_attempt("job")
+    place = Rectangle((0,), (10,))
+    try:
+        manager.save(1, [Box("x", "weight", (10,), place, torch.ones(10))], RunState(), asynchronous=False)
+    except TrainingError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_ranks_that_hold_no_whole_state_together_commit_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    first, second = ranks.run(2, tmp_path, save_what_does_not_fit, store)
+    assert first == second
+    assert first.startswith("CheckpointSaveError: what the ranks hold is no whole state: weight of 'x' of shape [10]")
+    assert store.list("checkpoints/") == []
 
 
 def save_without_room(store: Store, full: int) -> tuple[bool, list[str]]:
@@ -258,7 +307,7 @@ def save_without_room(store: Store, full: int) -> tuple[bool, list[str]]:
     free = 1 if dist.get_rank() == full else 2**40
     manager = CheckpointManager(store, timeout=TIMEOUT, on_warning=said.append, available_memory=lambda: free)
     manager.claim_attempt("job")
-    outcome = manager.save(1, tensors_of(*trained(seed=1, steps=1)), RunState(cursor=1), asynchronous=True)
+    outcome = manager.save(1, boxes_of(*trained(seed=1, steps=1)), RunState(cursor=1), asynchronous=True)
     return outcome is not None, said
 
 

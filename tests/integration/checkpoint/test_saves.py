@@ -18,7 +18,18 @@ from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import StorageFullError, StorageUnavailableError
 from tests.integration.checkpoint import ranks
-from tests.integration.checkpoint.managers import blank, equal, folders, remove, save, started, state, truncate
+from tests.integration.checkpoint.managers import (
+    blank,
+    boxes,
+    equal,
+    folders,
+    loaded_by,
+    remove,
+    save,
+    started,
+    state,
+    truncate,
+)
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # running alone is intended
@@ -39,7 +50,7 @@ def test_files_that_the_store_lost_are_noticed_before_the_commit(
     monkeypatch.setattr(Protocol, "commit", lose_a_file_first)
     with pytest.raises(StorageUnavailableError, match="right after it was written"):
         save(manager, 20)
-    loaded = started(store).load_newest(blank())
+    loaded = loaded_by(started(store))
     assert loaded is not None
     assert loaded.step == 10
 
@@ -47,7 +58,7 @@ def test_files_that_the_store_lost_are_noticed_before_the_commit(
 def test_parameters_may_change_right_after(store: Store) -> None:
     manager = started(store)
     tensors = state(10)
-    assert manager.save(10, tensors, RunState(), asynchronous=True) is None
+    assert manager.save(10, boxes(tensors), RunState(), asynchronous=True) is None
     for tensor in tensors.values():
         tensor.fill_(7)
     outcome = manager.wait()
@@ -55,7 +66,7 @@ def test_parameters_may_change_right_after(store: Store) -> None:
     assert outcome.error is None
     assert outcome.stall_seconds < outcome.seconds
     loaded = blank()
-    started(store).load_newest(loaded)
+    loaded_by(started(store), loaded)
     assert equal(loaded, state(10))
 
 
@@ -75,12 +86,12 @@ def slow_down(store: Store, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_one_save_at_a_time_and_the_outcome_is_told_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = started(store)
     go_on = slow_down(store, monkeypatch)
-    manager.save(10, state(10), RunState(), asynchronous=True)
+    manager.save(10, boxes(state(10)), RunState(), asynchronous=True)
     assert manager.poll() is None
     assert manager.status().latest is None
     began = time.monotonic()
     threading.Timer(0.3, go_on.set).start()
-    manager.save(20, state(20), RunState(), asynchronous=True)
+    manager.save(20, boxes(state(20)), RunState(), asynchronous=True)
     assert time.monotonic() - began > 0.2, "the second save waits for the first"
     outcome = manager.poll()
     assert outcome is not None
@@ -101,17 +112,17 @@ def test_a_failed_save_is_told_and_the_next_one_succeeds(
 
     with monkeypatch.context() as patched:
         patched.setattr(type(store), "open_write", full)
-        manager.save(20, state(20), RunState(), asynchronous=True)
+        manager.save(20, boxes(state(20)), RunState(), asynchronous=True)
         manager._in_flight._thread.join()  # type: ignore[union-attr]
     outcome = manager.poll()
     assert outcome is not None
     assert isinstance(outcome.error, StorageFullError)
     assert "The checkpoint of step 20 was not saved: no room left" in caplog.text
 
-    manager.save(30, state(30), RunState(), asynchronous=True)
+    manager.save(30, boxes(state(30)), RunState(), asynchronous=True)
     manager.wait()
     loaded = blank()
-    assert started(store).load_newest(loaded) is not None
+    assert loaded_by(started(store), loaded) is not None
     assert equal(loaded, state(30))
 
 
@@ -136,7 +147,7 @@ def test_a_failed_save_removes_its_files_unless_it_may_be_complete(
     monkeypatch.undo()
 
     assert folders(store) == (["step-00000010-a00001"] if written else [])
-    assert (started(store).load_newest(blank()) is not None) == written
+    assert (loaded_by(started(store)) is not None) == written
 
 
 def test_waiting_for_a_failed_save_raises(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +157,7 @@ def test_waiting_for_a_failed_save_raises(store: Store, monkeypatch: pytest.Monk
         raise StorageFullError("no room left")
 
     monkeypatch.setattr(type(store), "open_write", full)
-    manager.save(20, state(20), RunState(), asynchronous=True)
+    manager.save(20, boxes(state(20)), RunState(), asynchronous=True)
     with pytest.raises(StorageFullError):
         manager.wait()
     with pytest.raises(StorageFullError):
@@ -157,8 +168,8 @@ def test_a_step_is_saved_once(store: Store) -> None:
     manager = started(store)
     save(manager, 10)
     before = store.list("")
-    assert manager.save(10, state(11), RunState(), asynchronous=False) is None
-    assert manager.save(10, state(11), RunState(), asynchronous=True) is None
+    assert manager.save(10, boxes(state(11)), RunState(), asynchronous=False) is None
+    assert manager.save(10, boxes(state(11)), RunState(), asynchronous=True) is None
     assert manager.wait() is None
     assert store.list("") == before
 
@@ -175,7 +186,7 @@ def test_old_checkpoints_go_as_the_policy_says(store: Store) -> None:
     assert status.best.step == 20
 
     second = started(store)  # and a later attempt counts those of earlier ones
-    second.load_newest(blank())
+    loaded_by(second)
     save(second, 60, keep=KeepPolicy(last=1, best=1))
     assert folders(store) == ["step-00000060-a00002", "step-00000020-a00001"]
 
@@ -186,7 +197,7 @@ def test_the_last_verified_one_stays_even_when_newer_ones_are_damaged(store: Sto
     save(first, 20)
     truncate(store, CheckpointId(1, 20))
     second = started(store)
-    loaded = second.load_newest(blank())
+    loaded = loaded_by(second)
     assert loaded is not None
     assert loaded.step == 10
     save(second, 15, keep=KeepPolicy(last=2))
@@ -220,7 +231,7 @@ def save_until_killed(store: Store) -> None:
         return len(data)
 
     WriteStream.write = write  # type: ignore[method-assign]
-    manager.save(20, state(20) | {"big": torch.ones(10 * 2**20)}, RunState(), asynchronous=True)
+    manager.save(20, boxes(state(20) | {"big": torch.ones(10 * 2**20)}), RunState(), asynchronous=True)
     manager.wait()
 
 
@@ -232,7 +243,7 @@ def test_kill_in_the_middle_of_a_save(store: Store) -> None:
     second = started(store)
     assert store.abort_incomplete_uploads("") == 0, "the new attempt dropped what the killed one left"
     loaded = blank()
-    manifest = second.load_newest(loaded)
+    manifest = loaded_by(second, loaded)
     assert manifest is not None
     assert manifest.step == 10
     assert equal(loaded, state(10))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, encode_manifest
+from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, StoredIndex, encode_manifest
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import S3Spec
 from sft_operator.cluster import store
@@ -53,6 +53,7 @@ def save(
     one = CheckpointId(attempt=attempt, step=step)
     prefix = f"sft/{folder}/{one.prefix}"
     s3.put_object(Bucket=BUCKET, Key=f"{prefix}rank-0.bin", Body=b"x" * size)
+    s3.put_object(Bucket=BUCKET, Key=f"{prefix}items.idx", Body=b"")
     manifest = Manifest(
         step=step,
         attempt=attempt,
@@ -60,8 +61,9 @@ def save(
         world_size=1,
         created=datetime(2026, 1, 1, tzinfo=UTC),
         run=RunState(metrics={"evalLoss": loss}),
-        files=(StoredFile(name="rank-0.bin", size=100, sha256="0" * 64),),
-        tensors={},
+        files=(StoredFile(name="rank-0.bin", size=100),),
+        index=StoredIndex(name="items.idx", size=0, sha256="0" * 64, tensors=1),
+        kinds={"weight": 100},
     )
     if commit:
         s3.put_object(Bucket=BUCKET, Key=f"{prefix}manifest.json", Body=encode_manifest(manifest))
@@ -156,7 +158,7 @@ def test_a_large_manifest_is_not_loaded_and_its_checkpoint_not_called_verified(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (b"[" * 100_000, "cannot be read"),
+        (b"[" * 100_000, "is no JSON"),
         (b'{"formatVersion": 1, "step": ' + b"9" * 5000 + b"}", "is no JSON"),
     ],
 )

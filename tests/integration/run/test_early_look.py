@@ -33,7 +33,7 @@ def bad_bucket(place: Place, server: ObjectStore) -> Prepared:
 def other_settings(place: Place, _: ObjectStore) -> Prepared:
     from datetime import UTC, datetime
 
-    from sft_api.checkpoints import CheckpointId, Manifest, RunState, encode_manifest
+    from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredIndex, encode_manifest
     from sft_cli.local import local_uid
 
     store = place.store()
@@ -41,10 +41,11 @@ def other_settings(place: Place, _: ObjectStore) -> Prepared:
     run = RunState(numbers={"version": 1, "values": values})
     manifest = Manifest(
         step=5, attempt=1, job_uid=local_uid(f"file://{store}"), world_size=1, created=datetime.now(UTC), run=run,
-        files=(), tensors={},
+        files=(), index=StoredIndex(name="items.idx", size=0, sha256="0" * 64, tensors=0),
     )  # fmt: skip
     file = store / CheckpointId(1, 5).manifest_key
     file.parent.mkdir(parents=True)
+    file.with_name("items.idx").write_bytes(b"")
     file.write_bytes(encode_manifest(manifest))
     return place.job(), 10, "ConfigError", r"other settings \(.*model\.uri: .*hf://org/other.* -> "
 

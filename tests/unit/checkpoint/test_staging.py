@@ -1,7 +1,6 @@
 """Copies in host memory: page-locked where CUDA does it, and not made where they do not fit."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.staging import Cuda, HostStaging, Room, no_room
 from sft_trainer.supervisor.cgroup import Cgroup
+from tests.unit.checkpoint.boxed import whole
 
 GIB = 2**30
 TENSORS = [torch.randn(3, 5), torch.tensor(2.0)]
@@ -96,10 +96,10 @@ def test_a_save_that_does_not_fit_is_streamed_and_said_once(tmp_path: Path) -> N
     store, said, free = LocalStore(tmp_path), [], [1]
     manager = CheckpointManager(store, on_warning=said.append, available_memory=lambda: free[0])
     manager.claim_attempt("job")
-    tensors: dict[str, Any] = {"weight": torch.randn(64)}
+    tensors = {"weight": torch.randn(64)}
 
     # When it saves in the background
-    outcomes = [manager.save(step, tensors, RunState(cursor=step), asynchronous=True) for step in (1, 2)]
+    outcomes = [manager.save(step, whole(tensors), RunState(cursor=step), asynchronous=True) for step in (1, 2)]
 
     # Then the saves are over when the calls return, and the user knows why
     assert [outcome.step for outcome in outcomes if outcome is not None] == [1, 2]
@@ -109,12 +109,12 @@ def test_a_save_that_does_not_fit_is_streamed_and_said_once(tmp_path: Path) -> N
 
     # And with room the next one goes on behind
     free[0] = GIB
-    assert manager.save(3, tensors, RunState(cursor=3), asynchronous=True) is None
+    assert manager.save(3, whole(tensors), RunState(cursor=3), asynchronous=True) is None
     outcome = manager.wait()
     assert outcome is not None
     assert outcome.step == 3
     loaded = {"weight": torch.zeros(64)}
-    assert manager.load_newest(loaded) is not None
+    assert manager.load_newest(whole(loaded)) is not None
     assert torch.equal(loaded["weight"], tensors["weight"])
 
 

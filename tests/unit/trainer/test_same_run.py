@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_api.checkpoints import CheckpointId, Manifest, RunState, encode_manifest
+from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredIndex, encode_manifest
 from sft_api.numbers import Numbers
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
@@ -31,8 +31,10 @@ def checkpoint(folder: Path, numbers: dict[str, Any], step: int = 10) -> LocalSt
     store = LocalStore(folder, uri=f"file://{folder}")
     manifest = Manifest(
         step=step, attempt=1, job_uid=UID, world_size=1, created=datetime.now(UTC),
-        run=RunState(numbers=numbers), files=(), tensors={},
+        run=RunState(numbers=numbers), files=(),
+        index=StoredIndex(name="items.idx", size=0, sha256="0" * 64, tensors=0),
     )  # fmt: skip
+    store.put(f"{manifest.id.prefix}items.idx", b"")
     store.put(CheckpointId(1, step).manifest_key, encode_manifest(manifest))
     return store
 

@@ -14,6 +14,7 @@ from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from tests.parity.runs import manifest, resolve
+from tests.unit.checkpoint.boxed import whole
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -39,15 +40,12 @@ class Run:
         self.config = resolve(manifest(folder, folder / "store"))
         self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"), is_first=True)
         self.saving.claim_attempt()
-        self.model = torch.nn.Linear(64, 64)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.model(torch.ones(64)).sum().backward()
-        self.optimizer.step()
+        self.boxes = whole({"model.weight": torch.randn(64, 64)})
 
     def save(self, step: int, *, final: bool = False) -> None:
         self.reporter.update(phase=Phase.TRAINING, phase_detail="", step=step)
         state = RunState(cursor=step, numbers=self.config.numbers().as_record())
-        self.saving.save(step, self.model, self.optimizer, state, final=final)
+        self.saving.save(step, self.boxes, state, final=final)
 
     @property
     def saved(self) -> set[str]:
@@ -98,7 +96,7 @@ def test_reading_a_checkpoint_shows_that_it_lives(run: Run, tmp_path: Path) -> N
     run.save(1, final=True)
     again = Run(tmp_path)
     again.store.gate.set()
-    assert again.saving.resume(again.model, again.optimizer) is not None
+    assert again.saving.resume(again.boxes) is not None
     assert again.reporter.progress.phase is Phase.LOADING
     assert again.reporter.progress.phase_detail.startswith("reading the checkpoint: 0 MiB")
 

@@ -24,6 +24,9 @@ from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
 from sft_trainer.checkpoint.store import Store
 
+MAX_MANIFEST_BYTES = 256 * 2**20
+"""One of format 1 holds its index: 26 MB for 720 parameters in 64 shards."""
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -41,8 +44,6 @@ class Verified:
     """A checkpoint whose manifest is sound and whose files all have the right size."""
 
     manifest: Manifest
-    raw: bytes
-    """The manifest as it is in the store."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ class Catalog:
 
     def inspect(self, identity: CheckpointId, files: dict[str, int]) -> Verified | Skipped:
         """Read the manifest of a committed checkpoint and compare it with the ``files`` found."""
+        if files.get(MANIFEST_NAME, 0) > MAX_MANIFEST_BYTES:
+            return Skipped(identity.folder, f"its manifest has {files[MANIFEST_NAME]} bytes, which none needs")
         try:
-            raw = self._store.read(identity.manifest_key)
-            manifest = decode_manifest(raw)
+            manifest = decode_manifest(self._store.read(identity.manifest_key))
         except ObjectNotFoundError:
             return Skipped(identity.folder, "its manifest is gone")
         except ManifestError as error:
@@ -85,7 +87,7 @@ class Catalog:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             return Skipped(identity.folder, f"{problems[0]}{more}")
-        return Verified(manifest, raw)
+        return Verified(manifest)
 
     def candidates(self, job_uid: str | None, step: int | None = None) -> Iterator[Verified | Skipped]:
         """Committed checkpoints, newest first, each with what its manifest and sizes say.

@@ -1,27 +1,31 @@
 """The ranks that save and load together, over CPU tensors and a process group of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from sft_trainer.checkpoint.errors import CheckpointSaveError
-from sft_trainer.errors import TrainingError
+from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
+from sft_trainer.errors import PeerLostError, TrainingError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Failure:
-    error: Exception
+class Failure:
+    """What went wrong on a rank, in place of its answer."""
+
+    error: TrainingError
 
 
 class CheckpointGroup:
     """All ranks of the default process group, or this process alone when there is none.
 
-    A gloo group apart from training's, so that a save in the background never meets a training collective.
+    A gloo group apart from training's, so that a save in the background never meets a training collective. Every
+    method that speaks to others is collective, and raises PeerLostError when one of them went away.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -34,27 +38,76 @@ class CheckpointGroup:
         """The ``value`` of every rank, on every rank."""
         values: list[T] = [value] * self.size
         if self.handle is not None:
-            dist.all_gather_object(values, value, group=self.handle)
+            with _peers():
+                dist.all_gather_object(values, value, group=self.handle)
         return values
+
+    def to_rank_zero(self, value: T) -> list[T]:
+        """The ``value`` of every rank on rank 0, nothing on the others."""
+        if self.handle is None:
+            return [value]
+        values: list[T] | None = [value] * self.size if self.rank == 0 else None
+        with _peers():
+            dist.gather_object(value, values, dst=0, group=self.handle)
+        return values or []
 
     def on_rank_zero(self, compute: Callable[[], T]) -> T:
         """The result of ``compute``, which runs on rank 0 only. Its error is raised on every rank."""
-        answer: list[T | _Failure | None] = [None]
-        if self.rank == 0:
-            try:
-                answer[0] = compute()
-            except Exception as error:
-                answer[0] = _Failure(_picklable(error))
-                if self.handle is None:
-                    raise
+        answer: list[T | Failure | None] = [self.tried(compute) if self.rank == 0 else None]
         if self.handle is not None:
-            dist.broadcast_object_list(answer, src=0, group=self.handle)
-        if isinstance(answer[0], _Failure):
-            raise answer[0].error
-        return cast(T, answer[0])
+            with _peers():
+                dist.broadcast_object_list(answer, src=0, group=self.handle)
+        return _result(answer[0])
+
+    def from_rank_zero(self, compute: Callable[[], Sequence[T]]) -> T:
+        """This rank's part of what ``compute``, which runs on rank 0 only, has for each. Its error is raised by all."""
+        parts: list[T | Failure | None] = [None] * self.size
+        if self.rank == 0:
+            computed = self.tried(compute)
+            parts = [computed] * self.size if isinstance(computed, Failure) else list(computed)
+        answer: list[T | Failure | None] = [parts[0]]
+        if self.handle is not None:
+            with _peers():
+                dist.scatter_object_list(answer, parts if self.rank == 0 else None, src=0, group=self.handle)
+        return _result(answer[0])
+
+    def tried(self, work: Callable[[], T]) -> T | Failure:
+        """The result of ``work``, or its error in a form that can be sent to the other ranks. Not collective.
+
+        An error that cannot be pickled would leave them waiting.
+        """
+        try:
+            return work()
+        except TrainingError as error:
+            return Failure(error)
+        except Exception as error:
+            named = CheckpointSaveError(f"rank {self.rank}: {type(error).__name__}: {error}")
+            named.__cause__ = error
+            return Failure(named)
+
+    def agree(self, outcome: object) -> None:
+        """Raise the same error on every rank when the ``outcome`` of any is a ``Failure``."""
+        raise_first(self.gathered(outcome if isinstance(outcome, Failure) else None))
 
 
-def _picklable(error: Exception) -> Exception:
-    if isinstance(error, TrainingError):
-        return error
-    return CheckpointSaveError(f"rank 0: {type(error).__name__}: {error}")
+def raise_first(outcomes: Sequence[object]) -> None:
+    """Raise the failure of the lowest rank that has one; a storage error before damage, which may be its effect."""
+    failures = [outcome.error for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures:
+        raise min(failures, key=lambda error: isinstance(error, CheckpointCorruptError))
+
+
+def _result(answer: T | Failure | None) -> T:
+    if isinstance(answer, Failure):
+        raise answer.error
+    return cast(T, answer)
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error).lower() or isinstance(error, dist.DistError):
+            raise PeerLostError(f"a rank went away while a checkpoint was saved or loaded: {error}") from error
+        raise

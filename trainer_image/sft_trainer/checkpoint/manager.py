@@ -6,20 +6,21 @@ steps, so a stale attempt may still commit in between; as the newest checkpoint 
 (attempt, step), that does no harm.
 """
 
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import torch
 
-from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, StoredTensor, decode_manifest
+from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
+from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, Verified, describe, status_of
-from sft_trainer.checkpoint.dcp import StoreWriter, load_tensors, save_tensors
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
     CheckpointCorruptError,
@@ -27,16 +28,19 @@ from sft_trainer.checkpoint.errors import (
     NoUsableCheckpointError,
 )
 from sft_trainer.checkpoint.group import CheckpointGroup
-from sft_trainer.checkpoint.planner import TensorSavePlanner
+from sft_trainer.checkpoint.index import StoredTensor
+from sft_trainer.checkpoint.pieces import Piece, cut, stored_tensor, written_by_this_rank
 from sft_trainer.checkpoint.protocol import Protocol
+from sft_trainer.checkpoint.reading import load_boxes
 from sft_trainer.checkpoint.staging import HostStaging, Room, no_room
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import TrainingError
+from sft_trainer.names.canonical import VERSION
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[str, torch.Tensor]
-_Found = tuple[bytes | None, tuple[Skipped, ...]]
+_Found = tuple[Manifest | None, tuple[Skipped, ...]]
 
 
 @dataclass(frozen=True)
@@ -124,17 +128,18 @@ class CheckpointManager:
             rest = Catalog(store).candidates(None if source else self._job_uid, step)
         return self._choose(store, (), rest)
 
-    def load(self, choice: ResumeChoice, state_dict: Tensors) -> ResumeChoice:
-        """Fill the tensors of ``state_dict`` in place and return what was loaded. Collective.
+    def load(self, choice: ResumeChoice, boxes: Sequence[Box]) -> ResumeChoice:
+        """Fill ``boxes`` and return what was loaded. Collective.
 
-        When any rank finds damaged bytes, all fall back together to the checkpoint before. Raises ConfigError when
-        names, shapes or dtypes do not fit, NoUsableCheckpointError when none could be loaded (the tensors have
-        undefined values then). Storage errors are no verdict on a checkpoint: they are raised as they are.
+        Tensors that only the checkpoint has are left alone. When any rank finds damaged bytes, all fall back together
+        to the checkpoint before. Raises ConfigError when names, shapes or dtypes do not fit, NoUsableCheckpointError
+        when none could be loaded (the boxes have undefined values then). Storage errors are no verdict on a
+        checkpoint: they are raised as they are.
         """
         while True:
             try:
-                load_tensors(state_dict, choice.store, choice.manifest, self._group.handle, self._on_bytes)
-                return choice
+                manifest = load_boxes(boxes, choice.store, choice.manifest, self._group, self._on_bytes)
+                return dataclasses.replace(choice, manifest=manifest)
             except CheckpointCorruptError as error:
                 damaged = Skipped(choice.manifest.id.folder, str(error))
                 self._report((damaged,))
@@ -143,7 +148,7 @@ class CheckpointManager:
                 choice = before
 
     def load_newest(
-        self, state_dict: Tensors, accept: Callable[[RunState], None] = lambda run: None
+        self, boxes: Sequence[Box], accept: Callable[[RunState], None] = lambda run: None
     ) -> Manifest | None:
         """``latest`` and ``load`` in one; None when this job has no checkpoint yet. Collective.
 
@@ -153,7 +158,7 @@ class CheckpointManager:
         if choice is None:
             return None
         accept(choice.manifest.run)
-        manifest = self.load(choice, state_dict).manifest
+        manifest = self.load(choice, boxes).manifest
         self._known = (status_of(manifest, self.store.uri),)
         return manifest
 
@@ -161,11 +166,11 @@ class CheckpointManager:
         self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Verified | Skipped] | None
     ) -> ResumeChoice | None:
         """The next sound checkpoint of ``rest``, agreed on by all ranks."""
-        raw, refused = self._group.on_rank_zero(lambda: _next_verified(rest))
+        manifest, refused = self._group.on_rank_zero(lambda: _next_verified(rest))
         self._report(refused)
         skipped += refused
-        if raw is not None:
-            return ResumeChoice(decode_manifest(raw), store, skipped, rest)
+        if manifest is not None:
+            return ResumeChoice(manifest, store, skipped, rest)
         if skipped:
             raise NoUsableCheckpointError(
                 f"{store.uri}: no checkpoint can be used ({'; '.join(map(str, skipped))}); restore one from a backup, "
@@ -184,19 +189,20 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state_dict: Mapping[str, torch.Tensor],
+        boxes: Sequence[Box],
         run: RunState,
         *,
         asynchronous: bool,
         keep: KeepPolicy | None = None,
     ) -> SaveOutcome | None:
-        """Save ``state_dict`` (tensors only) as the checkpoint of ``step``, then remove old ones. Collective.
+        """Save ``boxes`` of all ranks as the checkpoint of ``step``, then remove old ones. Collective.
 
-        Waits for a save that is still in flight. Asynchronous: returns None once the tensors are copied to host
-        memory; they may change from then on, and ``poll`` or ``wait`` gives the outcome. Synchronous: streams the
-        tensors from where they are, and raises what went wrong. A step that this attempt committed already is not
-        saved again (None). Where host memory has no room for the copies on any node, an asynchronous save becomes a
-        synchronous one on all ranks. Raises AttemptSupersededError when an earlier save found out about it.
+        Waits for a save that is still in flight. Asynchronous: returns None once the boxes are copied to host memory;
+        they may change from then on, and ``poll`` or ``wait`` gives the outcome. Synchronous: streams them from where
+        they are, and raises what went wrong; CheckpointSaveError when the boxes of all ranks do not cover their tensors
+        exactly. A step that this attempt committed already is not saved again (None). Where host memory has no room
+        for the copies on any node, an asynchronous save becomes a synchronous one on all ranks. Raises
+        AttemptSupersededError when an earlier save found out about it.
         """
         self._join()
         if self._superseded is not None:
@@ -204,19 +210,15 @@ class CheckpointManager:
         if step in self._committed:
             return None
         started = time.monotonic()
-        room = True
-
-        def stage(boxes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            nonlocal room
-            room = self._has_room(boxes)
-            return self._staging.copy(boxes) if room else boxes
-
-        planner = TensorSavePlanner(state_dict, stage if asynchronous else None)
-        asynchronous = asynchronous and room
+        written = written_by_this_rank(boxes)
+        values = [box.read() for box in written]
+        asynchronous = asynchronous and self._has_room(values)
+        pieces = cut(written, self._staging.copy(values) if asynchronous else values)
+        tensors = [stored_tensor(box) for box in written]
         stall = time.monotonic() - started
 
         def work() -> SaveOutcome:
-            size, error = self._save(step, planner, run, keep or KeepPolicy())
+            size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy())
             seconds = time.monotonic() - started
             return SaveOutcome(step, error, size, seconds, stall if asynchronous else seconds)
 
@@ -229,9 +231,9 @@ class CheckpointManager:
             raise outcome.error
         return outcome
 
-    def _has_room(self, boxes: Sequence[torch.Tensor]) -> bool:
-        """Whether the copies of ``boxes`` fit into the memory of every node; says once that they do not. Collective."""
-        here = Room.here(self._staging.missing(boxes), self._available_memory())
+    def _has_room(self, values: Sequence[torch.Tensor]) -> bool:
+        """Whether copies of ``values`` fit into the memory of every node; says once that they do not. Collective."""
+        here = Room.here(self._staging.missing(values), self._available_memory())
         problem = no_room(self._group.gathered(here))
         if problem and not self._told_no_room:
             self._told_no_room = True
@@ -282,12 +284,12 @@ class CheckpointManager:
             logger.warning("The checkpoint of step %d was not saved: %s", outcome.step, outcome.error)
 
     def _save(
-        self, step: int, planner: TensorSavePlanner, run: RunState, keep: KeepPolicy
+        self, step: int, tensors: Sequence[StoredTensor], pieces: Sequence[Piece], run: RunState, keep: KeepPolicy
     ) -> tuple[int, TrainingError | None]:
         """Write, commit, prune; runs in the background or not. Returns the bytes written, or the error."""
         identity = CheckpointId(self.attempt, step)
 
-        def commit(files: tuple[StoredFile, ...], tensors: dict[str, StoredTensor]) -> None:
+        def commit(contents: Contents) -> None:
             self._protocol.commit(
                 Manifest(
                     step=step,
@@ -296,14 +298,15 @@ class CheckpointManager:
                     world_size=self._group.size,
                     created=datetime.now(UTC),
                     run=run,
-                    files=files,
-                    tensors=tensors,
+                    files=contents.files,
+                    index=contents.index,
+                    names_version=VERSION,
+                    kinds=contents.kinds,
                 )
             )
 
         try:
-            writer = StoreWriter(self.store, identity.prefix, commit, self._on_bytes)
-            size = save_tensors(planner, writer, self._group.handle)
+            size = save_pieces(tensors, pieces, self.store, identity.prefix, self._group, commit, self._on_bytes)
         except Exception as raised:
             error = (
                 raised
@@ -351,10 +354,10 @@ class _InFlight:
 
 
 def _next_verified(rest: Iterator[Verified | Skipped] | None) -> _Found:
-    """The raw manifest of the next sound checkpoint, and those refused on the way."""
+    """The manifest of the next sound checkpoint, and those refused on the way."""
     refused: list[Skipped] = []
     for found in rest or ():
         if isinstance(found, Verified):
-            return found.raw, tuple(refused)
+            return found.manifest, tuple(refused)
         refused.append(found)
     return None, tuple(refused)

@@ -93,7 +93,7 @@ class Protocol:
         self._perhaps_committed.add(manifest.id)
         if not self._store.create(key, raw) and self._store.read(key) != raw:
             raise CheckpointSaveError(f"{self._store.uri}/{key} exists already with another content")
-        self._verified[manifest.id] = (_without_tensors(manifest), status_of(manifest, self._store.uri))
+        self._verified[manifest.id] = (manifest, status_of(manifest, self._store.uri))
 
     def discard(self, identity: CheckpointId) -> None:
         """Remove the files of a save that failed, unless its manifest may have been written."""
@@ -134,7 +134,7 @@ class Protocol:
             if not isinstance(found, Verified):
                 return None
             # Manifests are never rewritten, so reading one once is enough.
-            self._verified[identity] = (_without_tensors(found.manifest), status_of(found.manifest, self._store.uri))
+            self._verified[identity] = (found.manifest, status_of(found.manifest, self._store.uri))
         manifest, status = self._verified[identity]
         return status if manifest.job_uid == job_uid and not missing_or_wrong(manifest, files) else None
 
@@ -156,8 +156,3 @@ def _claim(number: int, job_uid: str) -> bytes:
         time=datetime.now(UTC),
     )
     return claim.model_dump_json(by_alias=True).encode()
-
-
-def _without_tensors(manifest: Manifest) -> Manifest:
-    """The part worth remembering: the list of tensors of a large run takes megabytes."""
-    return manifest.model_copy(update={"tensors": {}})

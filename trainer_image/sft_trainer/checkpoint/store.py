@@ -4,7 +4,6 @@ Keys are relative to the store's URI, with forward slashes. All operations are s
 threads and after a fork, and raise the classes of ``sft_trainer.errors`` only.
 """
 
-import hashlib
 import io
 import logging
 from abc import ABC, abstractmethod
@@ -67,27 +66,18 @@ class ProbeResult:
 
 
 class WriteStream(ABC):
-    """A stream into one object, hashing as it goes. The object appears whole at ``close``, or never.
+    """A stream into one object. The object appears whole at ``close``, or never.
 
     As a context manager it closes after success and aborts after an exception.
     """
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
         self._size = 0
         self._open = True
 
     @property
     def size(self) -> int:
         """Bytes written so far."""
-        return self._size
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of the bytes written so far."""
-        return self._hash.hexdigest()
-
-    def tell(self) -> int:
         return self._size
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -98,7 +88,6 @@ class WriteStream(ABC):
         if view.nbytes == 0:
             return 0
         view = view.cast("B")
-        self._hash.update(view)
         self._send(view)
         self._size += view.nbytes
         return view.nbytes

@@ -20,6 +20,9 @@ Which = Literal["base", "trained", "optimizer"]
 class Strategy(Protocol):
     """A model on its devices. All calls but ``boxes`` are collective: every process makes them, in the same order."""
 
+    updates: int
+    """How often the optimizer changed the weights: a number that no box holds, to be set when its boxes are filled."""
+
     def boxes(self, which: Which) -> list[Box]:
         """What this process holds of the base, of what is trained, or of the optimizer, under canonical names.
 

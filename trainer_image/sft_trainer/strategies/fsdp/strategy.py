@@ -11,7 +11,7 @@ from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer
-from sft_trainer.sharded import model_boxes, optimizer_boxes
+from sft_trainer.sharded import model_boxes, optimizer_boxes, set_updates, updates
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
@@ -52,6 +52,14 @@ class FsdpStrategy:
             return optimizer_boxes(self.model, self.optimizer, self._names)
         base = self._base
         return [box for box in model_boxes(self.model, self._names) if (box.name in base) == (which == "base")]
+
+    @property
+    def updates(self) -> int:
+        return updates(self.optimizer)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        set_updates(self.optimizer, count)
 
     def loaded(self) -> None:
         """Nothing follows from the weights: what was filled is what is trained."""

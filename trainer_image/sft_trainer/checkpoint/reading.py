@@ -1,0 +1,224 @@
+"""Boxes out of a checkpoint folder: rank 0 reads the index, every rank the items that overlap its boxes.
+
+An item's bytes are compared with their digest before they become a tensor, and only files that the manifest lists are
+read. Nothing is ever unpickled.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from sft_api.checkpoints import Manifest, ManifestError, decode_document
+from sft_trainer.boxes import Box
+from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
+from sft_trainer.checkpoint.format1 import UPDATES, index_of_format_1
+from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.index import DTYPES, MAX_INDEX_BYTES, Index, Integers, StoredTensor, decode_index, padded
+from sft_trainer.checkpoint.pieces import stored_tensor
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.errors import ConfigError
+from sft_trainer.names.canonical import VERSION
+
+READ_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The boxes that a rank fills, as columns."""
+
+    tensors: tuple[StoredTensor, ...]
+    tensor: Integers
+    """Of every box: which one of ``tensors``."""
+    offsets: Integers
+    """(boxes, dimensions)"""
+    sizes: Integers
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> Self:
+        numbers: dict[StoredTensor, int] = {}
+        tensor = [numbers.setdefault(stored_tensor(box), len(numbers)) for box in boxes]
+        dimensions = max((len(entry.shape) for entry in numbers), default=0)
+        return cls(
+            tuple(numbers),
+            np.array(tensor, dtype=np.int64),
+            padded([box.place.offsets for box in boxes], 0, dimensions),
+            padded([box.place.sizes for box in boxes], 1, dimensions),
+        )
+
+
+def load_boxes(
+    boxes: Sequence[Box],
+    store: Store,
+    manifest: Manifest,
+    group: CheckpointGroup,
+    on_bytes: OnBytes = lambda count: None,
+) -> Manifest:
+    """Fill ``boxes`` from the checkpoint of ``manifest``, which comes back with all that its format left to the index.
+
+    Collective. Raises the same error on every rank: CheckpointCorruptError when bytes are damaged (the boxes are
+    undefined then), ConfigError when they do not fit, storage errors otherwise.
+    """
+    wanted = group.to_rank_zero(Wanted.of(boxes))
+
+    def share_out() -> list[tuple[Index, Manifest]]:
+        index, complete = open_index(store, manifest)
+        return [(index.take(rows), complete) for rows in overlapping(index, wanted)]
+
+    mine, complete = group.from_rank_zero(share_out)
+    group.agree(group.tried(lambda: _fill(store, manifest.id.prefix, mine, boxes, on_bytes)))
+    return complete
+
+
+def read_boxes(
+    boxes: Sequence[Box], store: Store, manifest: Manifest, index: Index, on_bytes: OnBytes = lambda count: None
+) -> None:
+    """The same for one process that has the ``index`` itself; not collective."""
+    (rows,) = overlapping(index, [Wanted.of(boxes)])
+    _fill(store, manifest.id.prefix, index.take(rows), boxes, on_bytes)
+
+
+def open_index(store: Store, manifest: Manifest) -> tuple[Index, Manifest]:
+    """The index of the checkpoint of ``manifest``, and the manifest with what only the index of format 1 had.
+
+    Raises CheckpointCorruptError when it is not what the manifest says, or contradicts itself, ConfigError when its
+    names are those of another version.
+    """
+    try:
+        if manifest.format_version == 1:
+            document = decode_document(store.read(manifest.id.manifest_key))
+            index = index_of_format_1(document, manifest.files)
+            run = manifest.run.model_copy(update={"updates": _updates_of_format_1(store, manifest, index)})
+            return index, manifest.model_copy(update={"run": run})
+        if manifest.names_version != VERSION:
+            raise ConfigError(
+                f"{manifest.id.folder} names its tensors in version {manifest.names_version}, this program knows "
+                f"version {VERSION}: go on with the version of the trainer that wrote it, or start anew with another "
+                "checkpoint.uri"
+            )
+        return _read_index(store, manifest), manifest
+    except (ObjectNotFoundError, ManifestError) as error:
+        raise CheckpointCorruptError(str(error)) from error
+
+
+def _read_index(store: Store, manifest: Manifest) -> Index:
+    stored = manifest.index
+    if stored is None or stored.size > MAX_INDEX_BYTES:
+        raise CheckpointCorruptError(f"an index of at most {MAX_INDEX_BYTES} bytes is read, this one is {stored}")
+    key = f"{manifest.id.prefix}{stored.name}"
+    raw = store.read_range(key, 0, stored.size)
+    if hashlib.sha256(raw).hexdigest() != stored.sha256:
+        raise CheckpointCorruptError(f"{key}: the index does not match its digest")
+    index = decode_index(raw, manifest.files)
+    if len(index.tensors) != stored.tensors or index.bytes_by_kind != manifest.kinds:
+        raise CheckpointCorruptError(
+            f"{key} names {len(index.tensors)} tensors of {index.bytes_by_kind} bytes, the manifest {stored.tensors} "
+            f"of {manifest.kinds}"
+        )
+    return index
+
+
+def _updates_of_format_1(store: Store, manifest: Manifest, index: Index) -> int:
+    """How many updates the optimizer had made: it counted them for every parameter."""
+    rows = [row for row in range(len(index.tensor)) if index.tensors[index.tensor[row]].kind == UPDATES]
+    if not rows:
+        return 0
+    if any((index.digests[row] != index.digests[rows[0]]).any() for row in rows):
+        raise ConfigError(
+            f"{manifest.id.folder} counts another number of updates for some parameters than for others, which this "
+            "program cannot go on from: go on with the version of the trainer that wrote it, or start anew with "
+            "another checkpoint.uri"
+        )
+    count = float(_verified(store, manifest.id.prefix, index, rows[0], lambda _: None))
+    if not 0 <= count <= manifest.step or count != int(count):
+        raise CheckpointCorruptError(f"the optimizer cannot have made {count} updates in {manifest.step} steps")
+    return int(count)
+
+
+def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
+    """For each of ``wanted`` the items that overlap any of its boxes, in the order in which they lie in the files.
+
+    ConfigError when a tensor is missing in the index, or has another shape or dtype there; tensors that only the index
+    has are left alone, so a part of a state (the weights, say) can be read.
+    """
+    for entry in dict.fromkeys(entry for one in wanted for entry in one.tensors):
+        _check_fits(index, entry)
+    dimensions = index.offsets.shape[1]
+    owner = np.repeat(np.arange(len(wanted)), [len(one.tensor) for one in wanted])
+    numbers = [np.array([index.numbers[entry.key] for entry in one.tensors], dtype=np.int64) for one in wanted]
+    tensor = np.concatenate([mine[one.tensor] for mine, one in zip(numbers, wanted, strict=True)])
+    low = np.concatenate([_widened(one.offsets, 0, dimensions) for one in wanted])
+    high = low + np.concatenate([_widened(one.sizes, 1, dimensions) for one in wanted])
+    found: list[list[Integers]] = [[] for _ in wanted]
+    order = np.argsort(tensor, kind="stable")
+    for boxes in np.split(order, np.flatnonzero(np.diff(tensor[order])) + 1):
+        if not len(boxes):
+            continue
+        items = index.items_of(int(tensor[boxes[0]]))
+        begin, end = index.offsets[items], index.offsets[items] + index.sizes[items]
+        hit = np.ones((len(boxes), len(items)), dtype=bool)
+        for d in range(dimensions):
+            hit &= (low[boxes, d, None] < end[:, d]) & (high[boxes, d, None] > begin[:, d])
+        for box, hits in zip(boxes, hit, strict=True):
+            found[owner[box]].append(items[hits])
+    return [np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64) for rows in found]
+
+
+def _check_fits(index: Index, entry: StoredTensor) -> None:
+    advice = "resume from a checkpoint of the same model and settings, or start anew with another checkpoint.uri"
+    number = index.numbers.get(entry.key)
+    if number is None:
+        raise ConfigError(f"the checkpoint has no {entry}; {advice}")
+    stored = index.tensors[number]
+    if stored != entry:
+        raise ConfigError(
+            f"{entry} has shape {list(stored.shape)} and {stored.dtype} in the checkpoint, {list(entry.shape)} and "
+            f"{entry.dtype} in this run; {advice}"
+        )
+
+
+def _widened(table: Integers, fill: int, dimensions: int) -> Integers:
+    return np.pad(table, ((0, 0), (0, dimensions - table.shape[1])), constant_values=fill)
+
+
+def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
+    """Read the items of ``index``, several at a time, and copy what overlaps into ``boxes``."""
+    by_tensor: dict[tuple[str, str], list[Box]] = {}
+    for box in boxes:
+        by_tensor.setdefault((box.name, box.kind), []).append(box)
+
+    def read(row: int) -> None:
+        values, place = _verified(store, prefix, index, row, on_bytes), index.place(row)
+        for box in by_tensor[index.tensors[index.tensor[row]].key]:
+            if (part := box.place.overlap(place)) is not None:
+                box.write(values[part.within(place)], part)
+
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="load") as pool:
+        reads = [pool.submit(read, row) for row in range(len(index.tensor))]
+        try:
+            for one in reads:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _verified(store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes) -> torch.Tensor:
+    """The values of one item, whose bytes are what the index says."""
+    entry = index.tensors[index.tensor[row]]
+    key, start, length = f"{prefix}{index.files[index.file[row]]}", int(index.start[row]), int(index.length[row])
+    try:
+        raw = store.read_range(key, start, length)
+    except ObjectNotFoundError as error:
+        raise CheckpointCorruptError(str(error)) from error
+    if len(raw) != length:
+        raise CheckpointCorruptError(f"{key} ends in the middle of {entry}")
+    if hashlib.sha256(raw).digest() != index.digests[row].tobytes():
+        raise CheckpointCorruptError(f"{key}: bytes {start} to {start + length} of {entry} do not match their digest")
+    on_bytes(len(raw))
+    return torch.frombuffer(bytearray(raw), dtype=DTYPES[entry.dtype]).reshape(index.place(row).sizes)
