@@ -276,7 +276,11 @@ def save_and_load(scene: Scene, figures: Figures) -> None:
     shape, every = scene.shape.name, scene.effort.warm_up_steps + 4
     config = scene.config("saving", everySteps=every)
     try:
-        run, steps = followed(scene, "saving", config, lambda seen: bool(seen) and seen[-1].saved >= every)
+
+        def is_saved(seen: list[Seen]) -> bool:
+            return bool(seen) and seen[-1].saved >= every and seen[-1].step > every + 1
+
+        run, steps = followed(scene, "saving", config, is_saved)
         times: dict[int, float] = {}
         for seen in steps:
             times.setdefault(seen.step, seen.time)
