@@ -90,9 +90,10 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     boundaries = on_gpu and importlib.util.find_spec("flash_attn") is not None
     attention = "flash_attention_2" if boundaries else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation=attention).to(
-        device
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=torch.float32, attn_implementation=attention
     )
+    model = model.to(device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     examples = read_examples(settings.data, AutoTokenizer.from_pretrained(settings.model))
