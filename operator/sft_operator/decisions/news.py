@@ -11,8 +11,6 @@ from ..picture.observed import Manifest
 _SENTENCES = {"Running": "training", "Complete": "training is complete"}
 _ON_THE_WAY = ("Preparing", "Queued", "Starting", "Suspending")
 """States that every job passes: the status shows them, events would only be noise."""
-_BEGINNING = (None, "Preparing", "Starting")
-"""So is Running after these."""
 
 
 class News(NamedTuple):
@@ -33,8 +31,7 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
     problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
-    passing = after.state in _ON_THE_WAY or (after.state == "Running" and before.state in _BEGINNING)
-    if after.state and after.state != before.state and not passing:
+    if after.state and after.state != before.state and after.state not in _ON_THE_WAY:
         kind: Literal["Normal", "Warning"] = "Warning" if problem else "Normal"
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
     elif problem and (known is None or known.reason != problem.reason):
