@@ -35,7 +35,7 @@ class Phase(StrEnum):
 class Activity(ReportModel):
     """What one worker does now: each writes its own whenever it has got further.
 
-    One that waits for others says so (WAITING) and no more, so that their silence is heard.
+    One that waits for others says so (WAITING), whatever the group does: it is not judged, and hides nobody.
     """
 
     phase: Phase = Phase.STARTING

@@ -85,6 +85,8 @@ def export_model(
         else:
             for entry in entries:
                 _whole(entry)
+                done += 1
+                on_tensor(done, count)
     if rank == 0:
         if len(shards) > 1:
             store.put("model.safetensors.index.json", _index(names, shards))

@@ -32,10 +32,10 @@ from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
 from sft_trainer.supervisor.identity import POD_VARIABLE, code_version, group_token  # noqa: E402
+from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
 from sft_trainer.supervisor.output import Output  # noqa: E402
 from sft_trainer.supervisor.settings import Settings  # noqa: E402
-from sft_trainer.supervisor.watch import SILENT_SECONDS  # noqa: E402
 
 MAX_TERMINATION_BYTES = 4096
 WORKER_IMPORTS = (

@@ -6,6 +6,8 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ log = logging.getLogger("sft_trainer")
 
 _LOG_EVERY_SECONDS = 2.0
 _ALIVE_EVERY_SECONDS = 1.0
+_ACTIVITY = frozenset({"phase", "phase_detail", "step"})
+"""Fields of the progress that say what this process does."""
 
 
 class Reporter:
@@ -29,6 +33,8 @@ class Reporter:
         self._activity_path = run_dir / ACTIVITY_FOLDER / f"rank-{rank}.json"
         self._last_activity: tuple[Phase, str] | None = None
         self._last_activity_time = 0.0
+        self._waits_for = ""
+        """What this process waits for now."""
         self._path = run_dir / PROGRESS_FILE
         self._writes = writes
         self._step_seconds: deque[float] = deque(maxlen=50)
@@ -44,23 +50,52 @@ class Reporter:
             self.progress = self.progress.model_copy(update={**fields, "update_time": datetime.now(UTC)})
             if self._writes:
                 write_atomically(self._path, self.progress)
-            self._tell_activity()
+            if not _ACTIVITY.isdisjoint(fields):
+                self._tell_activity()
 
     def _tell_activity(self) -> None:
-        """Say what this process does: every change of phase, else at most once a second, as steps may be short."""
+        """Say what this process does: every change of it, else at most once a second, as steps may be short."""
         progress, now = self.progress, time.monotonic()
         doing = (progress.phase, progress.phase_detail)
+        if self._waits_for:
+            doing = (Phase.WAITING, self._waits_for)
         if doing == self._last_activity and now - self._last_activity_time < _ALIVE_EVERY_SECONDS:
             return
         self._last_activity, self._last_activity_time = doing, now
-        activity = Activity(phase=progress.phase, detail=progress.phase_detail, step=progress.step)
-        write_atomically(self._activity_path, activity)
+        write_atomically(self._activity_path, Activity(phase=doing[0], detail=doing[1], step=progress.step))
+
+    def waits(self, what: str) -> None:
+        """Say that this process waits for others (``what`` they do), until ``works`` or a word of its own.
+
+        What the group does is not changed by it. Silence of who waits is no hang, and its words are no life.
+        """
+        with self._lock:
+            self._waits_for = what
+            self._tell_activity()
+
+    def works(self) -> None:
+        """Say that this process goes on with what it did before it waited."""
+        with self._lock:
+            if self._waits_for:
+                self._waits_for = ""
+                self._tell_activity()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """``waits`` for the length of a block: around what no process ends before all have begun."""
+        self.waits(what)
+        try:
+            yield
+        finally:
+            self.works()
 
     def phase(self, phase: Phase, detail: str = "") -> None:
         """Say what is being done now."""
         if self._writes and phase != self.progress.phase:
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
-        self.update(phase=phase, phase_detail=detail)
+        with self._lock:
+            self._waits_for = ""
+            self.update(phase=phase, phase_detail=detail)
 
     def alive(self, phase: Phase, detail: str) -> None:
         """``phase``, at most once a second: long work must report, or it is taken for a hang. For any thread."""

@@ -42,13 +42,16 @@ class Saving:
             store,
             device=device,
             on_bytes=self._count,
+            on_wait=self._note_wait,
             on_warning=reporter.warn,
             available_memory=Cgroup().available_memory,
         )
         self._waiting: tuple[Phase, str] | None = None
         """What training waits for now: only then a byte more is a sign of life."""
+        self._waits_for_others = False
+        """Whether this process has done its part of a save or load, and waits for the other ones."""
         self._bytes = 0
-        self._bytes_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._last_save = time.monotonic()
         self._resumed_at = 0
         self._outcome: SaveOutcome | None = None
@@ -67,7 +70,7 @@ class Saving:
         """
         self._wait_for(Phase.LOADING, "reading the checkpoint")
         manifest = self._manager.load_newest(boxes, accept=lambda run: check_same_run(self._config, run))
-        self._waiting = None
+        self._work_on()
         for skipped in self._manager.skipped:
             self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
         if manifest is not None:
@@ -109,7 +112,7 @@ class Saving:
         except TrainingError as error:
             self._act_on(error, final=final)
         finally:
-            self._waiting = None
+            self._work_on()
         self._last_save = time.monotonic()
         if self._outcome is not None:
             self._show()
@@ -134,7 +137,7 @@ class Saving:
         except TrainingError as raised:
             error = raised
         finally:
-            self._waiting = None
+            self._work_on()
         if error is not None:
             self._act_on(error, final=False)
         elif outcome is not None:
@@ -151,12 +154,36 @@ class Saving:
             log.warning("status.json was not written: %s", error)
 
     def _wait_for(self, phase: Phase, what: str) -> None:
-        self._bytes, self._waiting = 0, (phase, what)
-        self._reporter.phase(phase, what)
+        with self._lock:
+            self._bytes, self._waiting = 0, (phase, what)
+            self._reporter.phase(phase, what)
+            self._tell_wait()
+
+    def _work_on(self) -> None:
+        """Training waits no longer."""
+        with self._lock:
+            self._waiting = None
+            self._reporter.works()
+
+    def _note_wait(self, waits: bool) -> None:
+        """This process begins or ends to wait for others, in whatever thread."""
+        with self._lock:
+            self._waits_for_others = waits
+            self._tell_wait()
+
+    def _tell_wait(self) -> None:
+        """Say whether it is the others that training waits for: nothing is said while it goes on."""
+        if self._waiting is None:
+            return
+        phase, what = self._waiting
+        if self._waits_for_others:
+            self._reporter.waits(f"for the other processes, {phase.value}: {what}")
+        else:
+            self._reporter.works()
 
     def _count(self, count: int) -> None:
         """Bytes were written or read: a slow transfer that goes on is no hang, one that stands still says nothing."""
-        with self._bytes_lock:
+        with self._lock:
             self._bytes += count
         if (waiting := self._waiting) is not None:
             phase, what = waiting

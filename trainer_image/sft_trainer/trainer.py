@@ -25,7 +25,7 @@ from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
-from .distributed import Ranks, device_for, join_group, summed
+from .distributed import Ranks, device_for, join_group, meet, summed
 from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
 from .flops import active_parameters, peak_flops, training_flops
@@ -84,6 +84,8 @@ class Trainer:
         self._build()
         self._resume_or_load()
         self.strategy.loaded()
+        with self.reporter.waiting("for the other processes, to have read the weights"):
+            meet()
         if self.step == 0 and self.spec.training.evaluation.before_training:
             self._evaluate()
         save_due = False
@@ -140,7 +142,8 @@ class Trainer:
         if self.topology.alone:
             return  # a fingerprint reads samples of all weights, for nobody
         self.reporter.phase(Phase.LOADING, "comparing what all processes hold")
-        check_alike(fingerprint(self.config, self.prepared))
+        with self.reporter.waiting("for the other processes, to compare"):
+            check_alike(fingerprint(self.config, self.prepared))
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,9 +19,10 @@ from sft_api.checkpoints import CheckpointId, RunState
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import PeerLostError, StorageFullError, TrainingError
 from tests.integration.checkpoint import ranks
+from tests.waiting import wait_until
 
 TIMEOUT = timedelta(hours=1)
 """Longer than ``ranks.answer`` waits: a rank that waits for another one fails its test."""
@@ -317,3 +319,31 @@ def test_no_room_for_one_rank_makes_all_save_while_training_waits(tmp_path: Path
     assert second
     assert said == heard
     assert len(said) == 1
+
+
+class WaitsForItsPeer(LocalStore):
+    """Rank 1 writes nothing before rank 0 has said that it waits for it."""
+
+    def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+        if dist.get_rank() == 1:
+            wait_until((self.path / "rank-0-waits").exists)
+        return super().open_write(key, size_hint)
+
+
+def save_and_tell(folder: Path, asynchronous: bool) -> bool:
+    waits = folder / f"rank-{dist.get_rank()}-waits"
+
+    def told(begins: bool) -> None:
+        waits.touch() if begins else waits.unlink(missing_ok=True)
+
+    manager = CheckpointManager(WaitsForItsPeer(folder), timeout=TIMEOUT, on_wait=told)
+    manager.claim_attempt("job")
+    manager.save(3, tensors_of(*trained(seed=1, steps=3)), RunState(cursor=3), asynchronous=asynchronous)
+    manager.wait()
+    loaded = manager.load_newest(tensors_of(*trained(seed=2, steps=1)))
+    return loaded is not None and not waits.exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_has_done_its_part_says_that_it_waits_for_the_others(tmp_path: Path, asynchronous: bool) -> None:
+    assert ranks.run(2, tmp_path, save_and_tell, tmp_path, asynchronous) == [True, True]

@@ -79,6 +79,10 @@ class Ring:
         return value
 
 
+def tell(phase: str, detail: str, step: int) -> None:
+    write_json(RUN_DIR / "activity" / f"rank-{RANK}.json", {"phase": phase, "detail": detail, "step": step})
+
+
 def do(action: str, step: int) -> None:
     word, _, argument = action.partition(" ")
     if word == "exit":
@@ -92,6 +96,13 @@ def do(action: str, step: int) -> None:
         time.sleep(10)
     elif word == "hang":
         time.sleep(1000)
+    elif word == "stall":
+        tell(argument, "and no further", step)
+        time.sleep(1000)
+    elif word == "work":
+        for number in range(5000):
+            tell(argument, f"{number} of many", step)
+            time.sleep(0.2)
     elif word == "linger":
         # Like a rank 0 that still exports.
         while not (FOLDER / "linger").exists():
@@ -117,7 +128,7 @@ def main() -> None:
     step = resumed = int(saved.read_text()) if saved.exists() else 0
 
     def report(phase: str, detail: str = "") -> None:
-        write_json(RUN_DIR / "activity" / f"rank-{RANK}.json", {"phase": phase, "detail": detail, "step": step})
+        tell(phase, detail, step)
         if RANK == 0:
             latest = None
             if saved.exists():

@@ -4,6 +4,8 @@ import re
 import signal
 import time
 
+import pytest
+
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 
@@ -156,6 +158,23 @@ def test_a_start_at_which_nobody_says_anything_is_a_hang(group: Group) -> None:
 
     assert [first.wait(), second.wait()] == [0, 0]
     assert "failure at step 0: Hang: nothing new for 2 s in phase Waiting" in first.log
+
+
+@pytest.mark.parametrize("others", ["work Exporting", "work Waiting"])
+def test_a_process_that_stands_still_is_found_and_named_whatever_the_others_say(group: Group, others: str) -> None:
+    group.nodes, group.processes = 2, 2
+    group.silent_after = 4.0
+    group.run_policy = {"progressDeadlineSeconds": 4}
+    group.faults = [{"rank": rank, "start": 1, "step": 2, "do": others} for rank in (0, 1, 3)]
+    group.faults += [{"rank": 2, "start": 1, "step": 2, "do": "stall Saving"}]
+    first, second = group.start_all()
+
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert re.search(
+        r"failure at step 2: Hang: nothing new for \d+ s in phase Saving \(the limit is 4 s\): "
+        r"rank 2 of pod 1 \(and no further\) is silent; the stacks of all ranks",
+        first.log,
+    )
 
 
 def test_index_0_that_waits_for_a_pod_lost_at_the_end_leaves_when_it_is_asked_to(group: Group) -> None:

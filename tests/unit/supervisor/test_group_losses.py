@@ -4,6 +4,7 @@ from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 from sft_api.restarts import count_incidents
 from sft_api.v1alpha1 import RestartsStatus
+from sft_trainer.supervisor.liveness import Pod
 from sft_trainer.supervisor.protocol import OrderKind, PodActivity
 from tests.unit.supervisor.worlds import World, steps
 
@@ -91,16 +92,19 @@ def test_but_what_is_being_saved_is_waited_for() -> None:
     assert world.kind is OrderKind.RUN
 
 
-def test_any_worker_of_the_generation_that_runs_gives_a_sign_of_life(running: World) -> None:
+def test_what_the_workers_of_the_generation_that_runs_do_is_known(running: World) -> None:
+    said = PodActivity(rank=2, phase=Phase.TOKENIZING, detail="1/2 rows", silent_seconds=30.0)
     running.passes(100.0)
-    said = PodActivity(phase=Phase.TOKENIZING, detail="1/2 rows", silent_seconds=30.0)
     running.say(2, activity=said)
-    assert running.group.sign_of_life == 70.0
-    running.passes(50.0)
-    assert running.group.sign_of_life == 120.0
-    # What those of an earlier generation do is of no interest.
+    running.passes(5.0)
+    assert list(running.group.at_work())[2] == Pod(2, said, 105.0)
+    # What those of an earlier generation do is of no interest: they have to be started anew.
     running.say(2, running=19_999, activity=said)
-    assert running.group.sign_of_life == 120.0
+    assert list(running.group.at_work())[2] == Pod(2, None, 0.0)
+    # Nor is a pod whose part is over.
+    running.say(2, running=running.reports[0].running)
+    running.ends(2)
+    assert [pod.number for pod in running.group.at_work()] == [0, 1]
 
 
 def test_a_silent_pod_is_lost_after_ten_seconds(running: World) -> None:

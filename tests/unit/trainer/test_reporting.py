@@ -14,7 +14,8 @@ from sft_trainer import reporting
 from sft_trainer.evaluate import evaluate
 from sft_trainer.models.weights import load_weights
 from sft_trainer.reporting import Reporter
-from sft_trainer.supervisor.watch import ProgressWatch
+from sft_trainer.supervisor.activity import Activities
+from sft_trainer.supervisor.liveness import Pod, find_hang
 from sft_trainer.topology import Topology
 from tests.unit.data.examples import FakeExamples
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
@@ -49,17 +50,24 @@ def test_records_are_kept_by_the_one_that_writes_them(tmp_path: Path, writes: bo
 
 
 def test_work_that_reports_is_not_taken_for_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given an evaluation of twelve hours, a batch of which takes one
+    # Given an evaluation of twelve hours, a batch of which takes a quarter of one
     clock = [0.0]
     monkeypatch.setattr(reporting.time, "monotonic", lambda: clock[0])
-    reporter, watch = Reporter(tmp_path, writes=True), ProgressWatch(None)
+    reporter, activities = Reporter(tmp_path, writes=True), Activities(tmp_path, range(1), now=0.0)
+
+    def hang() -> str | None:
+        activities.read(clock[0])
+        pods = [Pod(0, activities.summary(clock[0]), clock[0])]
+        return find_hang(pods, clock[0], step=0, stepped=0.0, configured=None, median_step_seconds=None)
+
     reporter.phase(Phase.EVALUATING)
-    for done in range(12):
-        clock[0] += 3600
-        reporter.alive(Phase.EVALUATING, f"{done}/12 batches")
-        assert watch.observe(written(tmp_path), clock[0]) is None
+    for done in range(48):
+        clock[0] += 900
+        reporter.alive(Phase.EVALUATING, f"{done}/48 batches")
+        assert hang() is None
     # When it says nothing any more, then it hangs
-    assert watch.observe(written(tmp_path), clock[0] + 9000) is not None
+    clock[0] += 9000
+    assert hang() is not None
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

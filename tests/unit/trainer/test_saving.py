@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sft_api.checkpoints import STATUS_KEY, RunState
-from sft_api.progress import Phase
+from sft_api.progress import Activity, Phase
+from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.reporting import Reporter
@@ -89,6 +90,31 @@ def test_bytes_are_a_sign_of_life_only_while_training_waits_for_them(run: Run) -
     run.save(3, final=True)
     assert run.reporter.progress.phase is Phase.SAVING
     assert run.reporter.progress.phase_detail.startswith("step 3: 0 MiB")
+
+
+def test_who_has_sent_its_part_waits_for_the_others_and_says_so(run: Run, tmp_path: Path) -> None:
+    def said() -> tuple[Phase, str]:
+        activity = Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
+        return activity.phase, activity.detail
+
+    # Given an upload in the background that has come to the parts of the others: training goes on
+    run.save(1)
+    run.reporter.update(phase=Phase.TRAINING, phase_detail="", step=1)
+    run.saving._note_wait(True)
+    assert said()[0] is Phase.TRAINING
+
+    # When training waits for it
+    ending = threading.Thread(target=run.save, args=(2,), kwargs={"final": True})
+    ending.start()
+    wait_until(lambda: run.reporter.progress.phase is Phase.SAVING)
+
+    # Then it is the others who are waited for, until this process has to do something again
+    what = "waiting for the upload of the last checkpoint"
+    wait_until(lambda: said() == (Phase.WAITING, f"for the other processes, Saving: {what}"))
+    run.saving._note_wait(False)
+    assert said() == (Phase.SAVING, what)
+    run.store.gate.set()
+    ending.join(PATIENCE_SECONDS)
 
 
 def test_reading_a_checkpoint_shows_that_it_lives(run: Run, tmp_path: Path) -> None:

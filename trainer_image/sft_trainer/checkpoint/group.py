@@ -28,17 +28,29 @@ class CheckpointGroup:
     method that speaks to others is collective, and raises PeerLostError when one of them went away.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, on_wait: Callable[[bool], None] = lambda waits: None) -> None:
+        """``on_wait`` is told when this rank begins (True) and ends (False) to wait for what others do."""
         distributed = dist.is_available() and dist.is_initialized()
         self.handle = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if distributed else None
         self.rank = dist.get_rank() if distributed else 0
         self.size = dist.get_world_size() if distributed else 1
+        self._on_wait = on_wait
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        """Around what this rank waits in for the others."""
+        self._on_wait(True)
+        try:
+            with _peers():
+                yield
+        finally:
+            self._on_wait(False)
 
     def gathered(self, value: T) -> list[T]:
         """The ``value`` of every rank, on every rank."""
         values: list[T] = [value] * self.size
         if self.handle is not None:
-            with _peers():
+            with self._others():
                 dist.all_gather_object(values, value, group=self.handle)
         return values
 
@@ -47,7 +59,7 @@ class CheckpointGroup:
         if self.handle is None:
             return [value]
         values: list[T] | None = [value] * self.size if self.rank == 0 else None
-        with _peers():
+        with self._others():
             dist.gather_object(value, values, dst=0, group=self.handle)
         return values or []
 
@@ -55,7 +67,7 @@ class CheckpointGroup:
         """The result of ``compute``, which runs on rank 0 only. Its error is raised on every rank."""
         answer: list[T | Failure | None] = [self.tried(compute) if self.rank == 0 else None]
         if self.handle is not None:
-            with _peers():
+            with self._others():
                 dist.broadcast_object_list(answer, src=0, group=self.handle)
         return _result(answer[0])
 
@@ -67,7 +79,7 @@ class CheckpointGroup:
             parts = [computed] * self.size if isinstance(computed, Failure) else list(computed)
         answer: list[T | Failure | None] = [parts[0]]
         if self.handle is not None:
-            with _peers():
+            with self._others():
                 dist.scatter_object_list(answer, parts if self.rank == 0 else None, src=0, group=self.handle)
         return _result(answer[0])
 

@@ -75,7 +75,8 @@ class CheckpointManager:
     Constructed by every rank, after the process group exists or without one. ``claim_attempt`` comes first.
     Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
     ``timeout`` bounds how long ranks wait for the slowest one's upload. ``on_bytes`` is told, by any thread, how many
-    bytes of this rank's tensors were written or read since it was called last.
+    bytes of this rank's tensors were written or read since it was called last. ``on_wait`` is told, by any thread, when
+    this rank begins (True) and ends (False) to wait for what others do.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class CheckpointManager:
         device: torch.device | None = None,
         timeout: timedelta = timedelta(hours=1),
         on_bytes: Callable[[int], None] = lambda count: None,
+        on_wait: Callable[[bool], None] = lambda waits: None,
         on_warning: Callable[[str], None] = lambda message: None,
         available_memory: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -92,7 +94,7 @@ class CheckpointManager:
         self.skipped: tuple[Skipped, ...] = ()
         """Checkpoints that were refused when one was looked for."""
         self._job_uid = ""
-        self._group = CheckpointGroup(timeout)
+        self._group = CheckpointGroup(timeout, on_wait)
         self._protocol = Protocol(store)
         self._on_bytes = on_bytes
         self._staging = HostStaging(device or torch.device("cpu"))

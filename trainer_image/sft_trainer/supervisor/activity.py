@@ -1,6 +1,7 @@
 """What the workers of this pod say they do, and when they said so last."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -8,10 +9,20 @@ from pydantic import ValidationError
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 
-from .protocol import PodActivity
+from .liveness import PASSIVE, gets_further
+from .protocol import PodActivity, RankActivity
 
-PASSIVE = (Phase.WAITING, Phase.COMPLETE, Phase.FAILED)
-"""Who says that gets no further by itself."""
+
+@dataclass(frozen=True)
+class Said:
+    """What one process does."""
+
+    rank: int
+    activity: Activity
+    moved: float
+    """When it got further last."""
+    anything: bool = True
+    """False until its first word."""
 
 
 class Activities:
@@ -19,25 +30,27 @@ class Activities:
 
     def __init__(self, run_dir: Path, ranks: Iterable[int], now: float) -> None:
         """``now`` is the time of the workers' start, on the clock that ``read`` is called with."""
-        self._files = [run_dir / ACTIVITY_FOLDER / f"rank-{rank}.json" for rank in ranks]
-        self._versions: dict[Path, tuple[int, int]] = {}
-        self._said: dict[Path, tuple[Activity, float]] = {file: (Activity(), now) for file in self._files}
+        self._files = {rank: run_dir / ACTIVITY_FOLDER / f"rank-{rank}.json" for rank in ranks}
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._said = {rank: Said(rank, Activity(), now, anything=False) for rank in self._files}
         self.step = 0
         """Last step that any of them has told of."""
 
     def read(self, now: float) -> None:
         """Look what is new."""
-        for file in self._files:
+        for rank, file in self._files.items():
             try:
                 status = file.stat()
                 version = (status.st_ino, status.st_mtime_ns)
-                if version == self._versions.get(file):
+                if version == self._versions.get(rank):
                     continue
                 activity = Activity.model_validate_json(file.read_bytes())
             except (OSError, ValidationError):
                 continue  # not there yet
-            self._versions[file] = version
-            self._said[file] = (activity, now)
+            self._versions[rank] = version
+            before = self._said[rank]
+            further = not before.anything or gets_further(before.activity, activity)
+            self._said[rank] = Said(rank, activity, now if further else before.moved)
             self.step = max(self.step, activity.step)
 
     def summary(self, now: float) -> PodActivity:
@@ -45,12 +58,31 @@ class Activities:
         return summarise(self._said.values(), now)
 
 
-def summarise(said: Iterable[tuple[Activity, float]], now: float) -> PodActivity:
-    """Pure: of processes and the times at which they said something last, what the pod does.
+def summarise(said: Iterable[Said], now: float) -> PodActivity:
+    """Pure: of what processes said, what the pod does, and which of them is judged.
 
-    That is what the process does that got further last, those that only wait left out where others do something.
+    It does what the process does that got further last, those that only wait left out where others do something.
+    Judged is the one that stands still for longest, of those that neither wait nor, where others do more, train.
     """
     said = list(said)
-    activity, _ = max(said, key=lambda one: (one[0].phase not in PASSIVE, one[1]))
-    newest = max(time for _, time in said)
-    return PodActivity(**activity.model_dump(), silent_seconds=round(max(0.0, now - newest), 1))
+    shown = max(said, key=lambda one: (one.activity.phase not in PASSIVE, one.moved))
+    newest = max(one.moved for one in said)
+    working = [one for one in said if one.activity.phase not in PASSIVE]
+    stillest = min(working, key=lambda one: (one.activity.phase is Phase.TRAINING, one.moved), default=None)
+    return PodActivity(
+        **{**_of(shown, now), "silent_seconds": _seconds(now - newest)},
+        stillest=None if stillest is None else RankActivity(**_of(stillest, now)),
+    )
+
+
+def _of(one: Said, now: float) -> dict[str, object]:
+    return {
+        **dict(one.activity),
+        "rank": one.rank,
+        "silent_seconds": _seconds(now - one.moved),
+        "said_anything": one.anything,
+    }
+
+
+def _seconds(seconds: float) -> float:
+    return round(max(0.0, seconds), 1)

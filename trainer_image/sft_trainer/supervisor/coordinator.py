@@ -11,16 +11,15 @@ from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE, REPORT_FILE, write_atomically
 
-from .activity import PASSIVE
 from .clock import AwakeClock
 from .group import HELD_SECONDS, Group
 from .http import Request, Response
 from .identity import mismatch
 from .ledger import Ledger
+from .liveness import PASSIVE, find_hang
 from .output import Output
 from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, Report
 from .settings import Settings
-from .watch import ProgressWatch
 
 # Below the range from which the kernel takes ports for outgoing connections: none of those can be in the way when
 # rank 0 listens seconds later.
@@ -35,7 +34,6 @@ class Coordinator:
         self._output = output
         self._clock = clock
         self._changed = asyncio.Event()
-        self._watch = ProgressWatch(settings.progress_deadline_seconds, settings.silent_after)
         self._progress_file = settings.run_dir / PROGRESS_FILE
         self._progress_version: tuple[int, int] | None = None
         self._reported: TrainingProgress | None = None
@@ -55,7 +53,7 @@ class Coordinator:
         now = self._clock.now()
         self._read_progress(now)
         if self.group.order.kind is OrderKind.RUN:
-            if hang := self._watch.observe(self._reported, now, sign_of_life=self.group.sign_of_life):
+            if hang := self._find_hang(now):
                 self.group.hang(hang)
             if _nothing_to_save(self._reported):
                 self.group.nothing_to_save()
@@ -124,6 +122,17 @@ class Coordinator:
             incidents=group.ledger.incidents,
         )
 
+    def _find_hang(self, now: float) -> str | None:
+        return find_hang(
+            self.group.at_work(),
+            now,
+            step=self.group.training.step,
+            stepped=self.group.stepped,
+            configured=self._settings.progress_deadline_seconds,
+            median_step_seconds=self._reported.median_step_seconds if self._reported else None,
+            silent_seconds=self._settings.silent_after,
+        )
+
     def _what_others_do(self) -> str:
         """What is done in the pods that rank 0 waits for."""
         reports = (member.report for member in self.group.members.values())
@@ -181,7 +190,6 @@ class Coordinator:
         order = self.group.order
         if order.kind is OrderKind.RUN and order.generation is not None:
             self._reported = None
-            self._watch.reset()
             nodes, processes = self._settings.nodes, self._settings.processes
             self._output.say(f"start {order.generation.number} of the workers: {processes} in each of {nodes} pod(s)")
         elif order.kind is OrderKind.IDLE:

@@ -7,7 +7,7 @@ steady clock, and the parts of a new generation come from a function.
 A report costs the same in a group of two and of thousands: who is idle and how parts ended is counted as it is heard.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -16,6 +16,7 @@ from sft_api.progress import Phase, TerminationMessage, TrainingProgress
 
 from .causes import first_cause
 from .ledger import GiveUp, Ledger, termination
+from .liveness import Pod
 from .protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 
 TELL_FAILED_SECONDS = 15.0
@@ -45,6 +46,7 @@ class _Part:
 
     generation: Generation
     instances: dict[int, str]
+    started: float
     ended: dict[int, Ended] = field(default_factory=dict)
     failed: list[Failure | None] = field(default_factory=list)
     """Of those that neither are complete nor left as they were asked."""
@@ -78,8 +80,6 @@ class Group:
         self.members: dict[int, Member] = {}
         self.training = TrainingProgress()
         """Newest report of rank 0."""
-        self.sign_of_life = 0.0
-        """When any worker of the running generation said something last."""
         self.ledger = ledger
         self.starts = 0
         self.highest_generation = 0
@@ -100,7 +100,7 @@ class Group:
         self._idle: set[int] = set()
         """Members that follow the order in force and have no workers."""
         self._stopping: set[int] = set()
-        self._stepped = 0.0
+        self.stepped = 0.0
         """When a new step was reported last: all take part in each."""
         self._oldest = 0.0
         """No member was heard before that."""
@@ -133,9 +133,6 @@ class Group:
         self._misfits.pop(node, None)
         _note(self._idle, node, report.received == self.order.id and report.running is None)
         _note(self._stopping, node, report.stopping)
-        part = self._part
-        if part is not None and report.activity is not None and report.running == part.generation.id:
-            self.sign_of_life = max(self.sign_of_life, now - report.activity.silent_seconds)
 
     def refuse(self, report: Report, now: float, *, replaces: bool) -> None:
         """Take in that the pod that reports runs another version, so that it can be no member.
@@ -156,7 +153,7 @@ class Group:
     def observe(self, training: TrainingProgress, now: float) -> None:
         """Take in what rank 0 of the running generation reports."""
         if training.phase is Phase.TRAINING and training.step != self.training.step:
-            self._stepped = now
+            self.stepped = now
         self.training = training
 
     def advance(self, now: float) -> bool:
@@ -213,6 +210,17 @@ class Group:
         """Whether the next generation waits until the last failure was judged."""
         return now < self._held_until and not self.ledger.judged
 
+    def at_work(self) -> Iterator[Pod]:
+        """The pods of the running generation whose workers have not ended, with what these do."""
+        part = self._part
+        for node in part.instances if part is not None else ():
+            if part is None or node in part.ended or (member := self.members.get(node)) is None:
+                continue
+            if member.report.running == part.generation.id:
+                yield Pod(node, member.report.activity, member.heard)
+            else:
+                yield Pod(node, None, part.started)
+
     @property
     def waiting_for(self) -> list[int]:
         """Pods that have not joined."""
@@ -264,8 +272,8 @@ class Group:
             return
         generation = self._new_generation()
         self.starts += 1
-        self._part = _Part(generation, {node: member.report.instance for node, member in self.members.items()})
-        self.sign_of_life = now
+        instances = {node: member.report.instance for node, member in self.members.items()}
+        self._part = _Part(generation, instances, started=now)
         self.order = self._make_order(OrderKind.RUN, generation=generation)
 
     def _exit(self, end: TerminationMessage, now: float) -> None:
@@ -302,7 +310,7 @@ class Group:
     def _lose_the_silent(self, now: float) -> None:
         """Lose the members that nothing was heard of for too long, neither by themselves nor by a step."""
         patience = self._patience()
-        if now - max(self._oldest, self._stepped) <= patience:
+        if now - max(self._oldest, self.stepped) <= patience:
             return
         # Nobody can be silent for too long again before the one that was heard first: no need to look earlier.
         for node, member in list(self.members.items()):

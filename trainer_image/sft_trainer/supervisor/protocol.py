@@ -38,11 +38,21 @@ class Ended(ReportModel):
     failure: Failure | None = None
 
 
-class PodActivity(Activity):
-    """What the workers of one pod do."""
+class RankActivity(Activity):
+    """What one worker does, and since when it got no further."""
 
+    rank: int
     silent_seconds: float = 0.0
-    """Since any of them said something, on the pod's own clock."""
+    """Since it got further, on the pod's own clock."""
+    said_anything: bool = True
+    """False until its first word."""
+
+
+class PodActivity(RankActivity):
+    """What the workers of one pod do: that of the one which got further last, ``silent_seconds`` ago."""
+
+    stillest: RankActivity | None = None
+    """Of those that do not wait for others the one that got no further for longest; None when all wait."""
 
 
 class Report(ReportModel):

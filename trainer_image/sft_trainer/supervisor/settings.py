@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .watch import SILENT_SECONDS
+from .liveness import SILENT_SECONDS
 
 
 @dataclass(frozen=True)
