@@ -86,12 +86,6 @@ def join_group(ranks: Ranks, device: torch.device) -> None:
     )
 
 
-def meet() -> None:
-    """Wait until all processes are here: who comes first would stand still in a step of the others."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-
-
 def summed(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
     """Sums of scalars over all processes, (values,) in double precision on the device; one collective."""
     total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])

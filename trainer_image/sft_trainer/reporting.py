@@ -16,6 +16,8 @@ from sft_api.progress import Activity, Phase, TrainingProgress
 from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, PROGRESS_FILE, write_atomically
 
+from .events import Control, Ended, Evaluated, Listener, Logged, Saved, Started, StepDone
+
 log = logging.getLogger("sft_trainer")
 
 _LOG_EVERY_SECONDS = 2.0
@@ -105,6 +107,11 @@ class Reporter:
                 self._last_alive = now
                 self.phase(phase, detail)
 
+    def say(self, message: str, *values: object) -> None:
+        """Write to the log, where this process reports for all."""
+        if self._writes:
+            log.info(message, *values)
+
     def warn(self, message: str, *, instead_of: str = "") -> None:
         """Tell the user something worth acting on, once; ``instead_of`` is the earlier warning that it replaces."""
         if message not in self.progress.warnings:
@@ -113,41 +120,40 @@ class Reporter:
             kept = [warning for warning in self.progress.warnings if warning != instead_of]
             self.update(warnings=[*kept, message])
 
-    def step(self, record: dict[str, Any], *, seconds: float, processes: int, peak_flops_share: float | None) -> None:
-        """Publish one step; ``record`` has step, loss, gradNorm, learningRate, tokens, trainedTokens and epoch."""
-        self._step_seconds.append(seconds)
+    def step(self, done: StepDone) -> None:
+        """Publish one step."""
+        self._step_seconds.append(done.seconds)
         median = statistics.median(self._step_seconds)
-        tokens_per_second = record["tokens"] / seconds
+        tokens_per_second = done.tokens / done.seconds
         total = self.progress.total_steps
-        self._record({**record, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
         self.update(
             phase=Phase.TRAINING,
             phase_detail="",
-            step=record["step"],
-            epoch=record["epoch"],
-            loss=finite(record["loss"]),
-            first_loss=finite(record["loss"]) if record["step"] == 1 else self.progress.first_loss,
-            grad_norm=finite(record["gradNorm"]),
-            learning_rate=record["learningRate"],
-            step_seconds=seconds,
+            step=done.step,
+            epoch=done.epoch,
+            loss=finite(done.loss),
+            first_loss=finite(done.loss) if done.step == 1 else self.progress.first_loss,
+            grad_norm=finite(done.grad_norm),
+            learning_rate=done.learning_rate,
+            step_seconds=done.seconds,
             median_step_seconds=median,
             tokens_per_second=tokens_per_second,
-            tokens_per_second_per_gpu=tokens_per_second / processes,
-            model_flops_utilization=peak_flops_share,
-            tokens_seen=self.progress.tokens_seen + record["tokens"],
-            trained_tokens_seen=self.progress.trained_tokens_seen + record["trainedTokens"],
-            remaining_seconds=median * (total - record["step"]) if total else None,
+            tokens_per_second_per_gpu=tokens_per_second / done.processes,
+            model_flops_utilization=done.peak_flops_share,
+            tokens_seen=self.progress.tokens_seen + done.tokens,
+            trained_tokens_seen=self.progress.trained_tokens_seen + done.trained_tokens,
+            remaining_seconds=median * (total - done.step) if total else None,
         )
         now = time.monotonic()
-        if self._writes and (now - self._last_log >= _LOG_EVERY_SECONDS or record["step"] == total):
+        if self._writes and (now - self._last_log >= _LOG_EVERY_SECONDS or done.step == total):
             self._last_log = now
             log.info(
                 "step %s/%s  loss %.4f  grad norm %.3f  lr %.3g  %.0f tok/s  %s left",
-                record["step"],
+                done.step,
                 total,
-                record["loss"],
-                record["gradNorm"],
-                record["learningRate"],
+                done.loss,
+                done.grad_norm,
+                done.learning_rate,
                 tokens_per_second,
                 duration(self.progress.remaining_seconds),
             )
@@ -165,7 +171,7 @@ class Reporter:
         self._records.clear()
 
     def annotate_step(self, **fields: Any) -> None:
-        """Add fields (evaluation losses) to the record of the step done last, or of step 0."""
+        """Add fields to the record of the step done last, or of step 0."""
         self._record({"step": self.progress.step, **fields})
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -175,3 +181,50 @@ class Reporter:
             self._records[-1].update(record)
         else:
             self._records.append(record)
+
+
+class Reporting(Listener):
+    """Tells what happens in the loop: progress, log, and what is written down of every step."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._total_steps = 0
+        self._stepped = False
+
+    def on_start(self, event: Started, control: Control) -> None:
+        self._total_steps = event.total_steps
+        self._go_on(event.step)
+
+    def on_step(self, event: StepDone, control: Control) -> None:
+        self._stepped = True
+        self._reporter.step(event)
+
+    def on_log(self, event: Logged, control: Control) -> None:
+        self._reporter.annotate_step(**event.values)
+
+    def on_evaluate(self, event: Evaluated, control: Control) -> None:
+        loss = finite(event.loss)
+        self._reporter.update(
+            eval_loss=loss,
+            first_eval_loss=loss if event.step == 0 else self._reporter.progress.first_eval_loss,
+            eval_losses={name: finite(each) for name, each in event.losses.items()},
+        )
+        self._reporter.say("evaluation after step %s: loss %.4f", event.step, event.loss)
+        self._go_on(event.step)
+
+    def on_save(self, event: Saved, control: Control) -> None:
+        if not event.final:
+            self._go_on(event.step)
+
+    def on_end(self, event: Ended, control: Control) -> None:
+        self._reporter.phase(Phase.COMPLETE)
+
+    def _go_on(self, step: int) -> None:
+        """Say what is done next, so that it is judged as that."""
+        if step >= self._total_steps:
+            return
+        if self._stepped:
+            self._reporter.update(phase=Phase.TRAINING, phase_detail="")
+        else:
+            # It allocates, and may compile: it takes longer than those after it.
+            self._reporter.phase(Phase.LOADING, "the first step")

@@ -6,6 +6,7 @@ Every process runs the same program; ``run`` is the story, the methods below it 
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,6 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_api.progress import Phase
-from sft_api.report import finite
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
@@ -25,14 +25,16 @@ from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
-from .distributed import Ranks, device_for, join_group, meet, summed
+from .distributed import Ranks, device_for, join_group, sum_over_ranks, summed
+from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked
 from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
+from .events import Asking, Control, Ended, Evaluated, Listener, Listeners, Logged, Request, Saved, Started, StepDone
 from .flops import active_parameters, peak_flops, training_flops
 from .models.weights import load_weights
 from .optim import learning_rate
 from .preparation import Prepared, prepare
-from .reporting import Reporter
+from .reporting import Reporter, Reporting
 from .saving import Saving
 from .state import changed_fields, environment_facts
 from .storage import check_storage
@@ -49,7 +51,8 @@ MAX_SKIPPED_IN_A_ROW = 5
 class Trainer:
     """One process of a run: built from the configuration, then ``run`` once."""
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks, run_dir: Path) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks, run_dir: Path, listeners: Sequence[Listener] = ()) -> None:
+        """``listeners`` watch the loop, after our own."""
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
@@ -62,8 +65,8 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._skip_warning = ""
         self._evaluated_at = -1
-        self._save_in_flight = False
-        """Whether any process still uploads the last save; all know the same."""
+        self.control = Control()
+        self._listeners = listeners
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -84,30 +87,35 @@ class Trainer:
         self._build()
         self._resume_or_load()
         self.strategy.loaded()
-        with self.reporter.waiting("for the other processes, to have read the weights"):
-            meet()
-        if self.step == 0 and self.spec.training.evaluation.before_training:
-            self._evaluate()
-        save_due = False
+        self._begin()
         with closing(self._feed()) as shares:
             for share in shares:
-                stop, save = self._train_step(share)
-                if self._due(self.spec.training.evaluation.every_steps):
-                    self._evaluate()
-                    # Which checkpoint is best is known only of those that were evaluated.
-                    save_due = save_due or self.spec.checkpoint.keep.best > 0
-                if stop:
-                    self._stop()
-                save_due = save_due or save or self._due(self.spec.checkpoint.every_steps)
-                # The last step is saved below, once it is evaluated.
-                if save_due and self._may_save() and self.step < self.prepared.total_steps:
-                    self._save()
-                    save_due = False
+                self._train_step(share)
+                self._follow()
         self._evaluate()
         self._save(final=True)
         self._export()
-        self.reporter.phase(Phase.COMPLETE)
-        self.saving.publish_status()
+        self.events.emit(Ended(self.step))
+
+    def _begin(self) -> None:
+        """Register who watches the loop, and wait until all processes are here, which agree on what comes first."""
+        self.saves = SavesWhenDue(self.spec, self.saving, keeps_time=self.topology.writes)
+        ours = [Reporting(self.reporter), self.saves, EvaluatesWhenDue(self.spec), StopsWhenAsked(self._stop_file)]
+        self.events = Listeners([*ours, *self._listeners], self.control)
+        self.events.emit(Started(self.step, self.prepared.total_steps))
+        with self.reporter.waiting("for the other processes, to have read the weights"):
+            self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Do what the processes have agreed on."""
+        if self.control.takes(Request.EVALUATE):
+            self._evaluate()
+        if self.control.takes(Request.STOP):
+            self._stop()
+        if self.control.wants(Request.SAVE) and self.saves.may_save(self.step):
+            self.control.takes(Request.SAVE)
+            self._save()
 
     def _stop(self) -> NoReturn:
         if not self._skipped_in_a_row:
@@ -218,31 +226,25 @@ class Trainer:
         )
         return Feed(shares, first=self.step, total=self.prepared.total_steps, device=self.device)
 
-    def _train_step(self, share: Share) -> tuple[bool, bool]:
-        """One optimizer step. Returns whether the group was asked to stop, and whether it is time to save."""
+    def _train_step(self, share: Share) -> None:
+        """One optimizer step, and what all processes want to be done after it."""
         began = time.perf_counter()
         step = share.step
         loss_sum = self.strategy.forward_backward(share.bins, step.trained_tokens)
         norm = self.strategy.grad_norm()
         counted = (loss_sum, self._flops(share)) if self.topology.counts_loss else (0.0, 0.0)
-        stop_here = self._stop_file.exists()
-        save_here = self.topology.writes and self.saving.seconds_since_save >= self.spec.checkpoint.every_seconds
+        self.events.emit(Asking(self.step + 1))
         # One collective and one host synchronisation carry everything the processes must agree on.
         save_failed_here = self.saving.failed_here()
         in_flight_here = self.saving.in_flight
-        sums = summed(
-            [
-                *(*counted, norm),
-                *(float(flag) for flag in (stop_here, save_here, save_failed_here, in_flight_here)),
-            ],
-            self.device,
-        )
+        flags = [float(save_failed_here), float(in_flight_here), *self.control.asked()]
+        sums = summed([*counted, norm, *flags], self.device)
         rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
         # A step whose loss or gradients are not finite changes nothing, on all processes alike.
         ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
         self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
-        total, flops_sum, norm_sum, stop, save, save_failed, in_flight = sums.tolist()
-        self._save_in_flight = in_flight > 0
+        total, flops_sum, norm_sum, save_failed, in_flight, *asked = sums.tolist()
+        self.control.agree(asked)
         if save_failed:
             self.saving.settle()
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
@@ -250,23 +252,25 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - began
         self._examples_seen += step.examples
-        self.reporter.step(
-            {
-                "step": self.step,
-                "loss": loss,
-                "gradNorm": grad_norm,
-                "learningRate": rate,
-                "tokens": step.tokens,
-                "trainedTokens": step.trained_tokens,
-                "epoch": round(self._examples_seen / self.prepared.epoch_size, 6),
-            },
+        done = StepDone(
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            tokens=step.tokens,
+            trained_tokens=step.trained_tokens,
+            epoch=round(self._examples_seen / self.prepared.epoch_size, 6),
             seconds=seconds,
+            time=time.time(),
             processes=self.topology.world_size,
             peak_flops_share=(
                 flops_sum / (seconds * self._peak_flops * self.topology.world_size) if self._peak_flops else None
             ),
+            skipped_in_a_row=self._skipped_in_a_row,
+            save_in_flight=in_flight > 0,
         )
-        return stop > 0, save > 0
+        self.events.emit(done)
+        self.events.emit(Logged(self.step, done.record()))
 
     def _flops(self, share: Share) -> float:
         """Model FLOPs of this process's share of a step."""
@@ -305,18 +309,6 @@ class Trainer:
 
     # Between steps
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0 and self.step < self.prepared.total_steps
-
-    def _may_save(self) -> bool:
-        """Whether a save that is due is made after this step, and not after a later one."""
-        # A run that no longer has finite gradients must not replace its good checkpoints by what broke it.
-        if self._skipped_in_a_row:
-            return False
-        # Training does not wait for a slow upload, unless it would lose what may be the best checkpoint.
-        best = self.spec.checkpoint.keep.best > 0 and self._evaluated_at == self.step
-        return best or not self._save_in_flight
-
     def _evaluate(self) -> None:
         if not self.prepared.eval or self._evaluated_at == self.step:
             return
@@ -330,14 +322,8 @@ class Trainer:
             on_batch=lambda done, total: self.reporter.alive(Phase.EVALUATING, f"{done}/{total} batches"),
         )
         self._evaluated_at = self.step
-        self.reporter.annotate_step(evalLoss=result.loss, evalLosses=result.losses)
-        self.reporter.update(
-            eval_loss=finite(result.loss),
-            first_eval_loss=finite(result.loss) if self.step == 0 else self.reporter.progress.first_eval_loss,
-            eval_losses={name: finite(loss) for name, loss in result.losses.items()},
-        )
-        if self.topology.tells:
-            log.info("evaluation after step %s: loss %.4f", self.step, result.loss)
+        self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))
+        self.events.emit(Evaluated(self.step, result.loss, result.losses))
 
     def _save(self, *, final: bool = False) -> None:
         progress = self.reporter.progress
@@ -361,6 +347,7 @@ class Trainer:
             }
         )
         self.saving.save(self.step, self._boxes(), run, final=final)
+        self.events.emit(Saved(self.step, final=final))
 
     def _boxes(self) -> list[Box]:
         """What this process holds of all that a checkpoint keeps."""

@@ -338,9 +338,9 @@ def save_and_tell(folder: Path, asynchronous: bool) -> bool:
 
     manager = CheckpointManager(WaitsForItsPeer(folder), timeout=TIMEOUT, on_wait=told)
     manager.claim_attempt("job")
-    manager.save(3, tensors_of(*trained(seed=1, steps=3)), RunState(cursor=3), asynchronous=asynchronous)
+    manager.save(3, boxes_of(*trained(seed=1, steps=3)), RunState(cursor=3), asynchronous=asynchronous)
     manager.wait()
-    loaded = manager.load_newest(tensors_of(*trained(seed=2, steps=1)))
+    loaded = manager.load_newest(boxes_of(*trained(seed=2, steps=1)))
     return loaded is not None and not waits.exists()
 
 

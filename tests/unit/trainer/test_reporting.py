@@ -12,13 +12,15 @@ from sft_api.progress import Phase, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE
 from sft_trainer import reporting
 from sft_trainer.evaluate import evaluate
+from sft_trainer.events import Control, Evaluated, Listeners, Logged
 from sft_trainer.models.weights import load_weights
-from sft_trainer.reporting import Reporter
+from sft_trainer.reporting import Reporter, Reporting
 from sft_trainer.supervisor.activity import Activities
 from sft_trainer.supervisor.liveness import Pod, find_hang
 from sft_trainer.topology import Topology
 from tests.unit.data.examples import FakeExamples
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_run_story import step_done
 
 
 def written(folder: Path) -> TrainingProgress:
@@ -40,13 +42,18 @@ def test_signs_of_life_are_published_at_most_once_a_second(tmp_path: Path, monke
 @pytest.mark.parametrize(("writes", "kept"), [(True, 2), (False, 0)])
 def test_records_are_kept_by_the_one_that_writes_them(tmp_path: Path, writes: bool, kept: int) -> None:
     reporter = Reporter(tmp_path, writes=writes)
-    figures = {"loss": 1.0, "gradNorm": 1.0, "learningRate": 1.0, "tokens": 1, "trainedTokens": 1, "epoch": 0.5}
+    listeners = Listeners([Reporting(reporter)], Control())
     for step in (1, 2):
-        reporter.step({"step": step, **figures}, seconds=1.0, processes=1, peak_flops_share=None)
-    reporter.annotate_step(evalLoss=1.5)
+        done = step_done(step, seconds=1.23456789)
+        for event in (done, Logged(step, done.record())):
+            listeners.emit(event)
+    listeners.emit(Logged(2, {"evalLoss": 1.5}))
+    listeners.emit(Evaluated(2, 1.5, {"a": 1.5}))
+    assert (reporter.progress.step, reporter.progress.eval_loss) == (2, 1.5)
     records = [json.loads(line) for line in reporter.records().splitlines()]
     assert len(records) == kept
-    assert not kept or (records[-1]["step"], records[-1]["evalLoss"], records[-1]["loss"]) == (2, 1.5, 1.0)
+    figures = {"step": 2, "loss": 1.0, "gradNorm": 1.0, "learningRate": 1.0, "tokens": 1, "trainedTokens": 1}
+    assert not kept or records[-1] == {**figures, "epoch": 0.5, "seconds": 1.234568, "time": 0.0, "evalLoss": 1.5}
 
 
 def test_work_that_reports_is_not_taken_for_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

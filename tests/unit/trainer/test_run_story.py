@@ -1,5 +1,6 @@
 """When a run evaluates and saves: the order of what ``Trainer.run`` does, its sentences replaced by their names."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +9,23 @@ import pytest
 import torch
 
 from sft_api.checkpoints import RunState
+from sft_api.progress import Phase
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.errors import StopRequested
+from sft_trainer.errors import StopRequested, StorageFullError
+from sft_trainer.events import (
+    Asking,
+    Control,
+    Ended,
+    Evaluated,
+    Listener,
+    Request,
+    Saved,
+    Started,
+    StepDone,
+)
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from sft_trainer.topology import Topology
@@ -20,22 +33,30 @@ from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 
 
+def step_done(step: int, **fields: Any) -> StepDone:
+    figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "epoch": 0.5, "tokens": 1, "trained_tokens": 1}
+    times = {"seconds": 1.0, "time": 0.0, "processes": 1, "peak_flops_share": None}
+    return StepDone(**{"step": step, **figures, **times, "skipped_in_a_row": 0, "save_in_flight": False, **fields})
+
+
 class Story(Trainer):
     """Writes down what it does.
 
-    ``events`` of a step: stop, timer (everySeconds is over), skip (not finite), upload (of the last save goes on).
+    ``happens`` in a step: stop, timer (everySeconds is over), skip (not finite), upload (of the last save goes on).
     """
 
-    def __init__(self, folder: Path, events: dict[int, str], **sections: Any) -> None:
+    def __init__(
+        self, folder: Path, happens: dict[int, str], *, listeners: Sequence[Listener] = (), **sections: Any
+    ) -> None:
         sections = {"training": {"steps": 6}, **sections}
         job = manifest(folder, folder / "store", **sections)
         job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
         ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1)
-        super().__init__(resolve(job), ranks, folder)  # type: ignore[arg-type]
-        self.events = events
+        super().__init__(resolve(job), ranks, folder, listeners)  # type: ignore[arg-type]
+        self.happens = happens
         self.told: list[str] = []
         self.saving = SimpleNamespace(  # type: ignore[assignment]
-            publish_status=lambda: None, settle=lambda: self.told.append("settle")
+            publish_status=lambda: None, settle=lambda: self.told.append("settle"), seconds_since_save=0
         )
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
         self.strategy = SimpleNamespace(loaded=lambda: None)  # type: ignore[assignment]
@@ -56,30 +77,37 @@ class Story(Trainer):
 
     def _export(self) -> None: ...
 
-    def _train_step(self, share: Any) -> tuple[bool, bool]:
+    def _train_step(self, share: Any) -> None:
+        happens = self.happens.get(self.step + 1, "")
+        self.saving.seconds_since_save = 10**9 if happens == "timer" else 0  # type: ignore[misc]
+        if "stop" in happens:
+            self._stop_file.touch()
+        self.events.emit(Asking(self.step + 1))
+        self.control.agree(self.control.asked())
         self.step += 1
-        event = self.events.get(self.step)
-        skipped = event in ("skip", "skip and stop")
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        self._save_in_flight = event in ("upload", "stop")
-        return event in ("stop", "skip and stop"), event == "timer"
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if "skip" in happens else 0
+        uploads = happens in ("upload", "stop")
+        self.events.emit(step_done(self.step, skipped_in_a_row=self._skipped_in_a_row, save_in_flight=uploads))
 
     def _evaluate(self) -> None:
         if self._evaluated_at != self.step:
             self._evaluated_at = self.step
             self.told.append(f"evaluate {self.step}")
+            self.events.emit(Evaluated(self.step, 1.0, {"held-out": 1.0}))
 
     def _save(self, *, final: bool = False) -> None:
         self.told.append(f"save {self.step}{' at the end' if final else ''}")
+        self.events.emit(Saved(self.step, final=final))
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "join_group", lambda *_: None)
+    monkeypatch.setattr(trainer, "sum_over_ranks", lambda values, device: values)
 
 
-def told(folder: Path, events: dict[int, str], **sections: Any) -> list[str]:
-    story = Story(folder, events, **sections)
+def told(folder: Path, happens: dict[int, str], **sections: Any) -> list[str]:
+    story = Story(folder, happens, **sections)
     story.run()
     return story.told
 
@@ -136,6 +164,70 @@ def test_a_stop_after_skipped_steps_leaves_the_last_good_checkpoint_the_newest(t
     ):
         story.run()
     assert story.told == ["save 2", "settle"]
+
+
+def test_a_listener_watches_the_whole_run_and_asks_for_more(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Callback(Listener):
+        """Like one of a user: it knows what it hears, and nothing of the loop."""
+
+        def on_start(self, event: Started, control: Control) -> None:
+            heard.append(f"start {event.step}/{event.total_steps}")
+
+        def on_step(self, event: StepDone, control: Control) -> None:
+            heard.append(f"step {event.step}")
+            if event.step == 1:
+                control.ask(Request.SAVE)
+            if event.step == 2:
+                control.ask(Request.EVALUATE)
+            if event.step == 4:
+                control.ask(Request.STOP)
+
+        def on_evaluate(self, event: Evaluated, control: Control) -> None:
+            heard.append(f"evaluate {event.step}")
+
+        def on_save(self, event: Saved, control: Control) -> None:
+            heard.append(f"save {event.step}")
+
+    story = Story(tmp_path, {}, listeners=[Callback()])
+    with pytest.raises(StopRequested, match="stopped after step 5"):
+        story.run()
+
+    # It is done after the step that is agreed on next.
+    assert story.told == ["save 2", "evaluate 3", "save 5 at the end"]
+    assert heard == [
+        *("start 0/6", "step 1", "step 2", "save 2", "step 3", "evaluate 3", "step 4", "step 5", "save 5"),
+    ]
+
+
+def test_an_error_of_a_listener_ends_the_run_as_what_it_is(tmp_path: Path) -> None:
+    class Broken(Listener):
+        def on_step(self, event: StepDone, control: Control) -> None:
+            raise StorageFullError("no room for what I write")
+
+    story = Story(tmp_path, {}, listeners=[Broken()])
+    with pytest.raises(StorageFullError, match="no room for what I write"):
+        story.run()
+    assert (story.step, story.told) == (1, [])
+
+
+def test_what_is_done_is_said_between_the_steps(tmp_path: Path) -> None:
+    said: list[tuple[Phase, str]] = []
+
+    class Watching(Listener):
+        def on_ask(self, event: Asking, control: Control) -> None:
+            said.append((story.reporter.progress.phase, story.reporter.progress.phase_detail))
+            # As what they do says it.
+            story.reporter.phase(Phase.SAVING, "step before")
+
+        def on_end(self, event: Ended, control: Control) -> None:
+            said.append((story.reporter.progress.phase, story.reporter.progress.phase_detail))
+
+    training = {"steps": 6, "evaluation": {"everySteps": 2, "beforeTraining": True}}
+    story = Story(tmp_path, {3: "timer"}, listeners=[Watching()], training=training)
+    story.run()
+    assert said == [(Phase.LOADING, "the first step"), *[(Phase.TRAINING, "")] * 5, (Phase.COMPLETE, "")]
 
 
 def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""When a run evaluates, saves and stops by itself: the listeners that ask for it."""
+
+from pathlib import Path
+
+from sft_api.v1alpha1 import SFTJobSpec
+
+from .events import Asking, Control, Ended, Evaluated, Listener, Request, Started, StepDone
+from .saving import Saving
+
+
+class EvaluatesWhenDue(Listener):
+    """Before training and every so many steps; the last step is evaluated anyway."""
+
+    def __init__(self, spec: SFTJobSpec) -> None:
+        self._evaluation = spec.training.evaluation
+        self._total_steps = 0
+
+    def on_start(self, event: Started, control: Control) -> None:
+        self._total_steps = event.total_steps
+        if event.step == 0 and self._evaluation.before_training:
+            control.ask(Request.EVALUATE)
+
+    def on_ask(self, event: Asking, control: Control) -> None:
+        if _due(event.step, self._evaluation.every_steps) and event.step < self._total_steps:
+            control.ask(Request.EVALUATE)
+
+
+class SavesWhenDue(Listener):
+    """Every so many steps or seconds, and after evaluations when the best are kept."""
+
+    def __init__(self, spec: SFTJobSpec, saving: Saving, *, keeps_time: bool) -> None:
+        """``keeps_time``: this is the process whose clock counts."""
+        self._checkpoint = spec.checkpoint
+        self._saving = saving
+        self._keeps_time = keeps_time
+        self._total_steps = 0
+        self._evaluated_at = -1
+        self._skipping = False
+        self._in_flight = False
+
+    def on_start(self, event: Started, control: Control) -> None:
+        self._total_steps = event.total_steps
+
+    def on_ask(self, event: Asking, control: Control) -> None:
+        timer = self._keeps_time and self._saving.seconds_since_save >= self._checkpoint.every_seconds
+        if timer or _due(event.step, self._checkpoint.every_steps):
+            control.ask(Request.SAVE)
+
+    def on_step(self, event: StepDone, control: Control) -> None:
+        self._skipping, self._in_flight = event.skipped_in_a_row > 0, event.save_in_flight
+
+    def on_evaluate(self, event: Evaluated, control: Control) -> None:
+        self._evaluated_at = event.step
+        # Which checkpoint is best is known only of those that were evaluated.
+        if event.step > 0 and self._checkpoint.keep.best > 0:
+            control.decide(Request.SAVE)
+
+    def on_end(self, event: Ended, control: Control) -> None:
+        self._saving.publish_status()
+
+    def may_save(self, step: int) -> bool:
+        """Whether a save that is wanted is made after ``step``, and not after a later one."""
+        # The last step is saved at the end, once it is evaluated. A run that no longer has finite gradients must not
+        # replace its good checkpoints by what broke it.
+        if step >= self._total_steps or self._skipping:
+            return False
+        # Training does not wait for a slow upload, unless it would lose what may be the best checkpoint.
+        best = self._checkpoint.keep.best > 0 and self._evaluated_at == step
+        return best or not self._in_flight
+
+
+class StopsWhenAsked(Listener):
+    """When the supervisor has left its word that the run shall save and leave."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_ask(self, event: Asking, control: Control) -> None:
+        if self._file.exists():
+            control.ask(Request.STOP)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,193 @@
+"""What happens in the training loop, told to whatever watches it.
+
+The loop emits events; listeners hear them in the order in which they were registered, on every process, and may ask
+for more: a save, an evaluation, a stop. What one process asks for is agreed on by all in the step's own all-reduce, so
+that all do the same after the same step. Listeners change nothing of the numbers; an error of one ends the run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Request(Enum):
+    """What a listener may ask the loop for."""
+
+    EVALUATE = "evaluate"
+    STOP = "stop"
+    SAVE = "save"
+
+
+class Control:
+    """Requests of this process, and what all processes have agreed on."""
+
+    def __init__(self) -> None:
+        self._asked: set[Request] = set()
+        self._agreed: set[Request] = set()
+
+    def ask(self, request: Request) -> None:
+        """Want that done after the step that is agreed on next; one process is enough."""
+        self._asked.add(request)
+
+    def decide(self, request: Request) -> None:
+        """Have that done now. For what every process decides alike."""
+        self._agreed.add(request)
+
+    def asked(self) -> list[float]:
+        """What this process asks for, a number for each kind, whose sums over all processes ``agree`` takes in."""
+        return [float(request in self._asked) for request in Request]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Take in what all processes asked for, the same everywhere; what this one asked for is answered."""
+        self._agreed.update(request for request, count in zip(Request, sums, strict=True) if count > 0)
+        self._asked.clear()
+
+    def wants(self, request: Request) -> bool:
+        """Whether that is agreed on and not done yet."""
+        return request in self._agreed
+
+    def takes(self, request: Request) -> bool:
+        """``wants``; it counts as done from now on."""
+        wanted = request in self._agreed
+        self._agreed.discard(request)
+        return wanted
+
+
+@dataclass(frozen=True)
+class Started:
+    """The state is loaded and the loop begins; what is asked for now is done before the first step."""
+
+    step: int
+    """Steps done so far: 0, or that of the checkpoint the run goes on from."""
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The processes are about to agree on what follows ``step``: what is asked for now is done right after it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step, of all processes together."""
+
+    step: int
+    loss: float
+    """Mean over the trained tokens of the step, before its update."""
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    trained_tokens: int
+    epoch: float
+    seconds: float
+    time: float
+    """When it was done, in seconds since 1970."""
+    processes: int
+    peak_flops_share: float | None
+    """Model-FLOPs utilisation; None where the peak of the device is not known."""
+    skipped_in_a_row: int
+    """Steps up to this one whose loss or gradients were not finite: they changed nothing."""
+    save_in_flight: bool
+    """Whether any process still uploads the last save."""
+
+    def record(self) -> dict[str, Any]:
+        """What is written down of the step."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "gradNorm": self.grad_norm,
+            "learningRate": self.learning_rate,
+            "tokens": self.tokens,
+            "trainedTokens": self.trained_tokens,
+            "epoch": self.epoch,
+            "seconds": round(self.seconds, 6),
+            "time": round(self.time, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Values of a step are written down: those of the step itself, or those of an evaluation after it."""
+
+    step: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean losses after ``step``, over all sets together and of each."""
+
+    step: int
+    loss: float
+    losses: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The state of ``step`` is saved, or on its way to the store."""
+
+    step: int
+    final: bool
+    """Nothing comes after it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is complete."""
+
+    step: int
+
+
+Event = Started | Asking | StepDone | Logged | Evaluated | Saved | Ended
+
+
+class Listener:
+    """Hears of nothing by itself: override what you want to hear."""
+
+    def on_start(self, event: Started, control: Control) -> None: ...
+
+    def on_ask(self, event: Asking, control: Control) -> None: ...
+
+    def on_step(self, event: StepDone, control: Control) -> None: ...
+
+    def on_log(self, event: Logged, control: Control) -> None: ...
+
+    def on_evaluate(self, event: Evaluated, control: Control) -> None: ...
+
+    def on_save(self, event: Saved, control: Control) -> None: ...
+
+    def on_end(self, event: Ended, control: Control) -> None: ...
+
+
+class Listeners:
+    """All that watch one loop, on this process."""
+
+    def __init__(self, listeners: Sequence[Listener], control: Control) -> None:
+        self._listeners = listeners
+        self._control = control
+
+    def emit(self, event: Event) -> None:
+        """Tell all of them, in order. Raises what one raises; those after it do not hear of the event then."""
+        for listener in self._listeners:
+            _tell(listener, event, self._control)
+
+
+def _tell(listener: Listener, event: Event, control: Control) -> None:
+    match event:
+        case Started():
+            listener.on_start(event, control)
+        case Asking():
+            listener.on_ask(event, control)
+        case StepDone():
+            listener.on_step(event, control)
+        case Logged():
+            listener.on_log(event, control)
+        case Evaluated():
+            listener.on_evaluate(event, control)
+        case Saved():
+            listener.on_save(event, control)
+        case Ended():
+            listener.on_end(event, control)
