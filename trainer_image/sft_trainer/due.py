@@ -80,5 +80,10 @@ class StopsWhenAsked(Listener):
             control.ask(Request.STOP)
 
 
+def is_planned(spec: SFTJobSpec, step: int) -> bool:
+    """Whether the number of ``step`` alone says that something is done right after it."""
+    return any(_due(step, every) for every in (spec.training.evaluation.every_steps, spec.checkpoint.every_steps))
+
+
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0

@@ -27,7 +27,7 @@ class Control:
         self._agreed: set[Request] = set()
 
     def ask(self, request: Request) -> None:
-        """Want that done after the step that is agreed on next; one process is enough."""
+        """Want that done after the step that is agreed on next, or the one after it; one process is enough."""
         self._asked.add(request)
 
     def decide(self, request: Request) -> None:
@@ -35,13 +35,13 @@ class Control:
         self._agreed.add(request)
 
     def asked(self) -> list[float]:
-        """What this process asks for, a number for each kind, whose sums over all processes ``agree`` takes in."""
-        return [float(request in self._asked) for request in Request]
+        """What this process asked for since the last call: a number for each kind, whose sum ``agree`` takes in."""
+        asked, self._asked = self._asked, set()
+        return [float(request in asked) for request in Request]
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Take in what all processes asked for, the same everywhere; what this one asked for is answered."""
+        """Take in what all processes asked for, the same everywhere."""
         self._agreed.update(request for request, count in zip(Request, sums, strict=True) if count > 0)
-        self._asked.clear()
 
     def wants(self, request: Request) -> bool:
         """Whether that is agreed on and not done yet."""
@@ -65,7 +65,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Asking:
-    """The processes are about to agree on what follows ``step``: what is asked for now is done right after it."""
+    """The processes are about to agree on what follows ``step``.
+
+    What is asked for now is done right after it where its number alone says that something is (``due.is_planned``),
+    and else one step later: the host does not wait for what the processes agree on.
+    """
 
     step: int
 

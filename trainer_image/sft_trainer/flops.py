@@ -1,10 +1,12 @@
 """Model FLOPs of a step and the peak of the device, for the model-FLOPs utilisation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from .models.causal_lm import CausalLM
 
 # Dense bf16 peak without sparsity, from the vendors' data sheets, by a word of the device's name.
 _PEAK_BF16_FLOPS = {
@@ -56,3 +58,25 @@ def training_flops(config: Any, parameters: int, embedding_parameters: int, docu
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     attention: float = 6.0 * config.num_hidden_layers * heads * head_size * sum(length * length for length in lengths)
     return 6.0 * matrices * sum(lengths) + attention
+
+
+class ModelFlops:
+    """FLOPs of training one model, and the share that they are of what a device can do."""
+
+    def __init__(self, blueprint: CausalLM, device: torch.device) -> None:
+        """``blueprint`` is only looked at, and may be on the meta device."""
+        huggingface: Any = blueprint.huggingface
+        self._config = huggingface.config
+        self._parameters = active_parameters(blueprint, self._config)
+        self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
+        self._peak = peak_flops(device)
+
+    def training(self, bins: Iterable[Sequence[int]]) -> float:
+        """Of forward and backward over the documents of all ``bins``, given by their lengths."""
+        return sum(
+            training_flops(self._config, self._parameters, self._embedding_parameters, lengths) for lengths in bins
+        )
+
+    def share_of_peak(self, flops: float, device_seconds: float) -> float | None:
+        """Of what devices could compute in ``device_seconds`` of them all; None where that is not known."""
+        return flops / (device_seconds * self._peak) if self._peak else None

@@ -6,6 +6,7 @@ Every process runs the same program; ``run`` is the story, the methods below it 
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,18 +25,20 @@ from .alike import check_alike, fingerprint
 from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
-from .data.feed import Feed, Share, Shares
+from .data.feed import Feed, Shares
 from .distributed import Ranks, device_for, join_group, sum_over_ranks, summed
-from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked
+from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked, is_planned
 from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
 from .events import Asking, Control, Ended, Evaluated, Listener, Listeners, Logged, Request, Saved, Started, StepDone
-from .flops import active_parameters, peak_flops, training_flops
+from .flops import ModelFlops
+from .late import LateFigures, Launched, Moment
 from .models.weights import load_weights
 from .optim import learning_rate
 from .preparation import Prepared, prepare
 from .reporting import Reporter, Reporting
 from .saving import Saving
+from .skipped import MAX_SKIPPED_IN_A_ROW, SkippedSteps
 from .state import changed_fields, environment_facts
 from .storage import check_storage
 from .strategies import build
@@ -43,9 +46,6 @@ from .topology import Topology
 from .trainable import EVERYTHING
 
 log = logging.getLogger("sft_trainer")
-
-MAX_SKIPPED_IN_A_ROW = 5
-"""Steps without finite loss and gradients in a row after which training on is hopeless."""
 
 
 class Trainer:
@@ -60,10 +60,11 @@ class Trainer:
         self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.step = 0
-        """Optimizer steps done."""
+        """Optimizer steps launched: the weights are those after it."""
+        self._launched: deque[Launched] = deque()
+        """Steps of which the host does not know the figures yet, the oldest first."""
         self._examples_seen = 0
-        self._skipped_in_a_row = 0
-        self._skip_warning = ""
+        self._skipped = SkippedSteps(self.reporter)
         self._evaluated_at = -1
         self.control = Control()
         self._listeners = listeners
@@ -88,9 +89,9 @@ class Trainer:
         self._resume_or_load()
         self.strategy.loaded()
         self._begin()
-        with closing(self._feed()) as shares:
-            for share in shares:
-                self._train_step(share)
+        with closing(self._feed()) as self._shares:
+            while self.step < self.prepared.total_steps:
+                self._train_step()
                 self._follow()
         self._evaluate()
         self._save(final=True)
@@ -118,7 +119,7 @@ class Trainer:
             self._save()
 
     def _stop(self) -> NoReturn:
-        if not self._skipped_in_a_row:
+        if not self._skipped.in_a_row:
             self._save(final=True)
             raise StopRequested(f"stopped after step {self.step}, which is saved")
         # What is saved now would be taken for the newest good state, and is perhaps what broke the gradients.
@@ -126,7 +127,7 @@ class Trainer:
         self.saving.publish_status()
         raise StopRequested(
             f"stopped after step {self.step}, which is not saved: loss or gradients of the last "
-            f"{self._skipped_in_a_row} steps were not finite; {self._last_saved()}"
+            f"{self._skipped.in_a_row} steps were not finite; {self._last_saved()}"
         )
 
     def _last_saved(self) -> str:
@@ -158,11 +159,7 @@ class Trainer:
         self.saving = Saving(self.config, self.store, self.reporter, device=self.device, is_first=self.topology.writes)
         self.reporter.update(attempt=self.saving.claim_attempt())
         blueprint = self.prepared.model
-        huggingface: Any = blueprint.huggingface
-        self._model_config = huggingface.config
-        self._parameters = active_parameters(blueprint, self._model_config)
-        self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
-        self._peak_flops = peak_flops(self.device)
+        self._flops = ModelFlops(blueprint, self.device)
         self.strategy = build(self.config, blueprint, EVERYTHING, self.topology, self.device)
 
     def _resume_or_load(self) -> None:
@@ -226,15 +223,28 @@ class Trainer:
         )
         return Feed(shares, first=self.step, total=self.prepared.total_steps, device=self.device)
 
-    def _train_step(self, share: Share) -> None:
-        """One optimizer step, and what all processes want to be done after it."""
-        began = time.perf_counter()
+    def _train_step(self) -> None:
+        """Launch one step, and learn of the one before; of all before anything but a step follows."""
+        self._launched.append(self._launch())
+        # Decided by numbers of steps and what was agreed on, the same on all processes: what follows is collective.
+        while self._launched and (len(self._launched) > 1 or self._something_follows()):
+            self._learn(self._launched.popleft())
+
+    def _something_follows(self) -> bool:
+        asked = any(self.control.wants(request) for request in Request)
+        return asked or self.step == self.prepared.total_steps or is_planned(self.spec, self.step)
+
+    def _launch(self) -> Launched:
+        """Have the device compute a step, without waiting for it."""
+        began = Moment(self.device)
+        share = next(self._shares)
         step = share.step
         loss_sum = self.strategy.forward_backward(share.bins, step.trained_tokens)
         norm = self.strategy.grad_norm()
-        counted = (loss_sum, self._flops(share)) if self.topology.counts_loss else (0.0, 0.0)
+        flops = self._flops.training(bin_.boundaries.lengths for bin_ in share.bins if bin_.counts)
+        counted = (loss_sum, flops) if self.topology.counts_loss else (0.0, 0.0)
         self.events.emit(Asking(self.step + 1))
-        # One collective and one host synchronisation carry everything the processes must agree on.
+        # One collective carries everything the processes must agree on.
         save_failed_here = self.saving.failed_here()
         in_flight_here = self.saving.in_flight
         flags = [float(save_failed_here), float(in_flight_here), *self.control.asked()]
@@ -243,69 +253,44 @@ class Trainer:
         # A step whose loss or gradients are not finite changes nothing, on all processes alike.
         ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
         self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
-        total, flops_sum, norm_sum, save_failed, in_flight, *asked = sums.tolist()
+        self.step += 1
+        return Launched(self.step, step, rate, LateFigures(sums), began)
+
+    def _learn(self, launched: Launched) -> None:
+        """Wait for the figures of a step, and tell them."""
+        total, flops_sum, norm_sum, save_failed, in_flight, *asked = launched.figures.read()
         self.control.agree(asked)
         if save_failed:
             self.saving.settle()
+        step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
-        self._count_skipped(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
-        self.step += 1
-        seconds = time.perf_counter() - began
+        self._skipped.count(launched.number, is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
+        if self._skipped.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self.saving.settle()
+            raise NonFiniteLossError(
+                f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
+                f"{launched.number} ({self._last_saved()}): lower training.optimizer.learningRate "
+                f"({self.config.plan.learning_rate:g}), or look at the data there"
+            )
+        seconds = launched.began.seconds_until(launched.figures.ready)
         self._examples_seen += step.examples
         done = StepDone(
-            step=self.step,
+            step=launched.number,
             loss=loss,
             grad_norm=grad_norm,
-            learning_rate=rate,
+            learning_rate=launched.rate,
             tokens=step.tokens,
             trained_tokens=step.trained_tokens,
             epoch=round(self._examples_seen / self.prepared.epoch_size, 6),
             seconds=seconds,
             time=time.time(),
             processes=self.topology.world_size,
-            peak_flops_share=(
-                flops_sum / (seconds * self._peak_flops * self.topology.world_size) if self._peak_flops else None
-            ),
-            skipped_in_a_row=self._skipped_in_a_row,
+            peak_flops_share=self._flops.share_of_peak(flops_sum, seconds * self.topology.world_size),
+            skipped_in_a_row=self._skipped.in_a_row,
             save_in_flight=in_flight > 0,
         )
         self.events.emit(done)
-        self.events.emit(Logged(self.step, done.record()))
-
-    def _flops(self, share: Share) -> float:
-        """Model FLOPs of this process's share of a step."""
-        return sum(
-            training_flops(self._model_config, self._parameters, self._embedding_parameters, bin_.boundaries.lengths)
-            for bin_ in share.bins
-            if bin_.counts
-        )
-
-    def _count_skipped(self, *, is_finite: bool) -> None:
-        """Count the steps that were skipped; raise ``NonFiniteLossError`` after too many in a row."""
-        if is_finite:
-            self._skipped_in_a_row = 0
-        else:
-            self._skipped_in_a_row += 1
-            self._warn_of_skipped_step()
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            self.saving.settle()
-            raise NonFiniteLossError(
-                f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
-                f"{self.step + 1} ({self._last_saved()}): lower training.optimizer.learningRate "
-                f"({self.config.plan.learning_rate:g}), or look at the data there"
-            )
-
-    def _warn_of_skipped_step(self) -> None:
-        # One warning however many they are: the progress file is written at every step.
-        skipped, before = self.reporter.progress.skipped_steps + 1, self._skip_warning
-        self._skip_warning = (
-            f"loss or gradients of step {self.step + 1} were not finite: the step was skipped"
-            if skipped == 1
-            else f"loss or gradients of {skipped} steps were not finite, the last is step {self.step + 1}: they were "
-            "skipped"
-        )
-        self.reporter.update(skipped_steps=skipped)
-        self.reporter.warn(self._skip_warning, instead_of=before)
+        self.events.emit(Logged(done.step, done.record()))
 
     # Between steps
 

@@ -73,11 +73,11 @@ class Story(Trainer):
     def _resume_or_load(self) -> None: ...
 
     def _feed(self) -> Any:
-        return (None for _ in range(6))
+        return SimpleNamespace(close=lambda: None)
 
     def _export(self) -> None: ...
 
-    def _train_step(self, share: Any) -> None:
+    def _train_step(self) -> None:
         happens = self.happens.get(self.step + 1, "")
         self.saving.seconds_since_save = 10**9 if happens == "timer" else 0  # type: ignore[misc]
         if "stop" in happens:
@@ -85,9 +85,9 @@ class Story(Trainer):
         self.events.emit(Asking(self.step + 1))
         self.control.agree(self.control.asked())
         self.step += 1
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if "skip" in happens else 0
+        self._skipped.in_a_row = self._skipped.in_a_row + 1 if "skip" in happens else 0
         uploads = happens in ("upload", "stop")
-        self.events.emit(step_done(self.step, skipped_in_a_row=self._skipped_in_a_row, save_in_flight=uploads))
+        self.events.emit(step_done(self.step, skipped_in_a_row=self._skipped.in_a_row, save_in_flight=uploads))
 
     def _evaluate(self) -> None:
         if self._evaluated_at != self.step:
@@ -228,20 +228,6 @@ def test_what_is_done_is_said_between_the_steps(tmp_path: Path) -> None:
     story = Story(tmp_path, {3: "timer"}, listeners=[Watching()], training=training)
     story.run()
     assert said == [(Phase.LOADING, "the first step"), *[(Phase.TRAINING, "")] * 5, (Phase.COMPLETE, "")]
-
-
-def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:
-    story = Story(tmp_path, {})
-    story.reporter.warn("something else")
-    for step in (3, 7, 8):
-        story.step = step - 1
-        story._count_skipped(is_finite=False)
-        story._count_skipped(is_finite=True)
-    assert story.reporter.progress.skipped_steps == 3
-    assert story.reporter.progress.warnings == [
-        "something else",
-        "loss or gradients of 3 steps were not finite, the last is step 8: they were skipped",
-    ]
 
 
 def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from sft_trainer.models.attention import Boundaries
 from .batches import Examples, MicroBatch, Step, StepSchedule, empty_micro_batch, micro_batch
 from .stream import random_seed
 
+_JOIN_SECONDS = 5.0
+"""How long the end waits for the thread: a disk that does not answer must not hold up a save, or an error."""
 _LOOK_SECONDS = 0.2
 """How soon the thread sees that nobody takes its steps any more."""
 
@@ -120,7 +122,7 @@ class Feed(Iterator[Share]):
     def close(self) -> None:
         """Have the thread end; what it prepared is dropped."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(timeout=_JOIN_SECONDS)
 
     def _prepare(self) -> None:
         try:

@@ -1,0 +1,220 @@
+"""The host learns of a step when the next one is launched, and of all of them before it acts."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sft_trainer import trainer
+from sft_trainer.data.batches import Step
+from sft_trainer.data.feed import Share
+from sft_trainer.errors import NonFiniteLossError, StopRequested
+from sft_trainer.events import Control, Listener, Request, StepDone
+from sft_trainer.late import LateFigures, Moment
+from sft_trainer.reporting import Reporter
+from sft_trainer.skipped import SkippedSteps
+from sft_trainer.trainer import Trainer
+from tests.parity.runs import manifest, resolve
+
+CPU = torch.device("cpu")
+NAN = math.nan
+
+
+class Story(Trainer):
+    """A run of ten steps, whose ``losses`` are 1 where not given; writes down what happens in which order.
+
+    ``asked`` are steps that are computed while the group is asked to stop, ``timer`` those at which a save is due.
+    """
+
+    def __init__(self, folder: Path, losses: dict[int, float], *, asked: int = 0, timer: int = 0, **sections: Any):
+        sections = {"training": {"steps": 10}, **sections}
+        ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+        job = manifest(folder, folder / "store", **sections)
+        job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
+        super().__init__(resolve(job), ranks, folder)  # type: ignore[arg-type]
+        self.losses, self.asked, self.timer = losses, asked, timer
+        self.told: list[str] = []
+        self.prepared = SimpleNamespace(total_steps=10, epoch_size=10, eval=["some"])  # type: ignore[assignment]
+        self.strategy = SimpleNamespace(  # type: ignore[assignment]
+            loaded=lambda: None, forward_backward=self._compute, grad_norm=lambda: torch.tensor(1.0), apply=self._apply
+        )
+        self._flops = SimpleNamespace(training=lambda _: 0.0, share_of_peak=lambda *_: None)  # type: ignore[assignment]
+        self.saving = SimpleNamespace(  # type: ignore[assignment]
+            failed_here=lambda: False,
+            in_flight=False,
+            seconds_since_save=0.0,
+            settle=lambda: None,
+            publish_status=lambda: None,
+        )
+        self.applied: list[bool] = []
+
+    def _compute(self, bins: Any, denominator: int) -> torch.Tensor:
+        number = self.step + 1
+        self.told.append(f"launch {number}")
+        if number == self.asked:
+            self._stop_file.parent.mkdir(exist_ok=True)
+            self._stop_file.touch()
+        self.saving.seconds_since_save = 1e9 if number == self.timer else 0.0  # type: ignore[misc]
+        return torch.tensor(self.losses.get(number, 1.0), dtype=torch.float64)
+
+    def _apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
+        self.applied.append(bool(ok))
+
+    def _learn(self, launched: Any) -> None:
+        self.told.append(f"learn {launched.number}")
+        super()._learn(launched)
+
+    def _open_store(self) -> None: ...
+
+    def _prepare(self) -> Any:
+        return self.prepared
+
+    def _compare(self) -> None: ...
+
+    def _build(self) -> None: ...
+
+    def _resume_or_load(self) -> None: ...
+
+    def _export(self) -> None: ...
+
+    def _feed(self) -> Any:
+        step = Step(bins=(), examples=1, tokens=1, trained_tokens=1)
+        return _Endless(Share(step, ()))
+
+    def _evaluate(self) -> None:
+        self.told.append(f"evaluate {self.step}")
+
+    def _save(self, *, final: bool = False) -> None:
+        assert not self._launched, "a step is not known"
+        self.told.append(f"save {self.step}")
+
+    def recorded(self) -> list[int]:
+        return [json.loads(line)["step"] for line in self.reporter.records().splitlines()]
+
+
+class _Endless(Iterator[Share]):
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+    def __next__(self) -> Share:
+        return self._share
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "join_group", lambda *_: None)
+    monkeypatch.setattr(trainer, "sum_over_ranks", lambda values, device: values)
+    monkeypatch.setattr(
+        trainer, "summed", lambda values, device: torch.tensor([float(value) for value in values], dtype=torch.float64)
+    )
+
+
+def test_a_step_is_learned_of_when_the_next_one_is_launched(tmp_path: Path) -> None:
+    story = Story(tmp_path, {number: number / 8 for number in range(1, 11)})
+    story.run()
+    assert story.told == [
+        "launch 1",
+        *(word for number in range(2, 11) for word in (f"launch {number}", f"learn {number - 1}")),
+        *("learn 10", "evaluate 10", "save 10"),
+    ]
+    # Each once, in order, with its own numbers
+    records = [json.loads(line) for line in story.reporter.records().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [(n, n / 8) for n in range(1, 11)]
+
+
+def test_what_is_due_after_a_step_waits_for_it_and_no_other(tmp_path: Path) -> None:
+    story = Story(tmp_path, {}, training={"steps": 10, "evaluation": {"everySteps": 4}}, checkpoint={"everySteps": 6})
+    story.run()
+    for number, what in ((4, "evaluate"), (8, "evaluate"), (6, "save")):
+        at = story.told.index(f"{what} {number}")
+        assert story.told[at - 1] == f"learn {number}"
+        assert f"launch {number + 1}" not in story.told[:at]
+    assert story.recorded() == list(range(1, 11))
+
+
+def test_a_stop_comes_one_step_later_and_saves_what_is_known(tmp_path: Path) -> None:
+    story = Story(tmp_path, {}, asked=4)
+    with pytest.raises(StopRequested, match="stopped after step 5, which is saved"):
+        story.run()
+    assert story.told[-4:] == ["launch 5", "learn 4", "learn 5", "save 5"]
+    assert story.recorded() == [1, 2, 3, 4, 5]
+
+
+def test_what_is_asked_for_while_the_host_is_behind_is_not_lost(tmp_path: Path) -> None:
+    # Given a listener that asks for a save when it hears of step 4, which is when step 5 is on its way
+    class Asks(Listener):
+        def on_step(self, event: StepDone, control: Control) -> None:
+            if event.step == 4:
+                control.ask(Request.SAVE)
+
+    story = Story(tmp_path, {})
+    story._listeners = [Asks()]
+    story.run()
+    # Then it is agreed on with step 6, of which is heard when step 7 is on its way
+    assert [word for word in story.told if word.startswith("save")] == ["save 7", "save 10"]
+
+
+def test_a_save_by_the_clock_comes_one_step_later(tmp_path: Path) -> None:
+    story = Story(tmp_path, {}, timer=4)
+    story.run()
+    at = story.told.index("save 5")
+    assert story.told[at - 3 : at + 2] == ["launch 5", "learn 4", "learn 5", "save 5", "launch 6"]
+
+
+def test_a_save_waits_until_its_step_is_known_to_be_finite(tmp_path: Path) -> None:
+    # Given a save by the clock of step 4, and steps after it that are skipped
+    story = Story(tmp_path, {5: NAN, 6: NAN}, timer=4)
+    story.run()
+    # Then it is the first of which all is known and good that is saved
+    assert [word for word in story.told if word.startswith("save")] == ["save 7", "save 10"]
+    assert story.applied == [number not in (5, 6) for number in range(1, 11)]
+    assert story.reporter.progress.skipped_steps == 2
+
+
+def test_a_stop_right_before_a_skipped_step_saves_nothing(tmp_path: Path) -> None:
+    story = Story(tmp_path, {5: NAN}, asked=4)
+    with pytest.raises(StopRequested, match="stopped after step 5, which is not saved"):
+        story.run()
+    assert not any(word.startswith("save") for word in story.told)
+
+
+def test_too_many_skipped_steps_end_the_run_one_step_later(tmp_path: Path) -> None:
+    story = Story(tmp_path, dict.fromkeys(range(3, 11), NAN), checkpoint={"everySteps": 4})
+    with pytest.raises(NonFiniteLossError, match="for 5 steps in a row, up to step 7 "):
+        story.run()
+    assert story.applied[:2] == [True, True]
+    assert not any(story.applied[2:])
+    assert len(story.applied) in (7, 8)
+    assert not any(word.startswith("save") for word in story.told)
+
+
+def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, writes=True)
+    skipped = SkippedSteps(reporter)
+    reporter.warn("something else")
+    for number in (3, 7, 8):
+        skipped.count(number, is_finite=False)
+        assert skipped.in_a_row == 1
+        skipped.count(number + 1, is_finite=True)
+    assert skipped.in_a_row == 0
+    assert reporter.progress.skipped_steps == 3
+    assert reporter.progress.warnings == [
+        "something else",
+        "loss or gradients of 3 steps were not finite, the last is step 8: they were skipped",
+    ]
+
+
+def test_figures_are_those_of_when_they_were_taken() -> None:
+    values = torch.tensor([1.5, 2.0], dtype=torch.float64)
+    began = Moment(CPU)
+    figures = LateFigures(values)
+    values.zero_()
+    assert figures.read() == [1.5, 2.0]
+    assert began.seconds_until(figures.ready) >= 0
