@@ -42,7 +42,7 @@ def strategy(path: Path, trainable: Trainable = EVERYTHING, *, precision: str = 
     job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training={"precision": precision})
     config = resolve(job)
     built = FsdpStrategy(config, build_on_meta(path), trainable, ALONE, CPU, **options)
-    load_weights(built.model, path)
+    load_weights(built.boxes("base") + built.boxes("trained"), built.model.names, path)
     built.loaded()
     return built
 
