@@ -67,7 +67,7 @@ class Started:
 class Asking:
     """The processes are about to agree on what follows ``step``.
 
-    What is asked for now is done right after it where its number alone says that something is (``due.is_planned``),
+    On a GPU, what is asked for now is done right after it only where its number says so (``due.is_planned``),
     and else one step later: the host does not wait for what the processes agree on.
     """
 

@@ -12,6 +12,11 @@ import torch
 from .data.batches import Step
 
 
+def steps_behind(device: torch.device) -> int:
+    """How many launched steps the host does not know the figures of: a CPU has computed what it was given."""
+    return 1 if device.type == "cuda" else 0
+
+
 class Moment:
     """When the device comes to here."""
 

@@ -32,7 +32,7 @@ from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
 from .events import Asking, Control, Ended, Evaluated, Listener, Listeners, Logged, Request, Saved, Started, StepDone
 from .flops import ModelFlops
-from .late import LateFigures, Launched, Moment
+from .late import LateFigures, Launched, Moment, steps_behind
 from .models.weights import load_weights
 from .optim import learning_rate
 from .preparation import Prepared, prepare
@@ -224,10 +224,11 @@ class Trainer:
         return Feed(shares, first=self.step, total=self.prepared.total_steps, device=self.device)
 
     def _train_step(self) -> None:
-        """Launch one step, and learn of the one before; of all before anything but a step follows."""
+        """Launch one step, and on a GPU learn of the one before; of all before anything but a step follows."""
         self._launched.append(self._launch())
         # Decided by numbers of steps and what was agreed on, the same on all processes: what follows is collective.
-        while self._launched and (len(self._launched) > 1 or self._something_follows()):
+        behind = steps_behind(self.device)
+        while self._launched and (len(self._launched) > behind or self._something_follows()):
             self._learn(self._launched.popleft())
 
     def _something_follows(self) -> bool:

@@ -15,7 +15,7 @@ from sft_trainer.data.batches import Step
 from sft_trainer.data.feed import Share
 from sft_trainer.errors import NonFiniteLossError, StopRequested
 from sft_trainer.events import Control, Listener, Request, StepDone
-from sft_trainer.late import LateFigures, Moment
+from sft_trainer.late import LateFigures, Moment, steps_behind
 from sft_trainer.reporting import Reporter
 from sft_trainer.skipped import SkippedSteps
 from sft_trainer.trainer import Trainer
@@ -110,6 +110,7 @@ class _Endless(Iterator[Share]):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "join_group", lambda *_: None)
+    monkeypatch.setattr(trainer, "steps_behind", lambda device: 1)  # as on a GPU
     monkeypatch.setattr(trainer, "sum_over_ranks", lambda values, device: values)
     monkeypatch.setattr(
         trainer, "summed", lambda values, device: torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -127,6 +128,14 @@ def test_a_step_is_learned_of_when_the_next_one_is_launched(tmp_path: Path) -> N
     # Each once, in order, with its own numbers
     records = [json.loads(line) for line in story.reporter.records().splitlines()]
     assert [(record["step"], record["loss"]) for record in records] == [(n, n / 8) for n in range(1, 11)]
+
+
+def test_a_cpu_has_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "steps_behind", steps_behind)
+    story = Story(tmp_path, {}, asked=4)
+    with pytest.raises(StopRequested, match="stopped after step 4, which is saved"):
+        story.run()
+    assert story.told[:3] == ["launch 1", "learn 1", "launch 2"]
 
 
 def test_what_is_due_after_a_step_waits_for_it_and_no_other(tmp_path: Path) -> None:
