@@ -37,6 +37,9 @@ class Ended:
 class Place:
     """A folder to run jobs in, with a cache of its own."""
 
+    _started: subprocess.Popen[str]
+    """The run that was started last."""
+
     def __init__(self, folder: Path, inputs: Any, cache: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -73,7 +76,7 @@ class Place:
         """Begin ``sft run`` with ``options``; ``environment`` is added to that of this shell."""
         file = self.folder / f"{job['metadata']['name']}.yaml"
         file.write_text(yaml.safe_dump(job))
-        return subprocess.Popen(
+        self._started = subprocess.Popen(
             [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json", *options],
             cwd=self.folder,
             env={**self.environment, **environment},
@@ -81,6 +84,7 @@ class Place:
             stderr=subprocess.PIPE,
             text=True,
         )
+        return self._started
 
     def finish(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for the end of a run, which leaves no process behind and shows no traceback, however it ends."""
@@ -97,9 +101,21 @@ class Place:
         return self.finish(self.start(job, *options, **environment))
 
     def wait_for_step(self, step: int, name: str = "tiny") -> None:
-        """Return as soon as the run reports ``step``."""
+        """Return as soon as the run that was started last reports ``step``; what it said is shown when it does not."""
         report = self.store(name) / "run" / "progress.json"
-        wait_until(lambda: report.exists() and json.loads(report.read_text())["step"] >= step)
+
+        def reported() -> bool:
+            return report.exists() and json.loads(report.read_text())["step"] >= step
+
+        process = self._started
+        try:
+            wait_until(lambda: reported() or process.poll() is not None)
+            assert reported(), f"it ended with {process.returncode}"
+        except AssertionError as error:
+            process.kill()
+            raise AssertionError(
+                f"step {step} was not reported ({error}): {process.communicate()[1][-4000:]}"
+            ) from None
 
     def interrupt(self, process: subprocess.Popen[str]) -> Ended:
         """Ctrl-C."""
