@@ -1,11 +1,11 @@
 """Whether a run may save where it is told to, and go on from what it finds there; looked at before anything else."""
 
-from sft_api.checkpoints import RunState
+from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
-from .checkpoint.catalog import Catalog, Verified
+from .checkpoint.catalog import Catalog
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError
@@ -34,8 +34,8 @@ def refuse_other_settings(config: TrainerConfig, store: Store) -> None:
     Reads one manifest and changes nothing: for one process, before there is a group, an attempt or any data.
     """
     for found in Catalog(store).candidates(config.job.uid):
-        if isinstance(found, Verified):
-            check_same_run(config, found.manifest.run)
+        if isinstance(found, Manifest):
+            check_same_run(config, found.run)
             return
 
 

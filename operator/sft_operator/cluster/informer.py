@@ -61,8 +61,8 @@ class Listed(NamedTuple):
     """The highest version among those."""
 
 
-class Lister:
-    """Lists one kind of object, everything at once."""
+class Informer:
+    """``list`` once, then ``watch`` for ever; ``list`` as often as wanted meanwhile, to see what the watch is worth."""
 
     def __init__(
         self,
@@ -89,12 +89,16 @@ class Lister:
         out of order, the last event before a break would not."""
 
     async def list(self) -> Listed:
-        """Take in all that is.
+        """Take in all that is; the watch begins there when it has no better place.
 
         Raises ``ApiError``, ``aiohttp.ClientError``, ``TimeoutError``.
         """
         listing, version = await self._take_all()
-        return Listed(version, listing.end(version, self._version), listing.news, listing.newest)
+        listed = Listed(version, listing.end(version, self._version), listing.news, listing.newest)
+        if self._version is None:
+            self._version = version
+            self._seen(self._kind, "BOOKMARK", {"metadata": {"resourceVersion": str(version)}})
+        return listed
 
     async def _take_all(self) -> tuple[Listing, int]:
         if self._streams:
@@ -138,18 +142,6 @@ class Lister:
         if version is None:
             raise aiohttp.ClientPayloadError("the stream ended before the list did")
         return version
-
-
-class Informer(Lister):
-    """``list`` once, then ``watch`` for ever; ``list`` as often as wanted meanwhile, to see what the watch is worth."""
-
-    async def list(self) -> Listed:
-        """Take in all that is; the watch begins there when it has no better place."""
-        listed = await super().list()
-        if self._version is None:
-            self._version = listed.version
-            self._seen(self._kind, "BOOKMARK", {"metadata": {"resourceVersion": str(listed.version)}})
-        return listed
 
     async def watch(self, changed: Callable[[set[Key]], None]) -> None:
         """Tell of every change, for ever; begins where ``list`` ended.

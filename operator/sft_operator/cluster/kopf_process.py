@@ -1,7 +1,7 @@
 """kopf, here and nowhere else: login, signals and the life of the process.
 
-It watches nothing: its handlers cost ten times as much as an informer of ours for every event, and a task for every
-object, also for what the operator itself has just written.
+It watches nothing: a handler of events costs a task for every object, and time for every event, also for what the
+operator itself has just written, which an informer drops by its version.
 """
 
 import logging

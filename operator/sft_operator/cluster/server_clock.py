@@ -23,12 +23,12 @@ class ServerClock:
         self._zero = datetime.now(UTC) - timedelta(seconds=monotonic())
         """The server's time when ``monotonic`` was zero."""
         self._known = False
-        self._last = ("", datetime.min)
+        self._last: tuple[str, datetime] | None = None
         """The last header, and what it says: many answers come within one second."""
 
     def heard(self, date: str) -> None:
         """An answer has just come, with that header; one that is missing or odd says nothing."""
-        if date != self._last[0]:
+        if self._last is None or date != self._last[0]:
             try:
                 self._last = (date, bounded_time(parsedate_to_datetime(date)))
             except (ValueError, OverflowError):

@@ -58,6 +58,12 @@ def test_what_is_no_date_says_nothing(date: str) -> None:
     assert clock.now() == NOON
 
 
+def test_before_any_date_it_tells_the_time_of_this_machine() -> None:
+    clock = ServerClock()
+    clock.heard("")
+    assert abs(clock.now() - datetime.now(UTC)) < timedelta(seconds=5)
+
+
 def test_a_date_that_no_calendar_has_does_no_harm() -> None:
     clock = ServerClock(lambda: 500.0)
     clock.heard("Fri, 31 Dec 9999 23:59:59 -1400")

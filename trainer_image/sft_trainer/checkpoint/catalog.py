@@ -40,13 +40,6 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A checkpoint whose manifest is sound and whose files all have the right size."""
-
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
 class KeepPolicy:
     """Which checkpoints stay: the newest ``last``, the ``best`` by evaluation loss, every ``every_steps``-th."""
 
@@ -71,8 +64,8 @@ class Catalog:
                 found.setdefault(identity, {})[name] = entry.size
         return dict(sorted(found.items(), reverse=True))
 
-    def inspect(self, identity: CheckpointId, files: dict[str, int]) -> Verified | Skipped:
-        """Read the manifest of a committed checkpoint and compare it with the ``files`` found."""
+    def inspect(self, identity: CheckpointId, files: dict[str, int]) -> Manifest | Skipped:
+        """The manifest of a committed checkpoint, if it is sound and the ``files`` found have the sizes it says."""
         if files.get(MANIFEST_NAME, 0) > MAX_MANIFEST_BYTES:
             return Skipped(identity.folder, f"its manifest has {files[MANIFEST_NAME]} bytes, which none needs")
         try:
@@ -87,9 +80,9 @@ class Catalog:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             return Skipped(identity.folder, f"{problems[0]}{more}")
-        return Verified(manifest)
+        return manifest
 
-    def candidates(self, job_uid: str | None, step: int | None = None) -> Iterator[Verified | Skipped]:
+    def candidates(self, job_uid: str | None, step: int | None = None) -> Iterator[Manifest | Skipped]:
         """Committed checkpoints, newest first, each with what its manifest and sizes say.
 
         ``job_uid`` leaves out those of other jobs, ``step`` all but that step. Folders without a manifest are
@@ -99,7 +92,7 @@ class Catalog:
             if MANIFEST_NAME not in files or step not in (None, identity.step):
                 continue
             found = self.inspect(identity, files)
-            if isinstance(found, Verified) and job_uid is not None and found.manifest.job_uid != job_uid:
+            if isinstance(found, Manifest) and job_uid is not None and found.job_uid != job_uid:
                 continue
             yield found
 

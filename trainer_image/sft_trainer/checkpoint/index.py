@@ -193,6 +193,11 @@ def padded(rows: Sequence[Sequence[int]], fill: int, dimensions: int) -> Integer
     return table
 
 
+def widened(table: Integers, fill: int, dimensions: int) -> Integers:
+    """``table`` of rows with as many numbers as ``dimensions``, as ``padded`` has them."""
+    return np.pad(table, ((0, 0), (0, dimensions - table.shape[1])), constant_values=fill)
+
+
 def encode_index(index: Index) -> bytes:
     """The bytes of ``index`` in the store; CheckpointCorruptError where no reader would take them."""
     table = json.dumps([[t.name, t.kind, t.dtype, t.shape] for t in index.tensors], separators=(",", ":")).encode()
@@ -374,13 +379,10 @@ def merged(parts: Sequence[Index]) -> Index:
             )
     dimensions = max((part.offsets.shape[1] for part in parts), default=0)
 
-    def widened(table: Integers, fill: int) -> Integers:
-        return np.pad(table, ((0, 0), (0, dimensions - table.shape[1])), constant_values=fill)
-
     own = [np.array([numbers[entry.key] for entry in part.tensors], dtype=np.int64) for part in parts]
     tensor = np.concatenate([mine[part.tensor] for mine, part in zip(own, parts, strict=True)])
-    offsets = np.concatenate([widened(part.offsets, 0) for part in parts])
-    sizes = np.concatenate([widened(part.sizes, 1) for part in parts])
+    offsets = np.concatenate([widened(part.offsets, 0, dimensions) for part in parts])
+    sizes = np.concatenate([widened(part.sizes, 1, dimensions) for part in parts])
     digests = np.concatenate([part.digests for part in parts])
     files = [
         (name, int(count))

@@ -20,7 +20,7 @@ from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer.boxes import Box
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, Verified, describe, status_of
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, describe, status_of
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
     CheckpointCorruptError,
@@ -51,7 +51,7 @@ class ResumeChoice:
     store: Store
     skipped: tuple[Skipped, ...]
     """Newer ones that were refused, newest first."""
-    rest: Iterator[Verified | Skipped] | None
+    rest: Iterator[Manifest | Skipped] | None
     """What comes after it; on rank 0 only."""
 
 
@@ -125,7 +125,7 @@ class CheckpointManager:
         NoUsableCheckpointError when there are checkpoints, but every one of them is refused.
         """
         store = source or self.store
-        rest: Iterator[Verified | Skipped] | None = None
+        rest: Iterator[Manifest | Skipped] | None = None
         if self._group.rank == 0:
             rest = Catalog(store).candidates(None if source else self._job_uid, step)
         return self._choose(store, (), rest)
@@ -165,7 +165,7 @@ class CheckpointManager:
         return manifest
 
     def _choose(
-        self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Verified | Skipped] | None
+        self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Manifest | Skipped] | None
     ) -> ResumeChoice | None:
         """The next sound checkpoint of ``rest``, agreed on by all ranks."""
         manifest, refused = self._group.on_rank_zero(lambda: _next_verified(rest))
@@ -355,11 +355,11 @@ class _InFlight:
         return self._outcome
 
 
-def _next_verified(rest: Iterator[Verified | Skipped] | None) -> _Found:
+def _next_verified(rest: Iterator[Manifest | Skipped] | None) -> _Found:
     """The manifest of the next sound checkpoint, and those refused on the way."""
     refused: list[Skipped] = []
     for found in rest or ():
-        if isinstance(found, Verified):
-            return found.manifest, tuple(refused)
+        if isinstance(found, Manifest):
+            return found, tuple(refused)
         refused.append(found)
     return None, tuple(refused)

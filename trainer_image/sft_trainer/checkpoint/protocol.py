@@ -16,7 +16,7 @@ from sft_api.checkpoints import (
     missing_or_wrong,
 )
 from sft_api.v1alpha1.status import CheckpointStatus
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Verified, kept_by, status_of
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import (
@@ -131,10 +131,10 @@ class Protocol:
         """The status of a checkpoint of this job whose manifest and sizes are sound, else None."""
         if identity not in self._verified:
             found = self._catalog.inspect(identity, files)
-            if not isinstance(found, Verified):
+            if not isinstance(found, Manifest):
                 return None
             # Manifests are never rewritten, so reading one once is enough.
-            self._verified[identity] = (found.manifest, status_of(found.manifest, self._store.uri))
+            self._verified[identity] = (found, status_of(found, self._store.uri))
         manifest, status = self._verified[identity]
         return status if manifest.job_uid == job_uid and not missing_or_wrong(manifest, files) else None
 

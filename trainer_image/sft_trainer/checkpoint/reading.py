@@ -18,7 +18,16 @@ from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.format1 import UPDATES, index_of_format_1
 from sft_trainer.checkpoint.group import CheckpointGroup
-from sft_trainer.checkpoint.index import DTYPES, MAX_INDEX_BYTES, Index, Integers, StoredTensor, decode_index, padded
+from sft_trainer.checkpoint.index import (
+    DTYPES,
+    MAX_INDEX_BYTES,
+    Index,
+    Integers,
+    StoredTensor,
+    decode_index,
+    padded,
+    widened,
+)
 from sft_trainer.checkpoint.pieces import stored_tensor
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
@@ -152,8 +161,8 @@ def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
     owner = np.repeat(np.arange(len(wanted)), [len(one.tensor) for one in wanted])
     numbers = [np.array([index.numbers[entry.key] for entry in one.tensors], dtype=np.int64) for one in wanted]
     tensor = np.concatenate([mine[one.tensor] for mine, one in zip(numbers, wanted, strict=True)])
-    low = np.concatenate([_widened(one.offsets, 0, dimensions) for one in wanted])
-    high = low + np.concatenate([_widened(one.sizes, 1, dimensions) for one in wanted])
+    low = np.concatenate([widened(one.offsets, 0, dimensions) for one in wanted])
+    high = low + np.concatenate([widened(one.sizes, 1, dimensions) for one in wanted])
     found: list[list[Integers]] = [[] for _ in wanted]
     order = np.argsort(tensor, kind="stable")
     for boxes in np.split(order, np.flatnonzero(np.diff(tensor[order])) + 1):
@@ -180,10 +189,6 @@ def _check_fits(index: Index, entry: StoredTensor) -> None:
             f"{entry} has shape {list(stored.shape)} and {stored.dtype} in the checkpoint, {list(entry.shape)} and "
             f"{entry.dtype} in this run; {advice}"
         )
-
-
-def _widened(table: Integers, fill: int, dimensions: int) -> Integers:
-    return np.pad(table, ((0, 0), (0, dimensions - table.shape[1])), constant_values=fill)
 
 
 def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
