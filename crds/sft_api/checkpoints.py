@@ -115,6 +115,10 @@ class RunState(StoredModel):
     """Digest of the numbers of the run."""
     numbers: dict[str, JsonValue] = {}
     """The numbers themselves (``Numbers.as_record``), so that a resume with others can say which."""
+    base_digest: str = ""
+    """Of the model that the run started from, as the trainer computes it; empty where it was not recorded.
+
+    A checkpoint that lacks tensors of the model, because they are not trained, means nothing without that base."""
 
 
 class StoredFile(StoredModel):

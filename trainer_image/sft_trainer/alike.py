@@ -9,7 +9,6 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +18,13 @@ from sft_api.trainer_config import TrainerConfig
 
 from .data.tokenizer import Codec
 from .errors import RanksDifferError
-from .models.weights import weight_files, weights_layout
-from .names.canonical import VERSION
 from .preparation import Prepared
-from .sharded import model_boxes
 from .supervisor.identity import code_version
 
 Fingerprint = Mapping[str, str]
 """What was looked at, in the words of the manifest where it has some, and what it is here."""
 
 _LIBRARIES = ("transformers", "tokenizers", "numpy")
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
 _SHOWN = 6
 _DIGITS = 16
 _VALUE_CHARACTERS = 80
@@ -44,7 +38,7 @@ def fingerprint(config: TrainerConfig, prepared: Prepared) -> dict[str, str]:
         **{
             f"data.eval[{source.name}]": _of_data(source.uri, prepared.eval[source.name].digest) for source in data.eval
         },
-        "model.uri": f"{config.spec.model.uri} with {_revision(prepared.model_path)}{_of_model(prepared)}",
+        "model.uri": f"{config.spec.model.uri} with {_of_model(prepared)}",
         "the tokenizer and its chat template": Codec.of(prepared.tokenizer).digest[:_DIGITS],
         "PyTorch": torch.__version__,
         **{name: version(name) for name in _LIBRARIES},
@@ -103,30 +97,11 @@ def _of_data(uri: str, digest: str) -> str:
     return f"{uri} with tokens {digest[:_DIGITS]}"
 
 
-def _revision(path: Path) -> str:
-    """Of a model that lies where the hub's library puts it."""
-    return f"revision {path.name}, " if path.parent.name == "snapshots" else ""
-
-
 def _of_model(prepared: Prepared) -> str:
-    """The config, which weights there are under canonical names, and samples of what their files hold.
-
-    Not all of it: to read the weights twice takes minutes, and every process reads only its share of them.
-    """
-    path, model = prepared.model_path, prepared.model
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    digest.update(f"names {VERSION}".encode())
-    for line in weights_layout(model_boxes(model, model.names), model.names, path):
-        digest.update(f"{line}\n".encode())
-    files = sorted({file.name: file for file in weight_files(path).values()}.items())
-    for name, file in files:
-        size = file.stat().st_size
-        digest.update(f"{name} {size}".encode())
-        with file.open("rb") as opened:
-            for sample in range(_SAMPLES):
-                opened.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(opened.read(_SAMPLE_BYTES))
-    return f"files {digest.hexdigest()[:_DIGITS]}"
+    """The digest of its files, and the revision of one that lies where the hub's library puts it."""
+    path = prepared.model_path
+    revision = f"revision {path.name}, " if path.parent.name == "snapshots" else ""
+    return f"{revision}files {prepared.base_digest[:_DIGITS]}"
 
 
 def _leaves(value: Any, path: str = "") -> list[tuple[str, str]]:

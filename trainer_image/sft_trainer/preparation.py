@@ -22,10 +22,9 @@ from .data.tokenizer import load_tokenizer
 from .errors import ModelError
 from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
+from .models.digest import base_digest
 from .models.probe import check_trains_on
-from .models.weights import check_weights
 from .reporting import Reporter
-from .sharded import model_boxes
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class Prepared:
     model_path: Path
     model: CausalLM
     """On the meta device; the files of its weights were found complete."""
+    base_digest: str
+    """Of the model, as it came (``models.digest``)."""
     tokenizer: Any
     train: Sequence[TokenizedSource]
     eval: dict[str, TokenizedSource]
@@ -60,7 +61,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     model_path = localise(spec.model.uri, cache, s3, token, kind="model", on_progress=fetching(spec.model.uri))
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = build_on_meta(model_path)
-    check_weights(model_boxes(model, model.names), model.names, model_path)
+    digest = base_digest(model, model_path)
     check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = localise(tokenizer_uri, cache, s3, token, kind="tokenizer") if tokenizer_uri else model_path
@@ -97,7 +98,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     warning = small_data_warning(spec, rows=epoch_size, step_rows=steps.step(0).examples, total_steps=total_steps)
     if warning is not None:
         reporter.warn(warning)
-    return Prepared(model_path, model, tokenizer, train, evaluation, steps, total_steps, epoch_size)
+    return Prepared(model_path, model, digest, tokenizer, train, evaluation, steps, total_steps, epoch_size)
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sft_api.checkpoints import STATUS_KEY, Manifest, RunState
+from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest, RunState
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
@@ -53,7 +53,7 @@ class Saving:
         self._bytes = 0
         self._lock = threading.Lock()
         self._last_save = time.monotonic()
-        self._resumed_at = 0
+        self._resumed_from: CheckpointId | None = None
         self._outcome: SaveOutcome | None = None
         """How the last save ended, until it was acted on."""
         self._curve: CurveWriter | None = None
@@ -74,9 +74,19 @@ class Saving:
         for skipped in self._manager.skipped:
             self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
         if manifest is not None:
-            self._resumed_at = manifest.step
+            self._resumed_from = manifest.id
             self._reporter.update(checkpoints=self._manager.status())
         return manifest
+
+    @property
+    def _resumed_at(self) -> int:
+        return self._resumed_from.step if self._resumed_from else 0
+
+    def checkpoint_of(self, step: int) -> CheckpointId:
+        """The checkpoint of ``step``, once this attempt has saved it or resumed from it."""
+        if self._resumed_from is not None and self._resumed_from.step == step:
+            return self._resumed_from
+        return CheckpointId(self._manager.attempt, step)
 
     @property
     def in_flight(self) -> bool:

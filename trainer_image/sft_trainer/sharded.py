@@ -27,7 +27,7 @@ def model_boxes(model: CausalLM, names: Names) -> list[Box]:
     writers = _Writers()
     return [
         box
-        for name, tensor in _stored_tensors(model)
+        for name, tensor in stored_tensors(model)
         for box in _boxes(names.parts(name, tuple(tensor.shape)), WEIGHT, tensor, writers)
     ]
 
@@ -41,7 +41,7 @@ def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Na
     writers = _Writers()
     return [
         box
-        for name, parameter in _stored_tensors(model)
+        for name, parameter in stored_tensors(model)
         for kind, moment in optimizer.state.get(parameter, {}).items()
         if kind != _UPDATES
         for box in _boxes(names.parts(name, tuple(parameter.shape)), kind, moment, writers)
@@ -64,7 +64,7 @@ def set_updates(optimizer: torch.optim.Optimizer, count: int) -> None:
         state[_UPDATES].fill_(count)
 
 
-def _stored_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     """Name in the Hugging Face model, and tensor, of all that checkpoints and hub files hold of ``model``."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

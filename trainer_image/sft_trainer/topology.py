@@ -23,6 +23,8 @@ class Topology:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int = 1
+    """Processes of this node."""
     replicate: int = 1
     """Groups of processes that hold the same parameters and compute on other data."""
     shard: int = 1
@@ -75,6 +77,7 @@ class Topology:
             rank=ranks.rank,
             local_rank=ranks.local_rank,
             world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
             replicate=max(1, ranks.world_size // shard),
             shard=shard,
         )
@@ -118,8 +121,13 @@ class Topology:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes what a run has once: manifest, status, records, exported files."""
+        """Whether this process writes what a run has once: manifest, status, records."""
         return self.rank == 0
+
+    def exporters(self, uri: str) -> int:
+        """How many processes, from the first on, write the files of an export to ``uri``: those that see one place."""
+        # A folder is perhaps that of one node; a volume or a bucket is the same for all.
+        return self.local_world_size if uri.startswith("file://") else self.world_size
 
     @property
     def tells(self) -> bool:

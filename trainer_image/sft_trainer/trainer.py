@@ -20,7 +20,6 @@ from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
 
-from . import export
 from .alike import check_alike, fingerprint
 from .boxes import Box
 from .checkpoint.opening import open_store
@@ -31,6 +30,7 @@ from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked, is_planned
 from .errors import NonFiniteLossError, StopRequested
 from .evaluate import evaluate
 from .events import Asking, Control, Ended, Evaluated, Listener, Listeners, Logged, Request, Saved, Started, StepDone
+from .export.at_end import AtEnd
 from .flops import ModelFlops
 from .late import LateFigures, Launched, Moment, steps_behind
 from .models.weights import load_weights
@@ -64,6 +64,8 @@ class Trainer:
         self._launched: deque[Launched] = deque()
         """Steps of which the host does not know the figures yet, the oldest first."""
         self._examples_seen = 0
+        self._base_digest = ""
+        """Of the model that the run started from; unknown where its checkpoints do not say."""
         self._skipped = SkippedSteps(self.reporter)
         self._evaluated_at = -1
         self.control = Control()
@@ -165,6 +167,7 @@ class Trainer:
     def _resume_or_load(self) -> None:
         if self.spec.checkpoint.resume.policy == "auto" and self._resume():
             return
+        self._base_digest = self.prepared.base_digest
         self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
         load_weights(
             [*self.strategy.boxes("base"), *self.strategy.boxes("trained")],
@@ -187,6 +190,13 @@ class Trainer:
         here = environment_facts(self.device, self.topology.world_size)
         if changed := changed_fields(manifest.run.environment, here):
             self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
+        self._base_digest = manifest.run.base_digest
+        if self._base_digest not in ("", self.prepared.base_digest):
+            self.reporter.warn(
+                f"the model in {self.spec.model.uri} is not the one that this run started from: its digest was "
+                f"{self._base_digest[:16]} and is {self.prepared.base_digest[:16]}; all weights come from the "
+                "checkpoint, config.json and tokenizer are those of now: pin model.uri to a commit (@revision)"
+            )
         data = self._data_digests()
         if changed := changed_fields(extra.get("data", data), data):
             self.reporter.warn(
@@ -324,6 +334,7 @@ class Trainer:
                 "environment": environment_facts(self.device, self.topology.world_size),
                 "config_digest": numbers.digest,
                 "numbers": numbers.as_record(),
+                "base_digest": self._base_digest,
                 "examples_seen": self._examples_seen,
                 "first_loss": progress.first_loss,
                 "first_eval_loss": progress.first_eval_loss,
@@ -344,28 +355,6 @@ class Trainer:
         if uri is None:
             return
         self.reporter.phase(Phase.EXPORTING, uri)
-        progress = self.reporter.progress
-        card = export.model_card(
-            name=self.config.job.name,
-            base=self.spec.model.uri,
-            datasets=[source.uri for source in self.spec.data.train],
-            facts={
-                "steps": self.step,
-                "tokens": progress.tokens_seen,
-                "trained tokens": progress.trained_tokens_seen,
-                "training loss": progress.loss,
-                "evaluation loss": progress.eval_loss,
-                "peak learning rate": self.config.plan.learning_rate,
-            },
-        )
-        export.export_model(
-            self.strategy.model,
-            open_store(uri, self._s3),
-            source=self.prepared.model_path,
-            dtype=self.strategy.model.stored_dtype,
-            tokenizer=self.prepared.tokenizer,
-            card=card,
-            rank=self.topology.rank,
-            on_tensor=lambda done, total: self.reporter.alive(Phase.EXPORTING, f"{uri}: {done}/{total} tensors"),
-        )
+        export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology)
+        export.run(self.saving.checkpoint_of(self.step), uri, open_store(uri, self._s3))
         self.reporter.update(export=ExportStatus(uri=uri, step=self.step))

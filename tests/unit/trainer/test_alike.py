@@ -11,6 +11,7 @@ import torch
 import sft_trainer
 from sft_trainer import alike
 from sft_trainer.alike import difference, fingerprint
+from sft_trainer.models import digest
 from sft_trainer.preparation import Prepared, prepare
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
@@ -71,10 +72,11 @@ def test_whatever_decides_the_numbers_is_in_it(place: Path, monkeypatch: pytest.
     weights = place / "model" / "model.safetensors"
     original = weights.read_bytes()
     middle = len(original) // 2
-    monkeypatch.setattr(alike, "_SAMPLE_BYTES", len(original))
+    monkeypatch.setattr(digest, "_SAMPLE_BYTES", len(original))
+    config, ready = prepared(place, monkeypatch)
     before = fingerprint(config, ready)
     weights.write_bytes(original[:middle] + bytes([original[middle] ^ 1]) + original[middle + 1 :])
-    assert changed(config, ready) == {"model.uri"}
+    assert changed(*prepared(place, monkeypatch)) == {"model.uri"}
     weights.write_bytes(original)
 
     # A template, and rows

@@ -33,7 +33,7 @@ class Story(Trainer):
 
     def __init__(self, folder: Path, losses: dict[int, float], *, asked: int = 0, timer: int = 0, **sections: Any):
         sections = {"training": {"steps": 10}, **sections}
-        ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+        ranks = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
         job = manifest(folder, folder / "store", **sections)
         job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
         super().__init__(resolve(job), ranks, folder)  # type: ignore[arg-type]

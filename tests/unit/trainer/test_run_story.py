@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import RunState
+from sft_api.checkpoints import CheckpointId, RunState
 from sft_api.progress import Phase
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointStatus
@@ -51,7 +51,7 @@ class Story(Trainer):
         sections = {"training": {"steps": 6}, **sections}
         job = manifest(folder, folder / "store", **sections)
         job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
-        ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+        ranks = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
         super().__init__(resolve(job), ranks, folder, listeners)  # type: ignore[arg-type]
         self.happens = happens
         self.told: list[str] = []
@@ -235,7 +235,7 @@ def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(tmp_path: Path) 
     config = resolve(manifest(tmp_path, tmp_path / "store"))
     store, reporter = LocalStore(tmp_path / "store"), Reporter(tmp_path, writes=True)
     saving = Saving(config, store, reporter, device=torch.device("cpu"), is_first=True)
-    saving._resumed_at = 6
+    saving._resumed_from = CheckpointId(attempt=1, step=6)
     reporter.update(step=6, attempt=2)
 
     # When it is evaluated now, and ends

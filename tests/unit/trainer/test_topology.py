@@ -33,7 +33,7 @@ def test_what_does_not_fit_the_processes_is_named(sizes: dict[str, int], words: 
 def test_a_shard_degree_that_does_not_divide_the_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match="shard 3 does not divide 4"):
         Topology.of(ranks(4), shard=3)
-    assert Topology.of(ranks(6), shard=3) == Topology(5, 0, 6, replicate=2, shard=3)
+    assert Topology.of(ranks(6), shard=3) == Topology(5, 0, 6, 1, replicate=2, shard=3)
 
 
 def test_every_process_of_a_data_parallel_run_has_a_share_of_its_own() -> None:
@@ -72,3 +72,8 @@ def test_one_process_writes_and_tells_and_one_of_a_node_prepares() -> None:
     assert [one.prepares for one in group] == [True, False, True, False]
     assert not any(one.alone for one in group)
     assert Topology(rank=0, local_rank=0, world_size=1).alone
+
+
+def test_files_of_an_export_are_written_by_those_that_see_one_place() -> None:
+    one = Topology(rank=5, local_rank=1, world_size=8, local_world_size=4, shard=8)
+    assert [one.exporters(uri) for uri in ("s3://b/e", "pvc://c/e", "file:///e")] == [8, 8, 4]

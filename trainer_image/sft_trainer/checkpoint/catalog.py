@@ -64,6 +64,10 @@ class Catalog:
                 found.setdefault(identity, {})[name] = entry.size
         return dict(sorted(found.items(), reverse=True))
 
+    def find(self, identity: CheckpointId) -> Manifest | Skipped:
+        """The manifest of one checkpoint, as ``inspect`` gives it."""
+        return self.inspect(identity, self.folders().get(identity, {}))
+
     def inspect(self, identity: CheckpointId, files: dict[str, int]) -> Manifest | Skipped:
         """The manifest of a committed checkpoint, if it is sound and the ``files`` found have the sizes it says."""
         if files.get(MANIFEST_NAME, 0) > MAX_MANIFEST_BYTES:

@@ -47,11 +47,11 @@ def cut(boxes: Sequence[Box], values: Sequence[torch.Tensor]) -> list[Piece]:
     return [
         Piece(stored_tensor(box), place, whole[place.within(box.place)])
         for box, whole in zip(boxes, values, strict=True)
-        for place in _cut(box.place, box.dtype.itemsize)
+        for place in rectangles(box.place, box.dtype.itemsize)
     ]
 
 
-def _cut(place: Rectangle, itemsize: int) -> Iterator[Rectangle]:
+def rectangles(place: Rectangle, itemsize: int) -> Iterator[Rectangle]:
     """``place`` along rows; a row that is too large along its own."""
     nbytes = math.prod(place.sizes) * itemsize
     if nbytes <= MAX_PIECE_BYTES:
@@ -62,7 +62,7 @@ def _cut(place: Rectangle, itemsize: int) -> Iterator[Rectangle]:
     size, first = place.sizes[along], place.offsets[along]
     rows = max(1, MAX_PIECE_BYTES * size // nbytes)
     for start in range(0, size, rows):
-        yield from _cut(
+        yield from rectangles(
             Rectangle(
                 (*place.offsets[:along], first + start, *place.offsets[along + 1 :]),
                 (*place.sizes[:along], min(rows, size - start), *place.sizes[along + 1 :]),

@@ -1,0 +1,71 @@
+"""The export at the end of a run: of the checkpoint of its last step, by all processes that see the same place."""
+
+import threading
+from datetime import timedelta
+
+from sft_api.checkpoints import CheckpointId
+from sft_api.progress import Phase
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.checkpoint.catalog import Catalog, Skipped
+from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.preparation import Prepared
+from sft_trainer.reporting import Reporter
+from sft_trainer.topology import Topology
+
+from .companions import model_card
+from .exporting import Exported, export_checkpoint
+from .values import Base
+
+_TIMEOUT = timedelta(hours=24)
+"""How long a process waits for the others: liveness finds one that hangs much earlier."""
+
+
+class AtEnd:
+    """Collective: every process of the run makes one."""
+
+    def __init__(
+        self, config: TrainerConfig, prepared: Prepared, store: Store, reporter: Reporter, topology: Topology
+    ) -> None:
+        """``store`` is that of the checkpoints."""
+        self._config = config
+        self._prepared = prepared
+        self._store = store
+        self._reporter = reporter
+        self._topology = topology
+        self._uri = ""
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def run(self, identity: CheckpointId, uri: str, target: Store) -> None:
+        """Export the checkpoint ``identity`` to ``target``, which is at ``uri``; errors as ``export_checkpoint``'s."""
+        self._uri = uri
+        group = CheckpointGroup(_TIMEOUT, self._note_wait)
+        found = group.on_rank_zero(lambda: Catalog(self._store).find(identity))
+        if isinstance(found, Skipped):
+            raise CheckpointCorruptError(
+                f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
+            )
+        exported = Exported(
+            store=self._store,
+            manifest=found,
+            model=self._prepared.model,
+            folder=self._prepared.model_path,
+            tokenizer=self._prepared.tokenizer,
+            card=model_card(self._config, found),
+            base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
+        )
+        writers = self._topology.exporters(uri)
+        export_checkpoint(exported, target, group, writers=writers, on_bytes=self._count)
+
+    def _count(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+        self._reporter.alive(Phase.EXPORTING, f"{self._uri}: {self._bytes / 2**20:.0f} MiB read and written")
+
+    def _note_wait(self, waits: bool) -> None:
+        if waits:
+            self._reporter.waits(f"for the other processes, {Phase.EXPORTING.value}: {self._uri}")
+        else:
+            self._reporter.works()

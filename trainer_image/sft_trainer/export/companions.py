@@ -1,0 +1,87 @@
+"""What lies beside the weights of an exported model: configs, tokenizer with chat template, model card."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sft_api.checkpoints import BEST_METRIC, Manifest
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.data.tokenizer import Codec
+from sft_trainer.models.causal_lm import CausalLM
+
+log = logging.getLogger("sft_trainer")
+
+CONFIG = "config.json"
+"""The last file of an export: a folder without it is not a model yet."""
+_GENERATION_CONFIG = "generation_config.json"
+
+
+def companions(model: CausalLM, source: Path, tokenizer: Any, card: str) -> dict[str, bytes]:
+    """Content by name, in the order in which they are written: ``CONFIG`` is the last.
+
+    ``source`` is the folder that the model came from; its weights are not needed.
+    """
+    huggingface: Any = model.huggingface
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        tokenizer.save_pretrained(folder)
+        if huggingface.can_generate() and huggingface.generation_config is not None:
+            huggingface.generation_config.save_pretrained(folder)
+            settings = json.loads((folder / _GENERATION_CONFIG).read_bytes())
+            settings = with_end_of_turn(_generation_settings(source) or settings, tokenizer)
+            (folder / _GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        huggingface.config.dtype = model.stored_dtype
+        huggingface.config.architectures = [type(huggingface).__name__]
+        huggingface.config.save_pretrained(folder)
+        (folder / "README.md").write_text(card)
+        files = sorted(folder.iterdir(), key=lambda file: (file.name == CONFIG, file.name))
+        return {file.name: file.read_bytes() for file in files}
+
+
+def _generation_settings(source: Path) -> dict[str, Any]:
+    """What the model's own generation_config.json says; nothing when it has none, or a broken one."""
+    try:
+        settings = json.loads((source / _GENERATION_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def with_end_of_turn(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Generation settings that stop at the token with which the chat template ends an answer.
+
+    Many base models stop at the end of a text only; one that was trained to end its turn would go on for ever.
+    """
+    given = settings.get("eos_token_id")
+    stops = given if isinstance(given, list) else [] if given is None else [given]
+    templates = [Codec.of(tokenizer).template(tools) for tools in (None, ["any"])]
+    ends = dict.fromkeys(token for template in templates for token in template.assistant_turn.ends[:1])
+    added = {token: tokenizer.convert_tokens_to_ids(token) for token in ends}
+    added = {token: number for token, number in added.items() if number not in stops}
+    if not added:
+        return settings
+    log.info("%s: added %s, which ends a turn, to eos_token_id %s", _GENERATION_CONFIG, ", ".join(added), given)
+    return {**settings, "eos_token_id": [*stops, *added.values()]}
+
+
+def model_card(config: TrainerConfig, manifest: Manifest) -> str:
+    """A README.md for the model in a checkpoint, with the facts of the run up to there, as its manifest has them."""
+    run = manifest.run
+    counted = run.model_extra or {}
+    facts = {
+        "steps": manifest.step,
+        "tokens": counted.get("tokens_seen"),
+        "trained tokens": counted.get("trained_tokens_seen"),
+        "training loss": run.metrics.get("loss"),
+        "evaluation loss": run.metrics.get(BEST_METRIC),
+        "peak learning rate": config.plan.learning_rate,
+    }
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
+    sources = "\n".join(f"- `{source.uri}`" for source in config.spec.data.train)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- sft\n---\n\n"
+        f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
+        f"| | |\n|---|---|\n{rows}\n"
+    )

@@ -1,0 +1,193 @@
+"""A checkpoint of some step as a Hugging Face folder in a store, by one process or by many that take files in turn.
+
+Each file of weights appears whole or not at all, ``config.json`` comes last: a folder without it is not a model yet.
+While an export goes on, a mark in the folder says of which checkpoint the files in it are. An export that finds its own
+mark goes on with the files that are missing; one that finds another or none removes all weights first, before them the
+``config.json`` of an older model. So the weights of two steps never lie beside a config.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_api.checkpoints import Manifest
+from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError, StorageUnavailableError
+from sft_trainer.models.causal_lm import CausalLM
+
+from .companions import CONFIG, companions
+from .plan import FILE_BYTES, INDEX, File, Plan, plan_export
+from .values import Base, Values
+
+log = logging.getLogger("sft_trainer")
+
+MARK = "unfinished-export.json"
+"""Lies in the folder while an export goes on, and says of what."""
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_BLOCK = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What is exported: a checkpoint, and what the model has besides weights."""
+
+    store: Store
+    """Of the checkpoint."""
+    manifest: Manifest
+    model: CausalLM
+    """Its names, shapes and config only are used: it may be on the meta device, or sharded."""
+    folder: Path
+    """With the config files of the model that the run started from."""
+    tokenizer: Any
+    card: str
+    """The README.md."""
+    base: Callable[[], Base]
+    """Gets the model that the run started from with its weights, if the checkpoint lacks some."""
+
+
+def export_checkpoint(
+    exported: Exported,
+    target: Store,
+    group: CheckpointGroup,
+    *,
+    writers: int = 1,
+    file_bytes: int = FILE_BYTES,
+    on_bytes: OnBytes = lambda count: None,
+) -> None:
+    """Write the model of ``exported`` into ``target``; every process of ``group`` calls it.
+
+    The first ``writers`` processes take files in turn and need nothing of each other; rank 0 prepares the folder
+    before that, and ends it after that. ``on_bytes`` is told, by any thread, how many bytes this process read or
+    wrote. Raises the same error on every process: CheckpointCorruptError, which names the checkpoint, ConfigError when
+    it does not fit the model, or what the stores raise. What was finished until then stays for the next try.
+    """
+    plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
+    mark = _mark(exported.manifest, plan)
+    missing = group.on_rank_zero(lambda: _begin(exported, target, plan, mark))
+    turn = [name for place, name in enumerate(missing) if place % writers == group.rank]
+    mine = [file for file in plan.files if file.name in turn]
+    group.agree(group.tried(lambda: _write_files(mine, exported, plan, target, mark, on_bytes)))
+    group.on_rank_zero(lambda: _end(exported, target, plan, mark))
+
+
+def _values(exported: Exported, plan: Plan) -> Values:
+    values = Values(exported.store, exported.manifest, exported.model.names, exported.base)
+    values.check(plan)
+    return values
+
+
+def _mark(manifest: Manifest, plan: Plan) -> bytes:
+    """Equal for two exports exactly when all their files of weights are equal."""
+    document = {
+        "jobUid": manifest.job_uid,
+        "checkpoint": manifest.id.folder,
+        "created": manifest.created.isoformat(),
+        "files": plan.digest,
+    }
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def _begin(exported: Exported, target: Store, plan: Plan, mark: bytes) -> list[str]:
+    """Names of the files that are to be written into the folder, of which all others are finished."""
+    _values(exported, plan)  # before anything is removed
+    _drop_earlier_uploads(target)
+    present, found = _present(target)
+    # A reader must never take the weights of one step for those of another.
+    target.delete([CONFIG])
+    if found == mark:
+        return [file.name for file in plan.files if present.get(file.name) != file.size]
+    target.delete([INDEX, *(name for name in present if _WEIGHTS.fullmatch(name))])
+    target.put(MARK, mark)
+    return [file.name for file in plan.files]
+
+
+def _drop_earlier_uploads(target: Store) -> None:
+    """Drop weights that an export of this model began and did not finish: nobody else ever would."""
+    try:
+        for prefix in ("model.safetensors", "model-0"):
+            target.abort_incomplete_uploads(prefix)
+    except (AccessDeniedError, ConfigError) as error:
+        # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
+        log.warning("unfinished uploads of an earlier export were not dropped: %s", error)
+
+
+def _present(target: Store) -> tuple[dict[str, int], bytes | None]:
+    """Bytes by name of what lies in the folder, and the mark in it."""
+    try:
+        present = {entry.key: entry.size for entry in target.list("model")}
+    except StorageNotFoundError:  # a folder that the first write creates
+        return {}, None
+    except AccessDeniedError as error:
+        log.warning("what an earlier export finished is not looked for, but written again: %s", error)
+        return {}, None
+    try:
+        return present, target.read(MARK)
+    except ObjectNotFoundError:
+        return present, None
+
+
+def _write_files(
+    files: Sequence[File], exported: Exported, plan: Plan, target: Store, mark: bytes, on_bytes: OnBytes
+) -> None:
+    if not files:
+        return
+    values = _values(exported, plan)
+    for file in files:
+        with target.open_write(file.name, size_hint=file.size) as stream:
+            stream.write(file.header)
+            for tensor in values.of(file, on_bytes):
+                for block in _bytes(tensor):
+                    stream.write(block)
+                    on_bytes(block.nbytes)
+            _check_mark(target, mark)
+
+
+def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _BLOCK):
+        yield flat[start : start + _BLOCK].numpy().data
+
+
+def _check_mark(target: Store, mark: bytes) -> None:
+    """Raise StorageUnavailableError when the folder is no longer this export's."""
+    try:
+        found = target.read(MARK)
+    except StorageNotFoundError:
+        found = b""
+    if found != mark:
+        raise StorageUnavailableError(
+            f"{target.uri}: another export was begun or ended there meanwhile; give every export a place of its own"
+        )
+
+
+def _end(exported: Exported, target: Store, plan: Plan, mark: bytes) -> None:
+    _check_mark(target, mark)
+    _check_sizes(target, plan)
+    if plan.index is not None:
+        target.put(INDEX, plan.index)
+    for name, content in companions(exported.model, exported.folder, exported.tokenizer, exported.card).items():
+        target.put(name, content)
+    target.delete([MARK])
+
+
+def _check_sizes(target: Store, plan: Plan) -> None:
+    try:
+        present = {entry.key: entry.size for entry in target.list("model")}
+    except AccessDeniedError:
+        return  # it could be written, and may not be listed
+    for file in plan.files:
+        if present.get(file.name) != file.size:
+            raise StorageUnavailableError(
+                f"{target.uri}/{file.name} has {present.get(file.name, 'no')} bytes instead of {file.size} right after "
+                "it was written: all pods must see the same place"
+            )

@@ -1,0 +1,175 @@
+"""Which files an exported model has and what is in them, byte by byte but for the values. No I/O."""
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_trainer.boxes import Rectangle
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.sharded import stored_tensors
+
+FILE_BYTES = 4 * 2**30
+"""Tensors share a file up to so many bytes; a larger one has a file of its own."""
+INDEX = "model.safetensors.index.json"
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of a canonical tensor (or all of it), which lie in a file one after the other."""
+
+    name: str
+    """Canonical."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    place: Rectangle
+    dtype: torch.dtype
+    """That it is stored in."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, under the name that it has on the hub."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    """What it is made of."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.part.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+    @functools.cached_property
+    def header(self) -> bytes:
+        """8 bytes of length, then JSON with the place of every tensor; see the page of the format."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for entry in self.entries:
+            header[entry.name] = {
+                "dtype": _SAFETENSORS_DTYPES[entry.part.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [position, position + entry.nbytes],
+            }
+            position += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of it."""
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """What follows the header, in order: the experts of a layer are rows of one tensor, and are read as such."""
+        joined: Part | None = None
+        for entry in self.entries:
+            part = entry.part
+            if joined is not None and _goes_on(joined, part):
+                rows = joined.place.sizes[0] + part.place.sizes[0]
+                joined = Part(
+                    part.name,
+                    part.shape,
+                    Rectangle(joined.place.offsets, (rows, *part.place.sizes[1:])),
+                    part.dtype,
+                )
+                continue
+            if joined is not None:
+                yield joined
+            joined = part
+        if joined is not None:
+            yield joined
+
+
+def _goes_on(before: Part, after: Part) -> bool:
+    return before.name == after.name and after.place.offsets[0] == before.place.offsets[0] + before.place.sizes[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files that hold weights."""
+
+    files: tuple[File, ...]
+
+    @property
+    def index(self) -> bytes | None:
+        """Content of ``INDEX``: which tensor is in which file. None where there is one file only."""
+        if len(self.files) == 1:
+            return None
+        document = {
+            "metadata": {"total_size": sum(entry.nbytes for file in self.files for entry in file.entries)},
+            "weight_map": {entry.name: file.name for file in self.files for entry in file.entries},
+        }
+        return json.dumps(document, indent=2).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything but the values."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name} {len(file.header)} ".encode())
+            digest.update(file.header)
+        return digest.hexdigest()
+
+
+def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> Plan:
+    """The files of ``model``, whose parameters are stored in ``dtype``; only its names and shapes are looked at.
+
+    Buffers keep their own dtype: they are not trained, and rounding them would only lose something.
+    """
+    files: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in _entries(model, dtype):
+        if filled and filled + entry.nbytes > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += entry.nbytes
+    count = len(files)
+    return Plan(
+        tuple(
+            File("model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors", tuple(file))
+            for number, file in enumerate(files, 1)
+        )
+    )
+
+
+def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[Entry]:
+    names = model.names
+    for parameter, tensor in stored_tensors(model):
+        stored = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+        for canonical in names.parts(parameter, tuple(tensor.shape)):
+            whole = Rectangle((0,) * len(canonical.shape), canonical.shape)
+            for hub in names.hub(canonical.name, canonical.shape):
+                if hub.index is None:
+                    yield Entry(hub.name, canonical.shape, Part(canonical.name, canonical.shape, whole, stored))
+                    continue
+                place = Rectangle((hub.index, *whole.offsets[1:]), (1, *whole.sizes[1:]))
+                yield Entry(hub.name, canonical.shape[1:], Part(canonical.name, canonical.shape, place, stored))

@@ -1,0 +1,173 @@
+"""The values of an export: verified pieces of a checkpoint, and of the base's files where it lacks a tensor.
+
+Read in the order in which they are written, a bounded block at a time, the next one while the last is written.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sft_api.checkpoints import Manifest
+from sft_trainer.boxes import WEIGHT, Box, Rectangle
+from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.index import DTYPES, Index, Integers
+from sft_trainer.checkpoint.pieces import MAX_PIECE_BYTES, rectangles
+from sft_trainer.checkpoint.reading import open_index, read_boxes
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.weights import load_weights
+from sft_trainer.names.canonical import Names
+
+from .plan import File, Part, Plan
+
+BLOCK_BYTES = MAX_PIECE_BYTES
+"""Of a block as it is read. A reader holds a few times as much: the block, the next one, and pieces to verify."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that a run started from."""
+
+    folder: Path
+    digest: str
+    """``models.digest.base_digest`` of it."""
+
+
+class Values:
+    """Of the tensors of one checkpoint."""
+
+    def __init__(self, store: Store, manifest: Manifest, names: Names, base: Callable[[], Base]) -> None:
+        """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
+
+        Raises CheckpointCorruptError, which names the checkpoint.
+        """
+        self._store = store
+        self._manifest = manifest
+        self._names = names
+        self._get_base = base
+        self._base_folder: Path | None = None
+        try:
+            self._index, _ = open_index(store, manifest)
+        except CheckpointCorruptError as error:
+            raise self._damaged(error) from error
+
+    def check(self, plan: Plan) -> None:
+        """Raise ConfigError unless the checkpoint, with the base that it was trained on, has all that ``plan`` needs.
+
+        What the checkpoint lacks is read from that base, if it is the one whose digest the checkpoint names.
+        """
+        lacking = []
+        for part in dict.fromkeys(part for file in plan.files for part in file.parts):
+            number = self._index.numbers.get((part.name, WEIGHT))
+            if number is None:
+                lacking.append(part.name)
+            elif (shape := self._index.tensors[number].shape) != part.shape:
+                raise ConfigError(
+                    f"{part.name!r} has shape {list(shape)} in the checkpoint {self._place}, but {list(part.shape)} by "
+                    "the config.json of model.uri: name the model that the run started from"
+                )
+        if not lacking:
+            return
+        base, recorded = self._get_base(), self._manifest.run.base_digest
+        if base.digest != recorded:
+            raise ConfigError(
+                f"the checkpoint {self._place} lacks {len(lacking)} tensors, the first is {lacking[0]!r}: they would "
+                f"come from model.uri, which has the digest {base.digest[:16]}, but the run started from one with "
+                f"{recorded[:16] or 'an unknown digest'}; name that model, pinned to a commit (@revision)"
+            )
+        self._base_folder = base.folder
+
+    def of(self, file: File, on_bytes: OnBytes) -> Iterator[torch.Tensor]:
+        """The values in ``file``, in order and in the dtypes it stores, block by block; ``check`` comes before.
+
+        ``on_bytes`` is told, by any thread, what was read. Raises CheckpointCorruptError, which names the checkpoint.
+        """
+        blocks = _blocks(file.parts, self._index)
+        with ThreadPoolExecutor(1, thread_name_prefix="export") as ahead:
+            coming = next(blocks, None)
+            reading = ahead.submit(self._read, coming, on_bytes) if coming else None
+            while reading is not None:
+                read = reading.result()
+                coming = next(blocks, None)
+                reading = ahead.submit(self._read, coming, on_bytes) if coming else None
+                yield from read
+
+    def _read(self, block: Sequence[Part], on_bytes: OnBytes) -> list[torch.Tensor]:
+        boxes = [self._box(part) for part in block]
+        from_base = [box for box in boxes if (box.name, WEIGHT) not in self._index.numbers]
+        saved = [box for box in boxes if (box.name, WEIGHT) in self._index.numbers]
+        try:
+            read_boxes(saved, self._store, self._manifest, self._index, on_bytes)
+        except CheckpointCorruptError as error:
+            raise self._damaged(error) from error
+        if from_base:
+            assert self._base_folder is not None, "check comes first"  # noqa: S101
+            load_weights(from_base, self._names, self._base_folder, on_tensor=lambda done: on_bytes(0))
+        return [box.local.to(part.dtype) for box, part in zip(boxes, block, strict=True)]
+
+    def _box(self, part: Part) -> Box:
+        number = self._index.numbers.get((part.name, WEIGHT))
+        dtype = part.dtype if number is None else DTYPES[self._index.tensors[number].dtype]
+        return Box(part.name, WEIGHT, part.shape, part.place, torch.empty(part.place.sizes, dtype=dtype))
+
+    @property
+    def _place(self) -> str:
+        return f"{self._store.uri}/{self._manifest.id.prefix}".rstrip("/")
+
+    def _damaged(self, error: CheckpointCorruptError) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"the checkpoint {self._place} is damaged, and is not exported: {error}")
+
+
+def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
+    """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint."""
+    block: list[Part] = []
+    filled = 0
+    for part in parts:
+        number = index.numbers.get((part.name, WEIGHT))
+        itemsize = part.dtype.itemsize if number is None else index.tensors[number].itemsize
+        ends = np.zeros(0, np.int64) if number is None or not part.shape else _row_ends(index, number)
+        for place in _cut(part.place, itemsize, ends):
+            nbytes = math.prod(place.sizes) * itemsize
+            if block and filled + nbytes > BLOCK_BYTES:
+                yield block
+                block, filled = [], 0
+            block.append(Part(part.name, part.shape, place, part.dtype))
+            filled += nbytes
+    if block:
+        yield block
+
+
+def _row_ends(index: Index, number: int) -> Integers:
+    """Rows of a tensor at which no item goes on: cut there, no item is read twice."""
+    items = index.items_of(number)
+    begin = np.sort(index.offsets[items, 0])
+    end = np.sort(index.offsets[items, 0] + index.sizes[items, 0])
+    rows = np.unique(end)
+    found: Integers = rows[np.searchsorted(begin, rows, "left") == np.searchsorted(end, rows, "right")]
+    return found
+
+
+def _cut(place: Rectangle, itemsize: int, ends: Integers) -> Iterator[Rectangle]:
+    """``place`` in row-major order, in rectangles of at most ``BLOCK_BYTES`` that end where ``ends`` has a row."""
+    if not place.sizes or 0 in place.sizes:
+        yield from rectangles(place, itemsize)
+        return
+    rows = max(1, BLOCK_BYTES // (math.prod(place.sizes[1:]) * itemsize))
+    start, last = place.offsets[0], place.offsets[0] + place.sizes[0]
+    while start < last:
+        end = min(start + rows, last)
+        fitting = ends[(ends > start) & (ends <= end)]
+        if end < last and len(fitting):
+            end = int(fitting[-1])
+        # A row may be larger than a block.
+        yield from rectangles(
+            Rectangle((start, *place.offsets[1:]), (end - start, *place.sizes[1:])),
+            itemsize,
+        )
+        start = end

@@ -1,0 +1,36 @@
+"""Which model a run starts from, in one digest, without reading all of its bytes."""
+
+import hashlib
+from pathlib import Path
+
+from sft_trainer.names.canonical import VERSION
+from sft_trainer.sharded import model_boxes
+
+from .causal_lm import CausalLM
+from .weights import weight_files, weights_layout
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+
+
+def base_digest(model: CausalLM, path: Path) -> str:
+    """SHA-256 of the model in the folder ``path``, whose blueprint is ``model`` (on the meta device, not yet sharded).
+
+    It covers ``config.json``, canonical name, shape and stored dtype of every tensor, and of each file of weights its
+    name, its size and 16 samples of 4 KiB at even distances: not all bytes, because to read the weights twice takes
+    minutes. Another fine-tune of the same model differs in every sample; a change of a few numbers may go unseen.
+    Raises ``ModelError`` when files are missing, are not whole, or do not hold what the model needs.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest.update(f"names {VERSION}".encode())
+    for line in weights_layout(model_boxes(model, model.names), model.names, path):
+        digest.update(f"{line}\n".encode())
+    files = sorted({file.name: file for file in weight_files(path).values()}.items())
+    for name, file in files:
+        size = file.stat().st_size
+        digest.update(f"{name} {size}".encode())
+        with file.open("rb") as opened:
+            for sample in range(_SAMPLES):
+                opened.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
