@@ -45,12 +45,12 @@ def prepare(
 
     Raises UserError with all that cannot work here.
     """
-    folder = working_folder / "sft-runs" / job.metadata.name
+    folder = _folder(working_folder, job)
     problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
     count = processes or declared_processes(job.spec)
     problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count)]
-    uri = (job.spec.checkpoint.uri or f"{FILE_SCHEME}{folder}").rstrip("/")
-    problems += _overwritten(job.spec, uri)
+    uri = (job.spec.checkpoint.uri or local_checkpoints(working_folder, job)).rstrip("/")
+    problems += overwritten(job.spec, uri)
     if problems:
         raise UserError(*problems)
     return LocalRun(
@@ -61,9 +61,18 @@ def prepare(
     )
 
 
+def _folder(working_folder: Path, job: SFTJob) -> Path:
+    return working_folder / "sft-runs" / job.metadata.name
+
+
+def local_checkpoints(working_folder: Path, job: SFTJob) -> str:
+    """Where checkpoints go when ``job`` does not say."""
+    return f"{FILE_SCHEME}{_folder(working_folder, job)}"
+
+
 def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
     """What model, data and stores of ``spec`` would need a cluster, another path or a login for; a sentence each."""
-    return [*_claims(spec), *_missing_files(spec), *_missing_logins(spec, environment)]
+    return [*_claims(spec), *_missing_files(spec), *missing_logins(spec, environment)]
 
 
 def local_uid(checkpoint_uri: str) -> str:
@@ -101,8 +110,8 @@ def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
             yield f"{path}: there is no {file} on this machine: correct the path, or put the files there"
 
 
-def _overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
-    """Which files of the job's own its export would be written over, also by way of a link."""
+def overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
+    """Which files of the job's own its export would be written over, also by way of a link; a sentence each."""
 
     def real(uri: str) -> str:
         return f"{FILE_SCHEME}{Path(uri.removeprefix(FILE_SCHEME)).resolve()}" if uri.startswith(FILE_SCHEME) else uri
@@ -149,8 +158,11 @@ def _odd_shards(spec: SFTJobSpec, processes: int) -> Iterator[str]:
         )
 
 
-def _missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
-    """A Secret is out of reach without a cluster: the shell must hold what the pods would get from it."""
+def missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
+    """What is missing in place of Secrets, a sentence each.
+
+    A Secret is out of reach without a cluster: the shell must hold what the pods would get from it.
+    """
     home = Path(environment.get("HOME") or "/")
     hub_home = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
     hub_token = environment.get("HF_TOKEN") or environment.get("HF_TOKEN_PATH") or (hub_home / "token").is_file()

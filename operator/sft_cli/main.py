@@ -165,6 +165,41 @@ def data(manifest: Path, name: str | None, rows: int, evaluation: bool, output: 
     show_data(job, rows=rows, evaluation=evaluation, output=output)
 
 
+@cli.command()
+@click.argument("manifest", type=MANIFEST)
+@job_option
+@click.option("--step", type=click.IntRange(min=1), help="The checkpoint of this step instead of the newest one.")
+@click.option("--best", is_flag=True, help="The checkpoint with the lowest evaluation loss.")
+@click.option("--to", metavar="URI", help="Where the model goes, if not to the manifest's export.uri.")
+@click.option(
+    "--from", "checkpoints", metavar="URI", help="Where the checkpoints are, instead of the manifest's place."
+)
+@click.option("--uid", help="The job that is meant, where the checkpoints of several lie in one place.")
+@debug_option
+def export(
+    manifest: Path,
+    name: str | None,
+    step: int | None,
+    best: bool,
+    to: str | None,
+    checkpoints: str | None,
+    uid: str | None,
+) -> None:
+    """Export a checkpoint of an SFTJob as a Hugging Face folder.
+
+    No GPU and no cluster is needed: only checkpoints and model must be in reach. The newest verified checkpoint is
+    taken unless --step or --best say otherwise. The same command again goes on with what is missing. Prints where the
+    model is; the exit code is that of the failure when it cannot be exported.
+    """
+    if step is not None and best:
+        raise click.UsageError("--step and --best choose a checkpoint in two ways: give one of them")
+    job = _load(manifest, name)
+    _start_the_trainer()
+    from .export import export_job
+
+    export_job(job, step=step, best=best, to=to, checkpoints=checkpoints, uid=uid)
+
+
 def main() -> None:
     """Entry point of ``sft`` and ``kubectl-sft``."""
     gc.disable()  # Most commands end before garbage matters, and building the API's models collects it often.

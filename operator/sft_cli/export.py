@@ -1,0 +1,164 @@
+"""``sft export``: the model in a checkpoint of a job as a Hugging Face folder, without GPUs and without a cluster."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from sft_api.checkpoints import Manifest
+from sft_api.failures import exit_code
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.job import SFTJob
+from sft_api.v1alpha1.places import default_export
+from sft_api.v1alpha1.runtime import CheckpointSpec, ExportSpec
+from sft_trainer.checkpoint.catalog import Catalog, Skipped, best_of, status_of
+from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.opening import open_store
+from sft_trainer.checkpoint.store import S3Settings, Store
+from sft_trainer.data.tokenizer import load_tokenizer
+from sft_trainer.errors import TrainingError
+from sft_trainer.export.companions import model_card
+from sft_trainer.export.exporting import Exported, export_checkpoint
+from sft_trainer.export.values import Base
+from sft_trainer.fetch import cache_directory, localise
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.digest import base_digest
+from sft_trainer.storage import check_same_run
+
+from .console import result, say
+from .errors import UserError
+from .local import FILE_SCHEME, local_checkpoints, missing_logins, overwritten
+from .problems import sentences
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def export_job(
+    job: SFTJob, *, step: int | None, best: bool, to: str | None, checkpoints: str | None, uid: str | None
+) -> None:
+    """Export a checkpoint of ``job``, the newest unless ``step`` or ``best`` choose another, and print where it is.
+
+    ``to`` and ``checkpoints`` are places other than the manifest's, ``uid`` names one of several jobs that saved there.
+    Raises UserError.
+    """
+    placed = _placed(job, to, checkpoints)
+    uri, target = placed.spec.checkpoint.uri, placed.spec.export.uri
+    assert uri is not None  # noqa: S101 - given just above
+    assert target is not None  # noqa: S101
+    problems = [*missing_logins(placed.spec, os.environ)]
+    problems += [f"--to {to}: {problem}" if to else problem for problem in overwritten(placed.spec, uri)]
+    if problems:
+        raise UserError(*problems)
+    try:
+        config = TrainerConfig.resolve(placed, uid=uid or "", default_checkpoint_uri=uri)
+        s3 = S3Settings.from_spec(job.spec.checkpoint.s3)
+        store = open_store(uri, s3)
+        found = list(Catalog(store).candidates(uid))
+        manifest = choose(found, uri, step=step, best=best)
+        check_same_run(config, manifest.run)
+        _export(config, store, manifest, open_store(target, s3), s3)
+    except CheckpointCorruptError as error:
+        others = [each for each in found if isinstance(each, Manifest) and each != manifest]
+        advice = f"; --step exports another one: there is a checkpoint of {_steps(others)}" if others else ""
+        raise UserError(f"{error}{advice}", exit_code=exit_code(error.failure)) from error
+    except TrainingError as error:
+        raise UserError(str(error), exit_code=exit_code(error.failure)) from error
+    result(target.removeprefix(FILE_SCHEME))
+
+
+def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
+    """``job`` with all places given: as ``sft run`` chooses them, unless they are given here."""
+    spec = job.spec
+    try:
+        given = CheckpointSpec(uri=checkpoints or spec.checkpoint.uri or local_checkpoints(Path.cwd(), job)).uri
+        assert given is not None  # noqa: S101
+        uri = given.rstrip("/")
+        export = ExportSpec(at_end=True, uri=(to or spec.export.uri or default_export(uri)).rstrip("/"))
+    except ValidationError as error:
+        raise UserError(*(f"--to or --from: {problem}" for problem in sentences(error))) from error
+    changed = {"checkpoint": spec.checkpoint.model_copy(update={"uri": uri}), "export": export}
+    return job.model_copy(update={"spec": spec.model_copy(update=changed)})
+
+
+def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, best: bool) -> Manifest:
+    """The checkpoint that is meant, of those ``found`` in ``uri``, newest first.
+
+    Raises UserError when there is none, or when several jobs saved there.
+    """
+    verified = [each for each in found if isinstance(each, Manifest)]
+    skipped = [each for each in found if isinstance(each, Skipped)]
+    for each in skipped:
+        say(f"Warning: checkpoint {each} (it is not used)", fg="yellow")
+    if not verified:
+        raise UserError(
+            f"there is no checkpoint in {uri} that can be used: check checkpoint.uri (or --from, and --uid if given)"
+        )
+    jobs = list(dict.fromkeys(each.job_uid for each in verified))
+    if len(jobs) > 1:
+        listed = "; ".join(f"--uid {job} has {_steps([m for m in verified if m.job_uid == job])}" for job in jobs)
+        raise UserError(f"checkpoints of {len(jobs)} jobs lie in {uri}, choose one: {listed}")
+    if best:
+        scored = best_of([status_of(each, uri) for each in verified])
+        if not scored:
+            raise UserError(
+                f"no checkpoint in {uri} was evaluated, so that none is the best: give --step ({_steps(verified)}), or "
+                "train with data.eval and training.evaluation.everySteps"
+            )
+        return next(each for each in verified if (each.attempt, each.step) == (scored[0].attempt, scored[0].step))
+    chosen = [each for each in verified if step in (None, each.step)]
+    if not chosen:
+        raise UserError(f"there is no checkpoint of step {step} in {uri}, but of {_steps(verified)}")
+    return chosen[0]
+
+
+def _steps(checkpoints: Sequence[Manifest]) -> str:
+    steps = sorted({each.step for each in checkpoints})
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def _export(config: TrainerConfig, store: Store, manifest: Manifest, target: Store, s3: S3Settings) -> None:
+    say(f"Exporting step {manifest.step} of {config.job.name} from {store.uri}/{manifest.id.prefix}", bold=True)
+    spec = config.spec
+    token = os.environ.get("HF_TOKEN")
+    # All weights come from the checkpoint: of the model only what a tokenizer consists of, which its configs are among.
+    folder = localise(spec.model.uri, cache_directory(), s3, token, kind="tokenizer")
+    other = spec.model.tokenizer_uri
+    tokenizer_folder = localise(other, cache_directory(), s3, token, kind="tokenizer") if other else folder
+    model = build_on_meta(folder)
+
+    def base() -> Base:
+        say(f"The checkpoint holds what was trained; fetching {spec.model.uri} for the rest ...", dim=True)
+        whole = localise(spec.model.uri, cache_directory(), s3, token, kind="model")
+        return Base(whole, base_digest(model, whole))
+
+    exported = Exported(
+        store=store,
+        manifest=manifest,
+        model=model,
+        folder=folder,
+        tokenizer=load_tokenizer(tokenizer_folder, spec.model.chat_template),
+        card=model_card(config, manifest),
+        base=base,
+    )
+    export_checkpoint(exported, target, CheckpointGroup(timedelta(hours=1)), on_bytes=_Told())
+
+
+class _Told:
+    """Says now and then how far an export is."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+            if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
+                self._last = time.monotonic()
+                say(f"{self._bytes / 2**20:,.0f} MiB read and written", dim=True)

@@ -1,0 +1,165 @@
+"""``sft export``: which checkpoint it takes, where it writes, and what it refuses in words."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+
+from sft_api.checkpoints import RunState
+from sft_api.numbers import Numbers
+from sft_api.v1alpha1 import SFTJob
+from sft_cli.main import cli
+from sft_trainer.checkpoint.catalog import KeepPolicy
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.manager import CheckpointManager
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.sharded import model_boxes
+from tests.exports import save
+from tests.unit.checkpoint.boxed import whole
+
+Place = Any
+
+
+def manifest(inputs: Any, folder: Path, **sections: Any) -> dict[str, Any]:
+    spec = {
+        "model": {"uri": f"file://{inputs.model}"},
+        "data": {"train": [{"uri": f"file://{inputs.train}"}]},
+        "checkpoint": {"uri": f"file://{folder}/run"},
+        "compute": {"gpusPerNode": 0},
+        **sections,
+    }
+    return {"apiVersion": "sftjob.dev/v1alpha1", "kind": "SFTJob", "metadata": {"name": "tiny"}, "spec": spec}
+
+
+def sft(folder: Path, document: dict[str, Any], *options: str) -> Result:
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return CliRunner().invoke(cli, ["export", str(file), *options])
+
+
+def checkpoint(inputs: Any, document: dict[str, Any], step: int, uid: str = "job", **metrics: float) -> None:
+    """One whose norms hold the number of its step."""
+    model = build_on_meta(inputs.model)
+    tensors = {
+        box.name: torch.full(box.shape, float(step)) if box.name.endswith("norm.weight") else torch.zeros(box.shape)
+        for box in model_boxes(model, model.names)
+    }
+    store = LocalStore(document["spec"]["checkpoint"]["uri"].removeprefix("file://"))
+    numbers = Numbers.of(SFTJob.from_manifest(document).spec).as_record()
+    if uid == "job":
+        save(whole(tensors), store, step, numbers=numbers, metrics=metrics)
+        return
+    manager = CheckpointManager(store)
+    manager.claim_attempt(uid)
+    manager.save(step, whole(tensors), RunState(numbers=numbers), asynchronous=False, keep=KeepPolicy(last=99))
+
+
+def exported_step(folder: Path) -> int:
+    """Of which step the model in ``folder`` is, which transformers can load."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    return int(AutoModelForCausalLM.from_pretrained(folder).base_model.norm.weight[0])
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_inputs: Any) -> dict[str, Any]:
+    """The manifest of a run with three checkpoints, of which the second is the best."""
+    document = manifest(tiny_inputs, tmp_path)
+    for step, loss in ((2, 1.5), (4, 1.0), (6, 1.2)):
+        checkpoint(tiny_inputs, document, step, evalLoss=loss)
+    return document
+
+
+@pytest.mark.parametrize(("options", "step"), [((), 6), (("--best",), 4), (("--step", "2"), 2)])
+def test_the_newest_the_best_or_any_step(tmp_path: Path, run: dict[str, Any], options: Any, step: int) -> None:
+    done = sft(tmp_path, run, *options)
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/run/export\n"), done.stderr
+    assert f"Exporting step {step} of tiny from file://{tmp_path}/run/checkpoints/step-" in done.stderr
+    assert exported_step(tmp_path / "run" / "export") == step
+    card = (tmp_path / "run" / "export" / "README.md").read_text()
+    assert f"| steps | {step} |" in card
+
+
+def test_another_place_to_read_and_to_write(tmp_path: Path, run: dict[str, Any]) -> None:
+    (tmp_path / "run").rename(tmp_path / "moved")
+    done = sft(tmp_path, run, "--from", f"file://{tmp_path}/moved/", "--to", f"file://{tmp_path}/model")
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/model\n"), done.stderr
+    assert exported_step(tmp_path / "model") == 6
+    named = {**run, "spec": {**run["spec"], "export": {"atEnd": False, "uri": f"file://{tmp_path}/named"}}}
+    assert sft(tmp_path, named, "--from", f"file://{tmp_path}/moved").stdout == f"{tmp_path}/named\n"
+
+
+def test_one_of_several_jobs_is_asked_for(tmp_path: Path, run: dict[str, Any], tiny_inputs: Any) -> None:
+    checkpoint(tiny_inputs, run, 3, uid="another")
+    asked = sft(tmp_path, run)
+    assert asked.exit_code == 10
+    assert "of 2 jobs lie in" in asked.stderr
+    assert "--uid another has step 3; --uid job has steps 2, 4, 6" in asked.stderr
+    assert sft(tmp_path, run, "--uid", "another").exit_code == 0
+    assert exported_step(tmp_path / "run" / "export") == 3
+    assert "there is no checkpoint in" in sft(tmp_path, run, "--uid", "nobody").stderr
+
+
+def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path, run: dict[str, Any], tiny_inputs: Any) -> None:
+    def refused(document: dict[str, Any], *options: str, code: int = 10) -> str:
+        done = sft(tmp_path, document, *options)
+        assert done.exit_code == code, done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "run" / "export").exists()
+        return str(done.stderr)
+
+    assert "there is no checkpoint of step 5 in" in (said := refused(run, "--step", "5"))
+    assert "/run, but of steps 2, 4, 6" in said
+    assert "--step and --best choose a checkpoint in two ways" in refused(run, "--step", "2", "--best", code=2)
+    # Places that it would overwrite
+    for to, words in (
+        (f"file://{tiny_inputs.model}", "overwrite what the run starts from"),
+        (f"file://{Path(tiny_inputs.train).parent}", "among the data"),
+        (f"file://{tmp_path}/run/checkpoints", "among the checkpoints"),
+        (f"file://{tmp_path}", "among the checkpoints"),
+    ):
+        assert re.search(rf"--to {to}: spec: export\.uri .*{words}", refused(run, "--to", to))
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert "among the checkpoints" in refused(run, "--to", f"file://{tmp_path}/link")
+    assert 'must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path, got "model"' in refused(
+        run, "--to", "model"
+    )
+    assert "the claim 'c' is not mounted" in refused(run, "--to", "pvc://c/model", code=14)
+    # Another run than that of the manifest
+    other = {**run, "spec": {**run["spec"], "training": {"steps": 9}}}
+    assert "of a run with other settings (training.steps" in refused(other)
+    # Nothing there
+    assert "there is no checkpoint in" in refused(
+        run, "--from", f"file://{tiny_inputs.model}", "--to", f"file://{tmp_path}/x"
+    )
+    assert "the folder" in refused(run, "--from", f"file://{tmp_path}/none", code=14)
+
+
+def test_without_an_evaluation_none_is_the_best(tmp_path: Path, tiny_inputs: Any) -> None:
+    document = manifest(tiny_inputs, tmp_path)
+    checkpoint(tiny_inputs, document, 2)
+    done = sft(tmp_path, document, "--best")
+    assert done.exit_code == 10
+    assert "was evaluated, so that none is the best: give --step (step 2)" in done.stderr
+
+
+def test_a_damaged_checkpoint_is_named_with_others_to_take(tmp_path: Path, run: dict[str, Any]) -> None:
+    # Given the newest with other bytes, and the one before it cut short
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006-a00003"
+    (file,) = newest.glob("*.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    (file,) = newest.with_name("step-00000004-a00002").glob("*.bin")
+    file.write_bytes(b"")
+
+    done = sft(tmp_path, run)
+
+    assert done.exit_code == 36
+    assert "Warning: checkpoint step-00000004-a00002: " in done.stderr
+    assert f"the checkpoint file://{newest} is damaged, and is not exported: " in done.stderr
+    assert "--step exports another one: there is a checkpoint of step 2" in done.stderr
+    assert not (tmp_path / "run" / "export" / "config.json").exists()
