@@ -16,7 +16,7 @@ from .cluster.asking import Asking
 from .cluster.children import Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
 from .cluster.client import ApiError, Cluster
 from .config import Settings
-from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused
+from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
 from .decisions.look import BREATH_SECONDS, Snapshot, look
 from .decisions.news import News, build_event
 from .decisions.result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren
@@ -83,6 +83,8 @@ class Reconciler:
             return min((seconds for seconds in (*looks, result.again) if seconds is not None), default=None)
         if result.patch and not await self._patch_status(key, seen.manifest, result.patch):
             return 0.0
+        if result.patch and (manifest := self._picture.manifest(key)):
+            self._remember(key, lambda memory: status_written(memory, manifest, result.document))
         self._picture.told(key, seen.observed.gone_pods)
         for item in result.news:
             await self._tell(key, seen.manifest, item)

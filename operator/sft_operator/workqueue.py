@@ -90,11 +90,13 @@ class WorkQueue(Generic[KeyType]):
                     del self._due[key]
                     return key
                 break
+            # Set by the clock as well: a timeout is an exception for every key.
+            alarm = asyncio.get_running_loop().call_later(wait, self._wakeup.set) if wait is not None else None
             try:
-                async with asyncio.timeout(wait):
-                    await self._wakeup.wait()
-            except TimeoutError:
-                pass
+                await self._wakeup.wait()
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
 
     async def _run_one(self, key: KeyType) -> None:
         delay: float | None

@@ -23,17 +23,19 @@ class ServerClock:
         self._zero = datetime.now(UTC) - timedelta(seconds=monotonic())
         """The server's time when ``monotonic`` was zero."""
         self._known = False
-        self._last: tuple[str, datetime] | None = None
-        """The last header, and what it says: many answers come within one second."""
+        self._last = ""
+        """The last header: many answers come within one second, and the first of them says all."""
 
     def heard(self, date: str) -> None:
         """An answer has just come, with that header; one that is missing or odd says nothing."""
-        if self._last is None or date != self._last[0]:
-            try:
-                self._last = (date, bounded_time(parsedate_to_datetime(date)))
-            except (ValueError, OverflowError):
-                return
-        zero = self._last[1] - timedelta(seconds=self._monotonic())
+        if date == self._last:
+            return
+        try:
+            time = bounded_time(parsedate_to_datetime(date))
+        except (ValueError, OverflowError):
+            return
+        self._last = date
+        zero = time - timedelta(seconds=self._monotonic())
         # A clock that is followed at every answer would go to and fro by a second.
         if not self._known or abs(zero - self._zero) > _NOISE:
             self._zero, self._known = zero, True

@@ -11,7 +11,7 @@ from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import Settings
-from ..picture.memory import Healing, Memory, Patched, Shown
+from ..picture.memory import Healing, Memory, Patched, Shown, changed
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from .backoff import seconds_to_next_word
@@ -201,7 +201,7 @@ class _Look:
     def _change(self, job: SFTJob | None, terms: Terms) -> Wrong | None:
         """Create what is missing, suspend, resume; or why the settings of this cluster do not let the job run."""
         previous, child = self._previous, self._observed.job
-        observed = replace(self._observed, queueing=self._memory.queueing)
+        observed = changed(self._observed, queueing=self._memory.queueing)
         try:
             changes = (
                 plan_changes(job, previous, observed, self._settings) if job else change_job(terms, previous, observed)
@@ -271,7 +271,7 @@ class _Look:
         # Pods that run have had all that they need: they are looked after from then on.
         settled = state in _AT_REST and healing.state not in _AT_REST
         due = clock + pause if settled and not healing.refusal else min(healing.next, clock + pause)
-        healing = replace(healing, next=due, state=state)
+        healing = changed(healing, next=due, state=state)
         if interrupted or clock >= healing.next:
             # What could not be healed is said until that has succeeded.
             healing = replace(healing, next=clock + pause)
@@ -295,20 +295,23 @@ class _Look:
 
     def _say(self, status: SFTJobStatus) -> Result:
         """Show the status when it changed; figures alone not too often."""
+        shown, same = self._memory.shown, status == self._previous
+        if same and shown and shown.is_whole:
+            return self._result(status=status)
         wait = 0.0 if is_finished(status) else self._pause_before(status)
         # Written out only when it may be shown: most reports bring figures that have to wait.
-        patch = None
-        if wait <= 0 or status == self._previous:
-            patch = merge_patch(self._manifest.get("status") or {}, write_status(status)) or None
-        if wait > 0 and (patch or status != self._previous):
+        document = write_status(status) if same or wait <= 0 else None
+        patch = document and merge_patch(self._manifest.get("status") or {}, document)
+        if wait > 0 and (patch or not same):
             self._waits.append(wait)
             return self._silent()
-        if patch:
-            self._remember(written=self._clock)
-        if patch and status.state != self._previous.state:
-            self._waits.append(0.0)  # another state has other duties, and another pace
-        told = tuple(news(self._previous, status)) if patch else ()
-        return replace(self._silent(), status=status, patch=patch, news=told)
+        if not patch:
+            return self._result(status=status)
+        self._remember(written=self._clock)
+        if status.state != self._previous.state:
+            self._waits.append(BREATH_SECONDS)  # another state has other duties, and another pace
+        told = tuple(news(self._previous, status))
+        return self._result(status=status, document=document, patch=patch, news=told)
 
     def _pause_before(self, status: SFTJobStatus) -> float:
         """Seconds for which what is new in the status has to wait; zero or less: it is shown now."""
@@ -328,14 +331,17 @@ class _Look:
         return age if age >= next_report else 0.0
 
     def _silent(self) -> Result:
+        return self._result()
+
+    def _result(self, **said: Any) -> Result:
         again = min(self._waits, default=None)
-        return Result(self._memory, tuple(self._actions), tuple(self._questions), again=again)
+        return Result(self._memory, tuple(self._actions), tuple(self._questions), again=again, **said)
 
     def _with_memory(self) -> Observed:
         """What is observed, with what this look has forgotten of it, and what hinders the children."""
         memory = self._memory
         refusal = memory.refusal or (memory.healing.refusal if memory.healing else None)
-        return replace(
+        return changed(
             self._observed,
             queueing=memory.queueing,
             warnings=memory.warnings,
@@ -374,8 +380,7 @@ class _Look:
         return ObjectMeta(name=self._key.name, namespace=self._key.namespace, uid=terms.uid)
 
     def _remember(self, **changes: Any) -> None:
-        if any(getattr(self._memory, name) != value for name, value in changes.items()):
-            self._memory = replace(self._memory, **changes)
+        self._memory = changed(self._memory, **changes)
 
     def _look_when(self, seconds: float | None, *, later: float = 0.0) -> None:
         if seconds is not None:

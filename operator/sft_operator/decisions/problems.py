@@ -66,7 +66,8 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
     if job is None or job.suspended or job.deleting or job.complete or job.failed:
         return []
     if len(observed.active_pods) < pods_wanted:
-        return [job.uid]
+        # Of one that its controller has not come to yet, in a burst of Jobs, there is nothing to read.
+        return [job.uid] if job.started else []
     slow = (
         pod
         for pod in observed.pods

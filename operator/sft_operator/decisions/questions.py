@@ -11,7 +11,7 @@ from sft_api.progress import Progress
 from sft_api.v1alpha1 import SFTJobStatus
 
 from ..config import Settings, StoreSettings
-from ..picture.memory import FIRST_EVENTS_SECONDS, EventsPace, KueuePace, Memory
+from ..picture.memory import FIRST_EVENTS_SECONDS, KueuePace, Memory, changed
 from ..picture.observed import ChildJob, Observed, Report, Stored, Unanswered, Warning
 from ..picture.workload import Queueing
 from .places import is_readable
@@ -67,25 +67,25 @@ def ask_trainer(
     pod = observed.coordinator
     if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
         # The next one is asked as soon as it has started, whatever the pace: that a run goes on is news.
-        return Asked(replace(memory, polled_at=None, poll_due=None))
+        return Asked(changed(memory, polled_at=None, poll_due=None))
     pause = settings.poll_seconds if previous.state == "Running" else settings.poll_seconds_starting
     # Many jobs share what one operator can read, but no report gets older than half a minute.
     pause = max(pause, min(followed / settings.polls_per_second, _LONGEST_POLL_SECONDS))
     due = clock if memory.polled_at is None else memory.polled_at + pause
     if memory.poll_due is not None and memory.poll_due <= clock:
         due = memory.poll_due  # it is being asked
-    return Asked(replace(memory, poll_due=due), AskTrainer(memory.uid, pod.name, pod.uid, pod.ip, due))
+    return Asked(changed(memory, poll_due=due), AskTrainer(memory.uid, pod.name, pod.uid, pod.ip, due))
 
 
 def trainer_answered(
     memory: Memory, question: AskTrainer, progress: Progress | None, now: datetime, *, clock: float
 ) -> Memory:
     """With the report, or with None: nobody answers there, or not with a report."""
-    memory = replace(memory, polled_at=clock, poll_due=None)
+    memory = changed(memory, polled_at=clock, poll_due=None)
     if progress is not None:
-        return replace(memory, report=Report(progress, now, question.pod_uid), unanswered=None)
+        return changed(memory, report=Report(progress, now, question.pod_uid), unanswered=None)
     if memory.unanswered is None or memory.unanswered.pod_uid != question.pod_uid:
-        return replace(memory, unanswered=Unanswered(question.pod_uid, now))
+        return changed(memory, unanswered=Unanswered(question.pod_uid, now))
     return memory
 
 
@@ -95,17 +95,17 @@ def trainer_answered(
 def ask_kueue(memory: Memory, terms: Terms, child: ChildJob | None, previous: SFTJobStatus, *, clock: float) -> Asked:
     """Ask what Kueue says of a job that waits, and tell it to stop one or to let it go on."""
     if child is None or not asks_kueue(terms, child):
-        return Asked(replace(memory, kueue=None, queueing=None))
+        return Asked(changed(memory, kueue=None, queueing=None))
     stop = wants_stop(terms, child)
     subject = (child.uid, stop, child.suspended, tuple(sorted(child.kueue_labels.items())))
     pace = memory.kueue
     if pace is None or pace.subject != subject:
         if pace is None or pace.subject[0] != child.uid:
-            memory = replace(memory, queueing=None)
+            memory = changed(memory, queueing=None)
         pace = KueuePace(subject, clock, told_before=_told_by_another(memory, previous))
     if pace.asked is None and clock >= pace.next:
-        pace = replace(pace, asked=clock)
-    memory = replace(memory, kueue=pace)
+        pace = changed(pace, asked=clock)
+    memory = changed(memory, kueue=pace)
     if pace.asked is None:
         return Asked(memory, wait=pace.next - clock)
     question = AskKueue(memory.uid, subject, child.uid, stop)
@@ -129,8 +129,8 @@ def kueue_answered(
     concerned = child is None or not child.suspended or child.queue is not None or queueing is None
     concerned = concerned or bool(queueing and (queueing.workload or queueing.problem))
     longest = _LAST_KUEUE_SECONDS if concerned else _NOTHING_TO_SAY_SECONDS
-    pace = replace(pace, asked=None, told_before=False, next=clock + pace.pause, pause=min(2 * pace.pause, longest))
-    return replace(memory, kueue=pace, queueing=queueing)
+    pace = changed(pace, asked=None, told_before=False, next=clock + pace.pause, pause=min(2 * pace.pause, longest))
+    return changed(memory, kueue=pace, queueing=queueing)
 
 
 def _since(before: Queueing | None, now: Queueing) -> Queueing:
@@ -152,23 +152,23 @@ def read_events(
     memory: Memory, observed: Observed, previous: SFTJobStatus, *, pods_wanted: int, now: datetime, clock: float
 ) -> Asked:
     """Read the events of what does not move, at first often, then ever more rarely."""
-    pace = replace(memory.events, in_mind=True)
+    pace = changed(memory.events, in_mind=True)
     subjects = wants_events(observed, pods_wanted=pods_wanted, now=now)
     if not subjects:
         # Pods that come and go again and again are no news: only what was quiet for a while is read often again.
         quiet = clock >= pace.next + _LAST_EVENTS_SECONDS
         pause = FIRST_EVENTS_SECONDS if quiet else pace.pause
-        pace = replace(pace, wanted=False, pause=pause, asked=(), withheld_since=None)
-        return Asked(replace(memory, events=pace, warnings=()))
+        pace = changed(pace, wanted=False, pause=pause, asked=(), withheld_since=None)
+        return Asked(changed(memory, events=pace, warnings=()))
     if not pace.wanted:
         told_before = _told_by_another(memory, previous)
         soon = 0.0 if told_before else FIRST_EVENTS_SECONDS
         withheld = clock if told_before else None
-        pace = replace(pace, wanted=True, next=max(pace.next, clock + soon), withheld_since=withheld)
+        pace = changed(pace, wanted=True, next=max(pace.next, clock + soon), withheld_since=withheld)
     if clock >= pace.next and not pace.asked:
         pause = min(2 * pace.pause, _LAST_EVENTS_SECONDS)
-        pace = replace(pace, asked=tuple(subjects), pause=pause, next=clock + pause)
-    memory = replace(memory, events=pace)
+        pace = changed(pace, asked=tuple(subjects), pause=pause, next=clock + pause)
+    memory = changed(memory, events=pace)
     question = ReadEvents(memory.uid, pace.asked) if pace.asked else None
     if pace.withheld_since is not None and (left := pace.withheld_since + _LONGEST_WITHHELD_SECONDS - clock) > 0:
         return Asked(memory, question, left, holds_words=True)
@@ -178,8 +178,8 @@ def read_events(
 
 def events_read(memory: Memory, warnings: tuple[Warning, ...]) -> Memory:
     """With the newest warnings."""
-    pace: EventsPace = replace(memory.events, asked=(), withheld_since=None)
-    return replace(memory, events=pace, warnings=warnings)
+    pace = changed(memory.events, asked=(), withheld_since=None)
+    return changed(memory, events=pace, warnings=warnings)
 
 
 # The namespace
@@ -189,21 +189,21 @@ def read_namespace(memory: Memory, observed: Observed, *, clock: float) -> Asked
     """Pods that end although nobody asked may be the first sign of a namespace that is going."""
     # Also those that are gone already: quick ones may never be seen while they end.
     if any(pod.deletion for pod in (*observed.pods, *observed.gone_pods)):
-        memory = replace(memory, namespace_in_doubt=True)
+        memory = changed(memory, namespace_in_doubt=True)
     if not memory.namespace_in_doubt or observed.job is None or observed.job.suspended:
-        return Asked(replace(memory, namespace_asked=False))
+        return Asked(changed(memory, namespace_asked=False))
     if clock >= memory.next_namespace:
-        memory = replace(memory, namespace_asked=True, next_namespace=clock + _NAMESPACE_SECONDS)
+        memory = changed(memory, namespace_asked=True, next_namespace=clock + _NAMESPACE_SECONDS)
     question = ReadNamespace(memory.uid) if memory.namespace_asked else None
     return Asked(memory, question, memory.next_namespace - clock)
 
 
 def namespace_read(memory: Memory, *, terminating: bool | None) -> Memory:
     """With what it is; None: it could not be read."""
-    memory = replace(memory, namespace_asked=False)
+    memory = changed(memory, namespace_asked=False)
     if terminating is None:
         return memory
-    return replace(memory, namespace_in_doubt=False, namespace_terminating=terminating)
+    return changed(memory, namespace_in_doubt=False, namespace_terminating=terminating)
 
 
 # The store
@@ -222,10 +222,10 @@ def read_store(
     if store is None or not store.verify or uri is None or not is_readable(uri, terms.s3, store, namespace):
         return Asked(memory)
     if observed.active_pods or observed.earlier_pods or not previous.attempt:
-        return Asked(replace(memory, stored=None, store_read=False))
+        return Asked(changed(memory, stored=None, store_read=False))
     return Asked(memory, None if memory.store_read else ReadStore(memory.uid, uri))
 
 
 def store_was_read(memory: Memory, stored: Stored | None) -> Memory:
     """With what lies there; None: it could not be read, and is not asked again before the next pods have ended."""
-    return replace(memory, stored=stored or memory.stored, store_read=True)
+    return changed(memory, stored=stored or memory.stored, store_read=True)

@@ -114,8 +114,10 @@ class Result:
     """All that are open: one that is being asked already stays, one that is no longer here is dropped."""
     status: SFTJobStatus | None = None
     """The whole status that is to be shown now; None: it has to wait, for the time after which to look ``again``."""
+    document: Manifest | None = None
+    """All of it as it is written, where it is to be written."""
     patch: Manifest | None = None
-    """Merge patch of what is shown; None: nothing new."""
+    """Merge patch from what is shown to ``document``; None: nothing new."""
     news: tuple[News, ...] = ()
     """To be told in events once the status is written."""
     again: float | None = None

@@ -5,7 +5,8 @@ another operator would miss: what was heard is heard again, and what was paced b
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
@@ -13,8 +14,18 @@ from sft_api.v1alpha1.status import State
 from .observed import Manifest, Refusal, Report, Stored, Unanswered, Warning
 from .workload import Queueing
 
+Remembered = TypeVar("Remembered")
+
 FIRST_EVENTS_SECONDS = 2.0
 FIRST_KUEUE_SECONDS = 1.0
+
+
+def changed(remembered: Remembered, **fields: Any) -> Remembered:
+    """The frozen dataclass with these fields; itself where it has them already, as most looks find it."""
+    if all(getattr(remembered, name) == value for name, value in fields.items()):
+        return remembered
+    new: Remembered = replace(remembered, **fields)  # type: ignore[type-var]
+    return new
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,8 @@ class Shown:
 
     document: Manifest | None
     status: SFTJobStatus
+    is_whole: bool = False
+    """The document is what ``status`` is written as, and says nothing else."""
 
 
 @dataclass(frozen=True)

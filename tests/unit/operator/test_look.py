@@ -377,13 +377,13 @@ def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that
     assert written <= writes
 
 
-def test_another_state_is_looked_at_at_once() -> None:
+def test_another_state_is_looked_at_soon() -> None:
     """Its trainer is asked at another pace, what has ended is cleaned up."""
     trains = decided(seen(running(), healing=healed_lately(), report=report(training(1))))
     assert trains.status is not None
     on = seen(running(), status=write_status(trains.status), healing=healed_lately(), report=report(training(1)))
 
-    assert (state(trains), trains.again) == ("Running", 0.0)
+    assert (state(trains), trains.again) == ("Running", 0.5)
     assert (decided(on).again or 0.0) > 1.0
 
 
