@@ -98,14 +98,14 @@ class Settings(SettingsModel):
     """Progress reports read at the same time."""
     polls_per_second: Annotated[float, Field(gt=0)] = 40
     """All reads together; with many jobs each is read more rarely, at least every 25 seconds."""
-    poll_seconds: Seconds = 15
-    """Between two reads of the progress of a training job."""
+    poll_seconds: Seconds = 15.5
+    """Between two reads of the progress of a training job: two of them, and an answer, within ``status_seconds``."""
     poll_seconds_starting: Seconds = 4
     """The same while a job starts or recovers, when people look at it."""
     status_seconds: Seconds = 32
     """No figure that is shown gets older than this while a job trains: a read that would be the last one in time is
     written. Transitions are written at once."""
-    status_seconds_starting: Seconds = 25
+    status_seconds_starting: Seconds = 30
     """The same for what is only said in other words while a job starts or recovers."""
     resync_seconds: Seconds = 120
     """Between two complete listings, which repair whatever a watch has lost."""
