@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sft_api.checkpoints import Manifest, RunState
+from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.group import CheckpointGroup
@@ -32,8 +32,8 @@ def save(boxes: list[Box], store: Store, step: int = 6, **run: Any) -> Manifest:
     manager = CheckpointManager(store)
     attempt = manager.claim_attempt("job")
     manager.save(step, boxes, RunState(cursor=step, **run), asynchronous=False, keep=KeepPolicy(last=99))
-    (found,) = (each for each in Catalog(store).candidates("job", step) if isinstance(each, Manifest))
-    assert found.attempt == attempt
+    found = Catalog(store).find(CheckpointId(attempt, step))
+    assert isinstance(found, Manifest), found
     return found
 
 

@@ -71,7 +71,7 @@ def _model(status: SFTJobStatus) -> str:
     if status.export is not None:
         return place(status.export.uri)
     latest = status.checkpoints.latest if status.checkpoints else None
-    saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
+    saved = f"; sft export makes one of the last checkpoint, {place(latest.uri)}" if latest else ""
     return f"none was exported{saved}"
 
 

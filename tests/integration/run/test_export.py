@@ -1,12 +1,23 @@
 """The export of a whole run: at its end or later, by several processes or by `sft export`, the same bytes."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
+from sft_trainer.export.exporting import MARK
+from tests.cluster.object_store import ObjectStore
 from tests.exports import content
+from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place
+from tests.integration.run.slow_network import gate
+from tests.integration.run.stores import credentials, s3_spec
+from tests.integration.run.test_ranks_alike import workers
+from tests.waiting import wait_until
+
+BUCKET = "exports"
 
 
 def test_an_export_at_the_end_and_one_later_are_the_same(place: Place) -> None:
@@ -57,11 +68,58 @@ def test_an_export_at_the_end_and_one_later_are_the_same(place: Place) -> None:
     assert content(place.folder / "before")["model.safetensors"] != at_end["model.safetensors"]
 
 
-def sft_export(place: Place, *options: str) -> subprocess.CompletedProcess[str]:
+def test_of_a_model_on_the_hub_only_config_and_tokenizer_are_fetched(place: Place) -> None:
+    # Given a run on a model of the hub that exported nothing, and another machine
+    job = place.job(model={"uri": "hf://org/tiny"}, training={"steps": 1, "globalBatchTokens": 512})
+    with serve_hub({"org/tiny": place.inputs.model}) as hub:
+        trained = place.run(job, HF_HOME=str(place.folder / "hub"), **hub.environment())
+        assert trained.code == 0, trained.said
+        assert "model.safetensors" in hub.downloads
+        hub.downloads.clear()
+
+        done = sft_export(place, HF_HOME=str(place.folder / "another"), **hub.environment())
+
+    assert done.returncode == 0, done.stderr
+    assert {"config.json", "tokenizer.json"} <= set(hub.downloads)
+    assert not [name for name in hub.downloads if name.endswith(".safetensors")]
+    names = {path.name for path in (place.store() / "export").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= names
+
+
+def sft_export(place: Place, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sft_cli.main", "export", "tiny.yaml", *options],
         cwd=place.folder,
-        env=place.environment,
+        env={**place.environment, **environment},
         capture_output=True,
         text=True,
     )
+
+
+def test_a_worker_that_is_killed_in_its_export_goes_on_with_what_is_missing(
+    place: Place, versitygw: ObjectStore
+) -> None:
+    # Given a run whose weights are written, and whose next file does not get through
+    versitygw.client().create_bucket(Bucket=BUCKET)
+    folder = versitygw.folder / BUCKET / "run" / "export"
+    with gate(versitygw.endpoint, lambda line: line.startswith(b"PUT ") and b"/export/README.md" in line) as way:
+        place_of = {"uri": f"s3://{BUCKET}/run", "s3": {**s3_spec(versitygw), "endpoint": way.endpoint}}
+        process = place.start(place.job(checkpoint=place_of, export={"atEnd": True}), **credentials(versitygw))
+        wait_until(lambda: way.held.is_set() or process.poll() is not None)
+        written = (folder / "model.safetensors").stat()
+        assert (folder / MARK).exists()
+        assert not (folder / "config.json").exists()
+
+        # When the worker is killed, and the network is back
+        (worker,) = workers(place)
+        os.kill(worker, signal.SIGKILL)
+        way.open.set()
+        ended = place.finish(process)
+
+    # Then another one ends the export, and has not written the weights again
+    assert ended.code == 0, ended.said
+    assert (ended.status["restarts"]["failures"], ended.status["attempt"]) == (1, 2)
+    now = (folder / "model.safetensors").stat()
+    assert (now.st_ino, now.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    assert (folder / "config.json").exists()
+    assert not (folder / MARK).exists()

@@ -1,0 +1,108 @@
+"""What a process says while a run exports, and of which checkpoint."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_api.checkpoints import CheckpointId, RunState
+from sft_api.progress import Activity, Phase
+from sft_api.rundir import ACTIVITY_FOLDER
+from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.export.at_end import AtEnd
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.reporting import Reporter
+from sft_trainer.saving import Saving
+from sft_trainer.topology import Topology
+from tests.exports import save
+from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.parity.runs import manifest, resolve
+from tests.unit.checkpoint.boxed import whole
+from tests.unit.trainer.test_models import save_model
+
+ALONE = Topology(rank=0, local_rank=0, world_size=1)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_model("llama", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def at_end(folder: Path, model: Path) -> tuple[AtEnd, Reporter]:
+    prepared: Any = SimpleNamespace(
+        model=build_on_meta(model), model_path=model, tokenizer=chat_tokenizer("chatml"), base_digest=""
+    )
+    reporter = Reporter(folder, writes=True)
+    config = resolve(manifest(folder, folder / "store"))
+    return AtEnd(config, prepared, LocalStore(folder / "store"), reporter, ALONE), reporter
+
+
+def weights(model: Path) -> Any:
+    """All of a checkpoint that an export reads."""
+    return whole(load_file(model / "model.safetensors"))
+
+
+def test_a_process_that_exports_says_that_it_lives(tmp_path: Path, model: Path) -> None:
+    # Given an export of which every word is looked at
+    export, reporter = at_end(tmp_path, model)
+    saved = save(weights(model), LocalStore(tmp_path / "store"))
+    reporter.phase(Phase.EXPORTING, "file:///x")
+    told: list[Activity] = []
+
+    class Looking(LocalStore):
+        def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+            reporter._last_alive = 0.0
+            told.append(Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes()))
+            return super().open_write(key, size_hint)
+
+    export.run(saved.id, "file:///x", Looking(tmp_path / "out"))
+
+    assert {activity.phase for activity in told} == {Phase.EXPORTING}
+    assert (tmp_path / "out" / "config.json").exists()
+    assert reporter.progress.phase_detail.startswith("file:///x: ")
+    assert reporter.progress.phase_detail.endswith(" MiB read and written")
+
+
+def test_it_is_the_checkpoint_of_this_step_that_is_exported_and_no_other(tmp_path: Path, model: Path) -> None:
+    # Given the checkpoint that this run went on from, of the attempt before, and a damaged one of the same step
+    store = LocalStore(tmp_path / "store")
+    good, bad = save(weights(model), store), save(weights(model), store)
+    (file,) = (entry.key for entry in store.list(bad.id.prefix) if entry.key.endswith(".bin"))
+    store.put(file, b"")
+    export, _ = at_end(tmp_path, model)
+
+    export.run(good.id, "file:///x", LocalStore(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+    with pytest.raises(CheckpointCorruptError, match=r"step-00000006-a00002 in .*store cannot be exported: .* 0 bytes"):
+        export.run(bad.id, "file:///y", LocalStore(tmp_path / "other"))
+    with pytest.raises(CheckpointCorruptError, match="its manifest is gone"):
+        export.run(CheckpointId(attempt=3, step=6), "file:///y", LocalStore(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_knows_which_checkpoint_its_step_has(tmp_path: Path, model: Path) -> None:
+    # Given a run that went on from step 6 of an earlier attempt
+    config = resolve(manifest(tmp_path, tmp_path / "store"))
+    store = LocalStore(tmp_path / "store")
+    device = torch.device("cpu")
+    before = Saving(config, store, Reporter(tmp_path, writes=True), device=device, is_first=True)
+    assert before.claim_attempt() == 1
+    boxes = weights(model)
+    state = RunState(cursor=6, numbers=config.numbers().as_record())
+    before.save(6, boxes, state, final=True)
+    assert before.checkpoint_of(6) == CheckpointId(attempt=1, step=6)
+    after = Saving(config, store, Reporter(tmp_path, writes=True), device=device, is_first=True)
+    assert after.claim_attempt() == 2
+    assert after.resume(boxes) is not None
+
+    # Then its last step is the one that it found there, or one that it saves itself
+    after.save(6, boxes, state, final=True)
+    assert after.checkpoint_of(6) == CheckpointId(attempt=1, step=6)
+    assert after.checkpoint_of(7) == CheckpointId(attempt=2, step=7)
