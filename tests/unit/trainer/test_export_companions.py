@@ -1,0 +1,75 @@
+"""Beside the weights: generation that stops where training taught it to, and a card that says what is known."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.export.companions import companions, model_card
+from sft_trainer.models.causal_lm import build_on_meta
+from tests.exports import CARD, export, exported, save
+from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.parity.runs import manifest as job
+from tests.parity.runs import resolve
+from tests.unit.checkpoint.boxed import whole
+from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+
+@pytest.mark.parametrize(("eos", "added"), [(0, True), ([0], True), (None, True), ("end", False), (["end", 0], False)])
+def test_generation_keeps_its_settings_and_stops_at_the_end_of_a_turn(
+    source: Path, caplog: pytest.LogCaptureFixture, eos: Any, added: bool
+) -> None:
+    # Given settings of the model's own, some of which do not know the token that ends a turn
+    end = chat_tokenizer("chatml").convert_tokens_to_ids("<|im_end|>")
+    stops = json.loads(json.dumps(eos).replace('"end"', str(end)))
+    # temperature without do_sample is what transformers refuses to write
+    own = {"temperature": 0.6, "top_p": 0.95, "do_sample": False, "eos_token_id": stops}
+    (source / "generation_config.json").write_text(json.dumps(own))
+
+    with caplog.at_level(logging.INFO, "sft_trainer"):
+        written = generation_config(source)
+
+    before = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    assert written == ({**own, "eos_token_id": [*before, end]} if added else own)
+    assert ("added <|im_end|>, which ends a turn, to eos_token_id" in caplog.text) == added
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_without_settings_of_its_own_a_model_has_those_of_its_config(source: Path, text: str | None) -> None:
+    (source / "generation_config.json").unlink()
+    if text is not None:
+        (source / "generation_config.json").write_text(text)
+    end = chat_tokenizer("chatml").convert_tokens_to_ids("<|im_end|>")
+    assert generation_config(source)["eos_token_id"] == [2, end]
+
+
+def generation_config(source: Path) -> Any:
+    files = companions(build_on_meta(source), source, chat_tokenizer("chatml"), CARD)
+    assert list(files)[-1] == "config.json"
+    return json.loads(files["generation_config.json"])
+
+
+def test_the_model_can_be_built_from_its_export(tmp_path: Path, source: Path, steps: Any) -> None:
+    store, (_, manifest) = steps
+    export(exported(store, manifest, source), LocalStore(tmp_path / "out"))
+    assert build_on_meta(tmp_path / "out").stored_dtype == torch.bfloat16
+
+
+def test_the_card_says_what_the_checkpoint_says(tmp_path: Path) -> None:
+    config = resolve(job(Path("/inputs"), Path("/store")))
+    metrics = {"loss": 1.25, "evalLoss": None}
+    manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path), metrics=metrics, tokens_seen=512)
+    card = model_card(config, manifest)
+    assert "# parity\n" in card
+    assert "of `file:///inputs/model` on\n\n- `file:///inputs/data/train.jsonl`\n" in card
+    rows = [line for line in card.splitlines() if line.startswith("| ") and "|---" not in line]
+    assert rows[1:] == [
+        "| steps | 6 |",
+        "| tokens | 512 |",
+        "| training loss | 1.25 |",
+        "| peak learning rate | 0.001 |",
+    ]
