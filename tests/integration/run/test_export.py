@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from sft_trainer.export.exporting import MARK
 from tests.cluster.object_store import ObjectStore
 from tests.exports import content
@@ -96,29 +98,42 @@ def sft_export(place: Place, *options: str, **environment: str) -> subprocess.Co
     )
 
 
-def test_a_worker_that_is_killed_in_its_export_goes_on_with_what_is_missing(
-    place: Place, versitygw: ObjectStore
+@pytest.mark.parametrize("stopped", [False, True], ids=["worker killed", "run stopped"])
+def test_an_export_that_is_ended_in_the_middle_goes_on_with_what_is_missing(
+    place: Place, versitygw: ObjectStore, stopped: bool
 ) -> None:
     # Given a run whose weights are written, and whose next file does not get through
-    versitygw.client().create_bucket(Bucket=BUCKET)
-    folder = versitygw.folder / BUCKET / "run" / "export"
+    run = f"stopped-{stopped}"
+    if BUCKET not in [bucket["Name"] for bucket in versitygw.client().list_buckets()["Buckets"]]:
+        versitygw.client().create_bucket(Bucket=BUCKET)
+    folder = versitygw.folder / BUCKET / run / "export"
     with gate(versitygw.endpoint, lambda line: line.startswith(b"PUT ") and b"/export/README.md" in line) as way:
-        place_of = {"uri": f"s3://{BUCKET}/run", "s3": {**s3_spec(versitygw), "endpoint": way.endpoint}}
-        process = place.start(place.job(checkpoint=place_of, export={"atEnd": True}), **credentials(versitygw))
+        job = place.job(
+            checkpoint={"uri": f"s3://{BUCKET}/{run}", "s3": {**s3_spec(versitygw), "endpoint": way.endpoint}},
+            export={"atEnd": True},
+            runPolicy={"terminationGracePeriodSeconds": 10},
+        )
+        process = place.start(job, **credentials(versitygw))
         wait_until(lambda: way.held.is_set() or process.poll() is not None)
         written = (folder / "model.safetensors").stat()
         assert (folder / MARK).exists()
         assert not (folder / "config.json").exists()
 
-        # When the worker is killed, and the network is back
-        (worker,) = workers(place)
-        os.kill(worker, signal.SIGKILL)
-        way.open.set()
-        ended = place.finish(process)
+        # When it is stopped and started again, or its worker is killed, and the network is back
+        if stopped:
+            ended = place.interrupt(process)
+            assert (ended.code, ended.status["state"], ended.latest) == (30, "Suspended", 3), ended.said
+            way.open.set()
+            ended = place.run(job, **credentials(versitygw))
+        else:
+            (worker,) = workers(place)
+            os.kill(worker, signal.SIGKILL)
+            way.open.set()
+            ended = place.finish(process)
+            assert ended.status["restarts"]["failures"] == 1
 
-    # Then another one ends the export, and has not written the weights again
-    assert ended.code == 0, ended.said
-    assert (ended.status["restarts"]["failures"], ended.status["attempt"]) == (1, 2)
+    # Then the export comes to its end, and the weights were not written again
+    assert (ended.code, ended.status["attempt"]) == (0, 2), ended.said
     now = (folder / "model.safetensors").stat()
     assert (now.st_ino, now.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     assert (folder / "config.json").exists()
