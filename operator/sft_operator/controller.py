@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 _SICK_AFTER_RESYNCS = 5
 _SPREAD_SECONDS = 10.0
-_SWARM_SECONDS = 0.5
+_SWARM_SECONDS = 0.4
+_BREATH_SECONDS = 0.1
+"""Children come in swarms (a Job, its pods, their first conditions): they are read, and then looked at, together."""
 
 
 class Operator:
@@ -79,6 +81,7 @@ class Operator:
                 "" if kind == KIND else WATCH_SELECTOR,
                 begin=functools.partial(self._picture.listing, kind),
                 seen=self._seen,
+                breath=0.0 if kind == KIND else _BREATH_SECONDS,
             )
             for kind in KINDS
         }
@@ -155,7 +158,6 @@ class Operator:
         remember = self._picture.remove if event == "DELETED" else self._picture.store
         key = remember(kind, manifest)
         if key:
-            # Children come in swarms: a Job, its pods, their first conditions.
             self._queue.add(key, 0.0 if kind == KIND else _SWARM_SECONDS)
 
     def _look_again(self, keys: set[Key]) -> None:

@@ -4,6 +4,7 @@ Typed clients check every body against generated models, at twice the processor 
 server checks them anyway.
 """
 
+import asyncio
 import logging
 import os
 import ssl
@@ -162,9 +163,11 @@ class Cluster:
         labels: str,
         query: Mapping[str, str],
         timeout: aiohttp.ClientTimeout,
+        breath: float = 0.0,
     ) -> None:
         """Hand the events of one watch to ``take``, one by one as they arrive, until it is True or the watch ends.
 
+        For ``breath`` seconds after each read nothing is read: what comes in swarms is then read in one go.
         An error that is told inside of the stream is raised like one that is its status.
         """
         query = {"watch": "true", "allowWatchBookmarks": "true", "labelSelector": labels, **query}
@@ -182,6 +185,11 @@ class Cluster:
                         raise _told_error(event.object)
                     elif take(event):
                         return
+                protocol = response.connection.protocol if breath and response.connection is not None else None
+                if protocol is not None:
+                    protocol.pause_reading()
+                    await asyncio.sleep(breath)
+                    protocol.resume_reading()
 
     async def create(self, kind: str, namespace: str, manifest: Manifest, *, whole: bool = False) -> Manifest:
         """Create, and return what the server made of it; its metadata only, unless the ``whole`` is asked for."""

@@ -73,15 +73,17 @@ class Informer:
         *,
         begin: Callable[[], Listing],
         seen: Seen,
+        breath: float = 0.0,
         pace: Pace | None = None,
     ) -> None:
-        """``begin`` begins to take in a listing; ``seen`` takes what a watch tells."""
+        """``begin`` begins to take in a listing; ``seen`` takes what a watch tells, ``breath`` seconds late at most."""
         self._cluster = cluster
         self._kind = kind
         self._namespace = namespace
         self._labels = labels
         self._begin = begin
         self._seen = seen
+        self._breath = breath
         self._pace = pace or Pace()
         self._streams = True
         self._version: int | None = None
@@ -181,4 +183,12 @@ class Informer:
             self._seen(self._kind, event.type, event.object)
             return False
 
-        await self._cluster.watch(self._kind, self._namespace, take, labels=self._labels, query=query, timeout=timeout)
+        await self._cluster.watch(
+            self._kind,
+            self._namespace,
+            take,
+            labels=self._labels,
+            query=query,
+            timeout=timeout,
+            breath=self._breath,
+        )

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from sft_operator.cluster.client import ApiError, Cluster, ConfigError, connect
+from sft_operator.cluster.watch_body import Event
 from sft_operator.config import Settings
 from sft_operator.controller import run
 
@@ -116,6 +117,42 @@ def test_patches_say_what_kind_they_are() -> None:
         ("/apis/sftjob.dev/v1alpha1/namespaces/team/sftjobs/tulu/status", "application/merge-patch+json"),
         ("/api/v1/namespaces/team/pods/tulu-0", "application/strategic-merge-patch+json"),
     ]
+
+
+def test_what_comes_while_a_watch_takes_breath_is_read_in_one_go() -> None:
+    read: list[list[str]] = []
+    first_was_read = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(line("a"))
+        await first_was_read.wait()
+        await response.write(line("b"))
+        await asyncio.sleep(0.05)  # not in one piece with the line before
+        await response.write(line("c"))
+        return response
+
+    def line(name: str) -> bytes:
+        return json.dumps({"type": "ADDED", "object": {"metadata": {"name": name}}}).encode() + b"\n"
+
+    async def scenario(cluster: Cluster) -> None:
+        at_once: list[str] = []
+
+        def take(event: Event) -> bool:
+            first_was_read.set()
+            if not at_once:
+                # All that is read in one go is taken before anything else happens.
+                asyncio.get_running_loop().call_soon(lambda: (read.append(at_once.copy()), at_once.clear()))
+            at_once.append(event.object["metadata"]["name"])
+            return False
+
+        timeout = aiohttp.ClientTimeout(total=60)
+        await cluster.watch("Pod", "team", take, labels="", query={}, timeout=timeout, breath=1.0)
+
+    against(answer, scenario)
+
+    assert read == [["a"], ["b", "c"]]
 
 
 def kubeconfig(folder: Path, server: str) -> Path:
