@@ -1,5 +1,6 @@
 """Kubernetes quantities: their value, what they may be, and floors below which they are slips of the pen."""
 
+import functools
 import re
 from fractions import Fraction
 from typing import Annotated, Any
@@ -67,6 +68,7 @@ class _Quantity:
         raise PydanticCustomError("quantity", "must be a quantity such as 2, 500m or 64Gi")
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
 def quantity_value(quantity: int | str) -> Fraction | None:
     """The number a Kubernetes quantity stands for; None when it is not one."""
     parts = _parts(quantity)

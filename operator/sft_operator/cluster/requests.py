@@ -56,7 +56,7 @@ class Requests:
 
     async def send(self, method: str, path: str, *, content_type: str, accept: str, body: bytes | None) -> Answer:
         """One request for ``path``, which begins with a slash, and its answer. Redirects are not followed."""
-        async with self._free, asyncio.timeout(self._timeout):
+        async with self._free:
             token = await self._authorization()
             request = self._written(method, path, content_type, accept, token, body)
             while True:
@@ -65,7 +65,7 @@ class Requests:
                 if connection is None:
                     connection = await self._connect()
                 try:
-                    answer = await connection.exchange(request)
+                    answer = await connection.exchange(request, self._timeout)
                 except aiohttp.ServerDisconnectedError:
                     if not kept or method not in _REPEATABLE:
                         raise
@@ -135,7 +135,7 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         """Whether another request may be sent."""
 
-    async def exchange(self, request: bytes) -> Answer:
+    async def exchange(self, request: bytes, timeout: float) -> Answer:
         """Send, and wait for the answer; a connection whose answer nobody waits for any more is closed."""
         assert self._transport is not None  # noqa: S101 -- it is connected before anyone has it
         if self._transport.is_closing():
@@ -143,10 +143,12 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         waiter = self._waiter = self._loop.create_future()
         self._transport.write(request)
+        alarm = self._loop.call_later(timeout, self._fail, TimeoutError("no answer in time"))
         try:
             answer: Answer = await waiter
             return answer
         finally:
+            alarm.cancel()
             self._waiter = None
             if not self.reusable:
                 self.close()

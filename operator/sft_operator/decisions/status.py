@@ -207,11 +207,14 @@ def _condition(
     status: Literal["True", "False"] = "True" if holds else "False"
     before = next((item for item in previous.conditions if item.type == kind), None)
     unchanged = before is not None and before.status == status
+    told = (reason[:256], message[:8192], generation)
+    if before is not None and unchanged and (before.reason, before.message, before.observed_generation) == told:
+        return before
     return Condition(
         type=kind,
         status=status,
-        reason=reason[:256],
-        message=message[:8192],
+        reason=told[0],
+        message=told[1],
         last_transition_time=before.last_transition_time if before and unchanged else timestamp(now),
         observed_generation=generation,
     )
