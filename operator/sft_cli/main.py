@@ -170,7 +170,11 @@ def data(manifest: Path, name: str | None, rows: int, evaluation: bool, output: 
 @job_option
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint of this step instead of the newest one.")
 @click.option("--best", is_flag=True, help="The checkpoint with the lowest evaluation loss.")
-@click.option("--to", metavar="URI", help="Where the model goes, if not to the manifest's export.uri.")
+@click.option(
+    "--to",
+    metavar="URI",
+    help="Where the model goes, if not to the manifest's export.uri. A model that lies there is replaced.",
+)
 @click.option(
     "--from", "checkpoints", metavar="URI", help="Where the checkpoints are, instead of the manifest's place."
 )

@@ -151,7 +151,7 @@ class Trainer:
 
     def _compare(self) -> None:
         if self.topology.alone:
-            return  # a fingerprint reads samples of all weights, for nobody
+            return
         self.reporter.phase(Phase.LOADING, "comparing what all processes hold")
         with self.reporter.waiting("for the other processes, to compare"):
             check_alike(fingerprint(self.config, self.prepared))

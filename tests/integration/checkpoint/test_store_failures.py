@@ -298,6 +298,29 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
                 store.list(prefix)
 
 
+def test_a_folder_that_has_nothing_of_what_is_looked_for_need_not_be_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given the root of a volume, with a folder for its owner only
+    store = LocalStore(tmp_path)
+    for key in ("lost+found/x", "model.safetensors", "model-0/deep/part"):
+        store.put(key, b"x")
+    store.open_write("model-00001-of-00002.safetensors").write(b"x")
+    scandir = os.scandir
+
+    def denied(path: Any) -> Any:
+        if str(path).endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+
+    assert [entry.key for entry in store.list("model")] == ["model-0/deep/part", "model.safetensors"]
+    assert store.abort_incomplete_uploads("model-0") == 1
+    with pytest.raises(AccessDeniedError):
+        store.list("")
+
+
 def test_missing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"file://{tmp_path}/not/yet")
     with pytest.raises(StorageNotFoundError, match="not/yet"):

@@ -143,7 +143,7 @@ def test_a_checkpoint_that_cannot_be_exported_costs_nothing_of_an_older_export(
     # Or no index
     assert later.index is not None
     store.delete([f"{later.id.prefix}{later.index.name}"])
-    with pytest.raises(CheckpointCorruptError, match="step-00000004-a00002 is damaged"):
+    with pytest.raises(CheckpointCorruptError, match=r"step-00000004-a00002 is damaged.* \(checkpoint\.keep\)"):
         export(exported(store, later, source), LocalStore(tmp_path / "out"))
     assert content(tmp_path / "out") == before
 
@@ -163,6 +163,42 @@ def test_where_files_cannot_be_listed_all_are_written_anew(
     assert target.told.count("model.safetensors") == 2
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
     assert "is not looked for, but written again: no listing" in caplog.text
+
+
+@pytest.mark.parametrize("denied", ["list", "read"])
+def test_an_older_model_goes_and_a_new_one_comes_where_only_writing_is_allowed(
+    tmp_path: Path, source: Path, steps: Any, monkeypatch: pytest.MonkeyPatch, denied: str
+) -> None:
+    # Given a model in one file, in a place of which nothing can be listed, or read
+    store, (earlier, later) = steps
+    export(exported(store, later, source), LocalStore(tmp_path / "undisturbed"), file_bytes=SMALL)
+    target = LocalStore(tmp_path / "out")
+    export(exported(store, earlier, source), target)
+
+    def refuse(key: str) -> None:
+        raise AccessDeniedError(f"no {denied} of {key}")
+
+    monkeypatch.setattr(target, denied, refuse)
+
+    # When one of several files comes, then the single file, which readers would prefer, is gone
+    export(exported(store, later, source), target, file_bytes=SMALL)
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
+def test_an_export_that_ends_while_another_begins_writes_no_config(tmp_path: Path, source: Path, steps: Any) -> None:
+    store, (one, other) = steps
+
+    # Given another one that begins while config and tokenizer are written
+    def another_begins(key: str) -> None:
+        if key == "README.md":
+            with pytest.raises(StorageFullError):
+                export(exported(store, other, source), Watched(tmp_path / "out", full_at("model")), file_bytes=SMALL)
+
+    with pytest.raises(StorageUnavailableError, match="another export was begun"):
+        export(exported(store, one, source), Watched(tmp_path / "out", another_begins), file_bytes=SMALL)
+
+    assert "config.json" not in content(tmp_path / "out")
+    assert MARK in content(tmp_path / "out"), "it is the other one's"
 
 
 def test_pods_that_see_other_places_are_found_out(tmp_path: Path, source: Path, steps: Any) -> None:

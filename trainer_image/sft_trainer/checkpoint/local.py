@@ -181,25 +181,25 @@ class LocalStore:
         return _FileStream(self._file(key))
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Path]]:
-        """Relative name and path of every file whose name starts with ``prefix``, unfinished ones too.
+        """Relative name and path of every file in the folders that keys with ``prefix`` lie in, unfinished ones too.
 
-        Raises OSError for a folder that is there and cannot be listed.
+        Raises OSError for such a folder that is there and cannot be listed. Others are not looked into: the root of a
+        volume has a ``lost+found``, which only its owner may read.
         """
         if not self.path.is_dir():
             raise self._missing(self.path)
         folder = self.path / prefix.rpartition("/")[0]
-        for root, _, names in os.walk(folder, onerror=_unless_gone):
+        for root, folders, names in os.walk(folder, onerror=_unless_gone):
+            here = Path(root).relative_to(self.path)
+            folders[:] = [name for name in folders if (here / name).as_posix().startswith(prefix)]
             for name in names:
-                path = Path(root, name)
-                key = path.relative_to(self.path).as_posix()
-                if key.startswith(prefix):
-                    yield key, path
+                yield (here / name).as_posix(), Path(root, name)
 
     def list(self, prefix: str) -> list[StoredObject]:
         found = []
         with _storage_errors(self.path):
             for key, path in self._walk(prefix):
-                if path.name.startswith(_INCOMPLETE):
+                if path.name.startswith(_INCOMPLETE) or not key.startswith(prefix):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
                     found.append(StoredObject(key, path.stat().st_size))
@@ -223,7 +223,7 @@ class LocalStore:
             return 0
         removed = 0
         with _storage_errors(self.path):
-            for key, path in list(self._walk(f"{prefix.rpartition('/')[0]}/".lstrip("/"))):
+            for key, path in list(self._walk(prefix)):
                 name = path.name.removeprefix(_INCOMPLETE)
                 final = f"{key.removesuffix(path.name)}{name.partition('-')[2]}"
                 if name != path.name and final.startswith(prefix):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from sft_api.checkpoints import Manifest
-from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
@@ -25,7 +24,7 @@ from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundEr
 from sft_trainer.models.causal_lm import CausalLM
 
 from .companions import CONFIG, companions
-from .plan import FILE_BYTES, INDEX, File, Plan, plan_export
+from .plan import FILE_BYTES, INDEX, SINGLE, File, Plan, plan_export
 from .values import Base, Values
 
 log = logging.getLogger("sft_trainer")
@@ -106,7 +105,8 @@ def _begin(exported: Exported, target: Store, plan: Plan, mark: bytes) -> list[s
     target.delete([CONFIG])
     if found == mark:
         return [file.name for file in plan.files if present.get(file.name) != file.size]
-    target.delete([INDEX, *(name for name in present if _WEIGHTS.fullmatch(name))])
+    # Readers prefer the single file to an index: it must go also where nothing can be listed.
+    target.delete(sorted({SINGLE, INDEX, *(name for name in present if _WEIGHTS.fullmatch(name))}))
     target.put(MARK, mark)
     return [file.name for file in plan.files]
 
@@ -123,16 +123,14 @@ def _drop_earlier_uploads(target: Store) -> None:
 
 def _present(target: Store) -> tuple[dict[str, int], bytes | None]:
     """Bytes by name of what lies in the folder, and the mark in it."""
+    present: dict[str, int] = {}
     try:
         present = {entry.key: entry.size for entry in target.list("model")}
-    except StorageNotFoundError:  # a folder that the first write creates
-        return {}, None
+        return present, target.read(MARK)
+    except StorageNotFoundError:  # no mark, or a folder that the first write creates
+        return present, None
     except AccessDeniedError as error:
         log.warning("what an earlier export finished is not looked for, but written again: %s", error)
-        return {}, None
-    try:
-        return present, target.read(MARK)
-    except ObjectNotFoundError:
         return present, None
 
 
@@ -164,6 +162,8 @@ def _check_mark(target: Store, mark: bytes) -> None:
         found = target.read(MARK)
     except StorageNotFoundError:
         found = b""
+    except AccessDeniedError:
+        return  # it could be written, and may not be read
     if found != mark:
         raise StorageUnavailableError(
             f"{target.uri}: another export was begun or ended there meanwhile; give every export a place of its own"
@@ -176,7 +176,10 @@ def _end(exported: Exported, target: Store, plan: Plan, mark: bytes) -> None:
     if plan.index is not None:
         target.put(INDEX, plan.index)
     for name, content in companions(exported.model, exported.folder, exported.tokenizer, exported.card).items():
+        if name == CONFIG:
+            _check_mark(target, mark)
         target.put(name, content)
+    _check_mark(target, mark)
     target.delete([MARK])
 
 

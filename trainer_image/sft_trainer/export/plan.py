@@ -17,6 +17,8 @@ from sft_trainer.sharded import stored_tensors
 
 FILE_BYTES = 4 * 2**30
 """Tensors share a file up to so many bytes; a larger one has a file of its own."""
+SINGLE = "model.safetensors"
+"""The file of weights where there is one only."""
 INDEX = "model.safetensors.index.json"
 
 _SAFETENSORS_DTYPES = {
@@ -155,7 +157,7 @@ def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTE
     count = len(files)
     return Plan(
         tuple(
-            File("model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors", tuple(file))
+            File(SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors", tuple(file))
             for number, file in enumerate(files, 1)
         )
     )

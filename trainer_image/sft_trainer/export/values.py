@@ -14,7 +14,7 @@ import torch
 
 from sft_api.checkpoints import Manifest
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
-from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.index import DTYPES, Index, Integers
 from sft_trainer.checkpoint.pieces import MAX_PIECE_BYTES, rectangles
 from sft_trainer.checkpoint.reading import open_index, read_boxes
@@ -121,7 +121,9 @@ class Values:
         return f"{self._store.uri}/{self._manifest.id.prefix}".rstrip("/")
 
     def _damaged(self, error: CheckpointCorruptError) -> CheckpointCorruptError:
-        return CheckpointCorruptError(f"the checkpoint {self._place} is damaged, and is not exported: {error}")
+        removed = isinstance(error.__cause__, ObjectNotFoundError)
+        hint = "; a run that goes on removes its older checkpoints (checkpoint.keep)" if removed else ""
+        return CheckpointCorruptError(f"the checkpoint {self._place} is damaged, and is not exported: {error}{hint}")
 
 
 def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
