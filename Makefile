@@ -91,6 +91,10 @@ bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of
 	$(PYTHON) -m tests.bench.checkpoint
 	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
 
+.PHONY: bench-before
+bench-before: setup ## Tokens/s beside an earlier commit's worktree, in pairs (BEFORE=folder, after make setup there)
+	$(PYTHON) -m tests.bench.pairs $(BEFORE) $(REPEATS)
+
 .PHONY: bench-operator
 bench-operator: setup ## Cost of jobs to the operator: 300 that come, 1,000 that train, 64,000 pods listed: a quarter of an hour (ARGUMENTS="--jobs 20 ...")
 	$(PYTHON) -m tests.bench.operator $(ARGUMENTS)

@@ -225,7 +225,7 @@ def group(device: Device) -> dict[str, Figure]:
     import torch.distributed as dist
 
     from sft_api.ports import free_port
-    from sft_trainer.distributed import Ranks, device_for, join_group, sum_over_ranks
+    from sft_trainer.distributed import Ranks, device_for, join_group, sum_over_ranks, summed
 
     ranks = Ranks(
         rank=0, local_rank=0, local_world_size=1, world_size=1, address="127.0.0.1", port=free_port(), generation="1"
@@ -237,6 +237,14 @@ def group(device: Device) -> dict[str, Figure]:
     sums = sum_over_ranks([1.5, torch.tensor(2.0, device=ours), 1.0], ours)
     if sums != [1.5, 2.0, 1.0]:
         raise AssertionError(f"the sums over one process are {sums}")
+    if device.type == "cuda":
+        # Once a step, between the gradients and the update: a host that waits there leaves the GPU idle after it.
+        there = torch.tensor(2.0, device=ours)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            summed([1.5, there, 1.0], ours)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     backend = str(dist.get_backend())
     dist.destroy_process_group()
     if device.type == "cuda" and backend != "nccl":

@@ -60,7 +60,11 @@ class Saving:
 
     def claim_attempt(self) -> int:
         """Claim the next attempt of this job; a collective call."""
-        return self._manager.claim_attempt(self._config.job.uid)
+        self._wait_for(Phase.LOADING, "claiming the attempt")
+        try:
+            return self._manager.claim_attempt(self._config.job.uid)
+        finally:
+            self._work_on()
 
     def resume(self, boxes: Sequence[Box]) -> Manifest | None:
         """Fill ``boxes`` from the newest verified checkpoint of this job; None when there is none.

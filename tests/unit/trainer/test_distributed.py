@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sft_api.ports import free_port
-from sft_trainer.distributed import Ranks, device_for
+from sft_trainer.distributed import Ranks, device_for, summed
 from sft_trainer.errors import DeviceUnavailableError
 
 
@@ -43,6 +43,17 @@ def test_a_job_with_gpus_never_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch
     sentence = f"gpusPerNode is 8, but PyTorch finds {count} GPUs .* for 8 processes: .*driver .*device plugin .*image"
     with pytest.raises(DeviceUnavailableError, match=sentence):
         device_for(ranks(0, 8), gpus_per_node=8)
+
+
+def test_sums_take_numbers_of_the_host_and_of_the_device_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(2))
+    loss, norm = torch.tensor(0.1, dtype=torch.float64), torch.tensor(3.0)
+
+    sums = summed([loss, 2.0**40 + 1, norm, 0.0, 1.0], torch.device("cpu"))
+
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == [0.2, 2.0**41 + 2, 6.0, 0.0, 2.0]
+    assert (loss.item(), norm.item()) == (0.1, 3.0), "what was given stays as it is"
 
 
 _WAITS_FOR_NOBODY = """
