@@ -115,13 +115,17 @@ def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path, steps
     assert sorted(content(tmp_path / "out")) == [MARK], "the file that was being written is dropped"
 
 
-def test_a_damaged_checkpoint_is_named_and_leaves_no_model(tmp_path: Path, source: Path, steps: Any) -> None:
-    # Given a file of the right size, half of which became zeros
-    store, (_, manifest) = steps
+def damage(store: Any, manifest: Any) -> None:
+    """Half of the checkpoint's file becomes zeros; its size stays."""
     (file,) = (entry.key for entry in store.list(manifest.id.prefix) if entry.key.endswith(".bin"))
     raw = bytearray(store.read(file))
     raw[: len(raw) // 2] = bytes(len(raw) // 2)
     store.put(file, bytes(raw))
+
+
+def test_a_damaged_checkpoint_is_named_and_leaves_no_model(tmp_path: Path, source: Path, steps: Any) -> None:
+    store, (_, manifest) = steps
+    damage(store, manifest)
 
     with pytest.raises(CheckpointCorruptError, match=r"step-00000004-a00002 is damaged, and is not exported: .*digest"):
         export(exported(store, manifest, source), LocalStore(tmp_path / "out"), file_bytes=SMALL)
@@ -142,8 +146,14 @@ def test_a_checkpoint_that_cannot_be_exported_costs_nothing_of_an_older_export(
         export(exported(store, later, other), LocalStore(tmp_path / "out"))
     # Or no index
     assert later.index is not None
+    index = store.read(f"{later.id.prefix}{later.index.name}")
     store.delete([f"{later.id.prefix}{later.index.name}"])
     with pytest.raises(CheckpointCorruptError, match=r"step-00000004-a00002 is damaged.* \(checkpoint\.keep\)"):
+        export(exported(store, later, source), LocalStore(tmp_path / "out"))
+    # Or another content than its digests say
+    store.put(f"{later.id.prefix}{later.index.name}", index)
+    damage(store, later)
+    with pytest.raises(CheckpointCorruptError, match=r"step-00000004-a00002 is damaged.*digest"):
         export(exported(store, later, source), LocalStore(tmp_path / "out"))
     assert content(tmp_path / "out") == before
 
@@ -217,7 +227,7 @@ def test_remains_of_an_export_that_was_killed_are_dropped(tmp_path: Path, source
     # Given an export that was killed in the middle of its weights, and files of others beside and below it
     store, (_, manifest) = steps
     target = LocalStore(tmp_path / "out")
-    for key in ("model.safetensors", "model-00001-of-00002.safetensors", "mine.bin", "jobs/a/model.safetensors"):
+    for key in ("model.safetensors", "model-00001-of-00002.safetensors", MARK, "mine.bin", "jobs/a/model.safetensors"):
         target.open_write(key).write(b"x")
 
     export(exported(store, manifest, source), target)

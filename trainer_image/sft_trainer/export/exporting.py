@@ -9,6 +9,7 @@ mark goes on with the files that are missing; one that finds another or none rem
 import json
 import logging
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def export_checkpoint(
     """
     plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
     mark = _mark(exported.manifest, plan)
-    missing = group.on_rank_zero(lambda: _begin(exported, target, plan, mark))
+    missing = group.on_rank_zero(lambda: _begin(exported, target, plan, mark, on_bytes))
     turn = [name for place, name in enumerate(missing) if place % writers == group.rank]
     mine = [file for file in plan.files if file.name in turn]
     group.agree(group.tried(lambda: _write_files(mine, exported, plan, target, mark, on_bytes)))
@@ -96,11 +97,15 @@ def _mark(manifest: Manifest, plan: Plan) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def _begin(exported: Exported, target: Store, plan: Plan, mark: bytes) -> list[str]:
+def _begin(exported: Exported, target: Store, plan: Plan, mark: bytes, on_bytes: OnBytes) -> list[str]:
     """Names of the files that are to be written into the folder, of which all others are finished."""
-    _values(exported, plan)  # before anything is removed
+    values = _values(exported, plan)  # before anything is removed
     _drop_earlier_uploads(target)
     present, found = _present(target)
+    if found is None and _is_model(target):
+        # Who reads it loses it for what can be written whole, and for nothing less: so all is read once before.
+        for file in plan.files:
+            deque(values.of(file, on_bytes), maxlen=0)
     # A reader must never take the weights of one step for those of another.
     target.delete([CONFIG])
     if found == mark:
@@ -114,11 +119,22 @@ def _begin(exported: Exported, target: Store, plan: Plan, mark: bytes) -> list[s
 def _drop_earlier_uploads(target: Store) -> None:
     """Drop weights that an export of this model began and did not finish: nobody else ever would."""
     try:
-        for prefix in ("model.safetensors", "model-0"):
+        for prefix in ("model.safetensors", "model-0", MARK):
             target.abort_incomplete_uploads(prefix)
     except (AccessDeniedError, ConfigError) as error:
         # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
         log.warning("unfinished uploads of an earlier export were not dropped: %s", error)
+
+
+def _is_model(target: Store) -> bool:
+    """Whether a finished model may lie in the folder."""
+    try:
+        target.read(CONFIG)
+    except StorageNotFoundError:
+        return False
+    except AccessDeniedError:
+        return True
+    return True
 
 
 def _present(target: Store) -> tuple[dict[str, int], bytes | None]:
