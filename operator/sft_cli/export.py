@@ -75,12 +75,14 @@ def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
     """``job`` with all places given: as ``sft run`` chooses them, unless they are given here."""
     spec = job.spec
     try:
+        option = "--from"
         given = CheckpointSpec(uri=checkpoints or spec.checkpoint.uri or local_checkpoints(Path.cwd(), job)).uri
         assert given is not None  # noqa: S101
         uri = given.rstrip("/")
+        option = "--to"
         export = ExportSpec(at_end=True, uri=(to or spec.export.uri or default_export(uri)).rstrip("/"))
     except ValidationError as error:
-        raise UserError(*(f"--to or --from: {problem}" for problem in sentences(error))) from error
+        raise UserError(*(f"{option}: {problem}" for problem in sentences(error))) from error
     changed = {"checkpoint": spec.checkpoint.model_copy(update={"uri": uri}), "export": export}
     return job.model_copy(update={"spec": spec.model_copy(update=changed)})
 
@@ -96,7 +98,8 @@ def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, b
         say(f"Warning: checkpoint {each} (it is not used)", fg="yellow")
     if not verified:
         raise UserError(
-            f"there is no checkpoint in {uri} that can be used: check checkpoint.uri (or --from, and --uid if given)"
+            f"there is no checkpoint in {uri} that can be used: checkpoint.uri, or --from if given, names the folder "
+            "in which a run keeps its folder checkpoints; check it, and --uid if given"
         )
     jobs = list(dict.fromkeys(each.job_uid for each in verified))
     if len(jobs) > 1:

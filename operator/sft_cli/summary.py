@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sft_api.failures import FailureClass
 from sft_api.report import duration
-from sft_api.v1alpha1.status import ProgressStatus, SFTJobStatus
+from sft_api.v1alpha1.status import CheckpointStatus, ProgressStatus, SFTJobStatus
 
 from .ending import Ending, advice
 from .local import FILE_SCHEME
@@ -26,7 +26,7 @@ def summary(
             ("Complete", f"{name}: {_done(status, steps, seconds)}"),
             ("Loss", loss or "no step was made"),
             ("Model", _model(status)),
-            ("Next", "load it with from_pretrained; -o yaml says more"),
+            ("Next", f"{_use(status)}-o yaml says more"),
         ]
     elif ending.failure is FailureClass.INTERRUPTED:
         lines = [
@@ -70,23 +70,33 @@ def _change(subject: str, before: float | None, after: float) -> str:
 def _model(status: SFTJobStatus) -> str:
     if status.export is not None:
         return place(status.export.uri)
-    latest = status.checkpoints.latest if status.checkpoints else None
-    saved = f"; sft export makes one of the last checkpoint, {place(latest.uri)}" if latest else ""
+    latest = _latest(status)
+    saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
     return f"none was exported{saved}"
 
 
+def _use(status: SFTJobStatus) -> str:
+    if status.export is not None:
+        return "load it with from_pretrained; "
+    return "sft export with this manifest makes a model of it; " if _latest(status) else ""
+
+
 def _checkpoint(status: SFTJobStatus) -> str:
-    latest = status.checkpoints.latest if status.checkpoints else None
+    latest = _latest(status)
     return f"step {latest.step}, {place(latest.uri)}" if latest else "none was written in this run"
 
 
 def _goes_on(status: SFTJobStatus) -> str:
-    latest = status.checkpoints.latest if status.checkpoints else None
+    latest = _latest(status)
     if latest is not None:
         return f"goes on from step {latest.step}"
     if status.progress is not None and status.progress.step:
         return "starts from the model"
     return "goes on from the newest checkpoint, or starts from the model where there is none"  # none was looked for yet
+
+
+def _latest(status: SFTJobStatus) -> CheckpointStatus | None:
+    return status.checkpoints.latest if status.checkpoints else None
 
 
 def place(uri: str) -> str:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SICK_AFTER_RESYNCS = 5
 _SPREAD_SECONDS = 10.0
 _SWARM_SECONDS = 0.4
-_BREATH_SECONDS = 0.1
+_SWARM_PAUSE_SECONDS = 0.1
 """Children come in swarms (a Job, its pods, their first conditions): they are read, and then looked at, together."""
 
 
@@ -81,7 +81,7 @@ class Operator:
                 "" if kind == KIND else WATCH_SELECTOR,
                 begin=functools.partial(self._picture.listing, kind),
                 seen=self._seen,
-                breath=0.0 if kind == KIND else _BREATH_SECONDS,
+                breath=0.0 if kind == KIND else _SWARM_PAUSE_SECONDS,
             )
             for kind in KINDS
         }

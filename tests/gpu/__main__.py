@@ -164,12 +164,13 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
     whole = runs.checks(work / "inputs", work / "checks", device)
 
     def told(outcome: Outcome) -> None:
+        # Kept before it is told: who reads of it may stop this command, and expects it among the last lines.
+        figures.keep({f"check_{outcome.name}": outcome.verdict, **(outcome.figures or {})})
         said = f": {outcome.said}" if outcome.said else ""
         say(f"check {outcome.name}: {outcome.verdict} ({outcome.seconds:.1f} s){said}")
         if outcome.verdict == "failed":
             for line in last_lines(work / "checks", outcome.name):
                 say(f"    {line}")
-        figures.keep({f"check_{outcome.name}": outcome.verdict})
         figures.add(outcome.figures or {})
 
     (work / "checks").mkdir()

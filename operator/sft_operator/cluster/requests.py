@@ -1,5 +1,5 @@
-"""Short requests to the API server over connections that are kept, at a third of what the session for
-streams takes (``tests/bench/requests.py``).
+"""Short requests to the API server over connections that are kept, at a third to a half of what the session
+for streams takes (``tests/bench/requests.py``).
 
 HTTP/1.1, one request at a time on a connection; what the server says is parsed by httptools.
 """

@@ -3,7 +3,7 @@
 Read ``look`` from top to bottom.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -274,7 +274,7 @@ class _Look:
         healing = changed(healing, next=due, state=state)
         if interrupted or clock >= healing.next:
             # What could not be healed is said until that has succeeded.
-            healing = replace(healing, next=clock + pause)
+            healing = changed(healing, next=clock + pause)
             self._act(HealChildren(self._owner(terms), job))
         self._remember(healing=healing)
         self._waits.append(healing.next - clock)

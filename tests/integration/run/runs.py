@@ -105,7 +105,10 @@ class Place:
         report = self.store(name) / "run" / "progress.json"
 
         def reported() -> bool:
-            return report.exists() and json.loads(report.read_text())["step"] >= step
+            try:
+                return bool(json.loads(report.read_text())["step"] >= step)
+            except FileNotFoundError:  # of a run that is begun anew the folder is set aside
+                return False
 
         process = self._started
         try:

@@ -63,9 +63,12 @@ def test_what_is_not_known_of_before_is_left_out() -> None:
 
 
 def test_without_an_export_the_checkpoint_is_named() -> None:
-    model = lines(Ending(None), progress=progress(loss=1.0), checkpoints=CheckpointsStatus(latest=LATEST))[2]
+    model, following = lines(Ending(None), progress=progress(loss=1.0), checkpoints=CheckpointsStatus(latest=LATEST))[
+        2:
+    ]
 
-    assert model == "Model       none was exported; sft export makes one of the last checkpoint, /c/step-20"
+    assert following == "Next        sft export with this manifest makes a model of it; -o yaml says more"
+    assert model == "Model       none was exported; the last checkpoint is /c/step-20"
 
 
 def test_a_stopped_run_says_how_to_go_on() -> None:

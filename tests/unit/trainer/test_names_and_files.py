@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.weights import check_weights, load_weights, weights_layout
+from sft_trainer.models.weights import load_weights, weights_layout
 from sft_trainer.sharded import model_boxes
 
 EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
@@ -104,7 +104,7 @@ def test_only_what_a_box_overlaps_is_read(tmp_path: Path) -> None:
     load_weights([mine], model.names, tmp_path)
     assert torch.equal(mine.read(), files[names[1]][2:5, 1:8][None])
     with pytest.raises(ModelError, match=rf"lacks 1 of the 2 tensors of the model, the first is '{names[0]}'"):
-        check_weights([part(up, (0, 2), (0, 1), (0, 1))], model.names, tmp_path)
+        weights_layout([part(up, (0, 2), (0, 1), (0, 1))], model.names, tmp_path)
 
 
 def test_the_layout_is_told_by_canonical_names(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ mark goes on with the files that are missing; one that finds another or none rem
 ``config.json`` of an older model. So the weights of two steps never lie beside a config.
 """
 
+import functools
 import json
 import logging
 import re
@@ -73,10 +74,12 @@ def export_checkpoint(
     """
     plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
     mark = _mark(exported.manifest, plan)
-    missing = group.on_rank_zero(lambda: _begin(exported, target, plan, mark, on_bytes))
+    # Only a process that reads values asks for their index, and rank 0 asks twice.
+    values = functools.cache(lambda: _values(exported, plan))
+    missing = group.on_rank_zero(lambda: _begin(values, target, plan, mark, on_bytes))
     turn = [name for place, name in enumerate(missing) if place % writers == group.rank]
     mine = [file for file in plan.files if file.name in turn]
-    group.agree(group.tried(lambda: _write_files(mine, exported, plan, target, mark, on_bytes)))
+    group.agree(group.tried(lambda: _write_files(mine, values, target, mark, on_bytes)))
     group.on_rank_zero(lambda: _end(exported, target, plan, mark))
 
 
@@ -97,9 +100,9 @@ def _mark(manifest: Manifest, plan: Plan) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def _begin(exported: Exported, target: Store, plan: Plan, mark: bytes, on_bytes: OnBytes) -> list[str]:
+def _begin(get: Callable[[], Values], target: Store, plan: Plan, mark: bytes, on_bytes: OnBytes) -> list[str]:
     """Names of the files that are to be written into the folder, of which all others are finished."""
-    values = _values(exported, plan)  # before anything is removed
+    values = get()  # before anything is removed
     _drop_earlier_uploads(target)
     present, found = _present(target)
     if found is None and _is_model(target):
@@ -151,15 +154,12 @@ def _present(target: Store) -> tuple[dict[str, int], bytes | None]:
 
 
 def _write_files(
-    files: Sequence[File], exported: Exported, plan: Plan, target: Store, mark: bytes, on_bytes: OnBytes
+    files: Sequence[File], get: Callable[[], Values], target: Store, mark: bytes, on_bytes: OnBytes
 ) -> None:
-    if not files:
-        return
-    values = _values(exported, plan)
     for file in files:
         with target.open_write(file.name, size_hint=file.size) as stream:
             stream.write(file.header)
-            for tensor in values.of(file, on_bytes):
+            for tensor in get().of(file, on_bytes):
                 for block in _bytes(tensor):
                     stream.write(block)
                     on_bytes(block.nbytes)

@@ -43,15 +43,6 @@ def weight_files(path: Path) -> dict[str, Path]:
         return dict.fromkeys(reader.keys(), single)
 
 
-def check_weights(boxes: Sequence[Box], names: Names, path: Path) -> None:
-    """Raise ``ModelError`` unless the files in ``path`` are whole and hold all that ``boxes`` need, in its shape.
-
-    Reads their headers only; the boxes may be on the meta device.
-    """
-    for _ in _sources(boxes, names, path):
-        pass
-
-
 def load_weights(
     boxes: Sequence[Box], names: Names, path: Path, on_tensor: Callable[[int], None] = lambda done: None
 ) -> None:
@@ -68,7 +59,8 @@ def load_weights(
 def weights_layout(boxes: Sequence[Box], names: Names, path: Path) -> list[str]:
     """Canonical name, shape and stored dtypes of the weights in ``path``, sorted: however they lie in files.
 
-    ``boxes`` are those of the whole model, on the meta device perhaps. Raises as ``check_weights`` does.
+    Reads their headers only; ``boxes`` may be on the meta device. Raises ``ModelError`` unless the files are whole and
+    hold all that the boxes need, in its shape.
     """
     dtypes: dict[str, set[str]] = {}
     for source in _sources(boxes, names, path):
