@@ -158,6 +158,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("loss", kernels.loss),
             ("staging", kernels.staging),
             ("group", kernels.group),
+            ("memory", kernels.memory),
             ("out_of_memory", kernels.out_of_memory),
         )
     ]

@@ -252,6 +252,26 @@ def group(device: Device) -> dict[str, Figure]:
     return {"group_backend": backend}
 
 
+def memory(device: Device) -> dict[str, Figure]:
+    """What the choice of bins in one forward pass is made from is what the GPU has."""
+    if device.type == "cpu":
+        raise Skipped("cpu")
+    from sft_trainer.strategies.fsdp.memory import CudaMemory
+
+    of, size = CudaMemory(device), 2**28
+    before, available = of.allocated(), of.available()
+    held = torch.ones(size, dtype=torch.uint8, device=device)
+    if of.allocated() - before != held.nbytes:
+        raise AssertionError(f"{of.allocated() - before} bytes were seen of {held.nbytes}")
+    del held
+    total = torch.cuda.get_device_properties(device).total_memory
+    if of.allocated() != before or of.most_allocated() < before + size or not size < of.available() <= total:
+        raise AssertionError(f"now {of.allocated()}, at most {of.most_allocated()}, could be {of.available()}/{total}")
+    if abs(of.available() - available) > size:
+        raise AssertionError(f"what can be had was {available} and is {of.available()}, with as much in use")
+    return {"memory_gib": total / 2**30}
+
+
 def out_of_memory(device: Device) -> dict[str, Figure]:
     """What torch raises when the memory of the GPU is used up is told from other errors."""
     if device.type == "cpu":

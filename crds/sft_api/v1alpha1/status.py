@@ -119,7 +119,7 @@ class PlanStatus(ApiModel):
     learning_rate: float = Field(description="Peak learning rate.")
     global_batch_size: int | None = Field(default=None, description="Examples per optimizer step.")
     global_batch_tokens: int | None = Field(default=None, description="Tokens per optimizer step, at most.")
-    max_tokens_per_micro_batch: int | None = Field(default=None, description="Tokens of one forward pass, at most.")
+    max_tokens_per_micro_batch: int | None = Field(default=None, description="Tokens of one micro-batch, at most.")
     gradient_accumulation: int | None = Field(
         default=None,
         description="Forward passes per step and process; absent when it varies with the examples.",

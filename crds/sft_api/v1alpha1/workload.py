@@ -225,11 +225,12 @@ class TrainingSpec(ApiModel):
         "micro-batches on every process.",
     )
     micro_batch_size: Annotated[int, Field(ge=1, le=65536)] = Field(
-        default=1, description="Examples in one forward pass of one process, without packing."
+        default=1, description="Examples of one micro-batch of one process, without packing."
     )
     max_tokens_per_micro_batch: Annotated[int, Field(ge=8, le=16_777_216)] | None = Field(
         default=None,
-        description="Tokens in one forward pass of one process, with packing; data.maxLength when absent.",
+        description="Tokens of one micro-batch of one process, with packing; data.maxLength when absent. Where a GPU "
+        "has memory, several micro-batches go through one forward pass.",
     )
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The optimizer (AdamW).")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="The learning-rate schedule.")

@@ -1,6 +1,7 @@
 """What FSDP promises the loop: what is trained, steps skipped on the device, bins alone or together."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def some_bin(seed: int, *lengths: int) -> BinTensors:
 
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 BINS = (some_bin(1, 5, 9), some_bin(2, 12), some_bin(3, 3, 4, 6), some_bin(4, 7), some_bin(5, 2, 11))
+BIN_TOKENS = 512
+"""Of the manifest: as long as an example may be."""
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
 
 
@@ -134,13 +137,39 @@ def _first_moments(of: FsdpStrategy) -> list[torch.Tensor]:
     return [whole(state["exp_avg"]) for state in of.optimizer.state.values()]
 
 
+@dataclass
+class RoomFor:
+    """A device with memory for so many bins at once."""
+
+    bins: int
+
+    def allocated(self) -> int:
+        return 2**30
+
+    def most_allocated(self) -> int:
+        return 2**30 + max(bin_.input_ids.shape[0] for bin_ in BINS)  # a byte a token
+
+    def available(self) -> int:
+        return int((2**30 + (self.bins + 0.5) * BIN_TOKENS) / 0.8)
+
+
 @pytest.mark.parametrize("together", [2, 3, 5])
 def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) -> None:
-    alone, grouped = strategy(folder), strategy(folder, bins_per_forward=together)
+    # Given two alike, of which one has memory for more than one bin
+    alone, grouped = strategy(folder), strategy(folder, memory=RoomFor(together))
     forwards: list[int] = []
     grouped.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
     bins = [*BINS, EMPTY]
+    for one in (alone, grouped):
+        for _ in range(2):
+            step(one)
+    assert len(forwards) == 2 * len(BINS), "of the first two steps each goes alone"
+
+    # When another step follows
+    forwards.clear()
     losses = [one.forward_backward(bins, TRAINED) for one in (alone, grouped)]
+
+    # Then it is made with fewer passes, and the same sums
     assert len(forwards) == -(-len(bins) // together)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     for name, gradient in gradients(alone).items():
@@ -150,7 +179,10 @@ def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) 
 
 def test_where_random_numbers_are_drawn_every_bin_goes_alone(tmp_path: Path) -> None:
     save_model("llama", tmp_path, attention_dropout=0.25)
-    alone, asked = strategy(tmp_path), strategy(tmp_path, bins_per_forward=3)
+    alone, asked = strategy(tmp_path), strategy(tmp_path, memory=RoomFor(3))
+    for one in (alone, asked):
+        for _ in range(2):
+            one.forward_backward(BINS, TRAINED)
     assert alone.forward_backward(BINS, TRAINED).item() == asked.forward_backward(BINS, TRAINED).item()
     # And they are drawn by the bin, whatever came before it.
     others = strategy(tmp_path)

@@ -1,6 +1,6 @@
 """From the stream of examples to what every process computes in every step.
 
-A *bin* is the examples of one forward pass of one process; a step is a list of bins, the same whatever the number
+A *bin* is the examples of one micro-batch of one process; a step is a list of bins, the same whatever the number
 of processes. Bin ``j`` of a step goes to process ``j mod dp``; a process that has fewer bins than another runs an
 empty one, so that all take part in the same collectives.
 """
@@ -36,7 +36,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Bin:
-    """Examples of one forward pass: parallel arrays of source and row."""
+    """Examples of one micro-batch: parallel arrays of source and row."""
 
     sources: Sources
     rows: Rows

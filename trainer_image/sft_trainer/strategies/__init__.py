@@ -13,6 +13,7 @@ from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
 from .fsdp import FsdpStrategy
+from .fsdp.memory import CudaMemory
 
 Which = Literal["base", "trained", "optimizer"]
 
@@ -66,4 +67,6 @@ def build(
 
     Weights are allocated and not filled. A collective call.
     """
-    return FsdpStrategy(config, blueprint, trainable, topology, device)
+    # A CPU is as busy with one bin as with two, and shares its memory with everybody.
+    memory = CudaMemory(device) if device.type == "cuda" else None
+    return FsdpStrategy(config, blueprint, trainable, topology, device, memory)

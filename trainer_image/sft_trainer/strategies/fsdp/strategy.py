@@ -1,5 +1,6 @@
 """The strategy FSDP: ``sft_trainer.strategies.Strategy`` over a sharded model and the fused AdamW of torch."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -16,7 +17,10 @@ from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
 from .grouping import draws_random_numbers, grouped
+from .memory import BinsPerForward, Memory
 from .sharding import build_model, gradient_norm
+
+log = logging.getLogger("sft_trainer")
 
 
 class FsdpStrategy:
@@ -29,10 +33,9 @@ class FsdpStrategy:
         trainable: Trainable,
         topology: Topology,
         device: torch.device,
-        *,
-        bins_per_forward: int = 1,
+        memory: Memory | None = None,
     ) -> None:
-        """``bins_per_forward``: how many bins are computed at once, where the model draws no random numbers."""
+        """``memory`` of the device decides how many bins are computed at once; without it, each goes alone."""
         self._device = device
         huggingface: Any = blueprint.huggingface
         self._names = Names.of(huggingface.config)
@@ -43,7 +46,12 @@ class FsdpStrategy:
             if not trainable.saves(name)
             for part in self._names.parts(name, tuple(parameter.shape))
         }
-        self._bins_per_forward = 1 if draws_random_numbers(blueprint) else bins_per_forward
+        spec = config.spec
+        bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
+        self._together = (
+            BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
+        )
+        self._tells = topology.tells
         self.model = build_model(config, blueprint, trainable, topology, device)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.spec, config.plan.learning_rate)
 
@@ -66,12 +74,15 @@ class FsdpStrategy:
 
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
         self.model.train()
-        loss_sum = self._zero()
+        loss_sum, most_tokens = self._zero(), 0
         for bin_, loss in self._losses(bins):
             # The denominator is that of the whole step, so gradients only need to be summed.
             (loss * (1.0 / denominator if bin_.counts else 0.0)).backward()
             if bin_.counts:
                 loss_sum += loss.detach()
+                most_tokens = max(most_tokens, bin_.input_ids.shape[0])
+        if self._together and self._together.after_pass(most_tokens) and self._tells:
+            log.info("there is memory for %s bins in one forward pass: so many are computed at once", self._at_once)
         return loss_sum
 
     def grad_norm(self) -> torch.Tensor:
@@ -98,12 +109,16 @@ class FsdpStrategy:
                 loss_sum += loss
         return loss_sum
 
+    @property
+    def _at_once(self) -> int:
+        return self._together.count if self._together else 1
+
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _losses(self, bins: Iterable[BinTensors]) -> Iterator[tuple[BinTensors, torch.Tensor]]:
         """What goes through the model at once, and its summed loss."""
-        for bin_ in grouped((bin_.to(self._device) for bin_ in bins), self._bins_per_forward):
+        for bin_ in grouped((bin_.to(self._device) for bin_ in bins), self._at_once):
             # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
             torch.manual_seed(bin_.seed)
             yield (

@@ -1,0 +1,102 @@
+"""How many bins go through the model at once: by the memory that one was seen to take."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+_SHARE = 0.8
+"""Of the memory that a process can have: what is left is for holes between blocks, and for collectives."""
+_ENOUGH_TOKENS = 16_384
+"""Of one forward pass: more of them keep a device no busier, and cost memory."""
+
+
+class Memory(Protocol):
+    """Of a device, in bytes."""
+
+    def allocated(self) -> int:
+        """Held by tensors of this process now."""
+        ...
+
+    def most_allocated(self) -> int:
+        """Held by them at the same time, ever."""
+        ...
+
+    def available(self) -> int:
+        """All that tensors of this process could hold: what others hold is not."""
+        ...
+
+
+class CudaMemory:
+    """Of a GPU, as torch's allocator knows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def most_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def available(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What forward and backward passes of a step took, one bin at a time."""
+
+    tokens: int
+    """Of the largest bin."""
+    kept: int
+    """Bytes allocated after them: weights, moments and gradients."""
+    most: int
+    """Bytes allocated at the same time."""
+    available: int
+    """Bytes that could be."""
+
+
+def bins_that_fit(seen: Pass, bin_tokens: int) -> int:
+    """How many full bins of ``bin_tokens`` are computed at once after a pass of one; at least 1.
+
+    What layers gather of one another's weights is counted for every bin, though it is there only once: the answer is
+    never too large for that.
+    """
+    each = (seen.most - seen.kept) * bin_tokens / max(1, seen.tokens)
+    room = _SHARE * seen.available - seen.kept
+    fit = room // each if each > 0 else 1
+    return max(1, min(int(fit), _ENOUGH_TOKENS // bin_tokens))
+
+
+class BinsPerForward:
+    """One, until the second step of this process has shown what a bin takes; then what all processes have room for.
+
+    In the second step the optimizer has its moments, which it makes in the first.
+    """
+
+    def __init__(self, memory: Memory, bin_tokens: int, device: torch.device) -> None:
+        self.count = 1
+        self._memory = memory
+        self._bin_tokens = bin_tokens
+        self._device = device
+        self._steps = 0
+
+    def after_pass(self, tokens: int) -> bool:
+        """Say that the passes of a step are over, their largest bin had ``tokens``; whether ``count`` is another now.
+
+        Collective once, in the same step of all processes, and the host waits for it that once.
+        """
+        self._steps += 1
+        if self._steps != 2:
+            return False
+        memory = self._memory
+        seen = Pass(tokens, memory.allocated(), memory.most_allocated(), memory.available())
+        # A process without a bin of its own has seen nothing.
+        fit = bins_that_fit(seen, self._bin_tokens) if tokens else _ENOUGH_TOKENS
+        agreed = torch.tensor(fit, device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        self.count = min(int(agreed), max(1, _ENOUGH_TOKENS // self._bin_tokens))
+        return self.count > 1
