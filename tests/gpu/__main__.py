@@ -6,7 +6,8 @@ First checks: every part that has a path of its own on a GPU, then whole runs; e
 what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
 model-FLOPs utilisation and peak memory of the trainer and of a plain Hugging Face loop in turn (A B B A), and what a
 save costs. All is printed as it comes; the last lines repeat every figure as key=value. The exit code is 0 when every
-check is ok and every run was measured. On a CPU the same with small shapes; what needs a GPU says ``skipped=cpu``.
+check is ok and every run was measured: what there was no time for counts as neither. On a CPU the same with small
+shapes; what needs a GPU says ``skipped=cpu``.
 """
 
 import argparse
@@ -101,10 +102,10 @@ def main() -> int:
         finally:
             if options.logs is not None:
                 _keep_logs(work, options.logs)
-    failed = figures.with_value("failed")
-    figures.add({"seconds": time.monotonic() - began, "failures": len(failed)})
+    failed, left_out = figures.with_value("failed"), figures.with_value("no_time_left")
+    figures.add({"seconds": time.monotonic() - began, "left_out": len(left_out), "failures": len(failed)})
     figures.print_all()
-    return 1 if failed else 0
+    return 1 if failed or left_out else 0
 
 
 def _check_and_measure(

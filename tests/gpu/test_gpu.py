@@ -42,7 +42,7 @@ def test_everything_that_a_cpu_can_run_is_ok() -> None:
     assert float(figures["bf16_gradient_cosine"]) > 0.99
     assert float(figures["small_ratio_to_plain"]) > 0
     assert float(figures["small_ours_peak_memory_gib"]) > 0
-    assert figures["failures"] == "0"
+    assert (figures["left_out"], figures["failures"]) == ("0", "0")
 
 
 def test_one_that_is_stopped_tells_what_it_knows() -> None:
@@ -60,6 +60,15 @@ def test_one_that_is_stopped_tells_what_it_knows() -> None:
     figures = figures_of(said)
     assert figures["stopped_by"] == "SIGTERM"
     assert figures["device"] == "cpu"
+
+
+def test_what_there_was_no_time_for_is_no_success() -> None:
+    said, problems = (run := start("--short", "--minutes", "0.1")).communicate()
+
+    assert run.returncode == 1, said + problems
+    figures = figures_of(said)
+    assert figures["check_attention"] == "no_time_left"
+    assert (int(figures["left_out"]) >= 8, figures["failures"]) == (True, "0")
 
 
 def test_a_package_that_is_missing_is_named(
