@@ -4,6 +4,7 @@
 digits. What lies outside of the years here becomes their first or last second: it still is long ago, or far ahead.
 """
 
+import functools
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from pydantic import AfterValidator
 
 EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 LATEST = datetime(2999, 12, 31, 23, 59, 59, tzinfo=UTC)
+_LONGEST_TIMESTAMP = 64
 _LONGEST_SECONDS = (LATEST - EARLIEST).total_seconds()
 
 
@@ -30,8 +32,12 @@ Time = Annotated[datetime, AfterValidator(bounded_time)]
 
 def parse_time(text: object) -> datetime | None:
     """The time of a timestamp, or None when it is none."""
-    if not isinstance(text, str):
-        return None
+    return _parsed(text) if isinstance(text, str) and len(text) <= _LONGEST_TIMESTAMP else None
+
+
+@functools.lru_cache(4096)
+def _parsed(text: str) -> datetime | None:
+    # Of thousands of pods most were made in the same few seconds.
     try:
         return bounded_time(datetime.fromisoformat(text))
     except ValueError:

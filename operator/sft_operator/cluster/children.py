@@ -3,6 +3,7 @@
 Whose a child is, its owner reference says: what is ours is put right, what is another's is named and left alone.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -70,25 +71,28 @@ class Children:
         self._settings = settings
 
     async def make(self, owner: ObjectMeta, manifests: Iterable[Manifest]) -> Manifest | None:
-        """Create the children in their order; the Job as the API server has it.
+        """Create the children, the Job when all that its pods need is there; the Job as the API server has it.
 
         One that exists already is fine when it is ours: the trainer reads the first ConfigMap that was made, whatever
-        the settings say now, so the Job carries the copy of that one.
+        the settings say now, so the Job carries the copy of that one. Raises for the first that cannot be made.
         """
-        job = None
+        wanted = list(manifests)
+        others = [manifest for manifest in wanted if manifest["kind"] != "Job"]
+        # Side by side: a job waits for two answers of a busy API server, and not for one a child.
+        answers = await asyncio.gather(*(self._create(owner, manifest) for manifest in others), return_exceptions=True)
         annotations: dict[str, str] = {}
-        for manifest in manifests:
-            kind = manifest["kind"]
-            if kind == "Job":
-                manifest["metadata"].setdefault("annotations", {}).update(annotations)
-            made = await self._create(owner, manifest)
-            if kind == "ConfigMap":
+        for manifest, made in zip(others, answers, strict=True):
+            if isinstance(made, BaseException):
+                raise made
+            if manifest["kind"] == "ConfigMap":
                 # Ours by its owner, which anybody can write: one without a configuration is healed like a lost one.
                 holds = config_digest((made.get("data") or {}).get(CONFIG_KEY))
                 annotations = copy_annotations(made if holds else manifest)
-            elif kind == "Job":
-                job = await self._watched(made)
-        return job
+        job = next((manifest for manifest in wanted if manifest["kind"] == "Job"), None)
+        if job is None:
+            return None
+        job["metadata"].setdefault("annotations", {}).update(annotations)
+        return await self._watched(await self._create(owner, job))
 
     async def _watched(self, job: Manifest) -> Manifest:
         """``job`` with the label by which Jobs are watched: without it this one would be made again and again."""

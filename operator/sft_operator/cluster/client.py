@@ -171,7 +171,7 @@ class Cluster:
         An error that is told inside of the stream is raised like one that is its status.
         """
         query = {"watch": "true", "allowWatchBookmarks": "true", "labelSelector": labels, **query}
-        url, body = f"{self._url(kind, namespace)}?{urlencode(query)}", WatchBody()
+        url, body = f"{self._url(kind, namespace)}?{urlencode(query)}", WatchBody(kind)
         headers = {"Accept": "application/json"}
         async with self.session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
             self._answered("watch", kind, response)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..picture.observed import Manifest
 from ..picture.untrusted import mapping, part
-from .json_text import read
+from .json_text import read_event
 
 LONGEST_LINE = 16 * 2**20
 """Bytes; etcd takes objects of 1.5 MiB, and JSON may be several times as long."""
@@ -23,7 +23,7 @@ class Event(NamedTuple):
     type: str
     """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
     object: Manifest
-    """The object; of a bookmark its version only, of an error a Status."""
+    """The object, or of it what is read; of a bookmark its version only, of an error a Status."""
 
     @property
     def ends_list(self) -> bool:
@@ -35,7 +35,8 @@ class Event(NamedTuple):
 class WatchBody:
     """The body of one answer: ``feed`` it in pieces."""
 
-    def __init__(self, longest_line: int = LONGEST_LINE) -> None:
+    def __init__(self, kind: str, longest_line: int = LONGEST_LINE) -> None:
+        self._kind = kind
         self._longest = longest_line
         self._pieces: list[bytes] = []
         """Of the line that is not complete yet; empty once it is too long."""
@@ -47,7 +48,7 @@ class WatchBody:
         self._add(first)
         for piece in others:
             if self._length:
-                yield _event(b"".join(self._pieces))
+                yield _event(self._kind, b"".join(self._pieces))
             self._pieces, self._length = [], 0
             self._add(piece)
 
@@ -59,9 +60,9 @@ class WatchBody:
             self._pieces.append(piece)
 
 
-def _event(line: bytes) -> Event | None:
+def _event(kind: str, line: bytes) -> Event | None:
     try:
-        document = read(line)
+        document = read_event(kind, line)
     except (ValueError, RecursionError):
         return None
     found = mapping(document)

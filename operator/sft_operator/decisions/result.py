@@ -12,7 +12,7 @@ from .news import News
 
 @dataclass(frozen=True)
 class CreateChildren:
-    """Make these in their order, unless pods of an earlier Job are found."""
+    """Make these, the Job last, unless pods of an earlier Job are found."""
 
     owner: ObjectMeta
     manifests: tuple[Manifest, ...]

@@ -10,7 +10,7 @@ from sft_api.times import parse_time
 from .untrusted import entries, part, text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Condition:
     """One condition of an object."""
 

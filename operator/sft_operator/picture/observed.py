@@ -7,6 +7,7 @@ Objects arrive as the API server sends them (dicts), with whatever tenants wrote
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from sys import intern
 from typing import Any
 
 from sft_api.progress import Progress, TerminationMessage
@@ -71,7 +72,7 @@ _CONDITIONS = frozenset({"Ready", "PodScheduled", "DisruptionTarget", "Complete"
 """Those of Jobs and pods that decide anything."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Terminated:
     """How the training container ended."""
 
@@ -89,7 +90,7 @@ class Terminated:
             return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pod:
     """One training pod."""
 
@@ -134,13 +135,14 @@ class Pod:
         return cls(
             name=text(metadata.get("name")),
             uid=text(metadata.get("uid")),
-            job_uid=owner_uid(manifest, "Job"),
+            # Words that many pods have are interned: tens of thousands of pods are held.
+            job_uid=intern(owner_uid(manifest, "Job") or "") or None,
             index=integer(annotations.get("batch.kubernetes.io/job-completion-index")),
-            phase=text(status.get("phase")) or "Pending",
+            phase=intern(text(status.get("phase"))) or "Pending",
             reason=text(status.get("reason")),
             message=text(status.get("message")),
             ip=text(status.get("podIP")) or None,
-            node=text(spec.get("nodeName")) or None,
+            node=intern(text(spec.get("nodeName"))) or None,
             created=parse_time(metadata.get("creationTimestamp")),
             deletion=deletion,
             deletion_began=shifted(deletion, -grace) if deletion else None,
@@ -178,7 +180,7 @@ def deletion_time(metadata: Mapping[str, Any]) -> datetime | None:
     return None if given is None else parse_time(given) or LATEST
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChildJob:
     """The Job that runs the pods."""
 

@@ -55,7 +55,7 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seen:
     """One object, reduced, with the version that orders it."""
 
@@ -84,7 +84,7 @@ def key_of(kind: str, manifest: Manifest) -> Key | None:
     """The SFTJob an object belongs to, or None for a stranger's."""
     metadata = part(manifest, "metadata")
     name, namespace = text(metadata.get("name")), text(metadata.get("namespace"))
-    owner = {KIND: name, "Job": _owner(manifest, KIND), "Pod": _owner(manifest, "Job")}[kind]
+    owner = name if kind == KIND else _owner(manifest, KIND if kind == "Job" else "Job")
     if kind == "Job" and owner != name:
         return None  # a copy that someone made: ours has the name of its SFTJob
     return Key(namespace, owner) if owner and namespace and _uid(manifest) else None
@@ -132,8 +132,13 @@ class Picture:
 
     def store(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in an object; the key to look at again, None when nothing new was learnt."""
-        key, uid, version = key_of(kind, manifest), _uid(manifest), version_of(manifest)
-        if key is None or self._deleted[kind].get(uid, -1) >= version:
+        key = key_of(kind, manifest)
+        return None if key is None else self.take_in(kind, key, _uid(manifest), manifest)
+
+    def take_in(self, kind: str, key: Key, uid: str, manifest: Manifest) -> Key | None:
+        """``store`` for an object whose ``key`` and ``uid`` are known."""
+        version = version_of(manifest)
+        if self._deleted[kind].get(uid, -1) >= version:
             return None
         known = self._known(key, kind, uid)
         if known is not None and known.version >= version:
@@ -342,7 +347,7 @@ class Listing:
         if self._kind == "Pod":
             self._pods[key] += 1
         before = self._picture.held_version(self._kind, key, uid)
-        if self._picture.store(self._kind, manifest):
+        if self._picture.take_in(self._kind, key, uid, manifest):
             self._changed.add(key)
         version = self._picture.held_version(self._kind, key, uid)
         if version > before:

@@ -35,7 +35,8 @@ def _bounded(text: str) -> int:
 
 def mapping(value: object) -> Mapping[str, Any]:
     """``value`` when it is an object, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
+    # Nearly all are dicts, and the abstract class takes its time to say so.
+    return value if type(value) is dict or isinstance(value, Mapping) else {}
 
 
 def part(value: object, *path: str) -> Mapping[str, Any]:

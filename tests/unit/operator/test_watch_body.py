@@ -17,7 +17,7 @@ def line(kind: str, found: object = POD) -> bytes:
 
 
 def read(text: bytes, size: int = 100_000, longest_line: int = 10_000) -> list[Event | None]:
-    body = WatchBody(longest_line)
+    body = WatchBody("Pod", longest_line)
     return [event for at in range(0, len(text), size) for event in body.feed(text[at : at + size])]
 
 
@@ -47,7 +47,7 @@ def test_half_a_line_is_not_read() -> None:
         b'{"type": ["ADDED"], "object": {}}',
         b'{"type": "PRUNED", "object": {}}',
         b'{"type": "ADDED", "object": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b"}",
-        b'{"type": "ADDED", "object": {"n": ' + b"9" * 5000 + b"}}",
+        b'{"type": "ADDED", "object": {"metadata": {"uid": ' + b"9" * 5000 + b"}}}",
     ],
 )
 def test_a_line_that_nobody_can_read_hides_no_other(bad: bytes) -> None:
@@ -57,7 +57,7 @@ def test_a_line_that_nobody_can_read_hides_no_other(bad: bytes) -> None:
 
 
 def test_a_line_longer_than_any_object_is_not_held() -> None:
-    body = WatchBody(longest_line=1000)
+    body = WatchBody("Pod", longest_line=1000)
     list(body.feed(line("ADDED") + b'{"type": "ADDED", "object": "'))
     for _ in range(100):
         assert list(body.feed(b"x" * 500)) == []

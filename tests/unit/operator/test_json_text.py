@@ -1,0 +1,85 @@
+"""Of a watch's lines only what is read becomes an object, and nothing that is read is missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_type_hints
+
+import pytest
+
+from sft_operator.cluster import json_text
+from sft_operator.cluster.json_text import read, read_event, written
+from sft_operator.picture.observed import ChildJob, Pod
+from sft_operator.picture.picture import key_of, version_of
+from tests.unit.operator.make import Object, child_manifest, pod_manifest
+
+READERS: dict[str, Any] = {"Pod": Pod.from_manifest, "Job": ChildJob.from_manifest}
+DECLARED = {"Pod": json_text._Pod, "Job": json_text._Job}
+
+
+class Asked(dict[str, Any]):
+    """A part of an object that remembers what it was asked for."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._names.add(name)
+        return default
+
+
+@pytest.mark.parametrize("kind", ["Pod", "Job"])
+def test_all_that_is_read_of_an_object_is_declared(kind: str) -> None:
+    asked: dict[str, set[str]] = {"metadata": set(), "spec": set(), "status": set()}
+    manifest = {name: Asked(names) for name, names in asked.items()}
+
+    READERS[kind](manifest)
+    key_of(kind, manifest)
+    version_of(manifest)
+
+    declared = get_type_hints(DECLARED[kind])
+    assert all(asked.values())
+    for part, names in asked.items():
+        assert names <= get_type_hints(declared[part]).keys(), part
+
+
+@pytest.mark.parametrize(("kind", "manifest"), [("Pod", pod_manifest()), ("Job", child_manifest())])
+def test_what_is_read_of_a_line_is_what_is_read_of_the_whole_object(kind: str, manifest: Object) -> None:
+    manifest["metadata"]["managedFields"] = [{"fieldsV1": {"f:spec": {}}}]
+    manifest["spec"] = {**manifest.get("spec", {}), "containers": [{"name": "trainer"}], "nodeName": "a"}
+    line = json.dumps({"type": "MODIFIED", "object": manifest}).encode()
+
+    found = read_event(kind, line)["object"]
+
+    assert "managedFields" not in found["metadata"]
+    assert "containers" not in found["spec"]
+    assert READERS[kind](found) == READERS[kind](manifest)
+    assert key_of(kind, found) == key_of(kind, manifest)
+    assert version_of(found) == version_of(manifest)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old", "details": {}}},
+        {"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": "7"}}},
+        {"kind": "Status", "code": 500},
+        {"type": "ADDED", "object": {"metadata": "none", "spec": [], "status": 7}},
+        {"type": "ADDED", "object": "none"},
+        [],
+    ],
+)
+def test_a_line_of_another_shape_is_read_as_a_whole(document: Any) -> None:
+    assert read_event("Pod", json.dumps(document).encode()) == document
+
+
+def test_an_sftjob_is_read_as_a_whole() -> None:
+    document = {"type": "ADDED", "object": {"spec": {"model": {"uri": "hf://a/b"}}}}
+    assert read_event("SFTJob", json.dumps(document).encode()) == document
+
+
+@pytest.mark.parametrize("document", [{"n": 2**80}, {"text": "\ud800"}, {"n": 1.5}, {"text": "ü\U0001f600"}])
+def test_what_is_written_is_read_again(document: Object) -> None:
+    assert read(written(document)) == document
+    assert read(json.dumps(document).encode()) == document
