@@ -189,9 +189,11 @@ def test_a_new_job_waits_until_the_pods_of_the_last_one_are_gone(scene: Scene) -
     scene.submit("twice", runPolicy=policy)
 
     # Then nothing is made while they save their state
-    message = until_reason(scene, "twice", "EarlierPods")
+    until_reason(scene, "twice", "EarlierPods")
     scene.until(lambda: all(pod["metadata"].get("deletionTimestamp") for pod in scene.pods("twice")))
-    assert f"{first[0]['metadata']['name']} on node {scene.namespace}" in message
+    # They are asked to end by others, one after the other, and until then no node is waited for.
+    both = [f"{pod['metadata']['name']} on node {scene.namespace}" for pod in first]
+    scene.until(lambda: all(words in scene.status("twice")["message"] for words in both))
     assert scene.status("twice")["state"] == "Preparing"
     assert scene.condition("twice", "Stalled")["status"] == "False"
 
