@@ -1,13 +1,14 @@
 """Token-weighted mean loss over the evaluation sets."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .data.batches import Bin, Examples, empty_micro_batch, micro_batch
-from .data.feed import BinTensors
+from .data.feed import BinTensors, Feed
 from .data.packing import first_fit_decreasing
 from .distributed import sum_over_ranks
 from .strategies import Strategy
@@ -20,6 +21,32 @@ class EvaluationResult:
 
     losses: dict[str, float]
     loss: float
+
+
+class EvaluationBins:
+    """What one process computes of an evaluation: bin after bin of set after set, as many as every other process."""
+
+    def __init__(self, sets: Mapping[str, Examples], bin_tokens: int, topology: Topology) -> None:
+        """Examples are packed into bins of ``bin_tokens``; bin ``j`` of a set goes to process ``j mod dp``."""
+        self._sets = sets
+        self._places = [
+            (name, groups[first + topology.data_rank] if first + topology.data_rank < len(groups) else None)
+            for name, examples in sets.items()
+            for groups in [first_fit_decreasing(examples.lengths, bin_tokens)]
+            for first in range(0, len(groups), topology.data_parallel)
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the set that each bin is of."""
+        return [name for name, _ in self._places]
+
+    def share(self, index: int) -> BinTensors:
+        """The bin with the given index, counted from 0; an empty one where only others have one more."""
+        name, rows = self._places[index]
+        if rows is None:
+            return BinTensors.of(empty_micro_batch(), counts=False)
+        return BinTensors.of(micro_batch(Bin(np.zeros(len(rows), dtype=np.int32), rows), [self._sets[name]]))
 
 
 def evaluate(
@@ -35,22 +62,15 @@ def evaluate(
 
     ``on_batch(batches done, batches in all)`` is called after each batch of all processes.
     """
-    sums: list[torch.Tensor | float] = []
-    packed = [first_fit_decreasing(examples.lengths, bin_tokens) for examples in sets.values()]
-    batches, done = sum(-(-len(groups) // topology.data_parallel) for groups in packed), 0
-    for examples, groups in zip(sets.values(), packed, strict=True):
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for first in range(0, len(groups), topology.data_parallel):
-            # Every process runs as many forward passes as the others: they share collectives.
-            bin_ = BinTensors.of(empty_micro_batch(), counts=False)
-            if first + topology.data_rank < len(groups):
-                rows = groups[first + topology.data_rank]
-                bin_ = BinTensors.of(micro_batch(Bin(np.zeros(len(rows), dtype=np.int32), rows), [examples]))
-            total += strategy.forward_sums([bin_])
-            done += 1
-            on_batch(done, batches)
-        sums.append(total if topology.counts_loss else 0.0)
-    reduced = sum_over_ranks(sums, device)
+    bins = EvaluationBins(sets, bin_tokens, topology)
+    sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sets}
+    names = bins.names
+    with closing(Feed(bins, first=0, total=len(names), device=device)) as feed:
+        # Every process runs as many forward passes as the others: they share collectives.
+        for done, (name, bin_) in enumerate(zip(names, feed, strict=True), 1):
+            sums[name] += strategy.forward_sums([bin_])
+            on_batch(done, len(names))
+    reduced = sum_over_ranks([total if topology.counts_loss else 0.0 for total in sums.values()], device)
     tokens = [int(examples.trained.sum(dtype=np.int64)) for examples in sets.values()]
     return EvaluationResult(
         losses={name: total / count for name, total, count in zip(sets, reduced, tokens, strict=True)},

@@ -1,9 +1,10 @@
-"""A process's share of every step as tensors, prepared by a thread while the step before is computed."""
+"""What a process computes, as tensors that a thread prepares while what comes before is computed."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from queue import Full, Queue
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ from .stream import random_seed
 _JOIN_SECONDS = 5.0
 """How long the end waits for the thread: a disk that does not answer must not hold up a save, or an error."""
 _LOOK_SECONDS = 0.2
-"""How soon the thread sees that nobody takes its steps any more."""
+"""How soon the thread sees that nobody takes what it prepares any more."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Share:
     step: Step
     bins: Sequence[BinTensors]
 
+    def pinned(self) -> "Share":
+        """A copy in memory that a GPU fetches by itself."""
+        return replace(self, bins=[bin_.pinned() for bin_ in self.bins])
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -95,24 +100,42 @@ class Shares:
         return Share(step, bins)
 
 
-class Feed(Iterator[Share]):
-    """The shares of the steps from ``first`` up to ``total``, in order, at most two steps ahead of who takes them.
+class Pinnable(Protocol):
+    """What can be copied to memory that a GPU fetches by itself."""
 
-    An error of the thread is raised, with its traceback, where the step that it was preparing is taken.
+    def pinned(self) -> Self: ...
+
+
+T = TypeVar("T", bound=Pinnable)
+T_co = TypeVar("T_co", bound=Pinnable, covariant=True)
+
+
+class Source(Protocol[T_co]):
+    """A sequence of what a process computes: a pure function of the place in it."""
+
+    def share(self, index: int) -> T_co:
+        """That with the given index, counted from 0."""
+        ...
+
+
+class Feed(Iterator[T], Generic[T]):
+    """The shares from ``first`` up to ``total``, in order, at most two ahead of who takes them.
+
+    An error of the thread is raised, with its traceback, where the share that it was preparing is taken.
     """
 
-    def __init__(self, shares: Shares, *, first: int, total: int, device: torch.device) -> None:
-        self._shares = shares
-        self._steps = range(first, total)
+    def __init__(self, source: Source[T], *, first: int, total: int, device: torch.device) -> None:
+        self._source = source
+        self._places = range(first, total)
         self._device = device
-        self._ready: Queue[Share | BaseException | None] = Queue(maxsize=1)
+        self._ready: Queue[T | BaseException | None] = Queue(maxsize=1)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._prepare, name="feed", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> Share:
+    def __next__(self) -> T:
         item = None if self._closed.is_set() else self._ready.get()
-        if isinstance(item, Share):
+        if item is not None and not isinstance(item, BaseException):
             return item
         self.close()
         if item is not None:
@@ -129,17 +152,15 @@ class Feed(Iterator[Share]):
             if self._device.type == "cuda":
                 # Every thread begins on the first GPU, and pinning would open that one too.
                 torch.cuda.set_device(self._device)
-            for index in self._steps:
-                share = self._shares.share(index)
-                if self._device.type == "cuda":
-                    share = replace(share, bins=[bin_.pinned() for bin_ in share.bins])
-                if not self._put(share):
+            for place in self._places:
+                share = self._source.share(place)
+                if not self._put(share.pinned() if self._device.type == "cuda" else share):
                     return
             self._put(None)
         except BaseException as error:  # whatever it is, the loop has to learn of it
             self._put(error)
 
-    def _put(self, item: Share | BaseException | None) -> bool:
+    def _put(self, item: T | BaseException | None) -> bool:
         """Wait until ``item`` is wanted; False when nobody wants it any more."""
         while not self._closed.is_set():
             try:
