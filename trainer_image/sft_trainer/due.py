@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sft_api.v1alpha1 import SFTJobSpec
 
-from .events import Asking, Control, Ended, Evaluated, Listener, Request, Started, StepDone
+from .events import Asking, Control, Evaluated, Listener, Request, Started, StepDone
 from .saving import Saving
 
 
@@ -47,16 +47,13 @@ class SavesWhenDue(Listener):
             control.ask(Request.SAVE)
 
     def on_step(self, event: StepDone, control: Control) -> None:
-        self._skipping, self._in_flight = event.skipped_in_a_row > 0, event.save_in_flight
+        self._skipping, self._in_flight = not event.is_finite, event.save_in_flight
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
         self._evaluated_at = event.step
         # Which checkpoint is best is known only of those that were evaluated.
         if event.step > 0 and self._checkpoint.keep.best > 0:
             control.decide(Request.SAVE)
-
-    def on_end(self, event: Ended, control: Control) -> None:
-        self._saving.publish_status()
 
     def may_save(self, step: int) -> bool:
         """Whether a save that is wanted is made after ``step``, and not after a later one."""

@@ -5,10 +5,18 @@ for more: a save, an evaluation, a stop. What one process asks for is agreed on 
 that all do the same after the same step. Listeners change nothing of the numbers; an error of one ends the run.
 """
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from sft_api.v1alpha1.status import CheckpointsStatus
+
+from .errors import StopRequested
+
+log = logging.getLogger("sft_trainer")
 
 
 class Request(Enum):
@@ -92,10 +100,13 @@ class StepDone:
     processes: int
     peak_flops_share: float | None
     """Model-FLOPs utilisation; None where the peak of the device is not known."""
-    skipped_in_a_row: int
-    """Steps up to this one whose loss or gradients were not finite: they changed nothing."""
     save_in_flight: bool
     """Whether any process still uploads the last save."""
+
+    @property
+    def is_finite(self) -> bool:
+        """False where loss or gradients were not finite: the step was skipped, it changed nothing."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def record(self) -> dict[str, Any]:
         """What is written down of the step."""
@@ -121,12 +132,31 @@ class Logged:
 
 
 @dataclass(frozen=True)
+class Evaluating:
+    """An evaluation after ``step`` goes on; first told when nothing is done and the number of batches not known."""
+
+    step: int
+    done: int = 0
+    batches: int = 0
+    """In all."""
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """Mean losses after ``step``, over all sets together and of each."""
 
     step: int
     loss: float
     losses: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SaveBegins:
+    """The state of ``step`` is about to be saved; what belongs beside it is written now."""
+
+    step: int
+    final: bool
+    """Nothing comes after it."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +169,44 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The run is complete."""
+class Committed:
+    """A save has arrived, perhaps after later steps; processes learn of it at different ones."""
 
     step: int
+    """Steps done so far."""
+    checkpoints: CheckpointsStatus
+    """All that this process knows of; the first process knows all that there are."""
 
 
-Event = Started | Asking | StepDone | Logged | Evaluated | Saved | Ended
+class Outcome(Enum):
+    """How a run ended on this process."""
+
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+    """It was asked to, and can go on."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over: the last event, told once however it ended, also to those that never heard of a start.
+
+    Where it failed the other processes may be gone, or know nothing of it: nothing collective may follow.
+    """
+
+    step: int
+    """Steps that were launched, or that of the checkpoint the run went on from."""
+    error: BaseException | None = None
+    """What ended it; None when it is complete."""
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.error is None:
+            return Outcome.COMPLETE
+        return Outcome.STOPPED if isinstance(self.error, StopRequested) else Outcome.FAILED
+
+
+Event = Started | Asking | StepDone | Logged | Evaluating | Evaluated | SaveBegins | Saved | Committed | Ended
 
 
 class Listener:
@@ -159,9 +220,15 @@ class Listener:
 
     def on_log(self, event: Logged, control: Control) -> None: ...
 
+    def on_evaluating(self, event: Evaluating, control: Control) -> None: ...
+
     def on_evaluate(self, event: Evaluated, control: Control) -> None: ...
 
+    def on_save_begins(self, event: SaveBegins, control: Control) -> None: ...
+
     def on_save(self, event: Saved, control: Control) -> None: ...
+
+    def on_commit(self, event: Committed, control: Control) -> None: ...
 
     def on_end(self, event: Ended, control: Control) -> None: ...
 
@@ -178,6 +245,22 @@ class Listeners:
         for listener in self._listeners:
             _tell(listener, event, self._control)
 
+    def end(self, event: Ended) -> None:
+        """Tell all of them of the end, whatever one raises; of a complete run the first such error is raised.
+
+        Of another one none is: what ended the run is what has to be known.
+        """
+        first: Exception | None = None
+        for listener in self._listeners:
+            try:
+                _tell(listener, event, self._control)
+            except Exception as error:
+                if first is not None or event.error is not None:
+                    log.exception("%s failed at the end of the run", type(listener).__name__)
+                first = first or error
+        if first is not None and event.error is None:
+            raise first
+
 
 def _tell(listener: Listener, event: Event, control: Control) -> None:
     match event:
@@ -189,9 +272,15 @@ def _tell(listener: Listener, event: Event, control: Control) -> None:
             listener.on_step(event, control)
         case Logged():
             listener.on_log(event, control)
+        case Evaluating():
+            listener.on_evaluating(event, control)
         case Evaluated():
             listener.on_evaluate(event, control)
+        case SaveBegins():
+            listener.on_save_begins(event, control)
         case Saved():
             listener.on_save(event, control)
+        case Committed():
+            listener.on_commit(event, control)
         case Ended():
             listener.on_end(event, control)

@@ -1,6 +1,5 @@
-"""What every rank says of itself, and rank 0 tells the world: progress file, log, and the record of every step."""
+"""What every rank says of itself, and rank 0 tells the world: activity, progress file and log."""
 
-import json
 import logging
 import statistics
 import threading
@@ -16,7 +15,7 @@ from sft_api.progress import Activity, Phase, TrainingProgress
 from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, PROGRESS_FILE, write_atomically
 
-from .events import Control, Ended, Evaluated, Listener, Logged, Saved, Started, StepDone
+from .events import Committed, Control, Ended, Evaluated, Evaluating, Listener, Outcome, Saved, Started, StepDone
 
 log = logging.getLogger("sft_trainer")
 
@@ -27,7 +26,7 @@ _ACTIVITY = frozenset({"phase", "phase_detail", "step"})
 
 
 class Reporter:
-    """Progress of this attempt; ranks other than 0 know the figures, record nothing, and write only what they do."""
+    """Progress of this attempt; ranks other than 0 know the figures, and write only what they do."""
 
     def __init__(self, run_dir: Path, *, writes: bool, rank: int = 0) -> None:
         """``writes``: this is the rank that reports for all."""
@@ -44,7 +43,6 @@ class Reporter:
         self._last_alive = 0.0
         self._lock = threading.RLock()
         """Threads that download or upload report too."""
-        self._records: list[dict[str, Any]] = []
 
     def update(self, **fields: Any) -> None:
         """Change fields of the progress and publish it."""
@@ -158,33 +156,9 @@ class Reporter:
                 duration(self.progress.remaining_seconds),
             )
 
-    def records(self) -> bytes:
-        """The step records not yet forgotten, one JSON line each; numbers as exactly as Python prints them."""
-        lines = [
-            json.dumps({key: finite(value) if isinstance(value, float) else value for key, value in record.items()})
-            for record in self._records
-        ]
-        return "".join(f"{line}\n" for line in lines).encode()
-
-    def forget_records(self) -> None:
-        """Drop the records: they are in the store."""
-        self._records.clear()
-
-    def annotate_step(self, **fields: Any) -> None:
-        """Add fields to the record of the step done last, or of step 0."""
-        self._record({"step": self.progress.step, **fields})
-
-    def _record(self, record: dict[str, Any]) -> None:
-        if not self._writes:  # nobody would ever fetch them there
-            return
-        if self._records and self._records[-1]["step"] == record["step"]:
-            self._records[-1].update(record)
-        else:
-            self._records.append(record)
-
 
 class Reporting(Listener):
-    """Tells what happens in the loop: progress, log, and what is written down of every step."""
+    """Tells what happens in the loop: progress and log."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -199,8 +173,11 @@ class Reporting(Listener):
         self._stepped = True
         self._reporter.step(event)
 
-    def on_log(self, event: Logged, control: Control) -> None:
-        self._reporter.annotate_step(**event.values)
+    def on_evaluating(self, event: Evaluating, control: Control) -> None:
+        if event.done:
+            self._reporter.alive(Phase.EVALUATING, f"{event.done}/{event.batches} batches")
+        else:
+            self._reporter.phase(Phase.EVALUATING)
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
         loss = finite(event.loss)
@@ -216,8 +193,13 @@ class Reporting(Listener):
         if not event.final:
             self._go_on(event.step)
 
+    def on_commit(self, event: Committed, control: Control) -> None:
+        self._reporter.update(checkpoints=event.checkpoints)
+
     def on_end(self, event: Ended, control: Control) -> None:
-        self._reporter.phase(Phase.COMPLETE)
+        # How else it ended the supervisor tells, which knows it of all processes.
+        if event.outcome is Outcome.COMPLETE:
+            self._reporter.phase(Phase.COMPLETE)
 
     def _go_on(self, step: int) -> None:
         """Say what is done next, so that it is judged as that."""

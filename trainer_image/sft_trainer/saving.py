@@ -1,43 +1,43 @@
 """When the trainer's state reaches the store, and what happens when it does not."""
 
-import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest, RunState
+from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.status import CheckpointsStatus
 
 from .boxes import Box
 from .checkpoint.catalog import KeepPolicy
 from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome
 from .checkpoint.store import Store
-from .curves.writer import CURVE_KEY, CurveWriter, metrics_key
 from .errors import StorageUnavailableError, TrainingError
 from .reporting import Reporter
 from .storage import check_same_run
 from .supervisor.cgroup import Cgroup
 
-log = logging.getLogger("sft_trainer")
-
-_CURVE_SECONDS = 20.0
-"""How long the end of a run waits for its curve: a picture is not worth a pod's time to leave."""
-
 
 class Saving:
-    """Checkpoints, step records and ``status.json`` of one run, on every process."""
+    """Checkpoints of one run, on every process."""
 
     def __init__(
-        self, config: TrainerConfig, store: Store, reporter: Reporter, *, device: torch.device, is_first: bool
+        self,
+        config: TrainerConfig,
+        store: Store,
+        reporter: Reporter,
+        *,
+        device: torch.device,
+        on_commit: Callable[[CheckpointsStatus], None] = lambda checkpoints: None,
     ) -> None:
+        """``on_commit`` is told of all checkpoints that this process knows of whenever it learns of another one."""
         self._config = config
-        self._store = store
         self._reporter = reporter
-        self._is_first = is_first
+        self._on_commit = on_commit
         self._manager = CheckpointManager(
             store,
             device=device,
@@ -56,7 +56,6 @@ class Saving:
         self._resumed_from: CheckpointId | None = None
         self._outcome: SaveOutcome | None = None
         """How the last save ended, until it was acted on."""
-        self._curve: CurveWriter | None = None
 
     def claim_attempt(self) -> int:
         """Claim the next attempt of this job; a collective call."""
@@ -108,12 +107,9 @@ class Saving:
         worth another try at the next save, unless this is the final one; everything else ends the run.
         """
         if step == self._resumed_at:
-            self._write_records(step)  # it is saved, but an evaluation since then is not recorded
-            self._finish_curve(final=final)
             return
         self.settle()
         self._wait_for(Phase.SAVING, f"step {step}")
-        self._write_records(step)
         keep = self._config.spec.checkpoint.keep
         try:
             self._outcome = self._manager.save(
@@ -129,15 +125,14 @@ class Saving:
             self._work_on()
         self._last_save = time.monotonic()
         if self._outcome is not None:
-            self._show()
-        self._finish_curve(final=final)
+            self._tell_commit()
 
     def failed_here(self) -> bool:
         """Whether the save in the background is known to have failed; other processes may learn it steps later."""
         if (outcome := self._manager.poll()) is not None:
             self._outcome = outcome
             if outcome.error is None:
-                self._show()
+                self._tell_commit()
         return self._outcome is not None and self._outcome.error is not None
 
     def settle(self) -> None:
@@ -155,17 +150,7 @@ class Saving:
         if error is not None:
             self._act_on(error, final=False)
         elif outcome is not None:
-            self._show()
-
-    def publish_status(self) -> None:
-        """Write ``status.json``, the durable copy of the progress."""
-        if not self._is_first:
-            return
-        try:
-            self._store.put(STATUS_KEY, self._reporter.progress.model_dump_json(by_alias=True).encode())
-        except StorageUnavailableError as error:
-            # The next save writes it again; no run ends for it.
-            log.warning("status.json was not written: %s", error)
+            self._tell_commit()
 
     def _wait_for(self, phase: Phase, what: str) -> None:
         with self._lock:
@@ -208,35 +193,5 @@ class Saving:
             raise error
         self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
 
-    def _show(self) -> None:
-        if self._is_first:
-            self._reporter.update(checkpoints=self._manager.status())
-            self.publish_status()
-
-    def _write_records(self, step: int) -> None:
-        """Write what was recorded of the steps since the last save, beside the checkpoints."""
-        if not self._is_first or not (records := self._reporter.records()):
-            return
-        try:
-            self._store.put(metrics_key(step, self._reporter.progress.attempt), records)
-        except StorageUnavailableError as error:
-            log.warning("the step records were not written, they go with the next save: %s", error)
-        else:
-            self._reporter.forget_records()
-            self._draw(step, records)
-
-    def _draw(self, step: int, records: bytes) -> None:
-        """Have ``records``, of the steps up to ``step``, taken into the curve; returns at once."""
-        if self._curve is None:
-            self._curve = CurveWriter(
-                self._store,
-                self._config.job.name,
-                attempt=self._reporter.progress.attempt,
-                resumed_at=self._resumed_at,
-                written=lambda: self._reporter.update(curve_uri=f"{self._store.uri}/{CURVE_KEY}"),
-            )
-        self._curve.add(step, records)
-
-    def _finish_curve(self, *, final: bool) -> None:
-        if final and self._curve is not None:
-            self._curve.finish(_CURVE_SECONDS)
+    def _tell_commit(self) -> None:
+        self._on_commit(self._manager.status())

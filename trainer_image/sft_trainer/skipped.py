@@ -1,32 +1,58 @@
 """Steps whose loss or gradients were not finite: the device skipped them, and here they are counted."""
 
+from collections.abc import Callable
+
+from .errors import NonFiniteLossError
+from .events import Control, Listener, StepDone
 from .reporting import Reporter
 
 MAX_SKIPPED_IN_A_ROW = 5
 """Steps without finite loss and gradients in a row after which training on is hopeless."""
 
 
-class SkippedSteps:
-    """How many steps were skipped, of which the user is warned once."""
+class SkippedSteps(Listener):
+    """Counts them, warns of them once, and ends a run that does nothing else any more."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, reporter: Reporter, *, learning_rate: float, settle: Callable[[], None]) -> None:
+        """``learning_rate`` is the highest of the run; ``settle`` waits for the save in flight, on all processes."""
         self.in_a_row = 0
         """Up to the step that was counted last."""
         self._reporter = reporter
+        self._learning_rate = learning_rate
+        self._settle = settle
         self._warning = ""
 
-    def count(self, number: int, *, is_finite: bool) -> None:
-        """Step ``number``, counted from 1, was done, or skipped where it was not finite."""
-        if is_finite:
+    def on_step(self, event: StepDone, control: Control) -> None:
+        """Raise ``NonFiniteLossError`` at too many in a row: the same on all processes, as their figures are."""
+        if event.is_finite:
             self.in_a_row = 0
             return
         self.in_a_row += 1
         # One warning however many they are: the progress file is written at every step.
         skipped, before = self._reporter.progress.skipped_steps + 1, self._warning
         self._warning = (
-            f"loss or gradients of step {number} were not finite: the step was skipped"
+            f"loss or gradients of step {event.step} were not finite: the step was skipped"
             if skipped == 1
-            else f"loss or gradients of {skipped} steps were not finite, the last is step {number}: they were skipped"
+            else f"loss or gradients of {skipped} steps were not finite, the last is step {event.step}: "
+            "they were skipped"
         )
         self._reporter.update(skipped_steps=skipped)
         self._reporter.warn(self._warning, instead_of=before)
+        if self.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self._settle()
+            raise NonFiniteLossError(
+                f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
+                f"{event.step} ({self._last_saved()}): lower training.optimizer.learningRate "
+                f"({self._learning_rate:g}), or look at the data there"
+            )
+
+    def why_unsaved(self, step: int) -> str:
+        """What is said of a stop after ``step`` that saves nothing."""
+        return (
+            f"stopped after step {step}, which is not saved: loss or gradients of the last {self.in_a_row} steps were "
+            f"not finite; {self._last_saved()}"
+        )
+
+    def _last_saved(self) -> str:
+        latest = self._reporter.progress.checkpoints.latest
+        return f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"

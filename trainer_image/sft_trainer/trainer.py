@@ -3,18 +3,15 @@
 Every process runs the same program; ``run`` is the story, the methods below it are its sentences.
 """
 
-import logging
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from sft_api.checkpoints import RunState
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
@@ -24,28 +21,41 @@ from .alike import check_alike, fingerprint
 from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
-from .data.feed import Feed, Shares
+from .data.feed import Feed, Share, Shares
 from .distributed import Ranks, device_for, join_group, sum_over_ranks, summed
-from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked, is_planned
-from .errors import NonFiniteLossError, StopRequested
+from .due import is_planned
+from .errors import StopRequested
 from .evaluate import evaluate
-from .events import Asking, Control, Ended, Evaluated, Listener, Listeners, Logged, Request, Saved, Started, StepDone
+from .events import (
+    Asking,
+    Committed,
+    Control,
+    Ended,
+    Evaluated,
+    Evaluating,
+    Listener,
+    Listeners,
+    Logged,
+    Request,
+    SaveBegins,
+    Saved,
+    Started,
+    StepDone,
+)
 from .export.at_end import AtEnd
 from .flops import ModelFlops
 from .late import LateFigures, Launched, Moment, steps_behind
+from .listeners import OurListeners
 from .models.weights import load_weights
 from .optim import learning_rate
 from .preparation import Prepared, prepare
-from .reporting import Reporter, Reporting
+from .reporting import Reporter
 from .saving import Saving
-from .skipped import MAX_SKIPPED_IN_A_ROW, SkippedSteps
-from .state import changed_fields, environment_facts
+from .state import Facts, examples_seen, resume_warnings, resumed_progress, run_state
 from .storage import check_storage
 from .strategies import build
 from .topology import Topology
 from .trainable import EVERYTHING
-
-log = logging.getLogger("sft_trainer")
 
 
 class Trainer:
@@ -66,16 +76,24 @@ class Trainer:
         self._examples_seen = 0
         self._base_digest = ""
         """Of the model that the run started from; unknown where its checkpoints do not say."""
-        self._skipped = SkippedSteps(self.reporter)
         self._evaluated_at = -1
         self.control = Control()
-        self._listeners = listeners
+        self._theirs = listeners
+        self.events = Listeners(listeners, self.control)
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
 
         Raises ``StopRequested`` after saving when the group was asked to stop, other ``TrainingError``s as they come.
         """
+        try:
+            self._run()
+        except BaseException as error:
+            self.events.end(Ended(self.step, error))
+            raise
+        self.events.end(Ended(self.step))
+
+    def _run(self) -> None:
         self.device = device_for(self.ranks, self.spec.compute.gpus_per_node)
         self._open_store()
         if self.topology.prepares:
@@ -98,13 +116,11 @@ class Trainer:
         self._evaluate()
         self._save(final=True)
         self._export()
-        self.events.emit(Ended(self.step))
 
     def _begin(self) -> None:
         """Register who watches the loop, and wait until all processes are here, which agree on what comes first."""
-        self.saves = SavesWhenDue(self.spec, self.saving, keeps_time=self.topology.writes)
-        ours = [Reporting(self.reporter), self.saves, EvaluatesWhenDue(self.spec), StopsWhenAsked(self._stop_file)]
-        self.events = Listeners([*ours, *self._listeners], self.control)
+        self.ours = OurListeners.of(self.config, self.topology, self.store, self.saving, self.reporter, self._stop_file)
+        self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
         self.events.emit(Started(self.step, self.prepared.total_steps))
         with self.reporter.waiting("for the other processes, to have read the weights"):
             self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
@@ -116,25 +132,17 @@ class Trainer:
             self._evaluate()
         if self.control.takes(Request.STOP):
             self._stop()
-        if self.control.wants(Request.SAVE) and self.saves.may_save(self.step):
+        if self.control.wants(Request.SAVE) and self.ours.saves.may_save(self.step):
             self.control.takes(Request.SAVE)
             self._save()
 
     def _stop(self) -> NoReturn:
-        if not self._skipped.in_a_row:
+        if not self.ours.skipped.in_a_row:
             self._save(final=True)
             raise StopRequested(f"stopped after step {self.step}, which is saved")
         # What is saved now would be taken for the newest good state, and is perhaps what broke the gradients.
         self.saving.settle()
-        self.saving.publish_status()
-        raise StopRequested(
-            f"stopped after step {self.step}, which is not saved: loss or gradients of the last "
-            f"{self._skipped.in_a_row} steps were not finite; {self._last_saved()}"
-        )
-
-    def _last_saved(self) -> str:
-        latest = self.reporter.progress.checkpoints.latest
-        return f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"
+        raise StopRequested(self.ours.skipped.why_unsaved(self.step))
 
     # Before the first step
 
@@ -158,7 +166,13 @@ class Trainer:
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
-        self.saving = Saving(self.config, self.store, self.reporter, device=self.device, is_first=self.topology.writes)
+        self.saving = Saving(
+            self.config,
+            self.store,
+            self.reporter,
+            device=self.device,
+            on_commit=lambda checkpoints: self.events.emit(Committed(self.step, checkpoints)),
+        )
         self.reporter.update(attempt=self.saving.claim_attempt())
         blueprint = self.prepared.model
         self._flops = ModelFlops(blueprint, self.device)
@@ -185,45 +199,20 @@ class Trainer:
             return False
         self.strategy.updates = manifest.run.updates
         self.step = manifest.step
-        extra: Any = manifest.run.model_extra or {}
-        self._examples_seen = extra.get("examples_seen", 0)
-        here = environment_facts(self.device, self.topology.world_size)
-        if changed := changed_fields(manifest.run.environment, here):
-            self.reporter.warn(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
+        self._examples_seen = examples_seen(manifest.run)
         self._base_digest = manifest.run.base_digest
-        if self._base_digest not in ("", self.prepared.base_digest):
-            self.reporter.warn(
-                f"the model in {self.spec.model.uri} is not the one that this run started from: its digest was "
-                f"{self._base_digest[:16]} and is {self.prepared.base_digest[:16]}; all weights come from the "
-                "checkpoint, config.json and tokenizer are those of now: pin model.uri to a commit (@revision)"
-            )
-        data = self._data_digests()
-        if changed := changed_fields(extra.get("data", data), data):
-            self.reporter.warn(
-                f"the data is not what it was at step {self.step}: digests of {', '.join(changed)}; only later steps "
-                "see the rows of now: give the run another metadata.name to train all of it on them"
-            )
-        self.reporter.update(
-            step=self.step,
-            resumed_from_step=self.step,
-            loss=manifest.run.metrics.get("loss"),
-            eval_loss=manifest.run.metrics.get("evalLoss"),
-            first_loss=extra.get("first_loss"),
-            first_eval_loss=extra.get("first_eval_loss"),
-            tokens_seen=extra.get("tokens_seen", 0),
-            trained_tokens_seen=extra.get("trained_tokens_seen", 0),
-        )
-        if self.topology.tells:
-            log.info("resumed from step %s (%s)", manifest.step, manifest.id.folder)
+        for warning in resume_warnings(manifest, self._facts(), self.spec.model.uri):
+            self.reporter.warn(warning)
+        self.reporter.update(**resumed_progress(manifest))
+        self.reporter.say("resumed from step %s (%s)", manifest.step, manifest.id.folder)
         return True
 
-    def _data_digests(self) -> dict[str, str]:
-        """Digest of the tokenised examples of every training source, by its place in the manifest."""
-        return {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(self.prepared.train)}
+    def _facts(self) -> Facts:
+        return Facts.of(self.prepared, self.device, self.topology)
 
     # One step
 
-    def _feed(self) -> Feed:
+    def _feed(self) -> Feed[Share]:
         shares = Shares(
             self.prepared.steps,
             self.prepared.train,
@@ -275,14 +264,6 @@ class Trainer:
             self.saving.settle()
         step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
-        self._skipped.count(launched.number, is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
-        if self._skipped.in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            self.saving.settle()
-            raise NonFiniteLossError(
-                f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
-                f"{launched.number} ({self._last_saved()}): lower training.optimizer.learningRate "
-                f"({self.config.plan.learning_rate:g}), or look at the data there"
-            )
         seconds = launched.began.seconds_until(launched.figures.ready)
         self._examples_seen += step.examples
         done = StepDone(
@@ -297,7 +278,6 @@ class Trainer:
             time=time.time(),
             processes=self.topology.world_size,
             peak_flops_share=self._flops.share_of_peak(flops_sum, seconds * self.topology.world_size),
-            skipped_in_a_row=self._skipped.in_a_row,
             save_in_flight=in_flight > 0,
         )
         self.events.emit(done)
@@ -308,42 +288,31 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self.prepared.eval or self._evaluated_at == self.step:
             return
-        self.reporter.phase(Phase.EVALUATING)
+        self.events.emit(Evaluating(self.step))
         result = evaluate(
             self.strategy,
             self.prepared.eval,
             bin_tokens=self.config.plan.max_tokens_per_micro_batch or self.spec.data.max_length,
             topology=self.topology,
             device=self.device,
-            on_batch=lambda done, total: self.reporter.alive(Phase.EVALUATING, f"{done}/{total} batches"),
+            on_batch=lambda done, batches: self.events.emit(Evaluating(self.step, done, batches)),
         )
         self._evaluated_at = self.step
         self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))
         self.events.emit(Evaluated(self.step, result.loss, result.losses))
 
     def _save(self, *, final: bool = False) -> None:
-        progress = self.reporter.progress
-        eval_loss = progress.eval_loss if self._evaluated_at == self.step else None
-        numbers = self.config.numbers()
-        run = RunState.model_validate(
-            {
-                "cursor": self.step,
-                "updates": self.strategy.updates,
-                "metrics": {"loss": progress.loss, "evalLoss": eval_loss},
-                "plan": self.config.plan.model_dump(mode="json"),
-                "environment": environment_facts(self.device, self.topology.world_size),
-                "config_digest": numbers.digest,
-                "numbers": numbers.as_record(),
-                "base_digest": self._base_digest,
-                "examples_seen": self._examples_seen,
-                "first_loss": progress.first_loss,
-                "first_eval_loss": progress.first_eval_loss,
-                "tokens_seen": progress.tokens_seen,
-                "trained_tokens_seen": progress.trained_tokens_seen,
-                "data": self._data_digests(),
-            }
+        self.events.emit(SaveBegins(self.step, final=final))
+        state = run_state(
+            self.config,
+            self._facts(),
+            self.reporter.progress,
+            updates=self.strategy.updates,
+            examples_seen=self._examples_seen,
+            base_digest=self._base_digest,
+            evaluated=self._evaluated_at == self.step,
         )
-        self.saving.save(self.step, self._boxes(), run, final=final)
+        self.saving.save(self.step, self._boxes(), state, final=final)
         self.events.emit(Saved(self.step, final=final))
 
     def _boxes(self) -> list[Box]:

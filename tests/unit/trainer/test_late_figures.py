@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from sft_trainer import trainer
+from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.data.batches import Step
 from sft_trainer.data.feed import Share
 from sft_trainer.errors import NonFiniteLossError, StopRequested
 from sft_trainer.events import Control, Listener, Request, StepDone
 from sft_trainer.late import LateFigures, Moment, steps_behind
+from sft_trainer.records import RecordsFile
 from sft_trainer.reporting import Reporter
 from sft_trainer.skipped import SkippedSteps
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_run_story import step_done
 
 CPU = torch.device("cpu")
 NAN = math.nan
@@ -49,8 +52,8 @@ class Story(Trainer):
             in_flight=False,
             seconds_since_save=0.0,
             settle=lambda: None,
-            publish_status=lambda: None,
         )
+        self.store = LocalStore(folder / "store")
         self.applied: list[bool] = []
 
     def _compute(self, bins: Any, denominator: int) -> torch.Tensor:
@@ -93,8 +96,13 @@ class Story(Trainer):
         assert not self._launched, "a step is not known"
         self.told.append(f"save {self.step}")
 
+    def records(self) -> list[dict[str, Any]]:
+        """What would be written down at the next save."""
+        (file,) = (listener for listener in self.ours.others if isinstance(listener, RecordsFile))
+        return [json.loads(line) for line in file.records.lines().splitlines()]
+
     def recorded(self) -> list[int]:
-        return [json.loads(line)["step"] for line in self.reporter.records().splitlines()]
+        return [record["step"] for record in self.records()]
 
 
 class _Endless(Iterator[Share]):
@@ -126,8 +134,7 @@ def test_a_step_is_learned_of_when_the_next_one_is_launched(tmp_path: Path) -> N
         *("learn 10", "evaluate 10", "save 10"),
     ]
     # Each once, in order, with its own numbers
-    records = [json.loads(line) for line in story.reporter.records().splitlines()]
-    assert [(record["step"], record["loss"]) for record in records] == [(n, n / 8) for n in range(1, 11)]
+    assert [(record["step"], record["loss"]) for record in story.records()] == [(n, n / 8) for n in range(1, 11)]
 
 
 def test_a_cpu_has_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +171,7 @@ def test_what_is_asked_for_while_the_host_is_behind_is_not_lost(tmp_path: Path) 
                 control.ask(Request.SAVE)
 
     story = Story(tmp_path, {})
-    story._listeners = [Asks()]
+    story._theirs = [Asks()]
     story.run()
     # Then it is agreed on with step 6, of which is heard when step 7 is on its way
     assert [word for word in story.told if word.startswith("save")] == ["save 7", "save 10"]
@@ -206,12 +213,12 @@ def test_too_many_skipped_steps_end_the_run_one_step_later(tmp_path: Path) -> No
 
 def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, writes=True)
-    skipped = SkippedSteps(reporter)
+    skipped = SkippedSteps(reporter, learning_rate=1e-3, settle=lambda: None)
     reporter.warn("something else")
-    for number in (3, 7, 8):
-        skipped.count(number, is_finite=False)
+    for number, figure in ((3, "loss"), (7, "grad_norm"), (8, "loss")):
+        skipped.on_step(step_done(number, **{figure: NAN}), Control())
         assert skipped.in_a_row == 1
-        skipped.count(number + 1, is_finite=True)
+        skipped.on_step(step_done(number + 1), Control())
     assert skipped.in_a_row == 0
     assert reporter.progress.skipped_steps == 3
     assert reporter.progress.warnings == [

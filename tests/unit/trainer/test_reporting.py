@@ -1,6 +1,5 @@
 """Long work outside of training shows that it lives: a report at most once a second, whatever is being done."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +8,13 @@ import pytest
 import torch
 
 from sft_api.progress import Phase, TrainingProgress
+from sft_api.report import checkpoints_status
 from sft_api.rundir import PROGRESS_FILE
+from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer import reporting
+from sft_trainer.errors import StopRequested
 from sft_trainer.evaluate import evaluate
-from sft_trainer.events import Control, Evaluated, Listeners, Logged
+from sft_trainer.events import Committed, Control, Ended, Evaluated, Evaluating, Listeners, Started
 from sft_trainer.models.weights import load_weights
 from sft_trainer.reporting import Reporter, Reporting
 from sft_trainer.supervisor.activity import Activities
@@ -39,21 +41,32 @@ def test_signs_of_life_are_published_at_most_once_a_second(tmp_path: Path, monke
     assert list(dict.fromkeys(details)) == [f"{done}/30 tensors" for done in range(0, 30, 4)]
 
 
-@pytest.mark.parametrize(("writes", "kept"), [(True, 2), (False, 0)])
-def test_records_are_kept_by_the_one_that_writes_them(tmp_path: Path, writes: bool, kept: int) -> None:
-    reporter = Reporter(tmp_path, writes=writes)
+def test_what_happens_in_the_loop_is_in_the_progress(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, writes=True)
     listeners = Listeners([Reporting(reporter)], Control())
-    for step in (1, 2):
-        done = step_done(step, seconds=1.23456789)
-        for event in (done, Logged(step, done.record())):
-            listeners.emit(event)
-    listeners.emit(Logged(2, {"evalLoss": 1.5}))
-    listeners.emit(Evaluated(2, 1.5, {"a": 1.5}))
-    assert (reporter.progress.step, reporter.progress.eval_loss) == (2, 1.5)
-    records = [json.loads(line) for line in reporter.records().splitlines()]
-    assert len(records) == kept
-    figures = {"step": 2, "loss": 1.0, "gradNorm": 1.0, "learningRate": 1.0, "tokens": 1, "trainedTokens": 1}
-    assert not kept or records[-1] == {**figures, "epoch": 0.5, "seconds": 1.234568, "time": 0.0, "evalLoss": 1.5}
+    listeners.emit(Started(0, 4))
+    listeners.emit(step_done(1, loss=2.0))
+    assert (written(tmp_path).step, written(tmp_path).loss) == (1, 2.0)
+    listeners.emit(Evaluating(1))
+    assert (written(tmp_path).phase, written(tmp_path).phase_detail) == (Phase.EVALUATING, "")
+    listeners.emit(Evaluating(1, 3, 7))
+    assert written(tmp_path).phase_detail == "3/7 batches"
+    listeners.emit(Evaluated(1, 1.5, {"a": 1.5}))
+    assert (written(tmp_path).phase, written(tmp_path).eval_loss) == (Phase.TRAINING, 1.5)
+    one = CheckpointStatus(step=1, attempt=1, uri="file:///x", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True)
+    listeners.emit(Committed(2, checkpoints_status([one])))
+    assert written(tmp_path).steps_at_risk == 0
+
+
+def test_only_a_complete_run_is_told_to_be(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, writes=True)
+    listeners = Listeners([Reporting(reporter)], Control())
+    reporter.phase(Phase.SAVING)
+    for error in (StopRequested("asked"), RuntimeError("broken")):
+        listeners.end(Ended(1, error))
+        assert written(tmp_path).phase is Phase.SAVING
+    listeners.end(Ended(1))
+    assert written(tmp_path).phase is Phase.COMPLETE
 
 
 def test_work_that_reports_is_not_taken_for_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,13 @@
 """When a run evaluates and saves: the order of what ``Trainer.run`` does, its sentences replaced by their names."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from sft_api.checkpoints import CheckpointId, RunState
 from sft_api.progress import Phase
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointStatus
@@ -21,13 +20,13 @@ from sft_trainer.events import (
     Ended,
     Evaluated,
     Listener,
+    Outcome,
     Request,
+    SaveBegins,
     Saved,
     Started,
     StepDone,
 )
-from sft_trainer.reporting import Reporter
-from sft_trainer.saving import Saving
 from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
@@ -36,7 +35,7 @@ from tests.parity.runs import manifest, resolve
 def step_done(step: int, **fields: Any) -> StepDone:
     figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "epoch": 0.5, "tokens": 1, "trained_tokens": 1}
     times = {"seconds": 1.0, "time": 0.0, "processes": 1, "peak_flops_share": None}
-    return StepDone(**{"step": step, **figures, **times, "skipped_in_a_row": 0, "save_in_flight": False, **fields})
+    return StepDone(**{"step": step, **figures, **times, "save_in_flight": False, **fields})
 
 
 class Story(Trainer):
@@ -56,8 +55,9 @@ class Story(Trainer):
         self.happens = happens
         self.told: list[str] = []
         self.saving = SimpleNamespace(  # type: ignore[assignment]
-            publish_status=lambda: None, settle=lambda: self.told.append("settle"), seconds_since_save=0
+            settle=lambda: self.told.append("settle"), seconds_since_save=0
         )
+        self.store = LocalStore(folder / "store")
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
         self.strategy = SimpleNamespace(loaded=lambda: None)  # type: ignore[assignment]
 
@@ -85,9 +85,9 @@ class Story(Trainer):
         self.events.emit(Asking(self.step + 1))
         self.control.agree(self.control.asked())
         self.step += 1
-        self._skipped.in_a_row = self._skipped.in_a_row + 1 if "skip" in happens else 0
         uploads = happens in ("upload", "stop")
-        self.events.emit(step_done(self.step, skipped_in_a_row=self._skipped.in_a_row, save_in_flight=uploads))
+        loss = math.nan if "skip" in happens else 1.0
+        self.events.emit(step_done(self.step, loss=loss, save_in_flight=uploads))
 
     def _evaluate(self) -> None:
         if self._evaluated_at != self.step:
@@ -97,6 +97,7 @@ class Story(Trainer):
 
     def _save(self, *, final: bool = False) -> None:
         self.told.append(f"save {self.step}{' at the end' if final else ''}")
+        self.events.emit(SaveBegins(self.step, final=final))
         self.events.emit(Saved(self.step, final=final))
 
 
@@ -230,20 +231,69 @@ def test_what_is_done_is_said_between_the_steps(tmp_path: Path) -> None:
     assert said == [(Phase.LOADING, "the first step"), *[(Phase.TRAINING, "")] * 5, (Phase.COMPLETE, "")]
 
 
-def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(tmp_path: Path) -> None:
-    # Given a run whose last step was saved before it could be evaluated, and that goes on there
-    config = resolve(manifest(tmp_path, tmp_path / "store"))
-    store, reporter = LocalStore(tmp_path / "store"), Reporter(tmp_path, writes=True)
-    saving = Saving(config, store, reporter, device=torch.device("cpu"), is_first=True)
-    saving._resumed_from = CheckpointId(attempt=1, step=6)
-    reporter.update(step=6, attempt=2)
+def ends(folder: Path, happens: dict[int, str], *others: Listener) -> tuple[list[Ended], BaseException | None]:
+    """Every end that a listener after ``others`` is told of in a run, and what the run raised."""
+    told: list[Ended] = []
 
-    # When it is evaluated now, and ends
-    reporter.annotate_step(evalLoss=1.5)
-    saving.save(6, [], RunState(cursor=6), final=True)
+    class Hears(Listener):
+        def on_end(self, event: Ended, control: Control) -> None:
+            told.append(event)
 
-    # Then the loss is beside the checkpoints
-    assert store.read("metrics/step-00000006-a00002.jsonl") == b'{"step": 6, "evalLoss": 1.5}\n'
+    try:
+        Story(folder, happens, listeners=[*others, Hears()]).run()
+    except BaseException as error:
+        return told, error
+    return told, None
+
+
+def test_however_a_run_ends_its_listeners_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(Listener):
+        def on_step(self, event: StepDone, control: Control) -> None:
+            if event.step == 3:
+                raise KeyboardInterrupt
+
+    (complete,), none = ends(tmp_path / "complete", {})
+    assert (complete.outcome, complete.step, complete.error, none) == (Outcome.COMPLETE, 6, None, None)
+
+    (stopped,), asked = ends(tmp_path / "stopped", {4: "stop"})
+    assert (stopped.outcome, stopped.step) == (Outcome.STOPPED, 4)
+    assert isinstance(asked, StopRequested)
+    assert stopped.error is asked
+
+    (failed,), broken = ends(tmp_path / "failed", {}, Breaks())
+    assert (failed.outcome, failed.step) == (Outcome.FAILED, 3)
+    assert isinstance(broken, KeyboardInterrupt)
+    assert failed.error is broken
+
+    # Also where there was no loop yet
+    monkeypatch.setattr(Story, "_build", lambda _: (_ for _ in ()).throw(StorageFullError("no room")))
+    (early,), full = ends(tmp_path / "early", {})
+    assert (early.outcome, early.step, early.error) == (Outcome.FAILED, 0, full)
+    assert isinstance(full, StorageFullError)
+
+
+def test_a_listener_that_fails_at_the_end_hides_neither_the_error_before_nor_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailsAtTheEnd(Listener):
+        def __init__(self, words: str) -> None:
+            self._words = words
+
+        def on_end(self, event: Ended, control: Control) -> None:
+            raise RuntimeError(self._words)
+
+    told, error = ends(tmp_path / "stopped", {4: "stop"}, FailsAtTheEnd("the tracker is away"))
+    assert len(told) == 1
+    assert isinstance(error, StopRequested)
+    assert "FailsAtTheEnd failed at the end of the run" in caplog.text
+    assert "the tracker is away" in caplog.text
+
+    # A run that nothing else was wrong with fails with the first of them; it was told that it is complete.
+    listeners = FailsAtTheEnd("the first"), FailsAtTheEnd("the second")
+    (complete,), error = ends(tmp_path / "complete", {}, *listeners)
+    assert complete.outcome is Outcome.COMPLETE
+    assert str(error) == "the first"
+    assert "the second" in caplog.text
 
 
 def test_a_process_that_is_alone_reads_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_api.checkpoints import STATUS_KEY, RunState
+from sft_api.checkpoints import RunState
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer.checkpoint.local import LocalStore
@@ -39,7 +39,7 @@ class Run:
         self.store = SlowStore(folder / "store")
         self.reporter = Reporter(folder, writes=True)
         self.config = resolve(manifest(folder, folder / "store"))
-        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"), is_first=True)
+        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"))
         self.saving.claim_attempt()
         self.boxes = whole({"model.weight": torch.randn(64, 64)})
 
@@ -125,18 +125,3 @@ def test_reading_a_checkpoint_shows_that_it_lives(run: Run, tmp_path: Path) -> N
     assert again.saving.resume(again.boxes) is not None
     assert again.reporter.progress.phase is Phase.LOADING
     assert again.reporter.progress.phase_detail.startswith("reading the checkpoint: 0 MiB")
-
-
-def test_the_end_is_published_before_its_curve_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is asked to stop may be killed meanwhile."""
-    run.store.gate.set()
-    published: list[bool] = []
-    monkeypatch.setattr(
-        "sft_trainer.curves.writer.CurveWriter.finish",
-        lambda *_: published.append(b"step-00000001-a00001" in run.store.read(STATUS_KEY)),
-    )
-    run.reporter.annotate_step(loss=1.0)
-
-    run.save(1, final=True)
-
-    assert published == [True]

@@ -1,0 +1,217 @@
+"""What a run leaves beside its checkpoints, from the events of its loop: step records, curve, ``status.json``."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.checkpoints import STATUS_KEY
+from sft_api.progress import Phase, TrainingProgress
+from sft_trainer import trainer
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.curves.listener import Curve
+from sft_trainer.curves.writer import CurveWriter
+from sft_trainer.errors import StopRequested, StorageUnavailableError
+from sft_trainer.events import Ended, Evaluated, Logged
+from sft_trainer.records import RecordsFile, StatusFile
+from sft_trainer.trainer import Trainer
+from tests.parity.runs import manifest, resolve
+from tests.unit.checkpoint.boxed import whole
+from tests.unit.trainer.test_run_story import step_done
+
+
+class AwayStore(LocalStore):
+    """Does not answer who writes one of ``away``."""
+
+    away: tuple[str, ...] = ()
+
+    def put(self, key: str, data: bytes) -> None:
+        if key.startswith(self.away):
+            raise StorageUnavailableError(f"{key}: the storage is away")
+        super().put(key, data)
+
+
+class Run(Trainer):
+    """A run that has come to its loop, of a model of one tensor; steps are told, not computed."""
+
+    store: AwayStore
+
+    def __init__(self, folder: Path, *, rank: int = 0) -> None:
+        config = resolve(manifest(folder, folder / "store", checkpoint={"async": False}))
+        ranks = SimpleNamespace(rank=rank, local_rank=rank, local_world_size=rank + 1, world_size=rank + 1)
+        if rank:
+            config = config.model_copy(update={"plan": config.plan.model_copy(update={"shard_degree": rank + 1})})
+        super().__init__(config, ranks, folder)  # type: ignore[arg-type]
+        self.device = torch.device("cpu")
+        self.store = AwayStore(folder / "store")
+        self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", model=None)  # type: ignore[assignment]
+
+    def go_to_the_loop(self) -> None:
+        self._build()
+        self.strategy = SimpleNamespace(  # type: ignore[assignment]
+            updates=0, boxes=lambda which: whole({"model.weight": torch.ones(4)}) if which == "trained" else []
+        )
+        self._resume()
+        self._begin()
+
+    def do(self, step: int, **figures: Any) -> None:
+        self.step = step
+        done = step_done(step, **figures)
+        self.events.emit(done)
+        self.events.emit(Logged(step, done.record()))
+
+    def evaluated(self, loss: float) -> None:
+        self.events.emit(Logged(self.step, {"evalLoss": loss, "evalLosses": {"a": loss}}))
+        self.events.emit(Evaluated(self.step, loss, {"a": loss}))
+
+    def recorded(self, step: int, attempt: int = 1) -> list[dict[str, Any]]:
+        lines = self.store.read(f"metrics/step-{step:08d}-a{attempt:05d}.jsonl").splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def status(self) -> TrainingProgress:
+        return TrainingProgress.model_validate_json(self.store.read(STATUS_KEY))
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """A run in its loop; another one goes on from the checkpoints of the one before."""
+    monkeypatch.setattr(trainer, "sum_over_ranks", lambda values, device: values)
+    monkeypatch.setattr(trainer, "build", lambda *_: None)
+    monkeypatch.setattr(trainer, "ModelFlops", lambda *_: None)
+
+    def begun(**options: Any) -> Run:
+        run = Run(tmp_path, **options)
+        run.go_to_the_loop()
+        return run
+
+    return begun
+
+
+def test_the_records_of_the_steps_since_the_last_save_are_beside_it(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.do(1, seconds=1.23456789)
+    run.do(2, loss=0.1 + 0.2, grad_norm=float("nan"))
+    run.evaluated(1.5)
+    run._save()
+    run.do(3)
+    run._save(final=True)
+
+    figures = {"gradNorm": 1.0, "learningRate": 1.0, "tokens": 1, "trainedTokens": 1, "epoch": 0.5, "time": 0.0}
+    assert run.recorded(2) == [
+        {"step": 1, "loss": 1.0, **figures, "seconds": 1.234568},
+        {
+            "step": 2,
+            "loss": 0.30000000000000004,
+            **figures,
+            "gradNorm": None,
+            "seconds": 1.0,
+            "evalLoss": 1.5,
+            "evalLosses": {"a": 1.5},
+        },
+    ]
+    assert [record["step"] for record in run.recorded(3)] == [3]
+
+
+def test_records_that_the_storage_did_not_take_go_with_the_next_save(
+    begin: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = begin()
+    run.store.away = ("metrics/",)
+    run.do(1)
+    run._save()
+    assert "the step records were not written, they go with the next save" in caplog.text
+    run.store.away = ()
+    run.do(2)
+    run._save()
+    assert [record["step"] for record in run.recorded(2)] == [1, 2]
+
+
+def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(begin: Callable[..., Run]) -> None:
+    # Given a run whose last step was saved before it could be evaluated
+    run = begin()
+    run.do(6)
+    run._save()
+
+    # When another attempt goes on there, evaluates it, and ends
+    again = begin()
+    again.evaluated(1.5)
+    again._save(final=True)
+
+    # Then the loss is beside the checkpoints, and in the same curve
+    assert again.recorded(6, attempt=2) == [{"step": 6, "evalLoss": 1.5, "evalLosses": {"a": 1.5}}]
+    assert again.reporter.progress.curve_uri == f"file://{again.store.path}/curve.svg"
+
+
+def test_the_status_is_that_of_the_last_commit_and_of_the_end(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.do(1)
+    run._save()
+    assert (run.status.step, run.status.steps_at_risk, run.status.phase) == (1, 0, Phase.SAVING)
+    run.do(2)
+    run.events.end(Ended(2))
+    assert (run.status.step, run.status.steps_at_risk, run.status.phase) == (2, 1, Phase.COMPLETE)
+
+
+def test_a_stop_tells_what_was_not_saved_and_nothing_twice(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.do(1)
+    run._save(final=True)
+    told = run.status
+    run.events.end(Ended(1, StopRequested("stopped after step 1, which is saved")))
+    assert run.status == told, "it is the second that a pod has left"
+    run.do(2)
+    run.events.end(Ended(2, StopRequested("stopped after step 2, which is not saved")))
+    assert run.status.step == 2
+
+
+def test_a_failure_leaves_the_status_of_the_last_commit(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.do(1)
+    run._save()
+    run.do(2)
+    run.events.end(Ended(2, RuntimeError("broken")))
+    assert run.status.step == 1
+
+
+def test_a_status_that_the_storage_does_not_take_ends_no_run(
+    begin: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = begin()
+    run.store.away = (STATUS_KEY,)
+    run.do(1)
+    run._save(final=True)
+    run.events.end(Ended(1))
+    assert caplog.text.count("status.json was not written") == 2
+
+
+def test_the_end_is_published_before_its_curve_is_waited_for(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is asked to stop may be killed meanwhile."""
+    run = begin()
+    published: list[int] = []
+    finish = CurveWriter.finish
+    monkeypatch.setattr(
+        CurveWriter, "finish", lambda self, *rest: published.append(run.status.step) or finish(self, *rest)
+    )
+    run.do(1)
+    run._save()
+    assert published == []
+    run.do(2)
+    run._save(final=True)
+    assert published == [2]
+    assert run.reporter.progress.curve_uri == f"file://{run.store.path}/curve.svg"
+
+
+def test_one_process_writes_for_all(tmp_path: Path, begin: Callable[..., Run]) -> None:
+    files = (RecordsFile, Curve, StatusFile)
+    assert [type(one) for one in begin().ours.in_order() if isinstance(one, files)] == [*files]
+    other = Run(tmp_path / "other", rank=1)
+    other.saving = SimpleNamespace(settle=lambda: None)  # type: ignore[assignment]
+    other._begin()
+    assert not any(isinstance(one, files) for one in other.ours.in_order())

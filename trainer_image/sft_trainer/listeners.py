@@ -1,0 +1,57 @@
+"""Who watches the loop of every run, in the order in which they hear of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_api.trainer_config import TrainerConfig
+
+from .checkpoint.store import Store
+from .curves.listener import Curve
+from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked
+from .events import Listener
+from .records import RecordsFile, StatusFile
+from .reporting import Reporter, Reporting
+from .saving import Saving
+from .skipped import SkippedSteps
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class OurListeners:
+    """All of them, and the two that the loop asks before it saves or stops."""
+
+    skipped: SkippedSteps
+    saves: SavesWhenDue
+    others: list[Listener]
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainerConfig,
+        topology: Topology,
+        store: Store,
+        saving: Saving,
+        reporter: Reporter,
+        stop_file: Path,
+    ) -> "OurListeners":
+        """``stop_file`` is the supervisor's word that the run shall save and leave."""
+        # What a run has once is written by one process.
+        written: list[Listener] = [
+            RecordsFile(store, reporter),
+            Curve(store, config.job.name, reporter),
+            StatusFile(store, reporter),
+        ]
+        return cls(
+            SkippedSteps(reporter, learning_rate=config.plan.learning_rate, settle=saving.settle),
+            SavesWhenDue(config.spec, saving, keeps_time=topology.writes),
+            [
+                Reporting(reporter),
+                *(written if topology.writes else []),
+                EvaluatesWhenDue(config.spec),
+                StopsWhenAsked(stop_file),
+            ],
+        )
+
+    def in_order(self) -> list[Listener]:
+        """A step that ends the run is told to nobody else; the progress is told before it is written down."""
+        return [self.skipped, *self.others, self.saves]

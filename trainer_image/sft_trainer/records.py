@@ -1,0 +1,97 @@
+"""What a run leaves beside its checkpoints for whoever comes later: the records of its steps, and ``status.json``."""
+
+import json
+import logging
+from typing import Any
+
+from sft_api.checkpoints import STATUS_KEY
+from sft_api.progress import Phase
+from sft_api.report import finite
+
+from .checkpoint.store import Store
+from .curves.writer import metrics_key
+from .errors import StorageUnavailableError
+from .events import Committed, Control, Ended, Listener, Logged, Outcome, SaveBegins, Started
+from .reporting import Reporter
+
+log = logging.getLogger("sft_trainer")
+
+
+class StepRecords:
+    """What was logged of steps, one record each, in their order."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, Any]] = []
+
+    def add(self, event: Logged) -> None:
+        """Take in values of a step, perhaps more of the one before."""
+        if self._records and self._records[-1]["step"] == event.step:
+            self._records[-1].update(event.values)
+        else:
+            self._records.append({"step": event.step, **event.values})
+
+    def lines(self) -> bytes:
+        """One JSON line a record; numbers as exactly as Python prints them."""
+        lines = [
+            json.dumps({key: finite(value) if isinstance(value, float) else value for key, value in record.items()})
+            for record in self._records
+        ]
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    def clear(self) -> None:
+        """Forget them: they are where they shall be."""
+        self._records.clear()
+
+
+class RecordsFile(Listener):
+    """Writes what was logged since the last save into the store, before each save; for one process of a run."""
+
+    def __init__(self, store: Store, reporter: Reporter) -> None:
+        self._store = store
+        self._reporter = reporter
+        self.records = StepRecords()
+        """Not written yet."""
+
+    def on_log(self, event: Logged, control: Control) -> None:
+        self.records.add(event)
+
+    def on_save_begins(self, event: SaveBegins, control: Control) -> None:
+        if not (lines := self.records.lines()):
+            return
+        self._reporter.phase(Phase.SAVING, f"step {event.step}")
+        try:
+            self._store.put(metrics_key(event.step, self._reporter.progress.attempt), lines)
+        except StorageUnavailableError as error:
+            log.warning("the step records were not written, they go with the next save: %s", error)
+        else:
+            self.records.clear()
+
+
+class StatusFile(Listener):
+    """Writes ``status.json``, the durable copy of the progress, at commits and at the end; for one process of a run."""
+
+    def __init__(self, store: Store, reporter: Reporter) -> None:
+        self._store = store
+        self._reporter = reporter
+        self._published = 0
+        """Steps done when it was written last."""
+
+    def on_start(self, event: Started, control: Control) -> None:
+        self._published = event.step
+
+    def on_commit(self, event: Committed, control: Control) -> None:
+        self._publish(event.step)
+
+    def on_end(self, event: Ended, control: Control) -> None:
+        stopped_since = event.outcome is Outcome.STOPPED and event.step != self._published
+        if event.outcome is Outcome.COMPLETE or stopped_since:
+            self._publish(event.step)
+
+    def _publish(self, step: int) -> None:
+        try:
+            self._store.put(STATUS_KEY, self._reporter.progress.model_dump_json(by_alias=True).encode())
+        except StorageUnavailableError as error:
+            # The next save writes it again; no run ends for it.
+            log.warning("status.json was not written: %s", error)
+        else:
+            self._published = step
