@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -127,16 +128,15 @@ def _steps(checkpoints: Sequence[Manifest]) -> str:
 def _export(config: TrainerConfig, store: Store, manifest: Manifest, target: Store, s3: S3Settings) -> None:
     say(f"Exporting step {manifest.step} of {config.job.name} from {store.uri}/{manifest.id.prefix}", bold=True)
     spec = config.spec
-    token = os.environ.get("HF_TOKEN")
     # All weights come from the checkpoint: of the model only what a tokenizer consists of, which its configs are among.
-    folder = localise(spec.model.uri, cache_directory(), s3, token, kind="tokenizer")
+    folder = _fetched(spec.model.uri, "tokenizer", s3)
     other = spec.model.tokenizer_uri
-    tokenizer_folder = localise(other, cache_directory(), s3, token, kind="tokenizer") if other else folder
+    tokenizer_folder = _fetched(other, "tokenizer", s3) if other else folder
     model = build_on_meta(folder)
 
     def base() -> Base:
-        say(f"The checkpoint holds what was trained; fetching {spec.model.uri} for the rest ...", dim=True)
-        whole = localise(spec.model.uri, cache_directory(), s3, token, kind="model")
+        say(f"The checkpoint holds what was trained; the rest is that of {spec.model.uri}", dim=True)
+        whole = _fetched(spec.model.uri, "model", s3)
         return Base(whole, base_digest(model, whole))
 
     exported = Exported(
@@ -148,20 +148,46 @@ def _export(config: TrainerConfig, store: Store, manifest: Manifest, target: Sto
         card=model_card(config, manifest),
         base=base,
     )
-    export_checkpoint(exported, target, CheckpointGroup(timedelta(hours=1)), on_bytes=_Told())
+    export_checkpoint(
+        exported, target, CheckpointGroup(timedelta(hours=1)), on_bytes=_Counted(_Told("read and written"))
+    )
+
+
+def _fetched(uri: str, kind: Literal["model", "tokenizer"], s3: S3Settings) -> Path:
+    """Where the files of ``uri`` are on this machine; what is downloaded is told."""
+    if not uri.startswith(("file://", "pvc://")):
+        say(f"Fetching {uri} ...", dim=True)
+    told = _Told(f"of {uri} fetched")
+    return localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind=kind, on_progress=told)
 
 
 class _Told:
-    """Says now and then how far an export is."""
+    """Says now and then, by any thread, how far something is."""
 
-    def __init__(self) -> None:
-        self._bytes = 0
+    def __init__(self, what: str) -> None:
+        """``what`` is said after the bytes so far."""
+        self._what = what
         self._last = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
         with self._lock:
+            if time.monotonic() - self._last < _SECONDS_BETWEEN_LINES:
+                return
+            self._last = time.monotonic()
+        say(f"{count / 2**20:,.0f} MiB {self._what}", dim=True)
+
+
+class _Counted:
+    """Adds up what each call was told, and passes it on."""
+
+    def __init__(self, told: _Told) -> None:
+        self._told = told
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
             self._bytes += count
-            if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-                self._last = time.monotonic()
-                say(f"{self._bytes / 2**20:,.0f} MiB read and written", dim=True)
+            total = self._bytes
+        self._told(total)

@@ -1,6 +1,8 @@
 """This process and its group: ranks, device, and the few collectives the loop needs."""
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -62,8 +64,10 @@ def device_for(ranks: Ranks, gpus_per_node: int) -> torch.device:
     return device
 
 
-def join_group(ranks: Ranks, device: torch.device) -> None:
-    """Wait for all processes of this generation and form the default process group."""
+def join_group(
+    ranks: Ranks, device: torch.device, forming: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
+    """Wait for all processes of this generation and, within ``forming()``, form the default process group."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
         ranks.address,
         ranks.port,
@@ -76,14 +80,15 @@ def join_group(ranks: Ranks, device: torch.device) -> None:
     # in it would wait for a day.
     store.set_timeout(_COLLECTIVE_TIMEOUT)
     # A stale process of an earlier generation that finds the port again meets another prefix.
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"generation-{ranks.generation}", store),  # type: ignore[attr-defined]
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with forming():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"generation-{ranks.generation}", store),  # type: ignore[attr-defined]
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=_COLLECTIVE_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
 
 
 def summed(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Token-weighted mean loss over the evaluation sets."""
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +57,12 @@ def evaluate(
     topology: Topology,
     device: torch.device,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
+    adding_up: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> EvaluationResult:
     """Evaluate all sets, their examples packed into bins of ``bin_tokens``; a collective call.
 
-    ``on_batch(batches done, batches in all)`` is called after each batch of all processes.
+    ``on_batch(batches done, batches in all)`` is called after each batch of all processes; ``adding_up()`` is entered
+    while this one has no more to do and waits for the others.
     """
     bins = EvaluationBins(sets, bin_tokens, topology)
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sets}
@@ -70,7 +72,8 @@ def evaluate(
         for done, (name, bin_) in enumerate(zip(names, feed, strict=True), 1):
             sums[name] += strategy.forward_sums([bin_])
             on_batch(done, len(names))
-    reduced = sum_over_ranks([total if topology.counts_loss else 0.0 for total in sums.values()], device)
+    with adding_up():
+        reduced = sum_over_ranks([total if topology.counts_loss else 0.0 for total in sums.values()], device)
     tokens = [int(examples.trained.sum(dtype=np.int64)) for examples in sets.values()]
     return EvaluationResult(
         losses={name: total / count for name, total, count in zip(sets, reduced, tokens, strict=True)},

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,14 +57,17 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     def fetching(uri: str) -> Callable[[int], None]:
         return lambda downloaded: reporter.alive(Phase.LOADING, f"fetching {uri}: {downloaded / 2**30:.1f} GiB")
 
-    reporter.phase(Phase.LOADING, f"fetching {spec.model.uri}")
-    model_path = localise(spec.model.uri, cache, s3, token, kind="model", on_progress=fetching(spec.model.uri))
+    def fetched(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
+        reporter.phase(Phase.LOADING, f"fetching {uri}")
+        return localise(uri, cache, s3, token, kind=kind, on_progress=fetching(uri))
+
+    model_path = fetched(spec.model.uri, "model")
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = build_on_meta(model_path)
     digest = base_digest(model, model_path)
     check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
     tokenizer_uri = spec.model.tokenizer_uri
-    tokenizer_path = localise(tokenizer_uri, cache, s3, token, kind="tokenizer") if tokenizer_uri else model_path
+    tokenizer_path = fetched(tokenizer_uri, "tokenizer") if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
 
     def tokenized(source: DataSource) -> TokenizedSource:

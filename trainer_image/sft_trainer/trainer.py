@@ -6,7 +6,7 @@ Every process runs the same program; ``run`` is the story, the methods below it 
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,9 +98,7 @@ class Trainer:
         self._open_store()
         if self.topology.prepares:
             self.prepared = self._prepare()
-        if not self.topology.alone:
-            self.reporter.phase(Phase.WAITING, "for the other processes")
-        join_group(self.ranks, self.device)
+        self._meet()
         if not self.topology.prepares:
             self.prepared = self._prepare()
         self._compare()
@@ -122,7 +120,7 @@ class Trainer:
         self.ours = OurListeners.of(self.config, self.topology, self.store, self.saving, self.reporter, self._stop_file)
         self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
         self.events.emit(Started(self.step, self.prepared.total_steps))
-        with self.reporter.waiting("for the other processes, to have read the weights"):
+        with self._others("to have read the weights"):
             self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
         self._follow()
 
@@ -157,12 +155,22 @@ class Trainer:
         self.reporter.update(total_steps=prepared.total_steps)
         return prepared
 
+    def _meet(self) -> None:
+        if not self.topology.alone:
+            self.reporter.phase(Phase.WAITING, "for the other processes")
+        join_group(self.ranks, self.device, lambda: self._others("to form the group"))
+
+    def _others(self, what: str) -> AbstractContextManager[None]:
+        """Around what no process ends before all have begun: ``what`` they are waited for."""
+        return nullcontext() if self.topology.alone else self.reporter.waiting(f"for the other processes, {what}")
+
     def _compare(self) -> None:
         if self.topology.alone:
             return
         self.reporter.phase(Phase.LOADING, "comparing what all processes hold")
-        with self.reporter.waiting("for the other processes, to compare"):
-            check_alike(fingerprint(self.config, self.prepared))
+        here = fingerprint(self.config, self.prepared)
+        with self._others("to compare"):
+            check_alike(here)
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
@@ -296,6 +304,7 @@ class Trainer:
             topology=self.topology,
             device=self.device,
             on_batch=lambda done, batches: self.events.emit(Evaluating(self.step, done, batches)),
+            adding_up=lambda: self._others("to add the evaluation up"),
         )
         self._evaluated_at = self.step
         self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))

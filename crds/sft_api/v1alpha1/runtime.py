@@ -326,7 +326,7 @@ class RunPolicy(ApiModel):
         default=None,
         description="The workers are restarted when no step was made for so long; when absent, 1800 to the first "
         "step, then the larger of 180 and 20 median steps. Outside of training (loading, saving) any word of a worker "
-        "counts for it, and the limit is at least 1800.",
+        "counts for it, and the limit is at least 1800, or 600 where all workers wait for one another.",
     )
     termination_grace_period_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
         default=300, description="Time to save between SIGTERM and SIGKILL."

@@ -163,3 +163,25 @@ def test_a_damaged_checkpoint_is_named_with_others_to_take(tmp_path: Path, run: 
     assert f"the checkpoint file://{newest} is damaged, and is not exported: " in done.stderr
     assert "--step exports another one: there is a checkpoint of step 2" in done.stderr
     assert not (tmp_path / "run" / "export" / "config.json").exists()
+
+
+def test_what_is_fetched_is_told(
+    tmp_path: Path, run: dict[str, Any], tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a model and a tokenizer in buckets that answer slowly
+    def localise(uri: str, *_: Any, on_progress: Any, **__: Any) -> Path:
+        on_progress(5 * 2**20)
+        on_progress(12 * 2**20)
+        return Path(tiny_inputs.model)
+
+    monkeypatch.setattr("sft_cli.export.localise", localise)
+    monkeypatch.setattr("sft_cli.export._SECONDS_BETWEEN_LINES", 0.0)
+    places = {"uri": "s3://bucket/model", "tokenizerUri": "s3://bucket/tokenizer"}
+    monkeypatch.setattr("sft_cli.export.check_same_run", lambda *_: None)
+
+    done = sft(tmp_path, {**run, "spec": {**run["spec"], "model": places}})
+
+    assert done.exit_code == 0, done.stderr
+    for uri in places.values():
+        assert f"Fetching {uri} ...\n5 MiB of {uri} fetched\n12 MiB of {uri} fetched\n" in done.stderr
+    assert "\n0 MiB read and written\n" in done.stderr

@@ -150,9 +150,9 @@ def test_what_takes_a_day_is_no_hang_while_it_moves_and_one_when_it_stands_still
     )
 
 
-@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.WAITING, None])
+@pytest.mark.parametrize("phase", [Phase.LOADING, None])
 def test_a_start_that_hangs_ends_when_the_api_says(phase: Phase | None) -> None:
-    # 1,800 s to the first step, whatever phase it hangs in.
+    # 1,800 s to the first step, whatever a process does meanwhile.
     group = Group(2, median=None)
     if phase is not None:
         group.say(0, phase, step=0)
@@ -209,13 +209,37 @@ def test_where_all_wait_for_one_another_the_last_one_is_named() -> None:
     group.say(0, Phase.WAITING, "for the others")
     group.say(100, Phase.TOKENIZING, of=(2,))
     group.say(200, Phase.WAITING, "for the others", of=(2,))
-    for second in range(200, 2001):
+    for second in range(200, 801):
         group.say(second, Phase.WAITING, "for the others")
         assert group.hang(second) is None
-    assert group.hang(2001) == (
-        "nothing new for 1801 s in phase Waiting (the limit is 1800 s): all wait for one another, "
+    assert group.hang(801) == (
+        "nothing new for 601 s in phase Waiting (the limit is 600 s): all wait for one another, "
         "rank 2 of pod 1 (for the others) since last"
     )
+
+
+@pytest.mark.parametrize(
+    ("deadline", "median", "limit"),
+    [(None, None, 600), (60, None, 600), (4000, None, 4000), (None, 1.0, 600), (None, 60.0, 1200)],
+)
+def test_what_all_do_together_at_once_has_a_limit_of_its_own(
+    deadline: int | None, median: float | None, limit: int
+) -> None:
+    # Ten minutes, or the deadline where it is known and longer: no half hour for a group that does not form.
+    group = Group(4, deadline=deadline, median=median)
+    group.say(0, Phase.WAITING, "for the other processes, to form the group")
+    assert group.hang(limit) is None
+    assert (hang := group.hang(limit + 1)) is not None
+    assert f"(the limit is {limit} s): all wait for one another, rank " in hang
+    assert hang.endswith("(for the other processes, to form the group) since last")
+
+
+def test_another_word_of_all_starts_their_time_again() -> None:
+    group = Group(4, median=None)
+    group.say(0, Phase.WAITING, "for the other processes")
+    group.say(500, Phase.WAITING, "for the other processes, to form the group")
+    assert group.hang(1100) is None
+    assert group.hang(1101) is not None
 
 
 def test_a_step_waits_for_those_that_still_save() -> None:

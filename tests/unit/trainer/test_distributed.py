@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from sft_api.ports import free_port
-from sft_trainer.distributed import Ranks, device_for, summed
+from sft_trainer.distributed import Ranks, device_for, join_group, summed
 from sft_trainer.errors import DeviceUnavailableError
 
 
@@ -54,6 +56,30 @@ def test_sums_take_numbers_of_the_host_and_of_the_device_in_their_places(monkeyp
     assert sums.dtype == torch.float64
     assert sums.tolist() == [0.2, 2.0**41 + 2, 6.0, 0.0, 2.0]
     assert (loss.item(), norm.item()) == (0.1, 3.0), "what was given stays as it is"
+
+
+def test_the_group_is_formed_once_all_have_met_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    @contextmanager
+    def forming() -> Iterator[None]:
+        happened.append("said")
+        yield
+        happened.append("over")
+
+    class Store:
+        def __init__(self, *_: object, **__: object) -> None:
+            happened.append("all have met")
+
+        def set_timeout(self, timeout: object) -> None: ...
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", Store)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: happened.append("formed"))
+
+    join_group(ranks(), torch.device("cpu"), forming)
+
+    assert happened == ["all have met", "said", "formed", "over"]
 
 
 _WAITS_FOR_NOBODY = """

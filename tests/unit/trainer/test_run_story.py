@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sft_api.progress import Phase
+from sft_api.progress import Activity, Phase
 from sft_api.report import checkpoints_status
+from sft_api.rundir import ACTIVITY_FOLDER
 from sft_api.v1alpha1.status import CheckpointStatus
+from sft_trainer import evaluate as evaluating
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import StopRequested, StorageFullError
@@ -20,6 +23,7 @@ from sft_trainer.events import (
     Ended,
     Evaluated,
     Listener,
+    Listeners,
     Outcome,
     Request,
     SaveBegins,
@@ -27,9 +31,11 @@ from sft_trainer.events import (
     Started,
     StepDone,
 )
+from sft_trainer.reporting import Reporting
 from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
+from tests.unit.data.examples import FakeExamples
 
 
 def step_done(step: int, **fields: Any) -> StepDone:
@@ -308,3 +314,48 @@ def test_a_process_that_is_alone_reads_nothing_to_compare(tmp_path: Path, monkey
     story.topology = Topology(rank=0, local_rank=0, world_size=2, shard=2)
     Trainer._compare(story)
     assert read == ["weights", "others"]
+
+
+def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[Phase, str]] = []
+
+    def look() -> None:
+        activity = Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
+        said.append((activity.phase, activity.detail))
+
+    def forms_a_group(ranks: Any, device: Any, forming: Any) -> None:
+        look()
+        with forming():
+            look()
+
+    def adds_up(values: list[Any], device: Any) -> list[float]:
+        look()
+        return [1.0 for _ in values]
+
+    # Given a process that is not alone
+    story = Story(tmp_path, {})
+    story.topology = Topology(rank=0, local_rank=0, world_size=2, shard=2)
+    story.device = torch.device("cpu")
+    story.prepared = SimpleNamespace(eval={"a": FakeExamples([4, 4, 4])})  # type: ignore[assignment]
+    story.strategy.forward_sums = lambda bins: torch.ones((), dtype=torch.float64)  # type: ignore[method-assign]
+    story.events = Listeners([Reporting(story.reporter)], story.control)
+    monkeypatch.setattr(trainer, "join_group", forms_a_group)
+    monkeypatch.setattr(evaluating, "sum_over_ranks", adds_up)
+
+    # When it meets the others, and evaluates
+    story._meet()
+    Trainer._evaluate(story)
+
+    # Then the rendezvous, the group and the last sum have words of their own, which say whom it waits for
+    waits = "for the other processes"
+    assert said == [
+        (Phase.WAITING, waits),
+        *((Phase.WAITING, f"{waits}, {what}") for what in ("to form the group", "to add the evaluation up")),
+    ]
+    assert story.reporter.progress.phase is Phase.EVALUATING, "what the group does is not changed by it"
+
+    # And a process that is alone waits for nobody
+    said.clear()
+    story.topology, story._evaluated_at = Topology(rank=0, local_rank=0, world_size=1), -1
+    Trainer._evaluate(story)
+    assert [phase for phase, _ in said] == [Phase.EVALUATING]

@@ -3,7 +3,8 @@
 One rule for all processes of all pods, whatever they do. Each says what that is. One that waits for others is left
 out: its words are no life, and it hides nobody. Of the others each must get further within the limit of what it does:
 in a phase by any word, in TRAINING by a step, which none makes without the others. Where all wait for one another, or
-train, what counts is when any of them got further last.
+train, what counts is when any of them got further last. While all wait nothing is done but pass messages: that has a
+shorter limit.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,9 @@ from .protocol import PodActivity, RankActivity
 
 SILENT_SECONDS = 1800.0
 """Time without a word outside of TRAINING, where a single thing may take long; a deadline that is longer counts
+instead."""
+WAITING_SECONDS = 600.0
+"""Time without a word where all wait for one another, to form a group or to add up; a deadline that is longer counts
 instead."""
 PASSIVE = (Phase.WAITING, Phase.COMPLETE, Phase.FAILED)
 """Who says that gets no further by itself."""
@@ -55,12 +59,18 @@ def limit_seconds(
     median_step_seconds: float | None,
     silent_seconds: float = SILENT_SECONDS,
 ) -> float:
-    """How long a process that does ``phase`` may take to get further.
+    """How long a process that does ``phase`` may take to get further; WAITING is what all do.
 
     ``configured`` is runPolicy.progressDeadlineSeconds.
     """
     deadline = progress_deadline_seconds(configured, median_step_seconds)
-    return deadline if phase is Phase.TRAINING else max(deadline, silent_seconds)
+    if phase is Phase.TRAINING:
+        return deadline
+    if phase is Phase.WAITING:
+        # Of the deadline before the first step most is for what a process does alone.
+        known = 0.0 if configured is None and median_step_seconds is None else deadline
+        return max(known, min(WAITING_SECONDS, silent_seconds))
+    return max(deadline, silent_seconds)
 
 
 def find_hang(

@@ -1,0 +1,49 @@
+"""What a process says while it fetches what it trains."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.progress import Activity, Phase
+from sft_api.rundir import ACTIVITY_FOLDER
+from sft_trainer import preparation
+from sft_trainer.errors import StorageUnavailableError
+from sft_trainer.preparation import prepare
+from sft_trainer.reporting import Reporter
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_model
+
+TOKENIZER = "s3://bucket/tokenizer"
+
+
+def test_a_download_of_another_tokenizer_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a model whose tokenizer is somewhere else, and takes long
+    save_model("llama", tmp_path / "model")
+    document = manifest(tmp_path, tmp_path / "store")
+    document["spec"]["model"] = {"uri": f"file://{tmp_path}/model", "tokenizerUri": TOKENIZER}
+    reporter = Reporter(tmp_path, writes=False)
+    said: list[tuple[Phase, str]] = []
+
+    def look() -> None:
+        activity = Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
+        said.append((activity.phase, activity.detail))
+
+    def localise(uri: str, *_: Any, kind: str, on_progress: Any, **__: Any) -> Path:
+        if kind == "model":
+            return tmp_path / "model"
+        look()
+        reporter._last_alive = 0.0
+        on_progress(3 * 2**29)
+        look()
+        raise StorageUnavailableError("that is enough")
+
+    monkeypatch.setattr(preparation, "localise", localise)
+
+    # When it is fetched
+    with pytest.raises(StorageUnavailableError, match="that is enough"):
+        prepare(resolve(document), reporter, torch.device("cpu"))
+
+    # Then this process says what it does, and how far it is
+    assert said == [(Phase.LOADING, f"fetching {TOKENIZER}"), (Phase.LOADING, f"fetching {TOKENIZER}: 1.5 GiB")]
