@@ -4,7 +4,6 @@ Downloads from buckets are kept in a cache folder under a name that changes with
 renamed when complete. The hub's files go into the hub library's own cache (``HF_HOME``), which other tools share.
 """
 
-import fcntl
 import fnmatch
 import hashlib
 import logging
@@ -13,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +37,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
     TrainingError,
 )
+from sft_trainer.locks import locked
 
 log = logging.getLogger("sft_trainer")
 
@@ -104,7 +104,7 @@ def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind, on_progr
     bucket, _ = bucket_and_prefix(uri)
     store, name, objects = listing(uri, s3, kind)
     target = cache_dir / "s3" / f"{bucket}-{_identity(uri, s3, objects)}"
-    with _disk_errors(cache_dir), _locked(target):
+    with _disk_errors(cache_dir), _alone(target, on_progress):
         if not _complete(target, objects):
             _download(store, objects, target, on_progress)
     return target / name if name else target
@@ -161,7 +161,7 @@ def _is_whole(folder: Path, entry: StoredObject) -> bool:
 def _download(store: Store, objects: Sequence[StoredObject], target: Path, on_progress: OnProgress) -> None:
     """Write ``objects`` below ``target``; files that an earlier try finished are not downloaded again."""
     # Named by the content, so what is whole in there is right.
-    partial, unfinished = (target.with_name(f".{name}-{target.name}") for name in ("partial", "unfinished"))
+    partial, unfinished = _being_made(target)
     for leftover in (unfinished, target):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
@@ -212,6 +212,11 @@ def _download(store: Store, objects: Sequence[StoredObject], target: Path, on_pr
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _being_made(target: Path) -> tuple[Path, Path]:
+    """Folders of the finished and of the unfinished files of a download to ``target``."""
+    return target.with_name(f".partial-{target.name}"), target.with_name(f".unfinished-{target.name}")
+
+
 def _finish(unfinished: Path, final: Path) -> None:
     with unfinished.open("rb") as written:
         os.fsync(written.fileno())
@@ -229,12 +234,21 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """One process of the machine at a time; the lock goes with the process that holds it."""
+def _alone(target: Path, on_progress: OnProgress) -> Iterator[None]:
+    """No other process of the machine downloads to ``target``; one that does is waited for while it gets on."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(f".lock-{target.name}").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(target.with_name(f".lock-{target.name}"), lambda: _bytes_there(target), on_progress):
         yield
+
+
+def _bytes_there(target: Path) -> int:
+    """Of what another process downloads to there, as far as it has come."""
+    found = 0
+    with suppress(FileNotFoundError):  # it has just been finished
+        for folder in _being_made(target):
+            # Files have their size before they have their content.
+            found += sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return found
 
 
 @contextmanager

@@ -6,17 +6,15 @@ that was killed has done of it is gone on with: the folder is named by the same 
 before the process group exists: collectives time out after minutes, and a large source takes longer.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -27,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sft_trainer.errors import DISK_FULL, DataError
+from sft_trainer.locks import locked
 
 from .chat import TemplateRefusal
 from .formats import Columns, Format, check_named, conversation, detect_format
@@ -51,7 +50,6 @@ _ROWS_PER_CHUNK = 1024
 _TEXTS_PER_BATCH = 128
 # Below this a pool of processes costs more than it saves: each imports libraries and loads the tokenizer (1-2 s).
 _ROWS_FOR_PROCESSES = 2000
-_LOCK_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def tokenize_source(
     codec = Codec.of(tokenizer)
     folder = cache_dir / "tokenized" / _cache_key(rows, settings, codec)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, on_wait):
+    with locked(folder.with_suffix(".lock"), lambda: _bytes_written(folder), on_wait):
         if cached := _open_cached(folder):
             on_progress(len(rows), len(rows))
             return cached
@@ -305,26 +303,6 @@ def _open_cached(folder: Path) -> TokenizedSource | None:
     except (OSError, ValueError, KeyError, TypeError):
         shutil.rmtree(folder)
         return None
-
-
-@contextmanager
-def _locked(folder: Path, on_wait: Callable[[int], None]) -> Iterator[None]:
-    """Holds a lock on ``folder`` between processes of this machine, which ends with the process.
-
-    ``on_wait(bytes written)`` is called when there is more of what the process that holds it makes.
-    """
-    written = -1
-    with folder.with_suffix(".lock").open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                before, written = written, _bytes_written(folder)
-                if written != before:
-                    on_wait(written)
-                time.sleep(_LOCK_POLL_SECONDS)
-        yield
 
 
 def _bytes_written(folder: Path) -> int:
