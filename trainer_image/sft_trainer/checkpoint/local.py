@@ -32,9 +32,7 @@ def _translated(error: OSError, path: Path) -> TrainingError:
             f"{path}: {reason}; free space, enlarge the volume, or keep fewer checkpoints (checkpoint.keep)"
         )
     if error.errno in _DENIED:
-        return AccessDeniedError(
-            f"{path}: {reason}; give user {os.getuid()} write access or choose another checkpoint.uri"
-        )
+        return AccessDeniedError(f"{path}: {reason}; give user {os.getuid()} write access, or choose another place")
     if error.errno in (errno.ENOTDIR, errno.EISDIR):
         return StorageNotFoundError(f"{path}: {reason}; a file is in the way of a folder, choose another path")
     return StorageUnavailableError(f"{path}: {reason}; check that the volume is mounted and healthy")
