@@ -169,8 +169,7 @@ class Reconciler:
     async def _heal(self, key: Key, action: HealChildren) -> None:
         refusal = None
         try:
-            for words in await self._children.heal(action.owner, action.job):
-                logger.warning("%s: %s", key, words)
+            await self._children.heal(action.owner, action.job)
         except (NameTakenError, RefusedError, ConfigLostError) as error:
             refusal = refusal_of(error, self._now())
         self._remember(key, lambda memory: healed(memory, refusal))

@@ -4,9 +4,11 @@ Whose a child is, its owner reference says: what is ours is put right, what is a
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from typing import TypeVar
 
 from sft_api.v1alpha1 import KIND
 from sft_api.v1alpha1.job import ObjectMeta
@@ -17,6 +19,9 @@ from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, config_map_name
 from ..picture.observed import ChildJob, Manifest, Refusal, controller, owner_uid
 from .client import ApiError, Cluster
 
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 FINAL_REFUSALS = (400, 403, 404, 405, 413, 422)
 """Codes with which the API server will not answer otherwise in a moment."""
 
@@ -74,16 +79,14 @@ class Children:
         """Create the children, the Job when all that its pods need is there; the Job as the API server has it.
 
         One that exists already is fine when it is ours: the trainer reads the first ConfigMap that was made, whatever
-        the settings say now, so the Job carries the copy of that one. Raises for the first that cannot be made.
+        the settings say now, so the Job carries the copy of that one. Raises for one that cannot be made.
         """
         wanted = list(manifests)
         others = [manifest for manifest in wanted if manifest["kind"] != "Job"]
         # Side by side: a job waits for two answers of a busy API server, and not for one a child.
         answers = await asyncio.gather(*(self._create(owner, manifest) for manifest in others), return_exceptions=True)
         annotations: dict[str, str] = {}
-        for manifest, made in zip(others, answers, strict=True):
-            if isinstance(made, BaseException):
-                raise made
+        for manifest, made in zip(others, _all_good(answers), strict=True):
             if manifest["kind"] == "ConfigMap":
                 # Ours by its owner, which anybody can write: one without a configuration is healed like a lost one.
                 holds = config_digest((made.get("data") or {}).get(CONFIG_KEY))
@@ -112,48 +115,46 @@ class Children:
         with _final("Job"):
             return await self._cluster.patch("Job", namespace, child.name, patch)
 
-    async def heal(self, owner: ObjectMeta, child: ChildJob) -> list[str]:
-        """Make again what the living Job ``child`` lacks; sentences that say what was done.
-
-        Raises ``ConfigLostError`` as well.
-        """
+    async def heal(self, owner: ObjectMeta, child: ChildJob) -> None:
+        """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well."""
         wanted = [build_service(owner)]
         if self._settings.network_policy.enabled:
             wanted.append(build_network_policy(owner, self._settings.network_policy))
-        done = [await self._ensure(owner, manifest) for manifest in wanted]
-        return [words for words in (*done, await self._ensure_config(owner, child)) if words]
+        ensured = (*(self._ensure(owner, manifest) for manifest in wanted), self._ensure_config(owner, child))
+        # What one of them lacks for good, the others are not to lack.
+        _all_good(await asyncio.gather(*ensured, return_exceptions=True))
 
-    async def _ensure(self, owner: ObjectMeta, wanted: Manifest) -> str:
+    async def _ensure(self, owner: ObjectMeta, wanted: Manifest) -> None:
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         found = await self._find(owner, kind, name)
-        if found is not None and _says(found["spec"], wanted["spec"]):
-            return ""
-        return await self._replace(owner, found, wanted)
+        if found is None or not _says(found["spec"], wanted["spec"]):
+            await self._replace(owner, found, wanted)
 
-    async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> str:
+    async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> None:
         """Only from the copy: another version of the operator would make another one."""
         name = config_map_name(owner.name)
         found = await self._find(owner, "ConfigMap", name)
         if found is not None:
             same = config_digest((found.get("data") or {}).get(CONFIG_KEY)) == child.config_digest
             if same or child.config_digest is None:
-                return ""
+                return
         job = await self._found("Job", owner, child.name)
         if job is None:
-            return ""
+            return
         wanted = restored_config_map(owner, job["metadata"].get("annotations") or {})
         if wanted is None:
             raise ConfigLostError(name, child.name)
-        return await self._replace(owner, found, wanted)
+        await self._replace(owner, found, wanted)
 
-    async def _replace(self, owner: ObjectMeta, found: Manifest | None, wanted: Manifest) -> str:
+    async def _replace(self, owner: ObjectMeta, found: Manifest | None, wanted: Manifest) -> None:
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         if found is not None:
             # Not changed in place: neither a ConfigMap that is immutable nor the address of a Service can be.
             with _final(kind):
                 await self._cluster.delete(kind, owner.namespace, name, uid=found["metadata"]["uid"])
         await self._create(owner, wanted)
-        return f"the {kind} {name} was {'altered' if found else 'gone'} and is made again"
+        what = "altered" if found else "gone"
+        logger.warning("%s/%s: the %s %s was %s and is made again", owner.namespace, owner.name, kind, name, what)
 
     async def _find(self, owner: ObjectMeta, kind: str, name: str) -> Manifest | None:
         """The child, if it is ours; None when there is none."""
@@ -191,12 +192,24 @@ class Children:
             raise NameTakenError(kind, found["metadata"]["name"], of_earlier=uid not in (None, owner.uid))
 
 
+def _all_good(answers: list[_Answer | BaseException]) -> list[_Answer]:
+    """``answers``, if none is an error; raises one that lasts before those that pass, behind which it would hide."""
+    faults = [answer for answer in answers if isinstance(answer, BaseException)]
+    lasting = (fault for fault in faults if isinstance(fault, NameTakenError | RefusedError | ConfigLostError))
+    for fault in (*lasting, *faults):
+        raise fault
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
 @contextmanager
 def _final(kind: str) -> Iterator[None]:
     """Tells what the API server refuses for good from what may be tried again in a moment."""
     try:
         yield
     except ApiError as error:
+        if error.denied:
+            # Taken for what its code says elsewhere, it would never be told: 409 is a conflict, 429 too many requests.
+            raise RefusedError(kind, ApiError(403, error.reason, error.message)) from error
         # A status that waits for a webhook would stay empty.
         if error.code in FINAL_REFUSALS or error.of_webhook:
             raise RefusedError(kind, error) from error

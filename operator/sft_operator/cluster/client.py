@@ -7,6 +7,7 @@ server checks them anyway.
 import asyncio
 import logging
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -47,6 +48,10 @@ REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 LIST_TIMEOUT = aiohttp.ClientTimeout(total=300, sock_connect=5, sock_read=30)
 """A page of the largest objects that there can be takes long, and is read as it comes."""
 LIST_CHUNK = 500
+_BACKLOG_BYTES = 2**15
+"""Read in one go of a watch that takes breath, they say that more is on its way. A breath of 0.1 s after each read lets
+4 MB a second in and no more: one tenant can write as much, and the watch would never catch up."""
+_DENIED = re.compile(r"\bdenied (the )?request\b")
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
@@ -65,6 +70,11 @@ class ApiError(Exception):
     def passing(self) -> bool:
         """Whether the same request may succeed a little later: overload, a conflict, a server that restarts."""
         return self.code in (408, 409, 429) or self.code >= 500
+
+    @property
+    def denied(self) -> bool:
+        """Whether a webhook or a policy has said no, with whatever code its author has chosen."""
+        return self.code < 500 and _DENIED.search(self.message) is not None
 
     @property
     def of_webhook(self) -> bool:
@@ -167,7 +177,8 @@ class Cluster:
     ) -> None:
         """Hand the events of one watch to ``take``, one by one as they arrive, until it is True or the watch ends.
 
-        For ``breath`` seconds after each read nothing is read: what comes in swarms is then read in one go.
+        For ``breath`` seconds after each read nothing is read, unless it has fallen behind: what comes in swarms is
+        then read in one go.
         An error that is told inside of the stream is raised like one that is its status.
         """
         query = {"watch": "true", "allowWatchBookmarks": "true", "labelSelector": labels, **query}
@@ -185,7 +196,8 @@ class Cluster:
                         raise _told_error(event.object)
                     elif take(event):
                         return
-                protocol = response.connection.protocol if breath and response.connection is not None else None
+                connection = response.connection if breath and len(data) < _BACKLOG_BYTES else None
+                protocol = connection.protocol if connection is not None else None
                 if protocol is not None:
                     protocol.pause_reading()
                     await asyncio.sleep(breath)

@@ -162,6 +162,7 @@ class Picture:
             entry.pods[uid] = seen
         elif kind == "Job":
             entry.job = seen
+            entry.gone_pods = {gone: pod for gone, pod in entry.gone_pods.items() if pod.job_uid == uid}
         else:
             if entry.manifest and _uid(entry.manifest.value) != uid:
                 self._strays.note(key)
@@ -208,7 +209,7 @@ class Picture:
             self._strays.note(key)
         if kind == "Pod":
             if last := entry.pods.pop(uid, None):
-                entry.gone_pods[uid] = _last_seen(manifest, last.value)
+                _note_gone(entry, uid, _last_seen(manifest, last.value))
         elif kind == "Job":
             if entry.job and entry.job.value.uid == uid:
                 entry.job = None
@@ -262,7 +263,7 @@ class Picture:
         if kind != "Pod":
             self._strays.note(key)
         if kind == "Pod":
-            entry.gone_pods[uid] = entry.pods.pop(uid).value
+            _note_gone(entry, uid, entry.pods.pop(uid).value)
         elif kind == "Job":
             entry.job = None
         else:
@@ -369,6 +370,14 @@ def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:
 
 def _sorted(pods: Iterable[Pod]) -> tuple[Pod, ...]:
     return tuple(sorted(pods, key=lambda pod: (pod.index or 0, pod.created.timestamp() if pod.created else 0.0)))
+
+
+def _note_gone(entry: Entry, uid: str, pod: Pod) -> None:
+    """Keep a pod until it was told of. One of another Job never will be, and tenants can make any number of those."""
+    # A Job that is not there may come back: nobody watches one without our label.
+    of_ours = entry.job is None or pod.job_uid == entry.job.value.uid
+    if of_ours and len(entry.gone_pods) < _most_pods(entry):
+        entry.gone_pods[uid] = pod
 
 
 def _forget_run(entry: Entry) -> None:

@@ -159,6 +159,7 @@ def pod_manifest(
     index: int = 0,
     *,
     uid: str | None = None,
+    job_uid: str = JOB_UID,
     phase: str = "Running",
     ready: bool = True,
     exit_code: int | None = None,
@@ -202,7 +203,7 @@ def pod_manifest(
             "batch.kubernetes.io/job-index-failure-count": str(replaced[0]),
             "batch.kubernetes.io/job-index-ignored-failure-count": str(replaced[1]),
         },
-        "ownerReferences": [_owner("batch/v1", "Job", JOB_UID)],
+        "ownerReferences": [_owner("batch/v1", "Job", job_uid)],
     }
     if deletion is not None:
         metadata["deletionTimestamp"] = stamp(deletion + 30)

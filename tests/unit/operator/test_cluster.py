@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -153,6 +153,65 @@ def test_what_comes_while_a_watch_takes_breath_is_read_in_one_go() -> None:
     against(answer, scenario)
 
     assert read == [["a"], ["b", "c"]]
+
+
+class Read:
+    """What is read of one watch, piece by piece, and how often nobody wanted to read for a while."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = pieces
+        self.status = 200
+        self.headers: dict[str, str] = {}
+        self.content, self.connection, self.protocol = self, self, self
+        self.pauses = 0
+
+    def get(self, *_: Any, **__: Any) -> Read:
+        return self
+
+    async def __aenter__(self) -> Read:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            yield piece
+
+    def pause_reading(self) -> None:
+        self.pauses += 1
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def test_a_watch_that_has_fallen_behind_takes_no_breath() -> None:
+    # However much one tenant writes, what happens to the others is heard of.
+    much, little = (
+        b'{"type": "ADDED", "object": {}, "x": "%s"}\n' % (b"x" * 2**16),
+        b'{"type": "ADDED", "object": {}}\n',
+    )
+    read, seen = Read(much, much, much, little, much), 0
+
+    def take(_: Event) -> bool:
+        nonlocal seen
+        seen += 1
+        return False
+
+    cluster = Cluster("http://nowhere", cast(aiohttp.ClientSession, read))
+    timeout = aiohttp.ClientTimeout(total=60)
+    asyncio.run(cluster.watch("Pod", "team", take, labels="", query={}, timeout=timeout, breath=0.01))
+
+    assert (seen, read.pauses) == (5, 1)
+
+
+@pytest.mark.parametrize("code", [401, 403, 409, 410, 429])
+def test_a_denial_is_one_whatever_code_its_author_chose(code: int) -> None:
+    words = 'admission webhook "no.example.org" denied the request: not on Sundays'
+
+    assert ApiError(code, "", words).denied
+    assert ApiError(code, "", "ValidatingAdmissionPolicy 'no' with binding 'no' denied request: not here").denied
+    assert not ApiError(code, "AlreadyExists", 'services "tulu" already exists').denied
 
 
 def kubeconfig(folder: Path, server: str) -> Path:

@@ -70,6 +70,33 @@ def test_a_pod_that_was_deleted_is_remembered_until_it_was_taken_into_the_status
     assert observed.gone_pods[0].terminated.exit_code == 30
 
 
+def test_of_gone_pods_that_name_another_job_nothing_is_held() -> None:
+    """Anybody can make and delete any number of pods that name a Job which never was: no look is ever told of them."""
+    picture = full_picture()
+
+    for number in range(10):
+        picture.store("Pod", pod_manifest(0, uid=f"uid-{number}", job_uid=f"nobody-{number}"))
+        picture.remove("Pod", versioned(pod_manifest(0, uid=f"uid-{number}", job_uid=f"nobody-{number}"), 30))
+
+    assert picture.entry(KEY).gone_pods == {}
+
+
+def test_gone_pods_of_a_job_that_is_not_there_are_held_within_limits_until_there_is_another() -> None:
+    picture = full_picture()
+    picture.remove("Job", versioned(child_manifest(), 20))
+    picture.remove("Pod", versioned(pod_manifest(0), 21))
+    for number in range(2000):
+        picture.store("Pod", pod_manifest(0, uid=f"uid-{number}", job_uid=f"nobody-{number}"))
+        picture.remove("Pod", versioned(pod_manifest(0, uid=f"uid-{number}", job_uid=f"nobody-{number}"), 30))
+
+    assert len(picture.entry(KEY).gone_pods) == 1004  # as many as are held of one job that live
+
+    # One that had lost our label for a moment has lost nothing else.
+    picture.store("Job", versioned(child_manifest(), 40))
+    assert [pod.index for pod in picture.observed(KEY).gone_pods] == [0]
+    assert len(picture.entry(KEY).gone_pods) == 1
+
+
 def test_a_listing_finds_what_a_watch_has_lost() -> None:
     picture = full_picture()
     newer = versioned(pod_manifest(0, phase="Failed", exit_code=30), 30)
