@@ -22,6 +22,7 @@ from sft_trainer.export.values import Base
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.digest import base_digest
 from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.topologies import here
 
 CARD = "# a model\n"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -29,7 +30,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", t
 
 def save(boxes: list[Box], store: Store, step: int = 6, **run: Any) -> Manifest:
     """The checkpoint of ``boxes``, of all ranks; its manifest on every rank."""
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here())
     attempt = manager.claim_attempt("job")
     manager.save(step, boxes, RunState(cursor=step, **run), asynchronous=False, keep=KeepPolicy(last=99))
     found = Catalog(store).find(CheckpointId(attempt, step))
@@ -55,7 +56,7 @@ def export(what: Exported, target: Store, **options: Any) -> None:
     """Of all ranks, or of this process alone."""
     from datetime import timedelta
 
-    export_checkpoint(what, target, CheckpointGroup(timedelta(minutes=2)), **options)
+    export_checkpoint(what, target, CheckpointGroup(here(), timedelta(minutes=2)), **options)
 
 
 def export_live(model: CausalLM, folder: Path, source: Path, *, file_bytes: int = 2**40, writes: bool = True) -> None:

@@ -30,6 +30,7 @@ from sft_trainer.fetch import cache_directory, localise
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.storage import check_same_run
+from sft_trainer.topology import ALONE
 
 from .console import result, say
 from .errors import UserError
@@ -149,7 +150,7 @@ def _export(config: TrainerConfig, store: Store, manifest: Manifest, target: Sto
         base=base,
     )
     export_checkpoint(
-        exported, target, CheckpointGroup(timedelta(hours=1)), on_bytes=_Counted(_Told("read and written"))
+        exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=_Counted(_Told("read and written"))
     )
 
 

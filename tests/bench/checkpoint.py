@@ -30,6 +30,7 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
 from tests.cluster.object_store import object_store
+from tests.topologies import here
 
 
 def state(parameters: int) -> list[Box]:
@@ -77,7 +78,7 @@ def main() -> None:
     loaded = [replace(box, local=torch.empty_like(box.local)) for box in boxes]
     weight = torch.randn(512, 512)
     with a_store(options.store) as store:
-        manager = CheckpointManager(store)
+        manager = CheckpointManager(store, here())
         manager.claim_attempt("bench")
         keep = KeepPolicy(last=1)
         sync, cpu, load, call, total, stall = [], [], [], [], [], []

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .topology import Topology
+
 WEIGHT = "weight"
 """The kind of parameters and stored buffers; moments of the optimizer have kinds of their own (``exp_avg``, …)."""
 
@@ -70,3 +72,22 @@ class Box:
         """Copy ``values`` in, of the sizes of ``part`` (in the whole tensor's coordinates), or of the whole box."""
         target = self.local.detach() if part is None else self.local.detach()[part.within(self.place)]
         target.copy_(values)
+
+
+class Writers:
+    """Gives every box to the replica that has the least to write; replicas hold the same, so that they agree.
+
+    They must ask in the same order, for all that a save holds.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._elements: dict[frozenset[str], list[int]] = {}
+
+    def is_writer(self, split: frozenset[str], elements: int) -> bool:
+        """Whether this process writes a box of ``elements``, of a tensor that these dimensions are split over."""
+        replica, replicas = self._topology.replica(split)
+        given = self._elements.setdefault(split, [0] * replicas)
+        writer = given.index(min(given))
+        given[writer] += elements
+        return writer == replica

@@ -20,6 +20,7 @@ from .errors import StorageUnavailableError, TrainingError
 from .reporting import Reporter
 from .storage import check_same_run
 from .supervisor.cgroup import Cgroup
+from .topology import Topology
 
 
 class Saving:
@@ -32,6 +33,7 @@ class Saving:
         reporter: Reporter,
         *,
         device: torch.device,
+        topology: Topology,
         on_commit: Callable[[CheckpointsStatus], None] = lambda checkpoints: None,
     ) -> None:
         """``on_commit`` is told of all checkpoints that this process knows of whenever it learns of another one."""
@@ -40,6 +42,7 @@ class Saving:
         self._on_commit = on_commit
         self._manager = CheckpointManager(
             store,
+            topology,
             device=device,
             on_bytes=self._count,
             on_wait=self._note_wait,

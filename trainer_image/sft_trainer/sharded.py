@@ -5,26 +5,25 @@ for every use.
 """
 
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .boxes import WEIGHT, Box, Rectangle
+from .boxes import WEIGHT, Box, Rectangle, Writers
 from .models.causal_lm import CausalLM
 from .names.canonical import Names, Part
+from .topology import ALONE, Topology
 
 _UPDATES = "step"
 """Key under which the optimizer counts the updates of a parameter."""
 
 
-def model_boxes(model: CausalLM, names: Names) -> list[Box]:
+def model_boxes(model: CausalLM, names: Names, topology: Topology = ALONE) -> list[Box]:
     """What this process holds of the parameters and stored buffers of ``model``; a tied weight is there once."""
-    writers = _Writers()
+    writers = Writers(topology)
     return [
         box
         for name, tensor in stored_tensors(model)
@@ -32,13 +31,15 @@ def model_boxes(model: CausalLM, names: Names) -> list[Box]:
     ]
 
 
-def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Names) -> list[Box]:
+def optimizer_boxes(
+    model: CausalLM, optimizer: torch.optim.Optimizer, names: Names, topology: Topology = ALONE
+) -> list[Box]:
     """What this process holds of the moments of ``optimizer``, named like their parameter; the kind is the moment.
 
     Moments that do not exist yet, before the first update, are made, and are 0.
     """
     _make_state(optimizer)
-    writers = _Writers()
+    writers = Writers(topology)
     return [
         box
         for name, parameter in stored_tensors(model)
@@ -97,14 +98,14 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     set_updates(optimizer, 0)
 
 
-def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, writers: "_Writers") -> Iterator[Box]:
+def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, writers: Writers) -> Iterator[Box]:
     """One box of each of the canonical tensors in ``tensor`` that this process has something of."""
-    held = _Held.of(tensor)
+    held, split = _held(tensor)
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
     for part in parts:
-        common = held.place.overlap(Rectangle(part.start, part.shape))
+        common = held.overlap(Rectangle(part.start, part.shape))
         if common is None:
             continue
         offsets = tuple(offset - start for offset, start in zip(common.offsets, part.start, strict=True))
@@ -113,48 +114,19 @@ def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, writers: "_Writer
             kind,
             part.shape,
             Rectangle(offsets, common.sizes),
-            local[common.within(held.place)],
-            writes=writers.is_writer(held, math.prod(common.sizes)),
+            local[common.within(held)],
+            writes=writers.is_writer(split, math.prod(common.sizes)),
         )
 
 
-@dataclass(frozen=True)
-class _Held:
-    """The rectangle of a tensor that this process holds, as one of its replicas."""
-
-    place: Rectangle
-    replica: int
-    replicas: int
-    among: Hashable
-    """What all tensors have in common whose replicas are the same processes."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Held":
-        if not isinstance(tensor, DTensor):
-            together = dist.is_initialized()
-            replica, replicas = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-            return cls(Rectangle((0,) * tensor.ndim, tuple(tensor.shape)), replica, replicas, None)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if odd := [placement for placement in placements if type(placement) not in (Shard, Replicate)]:
-            raise ValueError(f"a tensor placed as {odd} is no rectangle")
-        replica, replicas = 0, 1
-        for dimension, placement in enumerate(placements):
-            if isinstance(placement, Replicate):
-                replica = replica * mesh.size(dimension) + mesh.get_local_rank(dimension)
-                replicas *= mesh.size(dimension)
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        return cls(Rectangle(tuple(offsets), tuple(sizes)), replica, replicas, (mesh, tuple(placements)))
-
-
-class _Writers:
-    """Gives every box to the replica that has the least to write; replicas hold the same, so that they agree."""
-
-    def __init__(self) -> None:
-        self._elements: dict[Hashable, list[int]] = {}
-
-    def is_writer(self, held: _Held, elements: int) -> bool:
-        """Whether this process writes a box of ``elements`` in ``held``."""
-        given = self._elements.setdefault(held.among, [0] * held.replicas)
-        writer = given.index(min(given))
-        given[writer] += elements
-        return writer == held.replica
+def _held(tensor: torch.Tensor) -> tuple[Rectangle, frozenset[str]]:
+    """The rectangle of ``tensor`` that this process holds, and the dimensions of the topology it is split over."""
+    if not isinstance(tensor, DTensor):
+        return Rectangle((0,) * tensor.ndim, tuple(tensor.shape)), frozenset()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if odd := [placement for placement in placements if type(placement) not in (Shard, Replicate)]:
+        raise ValueError(f"a tensor placed as {odd} is no rectangle")
+    names = mesh.mesh_dim_names or ()
+    split = {name for name, placement in zip(names, placements, strict=True) if isinstance(placement, Shard)}
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return Rectangle(tuple(offsets), tuple(sizes)), frozenset(split)

@@ -1,19 +1,27 @@
-"""Which part of the run this process has: its place in every dimension of parallelism.
+"""Which part of the run this process has: its place in every dimension of parallelism, and with whom it shares it.
 
 Whoever decides about data, loss, saving, export or reporting asks here, never for "the rank": with tensor or pipeline
 parallelism several processes have the same data, and one of them counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from math import prod
+from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .distributed import Ranks
 from .errors import ConfigError
 
-_ORDER = ("pipeline", "replicate", "shard", "sequence", "tensor")
-"""Dimensions from the outermost to the innermost: neighbouring ranks, mostly of one node, differ in the last ones."""
+T = TypeVar("T")
+
+DIMENSIONS = ("pipeline", "replicate", "shard", "sequence", "tensor")
+"""From the outermost to the innermost: neighbouring ranks, mostly of one node, differ in the last ones. Their sizes
+multiply to the number of processes; ``expert`` is no factor of its own."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +44,14 @@ class Topology:
     pipeline: int = 1
     """Stages of consecutive blocks."""
     expert: int = 1
-    """Processes over which the experts of a layer are spread: a part of shard x sequence x tensor."""
+    """Processes over which the experts of a layer are spread: neighbours among its shard x sequence x tensor."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` naming the factor that is wrong."""
-        for name in (*_ORDER, "expert"):
+        for name in (*DIMENSIONS, "expert"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"the {name} degree must be at least 1, not {getattr(self, name)}")
-        sizes = {name: getattr(self, name) for name in _ORDER}
+        sizes = {name: getattr(self, name) for name in DIMENSIONS}
         product = prod(sizes.values())
         if product != self.world_size:
             raise ConfigError(
@@ -71,23 +79,40 @@ class Topology:
         )
 
     @classmethod
-    def of(cls, ranks: Ranks, *, shard: int) -> "Topology":
-        """Data parallelism over all processes: parameters split over ``shard`` of them, replicated over the groups."""
+    def of(
+        cls,
+        ranks: Ranks,
+        *,
+        shard: int,
+        sequence: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
+    ) -> "Topology":
+        """That of ``ranks``, with as many replicas as there are processes for; ``ConfigError`` where none fit."""
         return cls(
             rank=ranks.rank,
             local_rank=ranks.local_rank,
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
-            replicate=max(1, ranks.world_size // shard),
+            replicate=max(1, ranks.world_size // max(1, shard * sequence * tensor * pipeline)),
             shard=shard,
+            sequence=sequence,
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
         )
 
     def place(self, dimension: str) -> int:
-        """Rank of this process within ``dimension``, one of the names of the sizes."""
+        """Rank of this process within ``dimension``, one of the names of the sizes: 0 where its size is 1."""
+        return self._place_of(self.rank, dimension)
+
+    def _place_of(self, rank: int, dimension: str) -> int:
         if dimension == "expert":
-            return self.rank % (self.shard * self.sequence * self.tensor) % self.expert
-        inner = _ORDER[_ORDER.index(dimension) + 1 :]
-        place: int = self.rank // prod(getattr(self, name) for name in inner) % getattr(self, dimension)
+            # The processes of a layer are neighbours, and divide evenly among the places.
+            return rank % self.expert
+        inner = DIMENSIONS[DIMENSIONS.index(dimension) + 1 :]
+        place: int = rank // prod(getattr(self, name) for name in inner) % getattr(self, dimension)
         return place
 
     # Data and loss
@@ -120,24 +145,87 @@ class Topology:
         return self.local_rank == 0
 
     @property
+    def leader(self) -> int:
+        """Rank of the process that does what a run does once."""
+        return 0
+
+    @property
     def writes(self) -> bool:
         """Whether this process writes what a run has once: manifest, status, records."""
-        return self.rank == 0
+        return self.rank == self.leader
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process reports for all."""
+        return self.rank == self.leader
 
     def exporters(self, uri: str) -> int:
         """How many processes, from the first on, write the files of an export to ``uri``: those that see one place."""
         # A folder is perhaps that of one node; a volume or a bucket is the same for all.
         return self.local_world_size if uri.startswith("file://") else self.world_size
 
-    @property
-    def tells(self) -> bool:
-        """Whether this process reports for all."""
-        return self.rank == 0
+    def turn(self, files: Sequence[T], uri: str) -> list[T]:
+        """Those of ``files``, of an export to ``uri``, that this process writes: each is written by one."""
+        return [file for place, file in enumerate(files) if place % self.exporters(uri) == self.rank]
+
+    @cache  # noqa: B019 - few topologies are ever made, and they live as long as the process
+    def replica(self, split: frozenset[str]) -> tuple[int, int]:
+        """Which of the processes that hold the same part of a tensor this one is, and how many these are.
+
+        ``split`` names the dimensions over which the tensor is split, ``expert`` may be among them: processes that
+        differ in others only hold the same. Stages of a pipeline hold other tensors.
+        """
+        told_apart = ("pipeline", *split)
+        holders = [
+            rank
+            for rank in range(self.world_size)
+            if all(self._place_of(rank, name) == self.place(name) for name in told_apart)
+        ]
+        return holders.index(self.rank), len(holders)
 
     # Groups
 
+    def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
+        """Ranks of all processes, grouped: those of a group differ in ``dimensions`` only, and ascend.
+
+        Where these have size 1 every process is a group of its own. ``expert`` is given alone or not at all.
+        """
+        if dimensions != ("expert",) and (unknown := set(dimensions) - set(DIMENSIONS)):
+            raise ValueError(f"{sorted(unknown)} are no dimensions that form groups with {dimensions}")
+        others = [name for name in DIMENSIONS if name not in dimensions]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            places = tuple(self._place_of(rank, name) for name in others)
+            # Experts are spread over neighbours.
+            found.setdefault((rank // self.expert,) if dimensions == ("expert",) else places, []).append(rank)
+        return [tuple(group) for group in found.values()]
+
+    def members(self, *dimensions: str) -> tuple[int, ...]:
+        """The group of this process among ``groups``."""
+        return next(group for group in self.groups(*dimensions) if self.rank in group)
+
+    def process_group(
+        self, *dimensions: str, backend: str | None = None, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup | None:
+        """A new process group of ``members``; None where this process is alone, and has nobody to speak to.
+
+        A collective call of all processes, whatever group they are in. ``backend`` and ``timeout`` are those of the
+        default group where they are not given.
+        """
+        groups = self.groups(*dimensions)
+        if len(groups) == self.world_size:
+            return None
+        mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout, backend)
+        assert isinstance(mine, dist.ProcessGroup)  # noqa: S101 - every process is in one of them
+        return mine
+
     def parameter_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh over which FSDP splits parameters: shard, or replicate x shard. A collective call."""
-        if self.replicate == 1:
-            return init_device_mesh(device_type, (self.shard,), mesh_dim_names=("shard",))
-        return init_device_mesh(device_type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+        used = tuple(name for name in DIMENSIONS if name == "shard" or getattr(self, name) > 1)
+        mesh = init_device_mesh(device_type, tuple(getattr(self, name) for name in used), mesh_dim_names=used)
+        names = tuple(name for name in used if name in ("replicate", "shard"))
+        return mesh if names == used else mesh[names]
+
+
+ALONE = Topology(rank=0, local_rank=0, world_size=1)
+"""Of one process that is all there is."""

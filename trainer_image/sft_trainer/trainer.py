@@ -179,6 +179,7 @@ class Trainer:
             self.store,
             self.reporter,
             device=self.device,
+            topology=self.topology,
             on_commit=lambda checkpoints: self.events.emit(Committed(self.step, checkpoints)),
         )
         self.reporter.update(attempt=self.saving.claim_attempt())

@@ -11,6 +11,7 @@ from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store
+from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
 
 Tensors = dict[str, torch.Tensor]
@@ -44,7 +45,7 @@ def equal(left: Tensors, right: Tensors) -> bool:
 
 
 def started(store: Store, uid: str = "job-a") -> CheckpointManager:
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here())
     manager.claim_attempt(uid)
     return manager
 

@@ -19,9 +19,7 @@ from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, TrainingError
 from sft_trainer.export.exporting import export_checkpoint
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
-from sft_trainer.sharded import model_boxes, optimizer_boxes
 from sft_trainer.strategies.fsdp import FsdpStrategy
-from sft_trainer.topology import Topology
 from sft_trainer.trainable import EVERYTHING
 from tests.exports import content, export, export_live, exported, save
 from tests.integration.checkpoint import ranks
@@ -29,6 +27,7 @@ from tests.integration.checkpoint.test_resharding import numbers
 from tests.integration.checkpoint.test_sharded import where
 from tests.parity.runs import manifest as job
 from tests.parity.runs import resolve
+from tests.topologies import here
 
 SMALL = 400
 """Bytes of a file, so that the model has several."""
@@ -62,14 +61,9 @@ def filled(folder: Path, processes: int, shard: int) -> tuple[CausalLM, list[Any
     """This process's part of a model, whose numbers are the same whatever the shape of the group."""
     import torch
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    topology = Topology(rank, rank, processes, replicate=processes // shard, shard=shard)
     config = resolve(job(folder, folder / "store", processes=processes))
-    strategy = FsdpStrategy(config, build_on_meta(folder), EVERYTHING, topology, torch.device("cpu"))
-    boxes = [
-        *model_boxes(strategy.model, strategy.model.names),
-        *optimizer_boxes(strategy.model, strategy.optimizer, strategy.model.names),
-    ]
+    strategy = FsdpStrategy(config, build_on_meta(folder), EVERYTHING, here(shard), torch.device("cpu"))
+    boxes = strategy.boxes("trained") + strategy.boxes("optimizer")
     for box in boxes:
         box.write(numbers(box)[where(box)])
     return strategy.model, boxes
@@ -81,7 +75,7 @@ def save_and_export(store: Store, target: Store, folder: Path, shape: tuple[int,
     export_live(sharded, live, folder, file_bytes=SMALL, writes=dist.get_rank() == 0)
     manifest = save(boxes, store)
     written = watched(target)
-    export(exported(store, manifest, folder, sharded), target, writers=shape[0], file_bytes=SMALL)
+    export(exported(store, manifest, folder, sharded), target, file_bytes=SMALL)
     return written
 
 
@@ -189,9 +183,9 @@ def fail_on_one_rank(store: Store, target: Store, folder: Path) -> tuple[str, li
 
         target.open_write = denied  # type: ignore[method-assign]
     waits: list[bool] = []
-    group = CheckpointGroup(timedelta(minutes=2), waits.append)
+    group = CheckpointGroup(here(), timedelta(minutes=2), waits.append)
     try:
-        export_checkpoint(exported(store, manifest, folder, sharded), target, group, writers=3, file_bytes=SMALL)
+        export_checkpoint(exported(store, manifest, folder, sharded), target, group, file_bytes=SMALL)
     except TrainingError as error:
         return f"{type(error).__name__}: {error}", waits
     return "", waits

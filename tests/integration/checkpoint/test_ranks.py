@@ -22,6 +22,7 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import PeerLostError, StorageFullError, TrainingError
 from tests.integration.checkpoint import ranks
+from tests.topologies import here
 from tests.waiting import wait_until
 
 TIMEOUT = timedelta(hours=1)
@@ -81,7 +82,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
 
 
 def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
     state = trained(seed=1, steps=steps)
     boxes = boxes_of(*state)
@@ -98,7 +99,7 @@ def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
 
 
 def load_here(store: Store) -> tuple[int, Numbers, list[str]]:
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
     state = trained(seed=2, steps=1)
     choice = manager.latest()
@@ -146,7 +147,7 @@ def test_damage_that_one_rank_sees_makes_all_fall_back(tmp_path: Path) -> None:
 
 def save_with_one_failing(store: Store) -> tuple[str, str, list[int]]:
     """Rank 1 finds the disk full once; then all save again."""
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
     boxes = boxes_of(*trained(seed=1, steps=1))
     plain = LocalStore.open_write
@@ -185,7 +186,7 @@ class Stubborn(Exception):
 
 
 def save_with_an_error_that_cannot_travel(store: Store) -> str:
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
     if dist.get_rank() == 1:
 
@@ -215,7 +216,7 @@ def claim_without_access(store: Store) -> str:
 
         LocalStore.create = full  # type: ignore[method-assign]
     try:
-        CheckpointManager(store, timeout=TIMEOUT).claim_attempt("job")
+        CheckpointManager(store, here(), timeout=TIMEOUT).claim_attempt("job")
     except StorageFullError as error:
         return str(error)
     return "claimed"
@@ -228,7 +229,7 @@ def test_a_claim_fails_on_all_ranks_alike(tmp_path: Path) -> None:
 
 def save_while_a_peer_dies(store: Store) -> str:
     """Rank 1 is killed while it writes step 2."""
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
     boxes = boxes_of(*trained(seed=1, steps=1))
     manager.save(1, boxes, RunState(), asynchronous=False)
@@ -257,7 +258,7 @@ def test_a_dead_peer_ends_the_save_soon_and_the_checkpoint_before_counts(tmp_pat
 
 def save_replicas(store: Store) -> tuple[list[str], int, bool]:
     """Both ranks hold all of every tensor, and each writes two of them."""
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
 
     def boxes(tensors: Tensors) -> list[Box]:
@@ -285,7 +286,7 @@ def test_replicated_tensors_are_written_once_and_shared_out(tmp_path: Path) -> N
 
 def save_what_does_not_fit(store: Store) -> str:
     """Both ranks write all of it."""
-    manager = CheckpointManager(store, timeout=TIMEOUT)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
     manager.claim_attempt("job")
     place = Rectangle((0,), (10,))
     try:
@@ -307,7 +308,7 @@ def save_without_room(store: Store, full: int) -> tuple[bool, list[str]]:
     """Whether an asynchronous save was over when it returned, with no room on rank ``full``; and what was said."""
     said: list[str] = []
     free = 1 if dist.get_rank() == full else 2**40
-    manager = CheckpointManager(store, timeout=TIMEOUT, on_warning=said.append, available_memory=lambda: free)
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT, on_warning=said.append, available_memory=lambda: free)
     manager.claim_attempt("job")
     outcome = manager.save(1, boxes_of(*trained(seed=1, steps=1)), RunState(cursor=1), asynchronous=True)
     return outcome is not None, said
@@ -336,7 +337,7 @@ def save_and_tell(folder: Path, asynchronous: bool) -> bool:
     def told(begins: bool) -> None:
         waits.touch() if begins else waits.unlink(missing_ok=True)
 
-    manager = CheckpointManager(WaitsForItsPeer(folder), timeout=TIMEOUT, on_wait=told)
+    manager = CheckpointManager(WaitsForItsPeer(folder), here(), timeout=TIMEOUT, on_wait=told)
     manager.claim_attempt("job")
     manager.save(3, boxes_of(*trained(seed=1, steps=3)), RunState(cursor=3), asynchronous=asynchronous)
     manager.wait()

@@ -14,9 +14,10 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.reading import open_index
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.sharded import model_boxes, optimizer_boxes, set_updates, updates
+from sft_trainer.sharded import set_updates, updates
 from tests.integration.checkpoint import ranks
-from tests.integration.checkpoint.test_sharded import build, where
+from tests.integration.checkpoint.test_sharded import boxes_of, build, where
+from tests.topologies import here
 
 Shape = tuple[int, int]
 """Processes, and how many of them share the parameters out."""
@@ -30,11 +31,11 @@ def numbers(box: Box) -> torch.Tensor:
 
 def save_here(store: Store, shape: Shape) -> tuple[int, int]:
     model, optimizer, names = build("qwen3_moe", *shape)
-    boxes = [*model_boxes(model, names), *optimizer_boxes(model, optimizer, names)]
+    boxes = boxes_of(model, optimizer, names, shape[1])
     for box in boxes:
         box.write(numbers(box)[where(box)])
     set_updates(optimizer, 5)
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here(shape[1]))
     manager.claim_attempt("job")
     manager.save(6, boxes, RunState(updates=updates(optimizer)), asynchronous=True)
     outcome = manager.wait()
@@ -44,14 +45,14 @@ def save_here(store: Store, shape: Shape) -> tuple[int, int]:
 
 def load_here(store: Store, shape: Shape) -> tuple[int, list[str], int]:
     model, optimizer, names = build("qwen3_moe", *shape)
-    for box in (*model_boxes(model, names), *optimizer_boxes(model, optimizer, names)):
+    for box in boxes_of(model, optimizer, names, shape[1]):
         box.local.fill_(float("nan"))
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here(shape[1]))
     manager.claim_attempt("job")
-    manifest = manager.load_newest([*model_boxes(model, names), *optimizer_boxes(model, optimizer, names)])
+    manifest = manager.load_newest(boxes_of(model, optimizer, names, shape[1]))
     assert manifest is not None
     set_updates(optimizer, manifest.run.updates)
-    again = [*model_boxes(model, names), *optimizer_boxes(model, optimizer, names)]
+    again = boxes_of(model, optimizer, names, shape[1])
     different = [f"{box.kind} of {box.name}" for box in again if not torch.equal(box.read(), numbers(box)[where(box)])]
     return updates(optimizer), different, len(again)
 
@@ -77,7 +78,7 @@ def test_any_shape_goes_on_from_any_other(tmp_path: Path, saved: Shape, loaded: 
             assert boxes > 20
 
     # And the files hold every element once
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here())
     manager.claim_attempt("job")
     choice = manager.latest()
     assert choice is not None

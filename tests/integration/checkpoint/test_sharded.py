@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import torch.distributed as dist
 
 from sft_trainer.boxes import Box
 from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, register
@@ -18,10 +17,10 @@ from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer
 from sft_trainer.sharded import model_boxes, optimizer_boxes, updates
 from sft_trainer.strategies.fsdp import build_model
-from sft_trainer.topology import Topology
 from sft_trainer.trainable import EVERYTHING
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve
+from tests.topologies import here
 
 Numbers = npt.NDArray[np.float32]
 Held = tuple[str, str, tuple[int, ...], tuple[slice, ...], bool, Numbers]
@@ -56,10 +55,13 @@ def build(kind: str, processes: int, shard_degree: int) -> tuple[CausalLM, torch
         huggingface = AutoModelForCausalLM.from_config(
             sizes(kind), dtype=torch.float32, attn_implementation=IMPLEMENTATION
         )
-    rank = dist.get_rank()
-    topology = Topology(rank, rank, processes, replicate=processes // shard_degree, shard=shard_degree)
-    model = build_model(config, CausalLM(huggingface), EVERYTHING, topology, torch.device("cpu"))
+    model = build_model(config, CausalLM(huggingface), EVERYTHING, here(shard_degree), torch.device("cpu"))
     return model, build_optimizer(model.named_parameters(), config.spec, 1e-3), Names.of(sizes(kind))
+
+
+def boxes_of(model: CausalLM, optimizer: torch.optim.Optimizer, names: Names, shard_degree: int) -> list[Box]:
+    topology = here(shard_degree)
+    return [*model_boxes(model, names, topology), *optimizer_boxes(model, optimizer, names, topology)]
 
 
 def numbers(box: Box) -> torch.Tensor:
@@ -75,12 +77,12 @@ def where(box: Box) -> tuple[slice, ...]:
 def fill_and_tell(processes: int, shard_degree: int) -> tuple[list[Held], dict[str, Numbers]]:
     """Fill every box; tell what the boxes hold when taken again, and what the modules' parameters then are."""
     model, optimizer, names = build("qwen3_moe", processes, shard_degree)
-    for box in (*model_boxes(model, names), *optimizer_boxes(model, optimizer, names)):
+    for box in boxes_of(model, optimizer, names, shard_degree):
         box.write(numbers(box)[where(box)])
     assert updates(optimizer) == 0
     held = [
         (box.name, box.kind, box.shape, where(box), box.writes, box.read().numpy().copy())
-        for box in (*model_boxes(model, names), *optimizer_boxes(model, optimizer, names))
+        for box in boxes_of(model, optimizer, names, shard_degree)
     ]
     whole = {
         name: parameter.detach().full_tensor().numpy()  # type: ignore[attr-defined]
@@ -134,19 +136,21 @@ def test_every_element_is_held_and_written_once(tmp_path: Path, processes: int, 
 def look_after_a_forward() -> tuple[bool, bool, int]:
     """Whether boxes taken after a forward hold the same as before; the gathered root would be the whole."""
     model, optimizer, names = build("qwen3", 3, 3)
-    for box in model_boxes(model, names):
+    for box in model_boxes(model, names, here()):
         box.write(torch.full_like(box.local, 0.1))
-    before = [(box.name, box.place, box.read().clone()) for box in model_boxes(model, names)]
+    before = [(box.name, box.place, box.read().clone()) for box in model_boxes(model, names, here())]
     ids = torch.arange(4)
     with torch.no_grad():
         model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:])
-    after = [(box.name, box.place, box.read()) for box in model_boxes(model, names)]
+    after = [(box.name, box.place, box.read()) for box in model_boxes(model, names, here())]
     same = [b[:2] == a[:2] and torch.equal(b[2], a[2]) for b, a in zip(before, after, strict=True)]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    changed = any(not torch.equal(b[2], a.read()) for b, a in zip(before, model_boxes(model, names), strict=True))
-    moments = [box for box in optimizer_boxes(model, optimizer, names) if box.kind == "exp_avg"]
+    changed = any(
+        not torch.equal(b[2], a.read()) for b, a in zip(before, model_boxes(model, names, here()), strict=True)
+    )
+    moments = [box for box in optimizer_boxes(model, optimizer, names, here()) if box.kind == "exp_avg"]
     assert all(box.read().gt(0).all() for box in moments)
     return all(same), changed, updates(optimizer)
 

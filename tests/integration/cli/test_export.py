@@ -19,6 +19,7 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.sharded import model_boxes
 from tests.exports import save
+from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
 
 Place = Any
@@ -53,7 +54,7 @@ def checkpoint(inputs: Any, document: dict[str, Any], step: int, uid: str = "job
     if uid == "job":
         save(whole(tensors), store, step, numbers=numbers, metrics=metrics)
         return
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here())
     manager.claim_attempt(uid)
     manager.save(step, whole(tensors), RunState(numbers=numbers), asynchronous=False, keep=KeepPolicy(last=99))
 

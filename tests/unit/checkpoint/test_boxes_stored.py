@@ -26,6 +26,7 @@ from sft_trainer.checkpoint.reading import load_boxes, open_index, read_boxes
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import ConfigError
+from tests.topologies import here
 from tests.unit.checkpoint.boxed import part, whole
 
 IDENTITY = CheckpointId(attempt=1, step=10)
@@ -59,14 +60,14 @@ def save(store: LocalStore, boxes: Sequence[Box], stage: Any = None) -> Manifest
     pieces = cut(written, stage(values) if stage else values)
     tensors = [stored_tensor(box) for box in written]
     size = save_pieces(
-        tensors, pieces, store, IDENTITY.prefix, CheckpointGroup(timedelta(minutes=1)), commit, lambda _: None
+        tensors, pieces, store, IDENTITY.prefix, CheckpointGroup(here(), timedelta(minutes=1)), commit, lambda _: None
     )
     assert size == made[0].bytes == sum(made[0].kinds.values())
     return made[0]
 
 
 def load(store: LocalStore, manifest: Manifest, boxes: Sequence[Box]) -> None:
-    load_boxes(boxes, store, manifest, CheckpointGroup(timedelta(minutes=1)))
+    load_boxes(boxes, store, manifest, CheckpointGroup(here(), timedelta(minutes=1)))
 
 
 def filled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

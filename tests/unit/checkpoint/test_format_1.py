@@ -26,6 +26,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.reading import open_index
 from sft_trainer.errors import ConfigError
+from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
 
 IDENTITY = CheckpointId(attempt=1, step=4)
@@ -40,7 +41,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def started(store: LocalStore) -> CheckpointManager:
-    manager = CheckpointManager(store)
+    manager = CheckpointManager(store, here())
     manager.claim_attempt("job")
     return manager
 

@@ -10,6 +10,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.staging import Cuda, HostStaging, Room, no_room
 from sft_trainer.supervisor.cgroup import Cgroup
+from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
 
 GIB = 2**30
@@ -94,7 +95,7 @@ def test_the_ranks_of_a_node_need_room_together(ranks: list[Room], words: str) -
 def test_a_save_that_does_not_fit_is_streamed_and_said_once(tmp_path: Path) -> None:
     # Given a node without room for a copy
     store, said, free = LocalStore(tmp_path), [], [1]
-    manager = CheckpointManager(store, on_warning=said.append, available_memory=lambda: free[0])
+    manager = CheckpointManager(store, here(), on_warning=said.append, available_memory=lambda: free[0])
     manager.claim_attempt("job")
     tensors = {"weight": torch.randn(64)}
 

@@ -92,13 +92,13 @@ def test_a_run_knows_which_checkpoint_its_step_has(tmp_path: Path, model: Path) 
     config = resolve(manifest(tmp_path, tmp_path / "store"))
     store = LocalStore(tmp_path / "store")
     device = torch.device("cpu")
-    before = Saving(config, store, Reporter(tmp_path, writes=True), device=device)
+    before = Saving(config, store, Reporter(tmp_path, writes=True), device=device, topology=ALONE)
     assert before.claim_attempt() == 1
     boxes = weights(model)
     state = RunState(cursor=6, numbers=config.numbers().as_record())
     before.save(6, boxes, state, final=True)
     assert before.checkpoint_of(6) == CheckpointId(attempt=1, step=6)
-    after = Saving(config, store, Reporter(tmp_path, writes=True), device=device)
+    after = Saving(config, store, Reporter(tmp_path, writes=True), device=device, topology=ALONE)
     assert after.claim_attempt() == 2
     assert after.resume(boxes) is not None
 

@@ -14,6 +14,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
+from sft_trainer.topology import ALONE
 from tests.parity.runs import manifest, resolve
 from tests.unit.checkpoint.boxed import whole
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -39,7 +40,7 @@ class Run:
         self.store = SlowStore(folder / "store")
         self.reporter = Reporter(folder, writes=True)
         self.config = resolve(manifest(folder, folder / "store"))
-        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"))
+        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"), topology=ALONE)
         self.saving.claim_attempt()
         self.boxes = whole({"model.weight": torch.randn(64, 64)})
 

@@ -1,10 +1,15 @@
 """Who has which part of a run, and which factor is wrong when the parts do not fit the processes."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import sft_trainer
 from sft_trainer.distributed import Ranks
 from sft_trainer.errors import ConfigError
-from sft_trainer.topology import Topology
+from sft_trainer.topology import ALONE, DIMENSIONS, Topology
 
 
 def topologies(world_size: int, **sizes: int) -> list[Topology]:
@@ -71,9 +76,84 @@ def test_one_process_writes_and_tells_and_one_of_a_node_prepares() -> None:
     assert [one.writes for one in group] == [one.tells for one in group] == [True, False, False, False]
     assert [one.prepares for one in group] == [True, False, True, False]
     assert not any(one.alone for one in group)
-    assert Topology(rank=0, local_rank=0, world_size=1).alone
+    assert ALONE.alone
 
 
 def test_files_of_an_export_are_written_by_those_that_see_one_place() -> None:
     one = Topology(rank=5, local_rank=1, world_size=8, local_world_size=4, shard=8)
     assert [one.exporters(uri) for uri in ("s3://b/e", "pvc://c/e", "file:///e")] == [8, 8, 4]
+    # Each file is written once, by them in turn
+    files = ["a", "b", "c", "d", "e"]
+    for uri, writers in (("s3://b/e", 4), ("file:///e", 2)):
+        group = [Topology(rank, rank % 2, 4, 2, shard=4) for rank in range(4)]
+        assert [one.turn(files, uri) for one in group] == [files[n::writers] if n < writers else [] for n in range(4)]
+
+
+def test_a_factor_of_1_has_rank_0_and_a_group_of_one() -> None:
+    plain = Topology(rank=2, local_rank=0, world_size=4, shard=4)
+    for name in (*DIMENSIONS, "expert"):
+        alone = name != "shard"
+        assert plain.members(name) == ((2,) if alone else (0, 1, 2, 3)), name
+        assert not alone or plain.place(name) == 0
+        assert not alone or plain.process_group(name) is None, "there is nobody to speak to"
+    assert plain.members(*DIMENSIONS) == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match="expert"):
+        plain.groups("expert", "tensor")
+
+
+def test_processes_that_differ_in_some_dimensions_only_are_a_group() -> None:
+    # Given two stages of two replicas of two halves of every matrix, experts over both halves
+    sizes = {"pipeline": 2, "replicate": 2, "tensor": 2, "expert": 2}
+    one = topologies(8, **sizes)[5]
+    assert [one.members(name) for name in ("pipeline", "replicate", "tensor")] == [(1, 5), (5, 7), (4, 5)]
+    assert one.members("replicate", "shard", "sequence", "tensor") == (4, 5, 6, 7)
+    # Experts are spread over neighbours: pairs of the processes of a layer
+    experts = topologies(8, shard=2, tensor=4, expert=2)
+    assert experts[0].groups("expert") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    # And every process is in one group, whichever dimensions it is of
+    for names in (("pipeline",), ("replicate", "tensor"), ("expert",), DIMENSIONS):
+        assert sorted(rank for group in one.groups(*names) for rank in group) == list(range(8))
+
+
+def test_who_holds_the_same_part_of_a_tensor_is_a_replica() -> None:
+    hybrid = topologies(6, replicate=3, shard=2)
+    assert [one.replica(frozenset({"shard"})) for one in hybrid] == [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
+    assert [one.replica(frozenset()) for one in hybrid] == [(rank, 6) for rank in range(6)]
+    # A stage of a pipeline holds what no other has; a matrix that is split twice has copies in replicas only.
+    stages = topologies(8, pipeline=2, replicate=2, tensor=2)
+    assert [one.replica(frozenset()) for one in stages] == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2
+    assert [one.replica(frozenset({"tensor"})) for one in stages] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
+    experts = topologies(4, replicate=2, tensor=2, expert=2)
+    assert [one.replica(frozenset({"expert"})) for one in experts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_replicas_are_what_is_left_when_the_other_degrees_are_given() -> None:
+    one = Topology.of(ranks(32), shard=2, sequence=2, tensor=2, pipeline=2, expert=4)
+    assert (one.replicate, one.data_parallel) == (2, 4)
+    with pytest.raises(ConfigError, match="shard 3 does not divide 32"):
+        Topology.of(ranks(32), shard=3, tensor=2)
+
+
+_ASKS = re.compile(r"get_(local_)?rank\(|get_world_size\(|\brank\s*(==|!=|%|<|>)|(==|!=|%)\s*[\w.]*\brank\b")
+"""A decision by rank, or a question for it."""
+_MAY_ASK = {
+    "topology.py": "it answers",
+    "distributed.py": "it forms the group, before there is a topology",
+    "alike.py": "it says of every rank what it holds, and decides nothing",
+}
+
+
+def decisions_by_rank() -> Iterator[str]:
+    root = Path(*sft_trainer.__path__)
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        # A supervisor knows ranks as processes that it starts; it has no part of a run.
+        if name in _MAY_ASK or name.startswith(("supervisor/", "launch.py")):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if _ASKS.search(line.partition("#")[0]):
+                yield f"{name}:{number}: {line.strip()}"
+
+
+def test_nobody_else_decides_by_rank() -> None:
+    assert list(decisions_by_rank()) == []

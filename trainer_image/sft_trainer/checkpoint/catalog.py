@@ -49,7 +49,7 @@ class KeepPolicy:
 
 
 class Catalog:
-    """What is below ``checkpoints/`` of one store, seen by rank 0."""
+    """What is below ``checkpoints/`` of one store, seen by the leader."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

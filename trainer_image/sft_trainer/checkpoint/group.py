@@ -1,4 +1,4 @@
-"""The ranks that save and load together, over CPU tensors and a process group of their own."""
+"""The ranks that save and load together, over CPU objects and a process group of their own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from sft_trainer.errors import PeerLostError, TrainingError
+from sft_trainer.topology import DIMENSIONS, Topology
 
 T = TypeVar("T")
 
@@ -22,18 +23,18 @@ class Failure:
 
 
 class CheckpointGroup:
-    """All ranks of the default process group, or this process alone when there is none.
+    """All ranks of a topology, or this process where it is alone.
 
     A gloo group apart from training's, so that a save in the background never meets a training collective. Every
     method that speaks to others is collective, and raises PeerLostError when one of them went away.
     """
 
-    def __init__(self, timeout: timedelta, on_wait: Callable[[bool], None] = lambda waits: None) -> None:
+    def __init__(
+        self, topology: Topology, timeout: timedelta, on_wait: Callable[[bool], None] = lambda waits: None
+    ) -> None:
         """``on_wait`` is told when this rank begins (True) and ends (False) to wait for what others do."""
-        distributed = dist.is_available() and dist.is_initialized()
-        self.handle = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout)) if distributed else None
-        self.rank = dist.get_rank() if distributed else 0
-        self.size = dist.get_world_size() if distributed else 1
+        self.topology = topology
+        self._handle = topology.process_group(*DIMENSIONS, backend="gloo", timeout=timeout)
         self._on_wait = on_wait
 
     @contextmanager
@@ -48,39 +49,44 @@ class CheckpointGroup:
 
     def gathered(self, value: T) -> list[T]:
         """The ``value`` of every rank, on every rank."""
-        values: list[T] = [value] * self.size
-        if self.handle is not None:
+        values: list[T] = [value] * self.topology.world_size
+        if self._handle is not None:
             with self._others():
-                dist.all_gather_object(values, value, group=self.handle)
+                dist.all_gather_object(values, value, group=self._handle)
         return values
 
-    def to_rank_zero(self, value: T) -> list[T]:
-        """The ``value`` of every rank on rank 0, nothing on the others."""
-        if self.handle is None:
+    def to_leader(self, value: T) -> list[T]:
+        """The ``value`` of every rank on the leader, nothing on the others."""
+        if self._handle is None:
             return [value]
-        values: list[T] | None = [value] * self.size if self.rank == 0 else None
+        values: list[T] | None = [value] * self.topology.world_size if self.topology.writes else None
         with self._others():
-            dist.gather_object(value, values, dst=0, group=self.handle)
+            dist.gather_object(value, values, dst=self.topology.leader, group=self._handle)
         return values or []
 
-    def on_rank_zero(self, compute: Callable[[], T]) -> T:
-        """The result of ``compute``, which runs on rank 0 only. Its error is raised on every rank."""
-        answer: list[T | Failure | None] = [self.tried(compute) if self.rank == 0 else None]
-        if self.handle is not None:
+    def on_leader(self, compute: Callable[[], T]) -> T:
+        """The result of ``compute``, which runs on the leader only. Its error is raised on every rank."""
+        answer: list[T | Failure | None] = [self.tried(compute) if self.topology.writes else None]
+        if self._handle is not None:
             with self._others():
-                dist.broadcast_object_list(answer, src=0, group=self.handle)
+                dist.broadcast_object_list(answer, src=self.topology.leader, group=self._handle)
         return _result(answer[0])
 
-    def from_rank_zero(self, compute: Callable[[], Sequence[T]]) -> T:
-        """This rank's part of what ``compute``, which runs on rank 0 only, has for each. Its error is raised by all."""
-        parts: list[T | Failure | None] = [None] * self.size
-        if self.rank == 0:
+    def from_leader(self, compute: Callable[[], Sequence[T]]) -> T:
+        """This rank's part of what ``compute``, which runs on the leader only, has for each.
+
+        Its error is raised by all.
+        """
+        parts: list[T | Failure | None] = [None] * self.topology.world_size
+        if self.topology.writes:
             computed = self.tried(compute)
-            parts = [computed] * self.size if isinstance(computed, Failure) else list(computed)
+            parts = [computed] * self.topology.world_size if isinstance(computed, Failure) else list(computed)
         answer: list[T | Failure | None] = [parts[0]]
-        if self.handle is not None:
+        if self._handle is not None:
             with self._others():
-                dist.scatter_object_list(answer, parts if self.rank == 0 else None, src=0, group=self.handle)
+                dist.scatter_object_list(
+                    answer, parts if self.topology.writes else None, src=self.topology.leader, group=self._handle
+                )
         return _result(answer[0])
 
     def tried(self, work: Callable[[], T]) -> T | Failure:
@@ -93,7 +99,7 @@ class CheckpointGroup:
         except TrainingError as error:
             return Failure(error)
         except Exception as error:
-            named = CheckpointSaveError(f"rank {self.rank}: {type(error).__name__}: {error}")
+            named = CheckpointSaveError(f"rank {self.topology.rank}: {type(error).__name__}: {error}")
             named.__cause__ = error
             return Failure(named)
 

@@ -37,6 +37,7 @@ from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import TrainingError
 from sft_trainer.names.canonical import VERSION
+from sft_trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ResumeChoice:
     skipped: tuple[Skipped, ...]
     """Newer ones that were refused, newest first."""
     rest: Iterator[Manifest | Skipped] | None
-    """What comes after it; on rank 0 only."""
+    """What comes after it; on the leader only."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class SaveOutcome:
 class CheckpointManager:
     """Checkpoints of one run in one store.
 
-    Constructed by every rank, after the process group exists or without one. ``claim_attempt`` comes first.
-    Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
+    Constructed by every rank of ``topology``, after the process group exists unless it is alone. ``claim_attempt``
+    comes first. Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
     ``timeout`` bounds how long ranks wait for the slowest one's upload. ``on_bytes`` is told, by any thread, how many
     bytes of this rank's tensors were written or read since it was called last. ``on_wait`` is told, by any thread, when
     this rank begins (True) and ends (False) to wait for what others do.
@@ -82,6 +83,7 @@ class CheckpointManager:
     def __init__(
         self,
         store: Store,
+        topology: Topology,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(hours=1),
         on_bytes: Callable[[int], None] = lambda count: None,
@@ -94,7 +96,7 @@ class CheckpointManager:
         self.skipped: tuple[Skipped, ...] = ()
         """Checkpoints that were refused when one was looked for."""
         self._job_uid = ""
-        self._group = CheckpointGroup(timeout, on_wait)
+        self._group = CheckpointGroup(topology, timeout, on_wait)
         self._protocol = Protocol(store)
         self._on_bytes = on_bytes
         self._staging = HostStaging(device or torch.device("cpu"))
@@ -113,7 +115,7 @@ class CheckpointManager:
         From here on an older group of the same job can neither commit nor remove anything.
         """
         self._job_uid = job_uid
-        self.attempt = self._group.on_rank_zero(lambda: self._protocol.claim(job_uid))
+        self.attempt = self._group.on_leader(lambda: self._protocol.claim(job_uid))
         return self.attempt
 
     # Resume
@@ -126,7 +128,7 @@ class CheckpointManager:
         """
         store = source or self.store
         rest: Iterator[Manifest | Skipped] | None = None
-        if self._group.rank == 0:
+        if self._group.topology.writes:
             rest = Catalog(store).candidates(None if source else self._job_uid, step)
         return self._choose(store, (), rest)
 
@@ -168,7 +170,7 @@ class CheckpointManager:
         self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Manifest | Skipped] | None
     ) -> ResumeChoice | None:
         """The next sound checkpoint of ``rest``, agreed on by all ranks."""
-        manifest, refused = self._group.on_rank_zero(lambda: _next_verified(rest))
+        manifest, refused = self._group.on_leader(lambda: _next_verified(rest))
         self._report(refused)
         skipped += refused
         if manifest is not None:
@@ -182,7 +184,7 @@ class CheckpointManager:
 
     def _report(self, skipped: tuple[Skipped, ...]) -> None:
         self.skipped += skipped
-        if self._group.rank == 0:
+        if self._group.topology.writes:
             for entry in skipped:
                 logger.warning("Checkpoint %s is not used: %s", entry.folder, entry.reason)
 
@@ -268,7 +270,7 @@ class CheckpointManager:
         return outcome
 
     def status(self) -> CheckpointsStatus:
-        """The checkpoints that this rank knows to be committed. Rank 0 knows all of them after its first save."""
+        """The checkpoints that this rank knows to be committed. The leader knows all of them after its first save."""
         return checkpoints_status(self._known)  # replaced as a whole by the saving thread
 
     def _join(self) -> None:
@@ -282,7 +284,7 @@ class CheckpointManager:
             self._committed.add(outcome.step)
         elif isinstance(outcome.error, AttemptSupersededError):
             self._superseded = outcome.error
-        if self._group.rank == 0 and outcome.error is not None:
+        if self._group.topology.writes and outcome.error is not None:
             logger.warning("The checkpoint of step %d was not saved: %s", outcome.step, outcome.error)
 
     def _save(
@@ -297,7 +299,7 @@ class CheckpointManager:
                     step=step,
                     attempt=self.attempt,
                     job_uid=self._job_uid,
-                    world_size=self._group.size,
+                    world_size=self._group.topology.world_size,
                     created=datetime.now(UTC),
                     run=run,
                     files=contents.files,
@@ -316,12 +318,12 @@ class CheckpointManager:
                 else CheckpointSaveError(f"step {step}: {type(raised).__name__}: {raised}")
             )
             # What a superseded attempt left belongs to the newer one.
-            if self._group.rank == 0 and not isinstance(error, AttemptSupersededError):
+            if self._group.topology.writes and not isinstance(error, AttemptSupersededError):
                 self._protocol.discard(identity)
             return 0, error
         here = describe(identity, self.store.uri, datetime.now(UTC), size, run)
         self._known = (here, *self._known)
-        if self._group.rank == 0:
+        if self._group.topology.writes:
             self._prune(identity, keep)
         return size, None
 

@@ -1,4 +1,4 @@
-"""Rank 0's part of the protocol: claim an attempt, commit a checkpoint, remove old ones."""
+"""The leader's part of the protocol: claim an attempt, commit a checkpoint, remove old ones."""
 
 import logging
 import socket

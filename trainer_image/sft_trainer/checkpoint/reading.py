@@ -1,4 +1,4 @@
-"""Boxes out of a checkpoint folder: rank 0 reads the index, every rank the items that overlap its boxes.
+"""Boxes out of a checkpoint folder: the leader reads the index, every rank the items that overlap its boxes.
 
 An item's bytes are compared with their digest before they become a tensor, and only files that the manifest lists are
 read. Nothing is ever unpickled.
@@ -73,13 +73,13 @@ def load_boxes(
     Collective. Raises the same error on every rank: CheckpointCorruptError when bytes are damaged (the boxes are
     undefined then), ConfigError when they do not fit, storage errors otherwise.
     """
-    wanted = group.to_rank_zero(Wanted.of(boxes))
+    wanted = group.to_leader(Wanted.of(boxes))
 
     def share_out() -> list[tuple[Index, Manifest]]:
         index, complete = open_index(store, manifest)
         return [(index.take(rows), complete) for rows in overlapping(index, wanted)]
 
-    mine, complete = group.from_rank_zero(share_out)
+    mine, complete = group.from_leader(share_out)
     group.agree(group.tried(lambda: _fill(store, manifest.id.prefix, mine, boxes, on_bytes)))
     return complete
 

@@ -1,4 +1,4 @@
-"""Boxes into a checkpoint folder: every rank its files, rank 0 the index; committed last."""
+"""Boxes into a checkpoint folder: every rank its files, the leader the index; committed last."""
 
 import hashlib
 import secrets
@@ -43,14 +43,14 @@ def save_pieces(
     commit: Commit,
     on_bytes: OnBytes = lambda count: None,
 ) -> int:
-    """Write this rank's ``pieces``; ``commit`` runs on rank 0 once every rank is done. Collective.
+    """Write this rank's ``pieces``; ``commit`` runs on the leader once every rank is done. Collective.
 
     ``tensors`` are those that this rank writes anything of. Returns the bytes of the whole checkpoint. Raises the same
     TrainingError on every rank.
     """
-    written = group.tried(lambda: write_pieces(tensors, pieces, store, f"{prefix}r{group.rank:05d}", on_bytes))
-    parts = group.to_rank_zero(written)  # and the barrier: every file is there
-    return group.on_rank_zero(lambda: _finish(parts, store, prefix, commit))
+    written = group.tried(lambda: write_pieces(tensors, pieces, store, f"{prefix}r{group.topology.rank:05d}", on_bytes))
+    parts = group.to_leader(written)  # and the barrier: every file is there
+    return group.on_leader(lambda: _finish(parts, store, prefix, commit))
 
 
 def _finish(parts: Sequence[Index | Failure], store: Store, prefix: str, commit: Commit) -> int:

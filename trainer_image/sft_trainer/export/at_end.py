@@ -41,8 +41,8 @@ class AtEnd:
     def run(self, identity: CheckpointId, uri: str, target: Store) -> None:
         """Export the checkpoint ``identity`` to ``target``, which is at ``uri``; errors as ``export_checkpoint``'s."""
         self._uri = uri
-        group = CheckpointGroup(_TIMEOUT, self._note_wait)
-        found = group.on_rank_zero(lambda: Catalog(self._store).find(identity))
+        group = CheckpointGroup(self._topology, _TIMEOUT, self._note_wait)
+        found = group.on_leader(lambda: Catalog(self._store).find(identity))
         if isinstance(found, Skipped):
             raise CheckpointCorruptError(
                 f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
@@ -56,8 +56,7 @@ class AtEnd:
             card=model_card(self._config, found),
             base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
         )
-        writers = self._topology.exporters(uri)
-        export_checkpoint(exported, target, group, writers=writers, on_bytes=self._count)
+        export_checkpoint(exported, target, group, on_bytes=self._count)
 
     def _count(self, count: int) -> None:
         with self._lock:

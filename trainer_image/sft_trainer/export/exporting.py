@@ -61,26 +61,25 @@ def export_checkpoint(
     target: Store,
     group: CheckpointGroup,
     *,
-    writers: int = 1,
     file_bytes: int = FILE_BYTES,
     on_bytes: OnBytes = lambda count: None,
 ) -> None:
     """Write the model of ``exported`` into ``target``; every process of ``group`` calls it.
 
-    The first ``writers`` processes take files in turn and need nothing of each other; rank 0 prepares the folder
+    Those that see one place take files in turn and need nothing of each other; the leader prepares the folder
     before that, and ends it after that. ``on_bytes`` is told, by any thread, how many bytes this process read or
     wrote. Raises the same error on every process: CheckpointCorruptError, which names the checkpoint, ConfigError when
     it does not fit the model, or what the stores raise. What was finished until then stays for the next try.
     """
     plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
     mark = _mark(exported.manifest, plan)
-    # Only a process that reads values asks for their index, and rank 0 asks twice.
+    # Only a process that reads values asks for their index, and the leader asks twice.
     values = functools.cache(lambda: _values(exported, plan))
-    missing = group.on_rank_zero(lambda: _begin(values, target, plan, mark, on_bytes))
-    turn = [name for place, name in enumerate(missing) if place % writers == group.rank]
+    missing = group.on_leader(lambda: _begin(values, target, plan, mark, on_bytes))
+    turn = group.topology.turn(missing, target.uri)
     mine = [file for file in plan.files if file.name in turn]
     group.agree(group.tried(lambda: _write_files(mine, values, target, mark, on_bytes)))
-    group.on_rank_zero(lambda: _end(exported, target, plan, mark))
+    group.on_leader(lambda: _end(exported, target, plan, mark))
 
 
 def _values(exported: Exported, plan: Plan) -> Values:

@@ -37,6 +37,7 @@ class FsdpStrategy:
     ) -> None:
         """``memory`` of the device decides how many bins are computed at once; without it, each goes alone."""
         self._device = device
+        self._topology = topology
         huggingface: Any = blueprint.huggingface
         self._names = Names.of(huggingface.config)
         # Buffers that files hold are what the model was made with: they are saved with what is trained.
@@ -57,9 +58,10 @@ class FsdpStrategy:
 
     def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:
         if which == "optimizer":
-            return optimizer_boxes(self.model, self.optimizer, self._names)
+            return optimizer_boxes(self.model, self.optimizer, self._names, self._topology)
         base = self._base
-        return [box for box in model_boxes(self.model, self._names) if (box.name in base) == (which == "base")]
+        held = model_boxes(self.model, self._names, self._topology)
+        return [box for box in held if (box.name in base) == (which == "base")]
 
     @property
     def updates(self) -> int:
