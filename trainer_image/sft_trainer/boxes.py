@@ -3,10 +3,13 @@
 A strategy says which boxes this rank holds; who reads or writes them knows neither the strategy nor its modules.
 """
 
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from .names.canonical import Part
 from .topology import Topology
 
 WEIGHT = "weight"
@@ -19,6 +22,11 @@ class Rectangle:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Rectangle":
+        """All of a tensor of ``shape``."""
+        return cls((0,) * len(shape), shape)
 
     def overlap(self, other: "Rectangle") -> "Rectangle | None":
         """What both have in common, in the coordinates of the whole tensor; None where that is nothing."""
@@ -72,6 +80,33 @@ class Box:
         """Copy ``values`` in, of the sizes of ``part`` (in the whole tensor's coordinates), or of the whole box."""
         target = self.local.detach() if part is None else self.local.detach()[part.within(self.place)]
         target.copy_(values)
+
+
+def boxes_in(
+    parts: Iterable[Part],
+    kind: str,
+    held: Rectangle,
+    local: torch.Tensor,
+    writes: Callable[[int], bool] = lambda elements: True,
+) -> Iterator[Box]:
+    """One box of each of the canonical tensors ``parts`` of a parameter that this rank has something of.
+
+    Of the parameter it has the rectangle ``held``, with the values ``local``. ``writes`` is asked once for each box,
+    with its number of elements, whether this rank saves it.
+    """
+    for part in parts:
+        common = held.overlap(Rectangle(part.start, part.shape))
+        if common is None:
+            continue
+        offsets = tuple(offset - start for offset, start in zip(common.offsets, part.start, strict=True))
+        yield Box(
+            part.name,
+            kind,
+            part.shape,
+            Rectangle(offsets, common.sizes),
+            local[common.within(held)],
+            writes=writes(math.prod(common.sizes)),
+        )
 
 
 class Writers:

@@ -1,4 +1,4 @@
-"""AdamW parameter groups and the learning-rate schedule, a pure function of the step."""
+"""AdamW: parameter groups, state, and the learning-rate schedule, a pure function of the step."""
 
 import math
 from collections.abc import Iterable
@@ -7,6 +7,9 @@ import torch
 
 from sft_api.plan import warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
+
+_UPDATES = "step"
+"""Key under which the optimizer counts the updates of a parameter."""
 
 
 def learning_rate(spec: SFTJobSpec, peak: float, step: int, total_steps: int) -> float:
@@ -45,3 +48,45 @@ def build_optimizer(
         eps=options.eps,
         fused=True,
     )
+
+
+def updates(optimizer: torch.optim.Optimizer) -> int:
+    """How often ``optimizer`` changed its parameters, all of them alike; ValueError when they differ."""
+    counts = [state[_UPDATES] for state in optimizer.state.values()]
+    different = set(torch.stack(counts).tolist()) if counts else {0}
+    if len(different) != 1:
+        raise ValueError(f"parameters were updated {sorted(different)} times: they must all be updated alike")
+    return int(different.pop())
+
+
+def set_updates(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Make ``optimizer`` believe that it changed its parameters ``count`` times; its bias correction depends on it."""
+    _make_state(optimizer)
+    for state in optimizer.state.values():
+        state[_UPDATES].fill_(count)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Name and values of the moments of every parameter; those that do not exist yet are made, and are 0."""
+    _make_state(optimizer)
+    return {
+        parameter: {name: value for name, value in state.items() if name != _UPDATES}
+        for parameter, state in optimizer.state.items()
+    }
+
+
+@torch.no_grad()
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        return
+    # Only a step makes it. With rate 0 and no gradient it changes no parameter, but it counts.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    set_updates(optimizer, 0)

@@ -14,7 +14,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.reading import open_index
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.sharded import set_updates, updates
+from sft_trainer.optim import set_updates, updates
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.test_sharded import boxes_of, build, where
 from tests.topologies import here

@@ -14,9 +14,9 @@ from sft_trainer.boxes import Box
 from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.names.canonical import Names
-from sft_trainer.optim import build_optimizer
-from sft_trainer.sharded import model_boxes, optimizer_boxes, updates
+from sft_trainer.optim import build_optimizer, updates
 from sft_trainer.strategies.fsdp import build_model
+from sft_trainer.strategies.fsdp.boxes import model_boxes, optimizer_boxes
 from sft_trainer.trainable import EVERYTHING
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve

@@ -17,7 +17,7 @@ from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.sharded import model_boxes
+from sft_trainer.models.tensors import whole_boxes
 from tests.exports import save
 from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
@@ -47,7 +47,7 @@ def checkpoint(inputs: Any, document: dict[str, Any], step: int, uid: str = "job
     model = build_on_meta(inputs.model)
     tensors = {
         box.name: torch.full(box.shape, float(step)) if box.name.endswith("norm.weight") else torch.zeros(box.shape)
-        for box in model_boxes(model, model.names)
+        for box in whole_boxes(model)
     }
     store = LocalStore(document["spec"]["checkpoint"]["uri"].removeprefix("file://"))
     numbers = Numbers.of(SFTJob.from_manifest(document).spec).as_record()

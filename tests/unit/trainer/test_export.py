@@ -17,8 +17,8 @@ from sft_trainer.export import values
 from sft_trainer.export.plan import plan_export
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
+from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import load_weights
-from sft_trainer.sharded import model_boxes
 from tests.exports import content, export, export_live, exported, save
 from tests.unit.checkpoint.boxed import whole
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model, trained
@@ -133,8 +133,8 @@ def test_tensors_have_the_names_of_the_hub(
     hub = load_file(tmp_path / "model" / "model.safetensors")
     model = empty(tmp_path / "model")
     names, store = model.names, LocalStore(tmp_path / "store")
-    load_weights(model_boxes(model, names), names, tmp_path / "model")
-    manifest = save(model_boxes(model, names), store)
+    load_weights(whole_boxes(model), names, tmp_path / "model")
+    manifest = save(whole_boxes(model), store)
     monkeypatch.setattr(values, "BLOCK_BYTES", 300)
     monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 300)
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import load_weights, weights_layout
-from sft_trainer.sharded import model_boxes
 
 EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 KINDS = [
@@ -63,7 +63,7 @@ def test_what_is_loaded_is_what_transformers_loads(tmp_path: Path, kind: str, op
 
     # When it is read through our names
     model = empty(tmp_path)
-    boxes = model_boxes(model, model.names)
+    boxes = whole_boxes(model)
     load_weights(boxes, model.names, tmp_path)
 
     # Then all parameters are those that transformers reads
@@ -94,7 +94,7 @@ def test_only_what_a_box_overlaps_is_read(tmp_path: Path) -> None:
     # Given a process that has a rectangle of the second expert of three, and files without the others
     save("qwen3_moe", tmp_path, **EXPERTS)
     model = empty(tmp_path)
-    (up,) = (box for box in model_boxes(model, model.names) if box.name.endswith("0.mlp.experts.up_proj.weight"))
+    (up,) = (box for box in whole_boxes(model) if box.name.endswith("0.mlp.experts.up_proj.weight"))
     mine = part(up, (1, 2), (2, 5), (1, 8))
     names = [tensor.name for tensor in model.names.hub(up.name, up.shape)]
     files = load_file(tmp_path / "model.safetensors")
@@ -110,12 +110,12 @@ def test_only_what_a_box_overlaps_is_read(tmp_path: Path) -> None:
 def test_the_layout_is_told_by_canonical_names(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path, **EXPERTS)
     model = empty(tmp_path)
-    layout = weights_layout(model_boxes(model, model.names), model.names, tmp_path)
+    layout = weights_layout(whole_boxes(model), model.names, tmp_path)
     assert "model.layers.0.mlp.experts.gate_proj.weight [3, 6, 8] F32" in layout
     files = load_file(tmp_path / "model.safetensors")
     files["model.norm.weight"] = files["model.norm.weight"].bfloat16()
     save_file(files, tmp_path / "model.safetensors")
-    assert "model.norm.weight [8] BF16" in weights_layout(model_boxes(model, model.names), model.names, tmp_path)
+    assert "model.norm.weight [8] BF16" in weights_layout(whole_boxes(model), model.names, tmp_path)
 
 
 def test_a_scalar_is_read_and_checked(tmp_path: Path) -> None:

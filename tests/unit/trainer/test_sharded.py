@@ -7,7 +7,9 @@ from torch import nn
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.names.canonical import Names
 from sft_trainer.names.rules import Rules
-from sft_trainer.sharded import model_boxes, optimizer_boxes, set_updates, updates
+from sft_trainer.optim import set_updates, updates
+from sft_trainer.strategies.fsdp.boxes import model_boxes, optimizer_boxes
+from sft_trainer.topology import ALONE
 
 
 class Inner(nn.Module):
@@ -28,11 +30,11 @@ def build() -> tuple[CausalLM, torch.optim.AdamW]:
 def test_tied_weights_are_there_once_and_computed_buffers_never() -> None:
     model, optimizer = build()
     names = Names(Rules())
-    assert [(box.name, box.kind) for box in model_boxes(model, names)] == [
+    assert [(box.name, box.kind) for box in model_boxes(model, names, ALONE)] == [
         ("embedding.weight", "weight"),
         ("scale", "weight"),
     ]
-    assert [(box.name, box.kind) for box in optimizer_boxes(model, optimizer, names)] == [
+    assert [(box.name, box.kind) for box in optimizer_boxes(model, optimizer, names, ALONE)] == [
         ("embedding.weight", "exp_avg"),
         ("embedding.weight", "exp_avg_sq"),
     ]
@@ -41,7 +43,7 @@ def test_tied_weights_are_there_once_and_computed_buffers_never() -> None:
 def test_moments_are_made_without_touching_weights_or_rates() -> None:
     model, optimizer = build()
     before = model.huggingface.embedding.weight.detach().clone()  # type: ignore[union-attr, operator]
-    boxes = optimizer_boxes(model, optimizer, Names(Rules()))
+    boxes = optimizer_boxes(model, optimizer, Names(Rules()), ALONE)
     assert all(box.read().eq(0).all() for box in boxes)
     assert torch.equal(model.huggingface.embedding.weight, before)  # type: ignore[arg-type, union-attr]
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -54,7 +56,7 @@ def test_the_number_of_updates_is_one_for_all() -> None:
     assert updates(optimizer) == 0
     set_updates(optimizer, 7)
     assert updates(optimizer) == 7
-    optimizer_boxes(model, optimizer, Names(Rules()))
+    optimizer_boxes(model, optimizer, Names(Rules()), ALONE)
     assert updates(optimizer) == 7
 
     other = torch.optim.AdamW([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import weights_layout
-from sft_trainer.sharded import model_boxes
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
 
 INDEX = "model.safetensors.index.json"
@@ -30,7 +30,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor], index: dict[str
 
 def check(folder: Path) -> None:
     model = build_on_meta(folder)
-    weights_layout(model_boxes(model, model.names), model.names, folder)
+    weights_layout(whole_boxes(model), model.names, folder)
 
 
 def cut(file: Path) -> None:

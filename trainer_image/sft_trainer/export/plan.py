@@ -13,7 +13,7 @@ from torch import nn
 
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.sharded import stored_tensors
+from sft_trainer.models.tensors import stored_tensors
 
 FILE_BYTES = 4 * 2**30
 """Tensors share a file up to so many bytes; a larger one has a file of its own."""
@@ -168,7 +168,7 @@ def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[Entry]:
     for parameter, tensor in stored_tensors(model):
         stored = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
         for canonical in names.parts(parameter, tuple(tensor.shape)):
-            whole = Rectangle((0,) * len(canonical.shape), canonical.shape)
+            whole = Rectangle.whole(canonical.shape)
             for hub in names.hub(canonical.name, canonical.shape):
                 if hub.index is None:
                     yield Entry(hub.name, canonical.shape, Part(canonical.name, canonical.shape, whole, stored))

@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 
 from sft_trainer.names.canonical import VERSION
-from sft_trainer.sharded import model_boxes
 
 from .causal_lm import CausalLM
+from .tensors import whole_boxes
 from .weights import weight_files, weights_layout
 
 _SAMPLES = 16
@@ -23,7 +23,7 @@ def base_digest(model: CausalLM, path: Path) -> str:
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     digest.update(f"names {VERSION}".encode())
-    for line in weights_layout(model_boxes(model, model.names), model.names, path):
+    for line in weights_layout(whole_boxes(model), model.names, path):
         digest.update(f"{line}\n".encode())
     files = sorted({file.name: file for file in weight_files(path).values()}.items())
     for name, file in files:

@@ -11,11 +11,11 @@ from sft_trainer.boxes import Box
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.names.canonical import Names
-from sft_trainer.optim import build_optimizer
-from sft_trainer.sharded import model_boxes, optimizer_boxes, set_updates, updates
+from sft_trainer.optim import build_optimizer, set_updates, updates
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
+from .boxes import model_boxes, optimizer_boxes
 from .grouping import draws_random_numbers, grouped
 from .memory import BinsPerForward, Memory
 from .sharding import build_model, gradient_norm

@@ -1,0 +1,80 @@
+"""Boxes of a sharded model: what of it and its optimizer lies in this process's memory, under canonical names.
+
+Nothing here is a collective. The boxes are views of memory that FSDP may exchange at the first forward: take them anew
+for every use.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.tensors import stored_tensors
+from sft_trainer.names.canonical import Names, Part
+from sft_trainer.optim import moments
+from sft_trainer.topology import Topology
+
+
+def model_boxes(model: CausalLM, names: Names, topology: Topology) -> list[Box]:
+    """What this process holds of the parameters and stored buffers of ``model``; a tied weight is there once."""
+    writers = Writers(topology)
+    return [
+        box
+        for name, tensor in _sharded_tensors(model)
+        for box in _boxes(names.parts(name, tuple(tensor.shape)), WEIGHT, tensor, topology, writers)
+    ]
+
+
+def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Names, topology: Topology) -> list[Box]:
+    """What this process holds of the moments of ``optimizer``, named like their parameter; the kind is the moment.
+
+    Moments that do not exist yet, before the first update, are made, and are 0.
+    """
+    writers = Writers(topology)
+    of = moments(optimizer)
+    return [
+        box
+        for name, parameter in _sharded_tensors(model)
+        for kind, moment in of.get(parameter, {}).items()
+        for box in _boxes(names.parts(name, tuple(parameter.shape)), kind, moment, topology, writers)
+    ]
+
+
+def _sharded_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # After a forward without a backward the root still has its gathered parameters in place of the sharded.
+            module.reshard()
+    return stored_tensors(model)
+
+
+def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, topology: Topology, writers: Writers) -> Iterator[Box]:
+    local = tensor.detach()
+    if not isinstance(local, DTensor):
+        whole, nowhere = Rectangle.whole(tuple(local.shape)), frozenset[str]()
+        return boxes_in(parts, kind, whole, local, lambda elements: writers.is_writer(nowhere, elements))
+    held, split = _held(local, topology)
+    return boxes_in(parts, kind, held, local.to_local(), lambda elements: writers.is_writer(split, elements))
+
+
+def _held(tensor: DTensor, topology: Topology) -> tuple[Rectangle, frozenset[str]]:
+    """The rectangle of ``tensor`` that this process holds, and the dimensions of ``topology`` it is split over.
+
+    Raises ``ValueError`` where it is no rectangle.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if odd := [placement for placement in placements if type(placement) not in (Shard, Replicate)]:
+        raise ValueError(f"a tensor placed as {odd} is no rectangle")
+    offsets, sizes, split = [0] * tensor.ndim, list(tensor.shape), set[str]()
+    for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, placements, strict=True):
+        if isinstance(placement, Shard):
+            # As torch.chunk divides: all parts but the last ones have the same size.
+            rows = -(-sizes[placement.dim] // size)
+            start = min(rows * topology.place(name), sizes[placement.dim])
+            offsets[placement.dim] += start
+            sizes[placement.dim] = min(rows, sizes[placement.dim] - start)
+            split.add(name)
+    return Rectangle(tuple(offsets), tuple(sizes)), frozenset(split)
