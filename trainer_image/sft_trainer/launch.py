@@ -36,12 +36,13 @@ from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
 from sft_trainer.supervisor.output import Output  # noqa: E402
 from sft_trainer.supervisor.settings import Settings  # noqa: E402
+from sft_trainer.versions import SLOW_IMPORTS  # noqa: E402
 
 MAX_TERMINATION_BYTES = 4096
 WORKER_IMPORTS = (
     "sft_trainer.trainer",
     "pandas",
-    "torch._dynamo",
+    *SLOW_IMPORTS,
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

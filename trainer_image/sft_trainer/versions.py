@@ -1,32 +1,39 @@
-"""The calls that differ between the versions of torch and transformers that the trainer runs with.
+"""The calls that differ, or may, between the versions of torch and transformers that the trainer runs with.
 
+Those are all that have private names, and no other file makes any.
 ``requirements/trainer.txt`` names the newest of them, ``requirements/oldest.txt`` the oldest. Which call is right is
 told by the signature of what is called, never by the number of a version: a machine may have any of its own.
 """
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # a supervisor, and what reads data only, import no torch
+    import jinja2
+    import torch
+
+SLOW_IMPORTS = ("torch._dynamo",)
+"""Modules that the first step of a process imports, and that take seconds: to be imported before, where that helps."""
 
 
 def variable_length_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    ends: "torch.Tensor",
     longest: int,
     *,
     scale: float | None,
     window: tuple[int, int],
-) -> torch.Tensor:
+) -> "torch.Tensor":
     """Attention within each of several documents, by torch's kernel for it; (tokens, heads, head size), bf16 or fp16.
 
     ``key`` and ``value`` may have fewer heads than ``query``. ``ends`` (documents + 1,) is the cumulative sum of the
     documents' lengths from 0 on, int32, ``longest`` the largest of them. ``window`` is (left, right) neighbours that a
     token sees: -1 is unlimited, 0 on the right is causal.
     """
+    import torch
     from torch.nn.attention.varlen import varlen_attn
 
     groups: dict[str, Any] = {}
@@ -45,3 +52,26 @@ def variable_length_attention(
 def _knows_groups(kernel: Any) -> bool:
     """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def initialize(model: Any, module: Any) -> None:
+    """Give the parameters and buffers of ``module``, a part of the Hugging Face ``model``, their first values."""
+    model._init_weights(module)
+
+
+def model_of_class(model: Any, config: Any, **options: Any) -> Any:
+    """Another model of the class of the Hugging Face ``model``, by ``config``; ``options`` as for ``from_config``."""
+    return type(model)._from_config(config, **options)
+
+
+def keeps_state(model: Any) -> bool:
+    """Whether the Hugging Face ``model`` has a recurrent state, which its authors say of it."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def template_environment(source: str) -> "jinja2.Environment":
+    """The environment in which transformers renders the chat template ``source``; jinja's errors in its syntax."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment: jinja2.Environment = _compile_jinja_template(source).environment
+    return environment

@@ -18,6 +18,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from sft_trainer.versions import template_environment
+
 Message = dict[str, Any]
 Span = tuple[int, int]
 """Characters ``start`` to ``end`` (excluded) of a rendered conversation."""
@@ -87,9 +89,7 @@ class ChatTemplate:
 
     @cached_property
     def _plain(self) -> jinja2.Template:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        transformers_environment = _compile_jinja_template(self.source).environment
+        transformers_environment = template_environment(self.source)
         environment = transformers_environment.overlay()
         environment.globals = {**transformers_environment.globals, "strftime_now": FROZEN_CLOCK.strftime}
         template: jinja2.Template = environment.from_string(self.source)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
+from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 
@@ -130,7 +131,7 @@ def _recurrent(model: Any) -> str:
     convolutions = sorted({type(module).__name__ for module in modules if isinstance(module, nn.Conv1d)})
     if convolutions:
         return f"{', '.join(convolutions)} in its layers"
-    if getattr(model, "_is_stateful", False):
+    if keeps_state(model):
         return "a recurrent state"
     if not isinstance(getattr(model.config, "num_attention_heads", None), int):
         return "no num_attention_heads in its config"
@@ -156,7 +157,7 @@ def _small_model(model: Any) -> Any:
 
 
 def _of_config(model: Any, config: Any) -> Any:
-    return type(model)._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    return model_of_class(model, config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
 
 
 def _small_config(config: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ModelError
 from sft_trainer.names.canonical import Names
+from sft_trainer.versions import initialize
 
 from .causal_lm import CausalLM
 
@@ -94,7 +95,7 @@ class _Source:
         self.box.write(self._slice(inner).unsqueeze(0), part)
 
     def _slice(self, place: Rectangle) -> torch.Tensor:
-        values: torch.Tensor = self.stored[place.within(Rectangle((0,) * len(self.shape), self.shape))]
+        values: torch.Tensor = self.stored[place.within(Rectangle.whole(self.shape))]
         if not bool(values.isfinite().all()):
             raise ModelError(
                 f"tensor {self.name!r} of the model holds NaN or infinities: no step could be finite, fetch it again"
@@ -165,7 +166,7 @@ def initialize_buffers(model: CausalLM) -> None:
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
     for module_name in sorted({name.rpartition(".")[0] for name in buffers}):
-        huggingface._init_weights(huggingface.get_submodule(module_name))
+        initialize(huggingface, huggingface.get_submodule(module_name))
     for name, buffer in buffers.items():
         if not buffer.is_floating_point() or not bool(buffer.isfinite().all()):
             raise ModelError(f"the model's buffer {name} cannot be computed: this architecture is not supported")
