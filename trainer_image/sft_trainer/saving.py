@@ -68,14 +68,19 @@ class Saving:
         finally:
             self._work_on()
 
-    def resume(self, boxes: Sequence[Box]) -> Manifest | None:
+    def resume(self, boxes: Sequence[Box], accept: Callable[[RunState], None] = lambda run: None) -> Manifest | None:
         """Fill ``boxes`` from the newest verified checkpoint of this job; None when there is none.
 
-        Raises ``ConfigError`` when it was made with other settings, ``NoUsableCheckpointError`` when all are damaged. A
-        collective call.
+        Raises ``ConfigError`` when it was made with other settings, ``NoUsableCheckpointError`` when all are damaged,
+        and what ``accept`` raises to refuse it. A collective call.
         """
+
+        def accepted(run: RunState) -> None:
+            check_same_run(self._config, run)
+            accept(run)
+
         self._wait_for(Phase.LOADING, "reading the checkpoint")
-        manifest = self._manager.load_newest(boxes, accept=lambda run: check_same_run(self._config, run))
+        manifest = self._manager.load_newest(boxes, accepted)
         self._work_on()
         for skipped in self._manager.skipped:
             self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")

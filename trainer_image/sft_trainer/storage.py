@@ -39,6 +39,20 @@ def refuse_other_settings(config: TrainerConfig, store: Store) -> None:
             return
 
 
+def check_same_base(model_uri: str, recorded: str, here: str) -> None:
+    """Refuse to go on on another base than a checkpoint's, which lacks what was not trained.
+
+    ``recorded`` is the digest of the base in the checkpoint's manifest, ``here`` that of the model in ``model_uri``.
+    """
+    if here != recorded:
+        raise ConfigError(
+            f"the checkpoints hold only what was trained, and all else comes from the model in {model_uri}, which is "
+            f"not the one that this run started from: its digest was {recorded[:16] or 'not recorded'} and is "
+            f"{here[:16]}; name that model in model.uri, pinned to a commit (@revision), or give this run another "
+            "metadata.name to start anew"
+        )
+
+
 def check_same_run(config: TrainerConfig, run: RunState) -> None:
     """Refuse a checkpoint of other numbers: going on from it would train something nobody asked for."""
     try:

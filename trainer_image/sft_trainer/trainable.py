@@ -27,6 +27,10 @@ class Trainable:
         """Whether checkpoints hold the parameter ``name``: the base can be loaded again."""
         return self.trains(name)
 
+    def saves_all(self, model: nn.Module) -> bool:
+        """Whether checkpoints hold every parameter of ``model``, of Hugging Face."""
+        return all(self.saves(name) for name, _ in model.named_parameters())
+
     def mark(self, model: nn.Module) -> None:
         """Give every parameter of ``model``, of Hugging Face and on the meta device, its dtype, and have it trained."""
         for name, parameter in model.named_parameters():

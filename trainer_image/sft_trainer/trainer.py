@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from sft_api.checkpoints import RunState
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
@@ -52,17 +53,24 @@ from .preparation import Prepared, prepare
 from .reporting import Reporter
 from .saving import Saving
 from .state import Facts, examples_seen, resume_warnings, resumed_progress, run_state
-from .storage import check_storage
+from .storage import check_same_base, check_storage
 from .strategies import build
 from .topology import Topology
-from .trainable import EVERYTHING
+from .trainable import EVERYTHING, Trainable
 
 
 class Trainer:
     """One process of a run: built from the configuration, then ``run`` once."""
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks, run_dir: Path, listeners: Sequence[Listener] = ()) -> None:
-        """``listeners`` watch the loop, after our own."""
+    def __init__(
+        self,
+        config: TrainerConfig,
+        ranks: Ranks,
+        run_dir: Path,
+        listeners: Sequence[Listener] = (),
+        trainable: Trainable = EVERYTHING,
+    ) -> None:
+        """``listeners`` watch the loop, after our own; ``trainable`` says what of the model is trained and saved."""
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
@@ -80,6 +88,7 @@ class Trainer:
         self.control = Control()
         self._theirs = listeners
         self.events = Listeners(listeners, self.control)
+        self._trainable = trainable
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -185,15 +194,20 @@ class Trainer:
         self.reporter.update(attempt=self.saving.claim_attempt())
         blueprint = self.prepared.model
         self._flops = ModelFlops(blueprint, self.device)
-        self.strategy = build(self.config, blueprint, EVERYTHING, self.topology, self.device)
+        self._saves_all = self._trainable.saves_all(blueprint.huggingface)
+        self.strategy = build(self.config, blueprint, self._trainable, self.topology, self.device)
 
     def _resume_or_load(self) -> None:
-        if self.spec.checkpoint.resume.policy == "auto" and self._resume():
+        resumed = self.spec.checkpoint.resume.policy == "auto" and self._resume()
+        if resumed and self._saves_all:
             return
-        self._base_digest = self.prepared.base_digest
+        boxes = self.strategy.boxes("base")
+        if not resumed:
+            self._base_digest = self.prepared.base_digest
+            boxes += self.strategy.boxes("trained")
         self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
         load_weights(
-            [*self.strategy.boxes("base"), *self.strategy.boxes("trained")],
+            boxes,
             self.prepared.model.names,
             self.prepared.model_path,
             on_tensor=lambda done: self.reporter.alive(
@@ -203,7 +217,7 @@ class Trainer:
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
-        manifest = self.saving.resume(self._boxes())
+        manifest = self.saving.resume(self._boxes(), self._check_base)
         if manifest is None:
             return False
         self.strategy.updates = manifest.run.updates
@@ -215,6 +229,10 @@ class Trainer:
         self.reporter.update(**resumed_progress(manifest))
         self.reporter.say("resumed from step %s (%s)", manifest.step, manifest.id.folder)
         return True
+
+    def _check_base(self, run: RunState) -> None:
+        if not self._saves_all:
+            check_same_base(self.spec.model.uri, run.base_digest, self.prepared.base_digest)
 
     def _facts(self) -> Facts:
         return Facts.of(self.prepared, self.device, self.topology)

@@ -19,6 +19,10 @@ _CONTEXT.set_forkserver_preload(
         "torch._dynamo",  # the first step of any optimizer imports it, which takes seconds
         "torch.distributed.fsdp",
         "sft_trainer.checkpoint.manager",
+        "sft_trainer.trainer",
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
         "boto3",
         "pytest",
     ]

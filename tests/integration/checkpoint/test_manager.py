@@ -230,6 +230,28 @@ def test_what_is_to_be_loaded_can_be_refused(store: Store) -> None:
         started(store).load_newest(boxes(blank()), accept=accept)
 
 
+def test_what_is_fallen_back_to_can_be_refused_too(store: Store) -> None:
+    # Given a checkpoint of another base, and a newer one whose bytes are damaged
+    manager = started(store)
+    save(manager, 10, base_digest="other")
+    save(manager, 20, base_digest="mine")
+    key = a_file_of(store, CheckpointId(1, 20))
+    raw = bytearray(store.read(key))
+    raw[-1] ^= 1
+    store.put(key, bytes(raw))
+    asked: list[str] = []
+
+    def accept(run: RunState) -> None:
+        asked.append(run.base_digest)
+        if run.base_digest != "mine":
+            raise ConfigError("another base")
+
+    # When a run looks for the newest of its own
+    with pytest.raises(ConfigError, match="another base"):
+        started(store).load_newest(boxes(blank()), accept=accept)
+    assert asked == ["mine", "other"]
+
+
 def test_a_stale_attempt_can_neither_commit_nor_remove(store: Store) -> None:
     stale = started(store)
     save(stale, 10)

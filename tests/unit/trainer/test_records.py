@@ -48,7 +48,8 @@ class Run(Trainer):
         super().__init__(config, ranks, folder)  # type: ignore[arg-type]
         self.device = torch.device("cpu")
         self.store = AwayStore(folder / "store")
-        self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", model=None)  # type: ignore[assignment]
+        model = SimpleNamespace(huggingface=torch.nn.Module())
+        self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", model=model)  # type: ignore[assignment]
 
     def go_to_the_loop(self) -> None:
         self._build()

@@ -14,7 +14,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError
-from sft_trainer.storage import refuse_other_settings
+from sft_trainer.storage import check_same_base, refuse_other_settings
 
 GOLDEN = Path(__file__).parents[1] / "api" / "numbers_v1"
 BEFORE_VERSION_1: dict[str, Any] = json.loads((GOLDEN / "before_v1.json").read_text())
@@ -81,3 +81,12 @@ def test_a_checkpoint_that_names_no_settings_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="it is not recorded with which settings they were made"):
         refuse_other_settings(config("smallest", store), store)
+
+
+def test_a_base_that_is_needed_must_be_the_one_that_is_recorded() -> None:
+    check_same_base("hf://org/model", "a" * 64, "a" * 64)
+    for recorded, words in (("b" * 64, "bbbbbbbbbbbbbbbb"), ("", "not recorded")):
+        with pytest.raises(
+            ConfigError, match=f"in hf://org/model, .* its digest was {words} and is aaaaaaaaaaaaaaaa; "
+        ):
+            check_same_base("hf://org/model", recorded, "a" * 64)

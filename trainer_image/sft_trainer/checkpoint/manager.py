@@ -156,13 +156,16 @@ class CheckpointManager:
     ) -> Manifest | None:
         """``latest`` and ``load`` in one; None when this job has no checkpoint yet. Collective.
 
-        ``accept`` may raise to refuse to go on from the newest one.
+        ``accept`` may raise to refuse to go on from one: it is asked of the newest before anything is read, and of
+        another that is fallen back to.
         """
         choice = self.latest()
         if choice is None:
             return None
         accept(choice.manifest.run)
         manifest = self.load(choice, boxes).manifest
+        if manifest.id != choice.manifest.id:
+            accept(manifest.run)
         self._known = (status_of(manifest, self.store.uri),)
         return manifest
 
