@@ -62,7 +62,7 @@ class Strategy(Protocol):
 
 def build(
     config: TrainerConfig, blueprint: CausalLM, trainable: Trainable, topology: Topology, device: torch.device
-) -> FsdpStrategy:
+) -> Strategy:
     """The strategy that ``config`` asks for, around ``blueprint`` (on the meta device, taken over).
 
     Weights are allocated and not filled. A collective call.
