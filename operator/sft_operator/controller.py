@@ -50,7 +50,11 @@ class Operator:
         self._settings = settings
         self._picture = Picture()
         self._queue: WorkQueue[Key] = WorkQueue(
-            self._reconcile, concurrency=settings.concurrency, on_error=self._failed
+            self._reconcile,
+            concurrency=settings.concurrency,
+            on_error=self._failed,
+            # A webhook that hangs for the objects of one namespace holds up no other.
+            group=lambda key: key.namespace,
         )
         self._metrics = OperatorMetrics(self._picture.manifests, lambda: len(self._queue))
         self._cluster = Cluster(url, session, self._metrics.answered, requests)

@@ -4,6 +4,7 @@ import asyncio
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -33,11 +34,18 @@ class WorkQueue(Generic[KeyType]):
         concurrency: int,
         on_error: Callable[[KeyType, Exception], None] = lambda key, error: None,
         jitter: Callable[[], float] = random.random,
+        group: Callable[[KeyType], Hashable] | None = None,
     ) -> None:
+        """Of ``concurrency`` workers no ``group`` of keys gets more than twice as many as it leaves to others."""
         self._work = work
         self._concurrency = concurrency
         self._on_error = on_error
         self._jitter = jitter
+        self._group = group or (lambda key: key)
+        self._busy: Counter[Hashable] = Counter()
+        """Workers, by group."""
+        self._parked: dict[Hashable, list[tuple[float, int, KeyType]]] = {}
+        """Heaps of keys that were due while their group had its share."""
         self._due: dict[KeyType, float] = {}
         self._heap: list[tuple[float, int, KeyType]] = []
         self._sequence = itertools.count()
@@ -72,6 +80,7 @@ class WorkQueue(Generic[KeyType]):
                 await free.acquire()
                 key = await self._next()
                 self._running.add(key)
+                self._busy[self._group(key)] += 1
                 task = tasks.create_task(self._run_one(key), name=f"work on {key}")
                 task.add_done_callback(lambda _: free.release())
 
@@ -80,13 +89,17 @@ class WorkQueue(Generic[KeyType]):
             self._wakeup.clear()
             wait: float | None = None
             while self._heap:
-                due, _, key = self._heap[0]
+                due, sequence, key = self._heap[0]
                 if self._due.get(key) != due or key in self._running:
                     heapq.heappop(self._heap)  # planned anew, forgotten, or put back when the run ends
                     continue
                 wait = due - loop_time()
                 if wait <= 0:
                     heapq.heappop(self._heap)
+                    # One is free, so that who has none gets it.
+                    if self._busy[self._group(key)] >= 2 * (self._concurrency - len(self._running)):
+                        heapq.heappush(self._parked.setdefault(self._group(key), []), (due, sequence, key))
+                        continue
                     del self._due[key]
                     return key
                 break
@@ -115,11 +128,28 @@ class WorkQueue(Generic[KeyType]):
                 self._due.pop(key, None)
         finally:
             self._running.discard(key)
+            self._released(key)
         if delay is not None:
             self.add(key, delay)
         if key in self._due:
             heapq.heappush(self._heap, (self._due[key], next(self._sequence), key))
             self._wakeup.set()
+
+    def _released(self, key: KeyType) -> None:
+        """A worker is free again: of each group that waits for one the first key may try."""
+        group = self._group(key)
+        self._busy[group] -= 1
+        if not self._busy[group]:
+            del self._busy[group]
+        for waiting, heap in list(self._parked.items()):
+            while heap:
+                first = heapq.heappop(heap)
+                if self._due.get(first[2]) == first[0]:  # not planned anew meanwhile
+                    heapq.heappush(self._heap, first)
+                    self._wakeup.set()
+                    break
+            if not heap:
+                del self._parked[waiting]
 
     def _backoff(self, key: KeyType, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1

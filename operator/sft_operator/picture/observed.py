@@ -57,10 +57,10 @@ def owner_uid(manifest: Mapping[str, Any], kind: str) -> str | None:
 def sft_job(manifest: Mapping[str, Any]) -> Manifest:
     """The SFTJob in ``manifest``, with parts of the types that they must have, without what nobody reads."""
     metadata = part(manifest, "metadata")
-    kept = {name: item for name, item in metadata.items() if name not in ("managedFields", "ownerReferences")}
+    unread = ("managedFields", "ownerReferences", "annotations")
+    kept = {name: item for name, item in metadata.items() if name not in unread}
     kept |= {name: text(metadata.get(name)) for name in ("name", "namespace", "uid", "resourceVersion")}
-    kept |= {name: texts(metadata.get(name)) for name in ("labels", "annotations")}
-    kept["annotations"].pop("kubectl.kubernetes.io/last-applied-configuration", None)
+    kept["labels"] = texts(metadata.get("labels"))
     kept["generation"] = integer(metadata.get("generation"), highest=2**63 - 1) or 0
     finalizers = metadata.get("finalizers")
     kept["finalizers"] = [text(name) for name in finalizers] if isinstance(finalizers, list) else []

@@ -97,6 +97,17 @@ def test_gone_pods_of_a_job_that_is_not_there_are_held_within_limits_until_there
     assert len(picture.entry(KEY).gone_pods) == 1
 
 
+def test_of_annotations_of_an_sftjob_nothing_is_held() -> None:
+    """Nothing is decided by them, and each job may have 256 KiB of them."""
+    picture, manifest = Picture(), job_manifest()
+    manifest["metadata"]["annotations"] = {"example.org/notes": "x" * 200_000}
+    picture.store("SFTJob", manifest)
+
+    held = picture.manifest(KEY)
+    assert held
+    assert "annotations" not in held["metadata"]
+
+
 def test_a_listing_finds_what_a_watch_has_lost() -> None:
     picture = full_picture()
     newer = versioned(pod_manifest(0, phase="Failed", exit_code=30), 30)

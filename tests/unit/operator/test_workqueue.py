@@ -214,3 +214,53 @@ def test_a_key_over_which_the_work_failed_waits_whatever_it_is_added_for() -> No
     assert runs.count("bad") == 1, "half a second lies between two tries"
     assert runs.count("away") == 40, "news may mean that the server answers again"
     assert runs.count("good") == 40
+
+
+def test_work_that_hangs_for_one_group_leaves_workers_to_the_others() -> None:
+    begun: list[tuple[str, float]] = []
+
+    async def work(key: str) -> None:
+        begun.append((key, asyncio.get_running_loop().time()))
+        await asyncio.sleep(0.0 if key.startswith("quick") else 100.0)
+
+    async def scenario() -> None:
+        queue = WorkQueue(work, concurrency=8, group=lambda key: key.partition("/")[0])
+        for number in range(30):
+            queue.add(f"hangs/{number}")
+            queue.add(f"hangs too/{number}")
+        for number in range(30):
+            queue.add(f"quick/{number}", 10.0)
+        await run(queue, 3000.0)
+
+    in_no_time(scenario())
+    at_first = [key.partition("/")[0] for key, time in begun if time < 10.0]
+    assert 0 < at_first.count("hangs too") <= at_first.count("hangs") <= 5
+    assert len(at_first) < 8
+    quick = [time for key, time in begun if key.startswith("quick")]
+    assert len(quick) == 30
+    assert max(quick) < 11.0  # due at 10
+    assert len(begun) == 90  # all of them had their turn
+
+
+def test_one_group_alone_gets_most_workers_and_every_key_its_turn() -> None:
+    running, most, done = 0, 0, 0
+
+    async def work(key: int) -> None:
+        nonlocal running, most, done
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(1.0)
+        running -= 1
+        done += 1
+
+    async def scenario() -> None:
+        queue = WorkQueue(work, concurrency=16, group=lambda _: "the only one")
+        for key in range(200):
+            queue.add(key)
+        task = asyncio.create_task(queue.run())
+        await asyncio.sleep(200.0 / 11 + 1.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    in_no_time(scenario())
+    assert (most, done) == (11, 200)
