@@ -4,8 +4,9 @@ Whoever decides about data, loss, saving, export or reporting asks here, never f
 parallelism several processes have the same data, and one of them counts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from math import prod
@@ -45,6 +46,8 @@ class Topology:
     """Stages of consecutive blocks."""
     expert: int = 1
     """Processes over which the experts of a layer are spread: neighbours among its shard x sequence x tensor."""
+    forming: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, compare=False, repr=False)
+    """Entered while a group is formed, which none of its processes ends before all have begun."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` naming the factor that is wrong."""
@@ -88,6 +91,7 @@ class Topology:
         tensor: int = 1,
         pipeline: int = 1,
         expert: int = 1,
+        forming: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "Topology":
         """That of ``ranks``, with as many replicas as there are processes for; ``ConfigError`` where none fit."""
         return cls(
@@ -101,6 +105,7 @@ class Topology:
             tensor=tensor,
             pipeline=pipeline,
             expert=expert,
+            forming=forming,
         )
 
     def place(self, dimension: str) -> int:
@@ -215,14 +220,16 @@ class Topology:
         groups = self.groups(*dimensions)
         if len(groups) == self.world_size:
             return None
-        mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout, backend)
+        with self.forming():
+            mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout, backend)
         assert isinstance(mine, dist.ProcessGroup)  # noqa: S101 - every process is in one of them
         return mine
 
     def parameter_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh over which FSDP splits parameters: shard, or replicate x shard. A collective call."""
         used = tuple(name for name in DIMENSIONS if name == "shard" or getattr(self, name) > 1)
-        mesh = init_device_mesh(device_type, tuple(getattr(self, name) for name in used), mesh_dim_names=used)
+        with self.forming():
+            mesh = init_device_mesh(device_type, tuple(getattr(self, name) for name in used), mesh_dim_names=used)
         names = tuple(name for name in used if name in ("replicate", "shard"))
         return mesh if names == used else mesh[names]
 

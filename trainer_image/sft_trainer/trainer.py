@@ -74,7 +74,7 @@ class Trainer:
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
-        self.topology = Topology.of(ranks, shard=config.plan.shard_degree)
+        self.topology = Topology.of(ranks, shard=config.plan.shard_degree, forming=self._forming)
         self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.step = 0
@@ -167,11 +167,14 @@ class Trainer:
     def _meet(self) -> None:
         if not self.topology.alone:
             self.reporter.phase(Phase.WAITING, "for the other processes")
-        join_group(self.ranks, self.device, lambda: self._others("to form the group"))
+        join_group(self.ranks, self.device, self._forming)
 
     def _others(self, what: str) -> AbstractContextManager[None]:
         """Around what no process ends before all have begun: ``what`` they are waited for."""
         return nullcontext() if self.topology.alone else self.reporter.waiting(f"for the other processes, {what}")
+
+    def _forming(self) -> AbstractContextManager[None]:
+        return self._others("to form a group")
 
     def _compare(self) -> None:
         if self.topology.alone:

@@ -227,17 +227,17 @@ def test_what_all_do_together_at_once_has_a_limit_of_its_own(
 ) -> None:
     # Ten minutes, or the deadline where it is known and longer: no half hour for a group that does not form.
     group = Group(4, deadline=deadline, median=median)
-    group.say(0, Phase.WAITING, "for the other processes, to form the group")
+    group.say(0, Phase.WAITING, "for the other processes, to form a group")
     assert group.hang(limit) is None
     assert (hang := group.hang(limit + 1)) is not None
     assert f"(the limit is {limit} s): all wait for one another, rank " in hang
-    assert hang.endswith("(for the other processes, to form the group) since last")
+    assert hang.endswith("(for the other processes, to form a group) since last")
 
 
 def test_another_word_of_all_starts_their_time_again() -> None:
     group = Group(4, median=None)
     group.say(0, Phase.WAITING, "for the other processes")
-    group.say(500, Phase.WAITING, "for the other processes, to form the group")
+    group.say(500, Phase.WAITING, "for the other processes, to form a group")
     assert group.hang(1100) is None
     assert group.hang(1101) is not None
 

@@ -334,6 +334,7 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
 
     # Given a process that is not alone
     story = Story(tmp_path, {})
+    assert story.topology.forming == story._forming
     story.topology = Topology(rank=0, local_rank=0, world_size=2, shard=2)
     story.device = torch.device("cpu")
     story.prepared = SimpleNamespace(eval={"a": FakeExamples([4, 4, 4])})  # type: ignore[assignment]
@@ -350,7 +351,7 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
     waits = "for the other processes"
     assert said == [
         (Phase.WAITING, waits),
-        *((Phase.WAITING, f"{waits}, {what}") for what in ("to form the group", "to add the evaluation up")),
+        *((Phase.WAITING, f"{waits}, {what}") for what in ("to form a group", "to add the evaluation up")),
     ]
     assert story.reporter.progress.phase is Phase.EVALUATING, "what the group does is not changed by it"
 

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import sft_trainer
+from sft_trainer import topology
 from sft_trainer.distributed import Ranks
 from sft_trainer.errors import ConfigError
 from sft_trainer.topology import ALONE, DIMENSIONS, Topology
@@ -113,6 +115,41 @@ def test_processes_that_differ_in_some_dimensions_only_are_a_group() -> None:
     # And every process is in one group, whichever dimensions it is of
     for names in (("pipeline",), ("replicate", "tensor"), ("expert",), DIMENSIONS):
         assert sorted(rank for group in one.groups(*names) for rank in group) == list(range(8))
+
+
+def test_whoever_forms_a_group_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given groups whose forming is watched, and forming them that shows whether it was said
+    said: list[str] = []
+
+    @contextmanager
+    def forming() -> Iterator[None]:
+        said.append("begins")
+        yield
+        said.append("over")
+
+    class Formed(Exception):
+        """There is no group to be had here."""
+
+    def form(*_: object, **__: object) -> None:
+        said.append("formed")
+        raise Formed
+
+    monkeypatch.setattr(topology.dist, "new_subgroups_by_enumeration", form)
+    monkeypatch.setattr(topology, "init_device_mesh", form)
+    one = Topology.of(ranks(4), shard=2, forming=forming)
+
+    # When the group of all is formed, and the mesh of a model
+    for wanted in (lambda: one.process_group(*DIMENSIONS), lambda: one.parameter_mesh("cpu")):
+        said.clear()
+        with pytest.raises(Formed):
+            wanted()
+        assert said == ["begins", "formed"]
+
+    # Then nothing is said where there is nobody to form one with
+    said.clear()
+    assert Topology(rank=0, local_rank=0, world_size=1, forming=forming).process_group(*DIMENSIONS) is None
+    assert said == []
+    assert one == Topology.of(ranks(4), shard=2), "the same place, whoever is told"
 
 
 def test_who_holds_the_same_part_of_a_tensor_is_a_replica() -> None:
