@@ -163,6 +163,10 @@ def _without_job(observed: Observed) -> Situation:
         return Situation("Preparing", problem.reason, problem.message, problem.stalled)
     if observed.earlier_pods:
         return Situation("Preparing", "EarlierPods", _earlier(observed.earlier_pods))
+    if observed.job:
+        # Finalizers of others, and pods that do not end, may hold it for good.
+        going = f"waiting until the Job {observed.job.name}, which is being deleted, is gone"
+        return Situation("Preparing", "JobDeleting", f"{going}: if that stays so, see its finalizers and its pods")
     return Situation("Preparing", "CreatingJob")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ MISFIT = report(training(0, phase=Phase.WAITING), version_mismatch="pod 0 has ve
         # On the way
         (Observed(), None, {}, "Preparing", "CreatingJob"),
         (Observed(earlier_pods=(make_pod(0, deletion=-5),)), None, {}, "Preparing", "EarlierPods"),
+        # Finalizers may hold it for ever.
+        (running(job=replace(make_child(), deleting=True), pods=()), None, {}, "Preparing", "JobDeleting"),
         (Observed(refusal=Refusal("Job", 403, "denied by policy", NOW)), None, {}, "Preparing", "Refused"),
         (Observed(refusal=Refusal("Job", 409, "taken", NOW)), None, {}, "Preparing", "NameTaken"),
         (running(job=make_child(suspend=True, queue="gpus"), pods=()), None, {}, "Queued", "WaitingForQueue"),
