@@ -32,9 +32,9 @@ class ModelShape:
     head_size: int
     vocabulary: int
     bin_tokens: int
-    """Tokens of one forward pass."""
+    """Tokens of one bin."""
     bins: int
-    """Forward passes of one step."""
+    """Of one step."""
 
     def training_flops(self, lengths: list[int]) -> float:
         """Model FLOPs of forward and backward over documents of ``lengths``: PaLM, appendix B, causal attention."""

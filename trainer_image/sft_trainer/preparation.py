@@ -23,6 +23,7 @@ from .errors import ModelError
 from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.digest import base_digest
+from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .reporting import Reporter
 
@@ -64,6 +65,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     model_path = fetched(spec.model.uri, "model")
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = build_on_meta(model_path)
+    check_positions(model.huggingface.config, spec.data.max_length)
     digest = base_digest(model, model_path)
     check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
     tokenizer_uri = spec.model.tokenizer_uri

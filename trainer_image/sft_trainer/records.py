@@ -10,7 +10,7 @@ from sft_api.report import finite
 
 from .checkpoint.store import Store
 from .curves.writer import metrics_key
-from .errors import StorageUnavailableError
+from .errors import StorageUnavailableError, TrainingError
 from .events import Committed, Control, Ended, Listener, Logged, Outcome, SaveBegins, Started
 from .reporting import Reporter
 
@@ -90,7 +90,7 @@ class StatusFile(Listener):
     def _publish(self, step: int) -> None:
         try:
             self._store.put(STATUS_KEY, self._reporter.progress.model_dump_json(by_alias=True).encode())
-        except StorageUnavailableError as error:
+        except TrainingError as error:
             # The next save writes it again; no run ends for it.
             log.warning("status.json was not written: %s", error)
         else:

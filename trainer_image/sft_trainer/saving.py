@@ -58,7 +58,9 @@ class Saving:
         self._last_save = time.monotonic()
         self._resumed_from: CheckpointId | None = None
         self._outcome: SaveOutcome | None = None
-        """How the last save ended, until it was acted on."""
+        """How the last save failed, until that was acted on."""
+        self._untold = False
+        """Whether a save has arrived of which nobody was told."""
 
     def claim_attempt(self) -> int:
         """Claim the next attempt of this job; a collective call."""
@@ -108,19 +110,20 @@ class Saving:
     def seconds_since_save(self) -> float:
         return time.monotonic() - self._last_save
 
-    def save(self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool = False) -> None:
+    def save(self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool = False) -> bool:
         """Save ``boxes`` as ``step``; in the background when the spec says so, unless nothing comes after (``final``).
 
-        A collective call, which waits for the save before when that is in flight. Storage that does not answer is
-        worth another try at the next save, unless this is the final one; everything else ends the run.
+        True when it is saved, or on its way. A collective call, which waits for the save before when that is in flight.
+        Storage that does not answer is worth another try at the next save, unless this is the final one; everything
+        else ends the run.
         """
         if step == self._resumed_at:
-            return
+            return True
         self.settle()
         self._wait_for(Phase.SAVING, f"step {step}")
         keep = self._config.spec.checkpoint.keep
         try:
-            self._outcome = self._manager.save(
+            outcome = self._manager.save(
                 step,
                 boxes,
                 run,
@@ -129,19 +132,35 @@ class Saving:
             )
         except TrainingError as error:
             self._act_on(error, final=final)
+            return False
         finally:
             self._work_on()
-        self._last_save = time.monotonic()
-        if self._outcome is not None:
-            self._tell_commit()
+            self._last_save = time.monotonic()
+        self._note(outcome)
+        self.tell()
+        return True
 
     def failed_here(self) -> bool:
-        """Whether the save in the background is known to have failed; other processes may learn it steps later."""
-        if (outcome := self._manager.poll()) is not None:
+        """Whether the save in the background is known to have failed; other processes may learn it steps later.
+
+        Of one that has arrived ``tell`` tells: it may write, and between gradients and update nothing may take long.
+        """
+        self._note(self._manager.poll())
+        return self._outcome is not None
+
+    def tell(self) -> None:
+        """Tell of a save that has arrived, once."""
+        if self._untold:
+            self._untold = False
+            self._on_commit(self._manager.status())
+
+    def _note(self, outcome: SaveOutcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.error is None:
+            self._untold = True
+        else:
             self._outcome = outcome
-            if outcome.error is None:
-                self._tell_commit()
-        return self._outcome is not None and self._outcome.error is not None
 
     def settle(self) -> None:
         """Wait for the save in the background and act on its error, the same on all processes; a collective call."""
@@ -149,16 +168,16 @@ class Saving:
         if self._manager.in_flight:
             self._wait_for(Phase.SAVING, "waiting for the upload of the last checkpoint")
         try:
-            outcome, self._outcome = self._outcome or self._manager.wait(), None
-            error = outcome.error if outcome else None
+            if self._outcome is None:
+                self._note(self._manager.wait())
+            error, self._outcome = self._outcome.error if self._outcome else None, None
         except TrainingError as raised:
             error = raised
         finally:
             self._work_on()
         if error is not None:
             self._act_on(error, final=False)
-        elif outcome is not None:
-            self._tell_commit()
+        self.tell()
 
     def _wait_for(self, phase: Phase, what: str) -> None:
         with self._lock:
@@ -192,14 +211,12 @@ class Saving:
         """Bytes were written or read: a slow transfer that goes on is no hang, one that stands still says nothing."""
         with self._lock:
             self._bytes += count
-        if (waiting := self._waiting) is not None:
-            phase, what = waiting
-            self._reporter.alive(phase, f"{what}: {self._bytes / 2**20:.0f} MiB")
+            # Said while none can go on: else an upload in the background might have the last word about the phase.
+            if self._waiting is not None:
+                phase, what = self._waiting
+                self._reporter.alive(phase, f"{what}: {self._bytes / 2**20:.0f} MiB")
 
     def _act_on(self, error: TrainingError, *, final: bool) -> None:
         if final or not isinstance(error, StorageUnavailableError | CheckpointSaveError):
             raise error
         self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
-
-    def _tell_commit(self) -> None:
-        self._on_commit(self._manager.status())

@@ -139,9 +139,12 @@ class Trainer:
             self._evaluate()
         if self.control.takes(Request.STOP):
             self._stop()
-        if self.control.wants(Request.SAVE) and self.ours.saves.may_save(self.step):
+        if self._saves_now():
             self.control.takes(Request.SAVE)
             self._save()
+
+    def _saves_now(self) -> bool:
+        return self.control.wants(Request.SAVE) and self.ours.saves.may_save(self.step)
 
     def _stop(self) -> NoReturn:
         if not self.ours.skipped.in_a_row:
@@ -261,7 +264,8 @@ class Trainer:
             self._learn(self._launched.popleft())
 
     def _something_follows(self) -> bool:
-        asked = any(self.control.wants(request) for request in Request)
+        # A save that waits for the upload before it follows when that has ended: until then no step is waited for.
+        asked = self.control.wants(Request.EVALUATE) or self.control.wants(Request.STOP) or self._saves_now()
         return asked or self.step == self.prepared.total_steps or is_planned(self.spec, self.step)
 
     def _launch(self) -> Launched:
@@ -292,6 +296,7 @@ class Trainer:
         self.control.agree(asked)
         if save_failed:
             self.saving.settle()
+        self.saving.tell()
         step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
         seconds = launched.began.seconds_until(launched.figures.ready)
@@ -343,8 +348,8 @@ class Trainer:
             base_digest=self._base_digest,
             evaluated=self._evaluated_at == self.step,
         )
-        self.saving.save(self.step, self._boxes(), state, final=final)
-        self.events.emit(Saved(self.step, final=final))
+        if self.saving.save(self.step, self._boxes(), state, final=final):
+            self.events.emit(Saved(self.step, final=final))
 
     def _boxes(self) -> list[Box]:
         """What this process holds of all that a checkpoint keeps."""

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.errors import StorageUnavailableError
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from sft_trainer.topology import ALONE
@@ -40,14 +42,22 @@ class Run:
         self.store = SlowStore(folder / "store")
         self.reporter = Reporter(folder, writes=True)
         self.config = resolve(manifest(folder, folder / "store"))
-        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"), topology=ALONE)
+        self.commits: list[int] = []
+        self.saving = Saving(
+            self.config,
+            self.store,
+            self.reporter,
+            device=torch.device("cpu"),
+            topology=ALONE,
+            on_commit=lambda known: self.commits.append(known.latest.step if known.latest else 0),
+        )
         self.saving.claim_attempt()
         self.boxes = whole({"model.weight": torch.randn(64, 64)})
 
-    def save(self, step: int, *, final: bool = False) -> None:
+    def save(self, step: int, *, final: bool = False) -> bool:
         self.reporter.update(phase=Phase.TRAINING, phase_detail="", step=step)
         state = RunState(cursor=step, numbers=self.config.numbers().as_record())
-        self.saving.save(step, self.boxes, state, final=final)
+        return self.saving.save(step, self.boxes, state, final=final)
 
     @property
     def saved(self) -> set[str]:
@@ -91,6 +101,37 @@ def test_bytes_are_a_sign_of_life_only_while_training_waits_for_them(run: Run) -
     run.save(3, final=True)
     assert run.reporter.progress.phase is Phase.SAVING
     assert run.reporter.progress.phase_detail.startswith("step 3: 0 MiB")
+
+
+def test_every_commit_is_told_once_and_not_between_gradients_and_update(run: Run) -> None:
+    assert run.save(1)
+    run.store.gate.set()
+    wait_until(lambda: not run.saving.failed_here() and run.saving._untold)
+    assert run.commits == []
+    run.saving.tell()
+    run.saving.settle()
+    run.saving.tell()
+    assert run.commits == [1]
+
+    assert run.save(2)
+    assert run.save(3)
+    assert run.commits == [1, 2]
+    assert run.save(4, final=True)
+    assert not run.saving.failed_here()
+    run.saving.settle()
+    assert run.commits == [1, 2, 3, 4]
+
+
+def test_a_save_that_failed_is_not_said_to_be_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise StorageUnavailableError("it does not answer")
+
+    monkeypatch.setattr(run.saving._manager, "save", away)
+
+    assert not run.save(1)
+    assert run.commits == []
+    with pytest.raises(StorageUnavailableError):
+        run.save(2, final=True)
 
 
 def test_who_has_sent_its_part_waits_for_the_others_and_says_so(run: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.preparation import Prepared
 from sft_trainer.reporting import Reporter
 from sft_trainer.topology import Topology
@@ -50,7 +51,8 @@ class AtEnd:
         exported = Exported(
             store=self._store,
             manifest=found,
-            model=self._prepared.model,
+            # Of the model only names, shapes and config are asked, and the one that was trained is wrapped and sharded.
+            model=build_on_meta(self._prepared.model_path),
             folder=self._prepared.model_path,
             tokenizer=self._prepared.tokenizer,
             card=model_card(self._config, found),

@@ -46,7 +46,7 @@ class Exported:
     """Of the checkpoint."""
     manifest: Manifest
     model: CausalLM
-    """Its names, shapes and config only are used: it may be on the meta device, or sharded."""
+    """Its names, shapes and config only are used: it may be on the meta device."""
     folder: Path
     """With the config files of the model that the run started from."""
     tokenizer: Any

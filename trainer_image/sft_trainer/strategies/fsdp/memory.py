@@ -74,7 +74,7 @@ def bins_that_fit(seen: Pass, bin_tokens: int) -> int:
 class BinsPerForward:
     """One, until the second step of this process has shown what a bin takes; then what all processes have room for.
 
-    In the second step the optimizer has its moments, which it makes in the first.
+    By then the optimizer has its moments, which it makes in the first step where no checkpoint was looked for.
     """
 
     def __init__(self, memory: Memory, bin_tokens: int, device: torch.device) -> None:

@@ -1,0 +1,60 @@
+"""Documents of a micro-batch change nothing of one another, also not by their length."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.positions import check_positions
+from sft_trainer.preparation import prepare
+from sft_trainer.reporting import Reporter
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_model
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+class Config:
+    """What is read of a model's configuration."""
+
+    model_type = "some"
+    max_position_embeddings = 256
+
+    def __init__(self, rope_parameters: Any) -> None:
+        self.rope_parameters = rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("parameters", "longest"),
+    [
+        (LONGROPE, 64),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}, 64),
+        ({"rope_type": "llama3", "original_max_position_embeddings": 64}, None),
+        ({"rope_type": "default"}, None),
+        (None, None),
+    ],
+)
+def test_examples_are_not_longer_than_where_positions_change(parameters: Any, longest: int | None) -> None:
+    check_positions(Config(parameters), longest or 100_000)
+    if longest is not None:
+        with pytest.raises(
+            ConfigError, match=f"data.maxLength is {longest + 1}, .* data.maxLength to {longest} at most"
+        ):
+            check_positions(Config(parameters), longest + 1)
+
+
+def test_that_is_found_out_before_anything_is_tokenised(tmp_path: Path) -> None:
+    save_model(
+        "llama",
+        tmp_path / "model",
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        max_position_embeddings=256,
+    )
+    document = manifest(tmp_path, tmp_path / "store")
+    document["spec"]["model"] = {"uri": f"file://{tmp_path}/model"}
+
+    with pytest.raises(ConfigError, match=r"data\.maxLength is 512"):
+        prepare(resolve(document), Reporter(tmp_path, writes=False), torch.device("cpu"))

@@ -1,0 +1,36 @@
+"""Rotary positions that depend on what else is in a forward pass, and up to which length they do not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sft_trainer.errors import ConfigError
+
+
+def check_positions(config: Any, max_length: int) -> None:
+    """Raise ``ConfigError`` when examples of up to ``max_length`` tokens would change the positions of others.
+
+    ``config`` is a model's, of transformers. Its layers with ``longrope`` or ``dynamic`` scaling choose the frequencies
+    for all tokens of a forward pass by the longest document in it; up to the length of the original model they are
+    always the same.
+    """
+    for parameters in _rope_parameters(getattr(config, "rope_parameters", None)):
+        kind = str(parameters.get("rope_type"))
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        limit = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_length > limit:
+            raise ConfigError(
+                f"data.maxLength is {max_length}, but a model of type {config.model_type!r} with rope scaling "
+                f"{kind!r} turns the positions of all documents of a micro-batch otherwise once one of them is longer "
+                f"than {limit} tokens: what is learnt of one would depend on the others; set data.maxLength to {limit} "
+                "at most"
+            )
+
+
+def _rope_parameters(found: Any) -> Iterator[Mapping[str, Any]]:
+    """Of all layers, or of each type of layers."""
+    if isinstance(found, Mapping):
+        if "rope_type" in found:
+            yield found
+        for inner in found.values():
+            yield from _rope_parameters(inner)
