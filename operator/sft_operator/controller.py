@@ -25,6 +25,7 @@ from .cluster.store import CheckpointStore
 from .config import Settings
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR
+from .picture.listing import Listing
 from .picture.observed import Manifest
 from .picture.picture import KINDS, Key, Picture, version_of
 from .picture.watchdog import Watchdog
@@ -83,7 +84,7 @@ class Operator:
                 kind,
                 settings.namespace,
                 "" if kind == KIND else WATCH_SELECTOR,
-                begin=functools.partial(self._picture.listing, kind),
+                begin=functools.partial(Listing, self._picture, kind),
                 seen=self._seen,
                 breath=0.0 if kind == KIND else _SWARM_PAUSE_SECONDS,
             )

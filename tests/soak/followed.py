@@ -13,6 +13,7 @@ import aiohttp
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.informer import Informer, Listed, Pace
 from sft_operator.names import WATCH_SELECTOR, child_labels
+from sft_operator.picture.listing import Listing
 from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import job_manifest, take_listing
 
@@ -73,7 +74,7 @@ class Followed:
                 kind,
                 namespace,
                 WATCH_SELECTOR,
-                begin=partial(self.picture.listing, kind),
+                begin=partial(Listing, self.picture, kind),
                 seen=self._seen,
                 pace=pace,
             )

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import aiohttp
 
 from ..decisions.pauses import doubled
+from ..picture.listing import Listing
 from ..picture.observed import Manifest
-from ..picture.picture import Key, Listing, version_of
+from ..picture.picture import Key, version_of
 from ..workqueue import loop_time
 from .client import ApiError, Cluster
 from .watch_body import Event

@@ -87,7 +87,7 @@ def key_of(kind: str, manifest: Manifest) -> Key | None:
     owner = name if kind == KIND else _owner(manifest, KIND if kind == "Job" else "Job")
     if kind == "Job" and owner != name:
         return None  # a copy that someone made: ours has the name of its SFTJob
-    return Key(namespace, owner) if owner and namespace and _uid(manifest) else None
+    return Key(namespace, owner) if owner and namespace and uid_of(manifest) else None
 
 
 def _owner(manifest: Manifest, kind: str) -> str:
@@ -133,7 +133,7 @@ class Picture:
     def store(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in an object; the key to look at again, None when nothing new was learnt."""
         key = key_of(kind, manifest)
-        return None if key is None else self.take_in(kind, key, _uid(manifest), manifest)
+        return None if key is None else self.take_in(kind, key, uid_of(manifest), manifest)
 
     def take_in(self, kind: str, key: Key, uid: str, manifest: Manifest) -> Key | None:
         """``store`` for an object whose ``key`` and ``uid`` are known."""
@@ -164,7 +164,7 @@ class Picture:
             entry.job = seen
             entry.gone_pods = {gone: pod for gone, pod in entry.gone_pods.items() if pod.job_uid == uid}
         else:
-            if entry.manifest and _uid(entry.manifest.value) != uid:
+            if entry.manifest and uid_of(entry.manifest.value) != uid:
                 self._strays.note(key)
                 _forget_run(entry)
             entry.manifest = seen
@@ -199,7 +199,7 @@ class Picture:
 
     def remove(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in that an object was deleted; the key to look at again."""
-        key, uid = key_of(kind, manifest), _uid(manifest)
+        key, uid = key_of(kind, manifest), uid_of(manifest)
         if key is None:
             return None
         self._deleted[kind][uid] = version_of(manifest)
@@ -213,7 +213,7 @@ class Picture:
         elif kind == "Job":
             if entry.job and entry.job.value.uid == uid:
                 entry.job = None
-        elif entry.manifest and _uid(entry.manifest.value) == uid:
+        elif entry.manifest and uid_of(entry.manifest.value) == uid:
             entry.manifest = None
             _forget_run(entry)
         if entry.empty:
@@ -226,12 +226,8 @@ class Picture:
         seen = self._known(key, kind, uid)
         if seen is None:
             return 0
-        held = uid if kind == "Pod" else seen.value.uid if kind == "Job" else _uid(seen.value)
+        held = uid if kind == "Pod" else seen.value.uid if kind == "Job" else uid_of(seen.value)
         return seen.version if held == uid else 0
-
-    def listing(self, kind: str) -> "Listing":
-        """Begin to take in a complete listing, object by object."""
-        return Listing(self, kind)
 
     def end_listing(self, kind: str, present: set[str], pods: Counter[Key], version: int, told_from: int) -> set[Key]:
         """Forget what a complete listing made at ``version`` did not show; the keys that have lost something.
@@ -277,13 +273,13 @@ class Picture:
         entry = self._entries.get(key)
         if entry is None or entry.manifest is None:
             return Memory()
-        uid = _uid(entry.manifest.value)
+        uid = uid_of(entry.manifest.value)
         return entry.memory if entry.memory.uid == uid else Memory(uid)
 
     def remember(self, key: Key, memory: Memory) -> None:
         """Keep ``memory``, unless its SFTJob is gone."""
         entry = self._entries.get(key)
-        if entry is not None and entry.manifest is not None and _uid(entry.manifest.value) == memory.uid:
+        if entry is not None and entry.manifest is not None and uid_of(entry.manifest.value) == memory.uid:
             entry.memory = memory
 
     def told(self, key: Key, pods: Iterable[Pod]) -> None:
@@ -301,7 +297,7 @@ class Picture:
         entry = self._entries.get(key)
         if entry is None:
             return Observed()
-        uid = _uid(entry.manifest.value) if entry.manifest else None
+        uid = uid_of(entry.manifest.value) if entry.manifest else None
         found: ChildJob | None = entry.job.value if entry.job else None
         job = found if found and uid and found.owner_uid == uid else None
         pods: list[Pod] = [seen.value for seen in entry.pods.values()]
@@ -320,48 +316,6 @@ class Picture:
             namespace_terminating=memory.namespace_terminating,
             unreadable=tuple(entry.unreadable.values())[:_SHOWN_UNREADABLE],
         )
-
-
-class Listing:
-    """A complete listing that is being taken in: of each object only what is kept of it stays in memory.
-
-    One that breaks off is dropped, and another begun: what it has brought holds all the same.
-    """
-
-    def __init__(self, picture: Picture, kind: str) -> None:
-        self._picture = picture
-        self._kind = kind
-        self._present: set[str] = set()
-        self._pods: Counter[Key] = Counter()
-        self._changed: set[Key] = set()
-        self.news = 0
-        """Objects that no watch had told of, or not in that version."""
-        self.newest = 0
-        """The highest version among those."""
-
-    def take(self, manifest: Manifest) -> None:
-        """Take in one object."""
-        key, uid = key_of(self._kind, manifest), _uid(manifest)
-        if key is None:
-            return
-        self._present.add(uid)
-        if self._kind == "Pod":
-            self._pods[key] += 1
-        before = self._picture.held_version(self._kind, key, uid)
-        if self._picture.take_in(self._kind, key, uid, manifest):
-            self._changed.add(key)
-        version = self._picture.held_version(self._kind, key, uid)
-        if version > before:
-            self.news += 1
-            self.newest = max(self.newest, version)
-
-    def end(self, version: int, told_from: int | None = None) -> set[Key]:
-        """The listing is complete, and was made at ``version``; the keys for which it brought something new.
-
-        ``told_from`` is the version from which the watch may tell everything again, ``version`` when there is none.
-        """
-        again = version if told_from is None else told_from
-        return self._changed | self._picture.end_listing(self._kind, self._present, self._pods, version, again)
 
 
 def _of_job(job: ChildJob | None, pods: Iterable[Pod]) -> tuple[Pod, ...]:
@@ -386,7 +340,8 @@ def _forget_run(entry: Entry) -> None:
     entry.unreadable.clear()
 
 
-def _uid(manifest: Manifest) -> str:
+def uid_of(manifest: Manifest) -> str:
+    """``metadata.uid``; empty when there is none."""
     return text(part(manifest, "metadata").get("uid"))
 
 
@@ -407,4 +362,4 @@ def _objects(entry: Entry, kind: str) -> list[tuple[str, _Seen]]:
         return list(entry.pods.items())
     if kind == "Job":
         return [(entry.job.value.uid, entry.job)] if entry.job else []
-    return [(_uid(entry.manifest.value), entry.manifest)] if entry.manifest else []
+    return [(uid_of(entry.manifest.value), entry.manifest)] if entry.manifest else []

@@ -11,6 +11,7 @@ from sft_api.failures import FailureClass
 from sft_api.progress import CommittedCheckpoint, Incident, Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SFTJob
 from sft_operator.decisions.spec import Terms, read_spec, run_terms
+from sft_operator.picture.listing import Listing
 from sft_operator.picture.observed import ChildJob, Observed, Pod, Report
 from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing, Workload
@@ -271,7 +272,7 @@ def running(**fields: Any) -> Observed:
 
 def take_listing(picture: Picture, kind: str, manifests: Iterable[Object], version: int) -> set[Key]:
     """Have ``picture`` take in a complete listing made at ``version``; the keys for which it brought something new."""
-    listing = picture.listing(kind)
+    listing = Listing(picture, kind)
     for manifest in manifests:
         listing.take(manifest)
     return listing.end(version)

@@ -17,6 +17,7 @@ from sft_api.ports import free_port
 from sft_operator.cluster import informer as informer_module
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.informer import Informer, Pace
+from sft_operator.picture.listing import Listing
 from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest
 from tests.unit.operator.test_cluster import against, status
@@ -42,7 +43,7 @@ class Follower:
         """Type of event and version."""
         self.changed: set[Key] = set()
         pace = Pace(inactivity=0.2, listing=0.2)
-        begin = partial(self.picture.listing, "Pod")
+        begin = partial(Listing, self.picture, "Pod")
         self.informer = Informer(cluster, "Pod", "team", "a=b", begin=begin, seen=self.seen, pace=pace)
 
     def seen(self, kind: str, event: str | None, manifest: Object) -> None:

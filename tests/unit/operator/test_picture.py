@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from sft_operator.picture import picture as picture_module
+from sft_operator.picture.listing import Listing
 from sft_operator.picture.observed import Observed, Pod
 from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest, report, take_listing
@@ -318,8 +319,8 @@ def test_deletions_are_remembered_while_the_watch_may_tell_of_the_time_before() 
     picture.remove("Pod", versioned(pod_manifest(1), 51))
 
     for version in (60, 70, 80):
-        picture.listing("Pod").end(version, told_from=50)
+        Listing(picture, "Pod").end(version, told_from=50)
     assert picture.store("Pod", versioned(pod_manifest(1), 50)) is None
 
-    picture.listing("Pod").end(90, told_from=51)
+    Listing(picture, "Pod").end(90, told_from=51)
     assert picture._deleted["Pod"].get("pod-1") is None
