@@ -160,12 +160,15 @@ class SaveBegins:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The state of ``step`` is saved, or on its way to the store."""
+class SaveEnded:
+    """The save of the state of ``step`` is over for the loop, which goes on."""
 
     step: int
     final: bool
     """Nothing comes after it."""
+    saved: bool
+    """Whether it is saved, or on its way to the store; not where the storage did not answer, and the next one has to
+    do."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class Ended:
         return Outcome.STOPPED if isinstance(self.error, StopRequested) else Outcome.FAILED
 
 
-Event = Started | Asking | StepDone | Logged | Evaluating | Evaluated | SaveBegins | Saved | Committed | Ended
+Event = Started | Asking | StepDone | Logged | Evaluating | Evaluated | SaveBegins | SaveEnded | Committed | Ended
 
 
 class Listener:
@@ -226,7 +229,7 @@ class Listener:
 
     def on_save_begins(self, event: SaveBegins, control: Control) -> None: ...
 
-    def on_save(self, event: Saved, control: Control) -> None: ...
+    def on_save(self, event: SaveEnded, control: Control) -> None: ...
 
     def on_commit(self, event: Committed, control: Control) -> None: ...
 
@@ -278,7 +281,7 @@ def _tell(listener: Listener, event: Event, control: Control) -> None:
             listener.on_evaluate(event, control)
         case SaveBegins():
             listener.on_save_begins(event, control)
-        case Saved():
+        case SaveEnded():
             listener.on_save(event, control)
         case Committed():
             listener.on_commit(event, control)

@@ -15,7 +15,7 @@ from sft_api.progress import Activity, Phase, TrainingProgress
 from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, PROGRESS_FILE, write_atomically
 
-from .events import Committed, Control, Ended, Evaluated, Evaluating, Listener, Outcome, Saved, Started, StepDone
+from .events import Committed, Control, Ended, Evaluated, Evaluating, Listener, Outcome, SaveEnded, Started, StepDone
 
 log = logging.getLogger("sft_trainer")
 
@@ -189,7 +189,7 @@ class Reporting(Listener):
         self._reporter.say("evaluation after step %s: loss %.4f", event.step, event.loss)
         self._go_on(event.step)
 
-    def on_save(self, event: Saved, control: Control) -> None:
+    def on_save(self, event: SaveEnded, control: Control) -> None:
         if not event.final:
             self._go_on(event.step)
 

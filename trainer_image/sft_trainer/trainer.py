@@ -39,7 +39,7 @@ from .events import (
     Logged,
     Request,
     SaveBegins,
-    Saved,
+    SaveEnded,
     Started,
     StepDone,
 )
@@ -348,8 +348,8 @@ class Trainer:
             base_digest=self._base_digest,
             evaluated=self._evaluated_at == self.step,
         )
-        if self.saving.save(self.step, self._boxes(), state, final=final):
-            self.events.emit(Saved(self.step, final=final))
+        saved = self.saving.save(self.step, self._boxes(), state, final=final)
+        self.events.emit(SaveEnded(self.step, final=final, saved=saved))
 
     def _boxes(self) -> list[Box]:
         """What this process holds of all that a checkpoint keeps."""

@@ -122,7 +122,7 @@ class PlanStatus(ApiModel):
     max_tokens_per_micro_batch: int | None = Field(default=None, description="Tokens of one micro-batch, at most.")
     gradient_accumulation: int | None = Field(
         default=None,
-        description="Forward passes per step and process; absent when it varies with the examples.",
+        description="Micro-batches per step and process; absent when it varies with the examples.",
     )
     total_steps: int | None = Field(default=None, description="Steps in all, when known before the data was read.")
     epochs: int | None = Field(default=None, description="Passes over the data, when steps are not given.")

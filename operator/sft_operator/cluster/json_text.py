@@ -4,9 +4,12 @@ What msgspec refuses (numbers beyond a float, lone surrogates) goes the way of t
 """
 
 import json
-from typing import Any, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
+
+Spec = TypeVar("Spec")
+Status = TypeVar("Status")
 
 
 class _Metadata(TypedDict, total=False):
@@ -35,12 +38,6 @@ class _PodStatus(TypedDict, total=False):
     containerStatuses: Any
 
 
-class _Pod(TypedDict, total=False):
-    metadata: _Metadata
-    spec: _PodSpec
-    status: _PodStatus
-
-
 class _JobSpec(TypedDict, total=False):
     completions: Any
     suspend: Any
@@ -54,25 +51,20 @@ class _JobStatus(TypedDict, total=False):
     conditions: Any
 
 
-class _Job(TypedDict, total=False):
+class _Object(TypedDict, Generic[Spec, Status], total=False):
     metadata: _Metadata
-    spec: _JobSpec
-    status: _JobStatus
+    spec: Spec
+    status: Status
 
 
-class _PodEvent(TypedDict, total=False):
+class _Event(TypedDict, Generic[Spec, Status], total=False):
     type: Any
-    object: _Pod
-
-
-class _JobEvent(TypedDict, total=False):
-    type: Any
-    object: _Job
+    object: _Object[Spec, Status]
 
 
 _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
-    "Pod": msgspec.json.Decoder(_PodEvent),
-    "Job": msgspec.json.Decoder(_JobEvent),
+    "Pod": msgspec.json.Decoder(_Event[_PodSpec, _PodStatus]),
+    "Job": msgspec.json.Decoder(_Event[_JobSpec, _JobStatus]),
 }
 """Of these only what ``picture.observed`` reads becomes an object: containers and managed fields are most of a line."""
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()

@@ -16,7 +16,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.curves.listener import Curve
 from sft_trainer.curves.writer import CurveWriter
 from sft_trainer.errors import StopRequested, StorageUnavailableError
-from sft_trainer.events import Ended, Evaluated, Logged
+from sft_trainer.events import Control, Ended, Evaluated, Listener, Listeners, Logged, SaveEnded
 from sft_trainer.records import RecordsFile, StatusFile
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
@@ -188,6 +188,33 @@ def test_a_status_that_the_storage_does_not_take_ends_no_run(
     run._save(final=True)
     run.events.end(Ended(1))
     assert caplog.text.count("status.json was not written") == 2
+
+
+def test_training_goes_on_after_a_save_that_failed(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+
+    class Watches(Listener):
+        def on_save(self, event: SaveEnded, control: Control) -> None:
+            ended.append(event.saved)
+
+    run = begin()
+    run.events = Listeners([*run.ours.in_order(), Watches()], run.control)
+    run.do(1)
+
+    # When the storage does not take one save, and takes the next
+    def away(*_: Any, **__: Any) -> None:
+        raise StorageUnavailableError("it does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.saving._manager, "save", away)
+        run._save()
+
+    # Then it is judged by its steps again, not as one that saves, and nobody takes it for saved
+    assert run.reporter.progress.phase is Phase.TRAINING
+    run.do(2)
+    run._save()
+    assert run.reporter.progress.phase is Phase.TRAINING
+    assert ended == [False, True]
 
 
 def test_the_end_is_published_before_its_curve_is_waited_for(

@@ -27,7 +27,7 @@ from sft_trainer.events import (
     Outcome,
     Request,
     SaveBegins,
-    Saved,
+    SaveEnded,
     Started,
     StepDone,
 )
@@ -104,7 +104,7 @@ class Story(Trainer):
     def _save(self, *, final: bool = False) -> None:
         self.told.append(f"save {self.step}{' at the end' if final else ''}")
         self.events.emit(SaveBegins(self.step, final=final))
-        self.events.emit(Saved(self.step, final=final))
+        self.events.emit(SaveEnded(self.step, final=final, saved=True))
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_a_listener_watches_the_whole_run_and_asks_for_more(tmp_path: Path) -> N
         def on_evaluate(self, event: Evaluated, control: Control) -> None:
             heard.append(f"evaluate {event.step}")
 
-        def on_save(self, event: Saved, control: Control) -> None:
+        def on_save(self, event: SaveEnded, control: Control) -> None:
             heard.append(f"save {event.step}")
 
     story = Story(tmp_path, {}, listeners=[Callback()])

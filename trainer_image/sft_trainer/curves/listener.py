@@ -1,7 +1,7 @@
 """Who has the curve of a run drawn."""
 
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.events import Control, Listener, Logged, SaveBegins, Saved, Started
+from sft_trainer.events import Control, Listener, Logged, SaveBegins, SaveEnded, Started
 from sft_trainer.records import StepRecords
 from sft_trainer.reporting import Reporter
 
@@ -38,6 +38,6 @@ class Curve(Listener):
             self._writer.add(event.step, lines)
             self._records.clear()
 
-    def on_save(self, event: Saved, control: Control) -> None:
+    def on_save(self, event: SaveEnded, control: Control) -> None:
         if self._writer is not None and event.final:
             self._writer.finish(_SECONDS)

@@ -52,7 +52,6 @@ class FsdpStrategy:
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
-        self._tells = topology.tells
         self.model = build_model(config, blueprint, trainable, topology, device)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.spec, config.plan.learning_rate)
 
@@ -83,7 +82,7 @@ class FsdpStrategy:
             if bin_.counts:
                 loss_sum += loss.detach()
                 most_tokens = max(most_tokens, bin_.input_ids.shape[0])
-        if self._together and self._together.after_pass(most_tokens) and self._tells:
+        if self._together and self._together.after_pass(most_tokens) and self._topology.tells:
             log.info("there is memory for %s bins in one forward pass: so many are computed at once", self._at_once)
         return loss_sum
 
