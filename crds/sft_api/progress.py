@@ -102,8 +102,12 @@ class Incident(ReportModel):
     """True when it does not count against maxRestarts: SIGTERM, a lost pod."""
     rank: int | None = None
     attempt: int = 0
+    outside: bool = False
+    """True when something that does not belong to the run killed it: it tells nothing of whether the run can get on."""
     step: int = 0
     """Last step that was done."""
+    phase: Phase = Phase.STARTING
+    """What the group did then."""
     checkpoint_step: int | None = None
     """Of the newest checkpoint then; None from trainers of before it was told."""
     recovered_time: Time | None = None

@@ -6,25 +6,65 @@ the cluster the operator, which also sees lost pods, and without one ``sft run``
 """
 
 from collections.abc import Callable, Iterable
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 
 from .failures import FailureClass, is_retryable
-from .progress import Incident
+from .progress import Incident, Phase
+from .report import duration
 from .times import parse_time, timestamp
-from .v1alpha1.status import RestartsStatus
+from .v1alpha1.status import RepeatedFailure, RestartsStatus
 
-FRUITLESS_FAILURES = 3
-"""So many failures in a row that got no further than before end the run."""
+REPEATED_FAILURES = 3
+"""So many failures of one class in a row, none of which got further than the first of them, end the run ..."""
+REPEATED_FOR = timedelta(minutes=2)
+"""... once they span so long: what comes and goes within a minute is not the run's last word."""
 
-# A server that is away comes back by itself: these may use up all of maxRestarts.
-_NOT_OUR_FAULT = frozenset({FailureClass.STORAGE_UNAVAILABLE})
+# They lie outside of the run and come back by themselves: they tell nothing of whether it can get on. (So does what was
+# killed from outside.) All of them count against maxRestarts.
+_OUTAGES = frozenset({FailureClass.STORAGE_UNAVAILABLE})
 # What made these is told by whoever went away, and mostly lies outside of the run: they do not use up maxRestarts. When
-# nobody went away and it happens again and again, the run does not get on, whatever the reason.
+# nobody went away and they repeat, with nothing else between them, the pods cannot reach each other: that is a failure
+# like others.
 _ECHOES = frozenset({FailureClass.PEER_LOST, FailureClass.INTERRUPTED})
+_BEFORE_STEP_1 = (Phase.STARTING, Phase.TOKENIZING, Phase.WAITING, Phase.LOADING)
+"""In their order; all other phases come after them."""
 
 
 def _own_words(_: FailureClass, message: str) -> str:
     return message
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a run has got. Before step 1 the phase stands for the step."""
+
+    step: int
+    checkpoint_step: int
+    """Of the newest checkpoint."""
+    phase: Phase = Phase.TRAINING
+
+    def is_beyond(self, other: "Reached") -> bool:
+        """Whether the run has got further than ``other``: by a step or a checkpoint."""
+        return self._place > other._place or self.checkpoint_step > other.checkpoint_step
+
+    def or_further(self, other: "Reached") -> "Reached":
+        """The further one in each respect."""
+        ahead = max(self, other, key=lambda reached: reached._place)
+        return replace(ahead, checkpoint_step=max(self.checkpoint_step, other.checkpoint_step))
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        known = self.step == 0 and self.phase in _BEFORE_STEP_1
+        return self.step, _BEFORE_STEP_1.index(self.phase) if known else len(_BEFORE_STEP_1)
+
+
+def as_phase(text: str) -> Phase:
+    """The phase of that name; of an unknown one it is not known that anything comes after it."""
+    try:
+        return Phase(text)
+    except ValueError:
+        return Phase.TRAINING
 
 
 def count_incidents(
@@ -51,8 +91,12 @@ def count_incidents(
                 incident.failure,
                 in_words(incident.failure, incident.message),
                 incident.time,
-                step=incident.step,
-                checkpoint_step=checkpoint_step if incident.checkpoint_step is None else incident.checkpoint_step,
+                reached=Reached(
+                    incident.step,
+                    checkpoint_step if incident.checkpoint_step is None else incident.checkpoint_step,
+                    incident.phase,
+                ),
+                outside=incident.outside,
             )
         if incident.recovered_time is not None and (key := f"{incident.id}/recovered") not in known:
             known[key] = None
@@ -72,29 +116,49 @@ def count_failure(
     message: str,
     time: datetime,
     *,
-    step: int,
-    checkpoint_step: int,
+    reached: Reached,
+    outside: bool = False,
     reason: str = "",
 ) -> RestartsStatus:
-    """``restarts`` with one more failure after ``step``, when ``checkpoint_step`` was that of the newest checkpoint.
+    """``restarts`` with one more failure after the run had ``reached`` so far.
 
-    The run has got further than at the failures before by a larger step or a newer checkpoint. ``reason`` is shown
-    instead of the class.
+    ``outside``: something that does not belong to the run killed it. ``reason`` is shown instead of the class.
     """
-    last, saved = restarts.last_failure_step, restarts.last_failure_checkpoint_step or 0
-    fruitless = restarts.fruitless
-    if last is None or step > last or checkpoint_step > saved:
-        fruitless = 0
-    elif failure not in _NOT_OUR_FAULT:
-        fruitless += 1
+    repeated = restarts.repeated
+    if not outside and failure not in _OUTAGES and not _is_echo_of(failure, repeated):
+        repeated = _repeated(repeated, failure, time, reached)
     update = {
         "failures": restarts.failures + (failure not in _ECHOES),
-        "fruitless": fruitless,
-        "last_failure_step": max(step, last or 0),
-        "last_failure_checkpoint_step": max(checkpoint_step, saved),
+        "repeated": repeated,
         "recovery_seconds": None,
     }
     return _shown_last(restarts.model_copy(update=update), reason or failure.value, message, time)
+
+
+def _is_echo_of(failure: FailureClass, repeated: RepeatedFailure | None) -> bool:
+    """Whether ``failure`` neither adds to the failures that repeat nor ends their row."""
+    return failure in _ECHOES and repeated is not None and repeated.reason not in _ECHOES
+
+
+def _repeated(
+    before: RepeatedFailure | None, failure: FailureClass, time: datetime, reached: Reached
+) -> RepeatedFailure:
+    """The row of failures that ends with this one."""
+    furthest = reached
+    if before is not None:
+        last = Reached(before.step, before.checkpoint_step, as_phase(before.phase))
+        furthest = reached.or_further(last)
+        if before.reason == failure.value and not reached.is_beyond(last):
+            return before.model_copy(update={"times": before.times + 1, "last_time": timestamp(time)})
+    return RepeatedFailure(
+        reason=failure.value,
+        times=1,
+        step=furthest.step,
+        checkpoint_step=furthest.checkpoint_step,
+        phase=furthest.phase.value,
+        first_time=timestamp(time),
+        last_time=timestamp(time),
+    )
 
 
 def count_disruptions(
@@ -120,7 +184,12 @@ def exhausted(restarts: RestartsStatus, max_restarts: int) -> str | None:
     if restarts.failures > max_restarts:
         failures = "1 failure" if restarts.failures == 1 else f"{restarts.failures} failures"
         return f"{failures}, and spec.runPolicy.maxRestarts is {max_restarts}; {last}"
-    if restarts.fruitless >= FRUITLESS_FAILURES:
-        step = restarts.last_failure_step or 0
-        return f"{restarts.fruitless} restarts in a row got no further than step {step}; {last}"
+    repeated = restarts.repeated
+    if repeated is not None and repeated.times >= REPEATED_FAILURES:
+        first, latest = parse_time(repeated.first_time), parse_time(repeated.last_time)
+        if first is not None and latest is not None and latest - first >= REPEATED_FOR:
+            where = f"step {repeated.step}" if repeated.step else f"phase {repeated.phase}, before step 1"
+            within = duration((latest - first).total_seconds())
+            row = f"{repeated.times} failures in a row ({repeated.reason}, within {within})"
+            return f"{row} got no further than {where}; {last}"
     return None

@@ -88,6 +88,18 @@ class CheckpointsStatus(ApiModel):
     )
 
 
+class RepeatedFailure(ApiModel):
+    """Failures of one class in a row, none of which got further than the first of them."""
+
+    reason: Text = Field(description="Their class.")
+    times: int = Field(description="How many; three that span two minutes end the run.")
+    step: int = Field(default=0, description="Furthest step at which the run has failed.")
+    checkpoint_step: int = Field(default=0, description="Step of the newest checkpoint then.")
+    phase: Text = Field(default="", description="What was done; stands for the step before step 1.")
+    first_time: Timestamp = Field(description="When the first of them happened.")
+    last_time: Timestamp = Field(description="When the last of them happened.")
+
+
 class RestartsStatus(ApiModel):
     """What went wrong so far, and what it cost."""
 
@@ -98,11 +110,9 @@ class RestartsStatus(ApiModel):
     lost_steps: int = Field(default=0, description="Steps computed twice because of restarts.")
     recovery_seconds: float | None = Field(default=None, description="From the last failure to the next new step.")
     last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
-    last_failure_step: int | None = Field(default=None, description="Furthest step at which a failure happened.")
-    last_failure_checkpoint_step: int | None = Field(
-        default=None, description="Step of the newest checkpoint at the last failure."
+    repeated: RepeatedFailure | None = Field(
+        default=None, description="The last failures that were the run's own, as long as they are of one kind."
     )
-    fruitless: int = Field(default=0, description="Failures in a row that got no further than the one before.")
     replaced_pods: int = Field(default=0, description="Pods of the present Job that are counted in here.")
     counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=5000)] = Field(
         default_factory=list, description="Incidents and pods already counted, so that none is counted twice."

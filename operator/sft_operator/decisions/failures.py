@@ -55,6 +55,8 @@ class Loss:
     """True when it is nobody's fault, and free."""
     failure: FailureClass
     time: datetime | None
+    outside: bool = False
+    """True when something that does not belong to the run killed it, and it counts all the same."""
 
 
 def with_advice(failure: FailureClass, message: str) -> str:
@@ -89,19 +91,27 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     failure, message = cause(ended)
     if failure is FailureClass.INTERRUPTED:
         return Loss(pod, failure.value, f"{where}: {message or 'asked to stop'}", True, failure, time)
-    if _killed_while_deleted(pod, ended):
-        message = f"{where} was deleted, and killed before it could say whether it had saved"
-        return Loss(pod, "PodDeleted", message, True, FailureClass.PEER_LOST, time)
-    return Loss(pod, failure.value, with_advice(failure, f"{where}: {message}"), False, failure, time)
+    if _was_being_deleted(pod, ended):
+        return Loss(pod, "PodDeleted", f"{where} was deleted: {message}", True, FailureClass.PEER_LOST, time)
+    message = with_advice(failure, f"{where}: {message}")
+    # What killed the container for its memory would have said so.
+    outside = failure is FailureClass.WORKER_CRASHED and ended.exit_code == 128 + signal.SIGKILL
+    return Loss(pod, failure.value, message, False, failure, time, outside)
 
 
-def _killed_while_deleted(pod: Pod, ended: Terminated) -> bool:
-    """Whether somebody deleted the pod with no time to end (``--force``), or with less than it took.
+def _was_being_deleted(pod: Pod, ended: Terminated) -> bool:
+    """Whether somebody deleted the pod before its container ended, with whatever code that then ended.
 
-    By no clock, of which there are two: what was killed before somebody deleted it was counted when that was seen.
+    The beginning is told by the API server's clock, the end by the node's: by how a container ends that was killed
+    with no time to leave it shows without either. (What ended before somebody deleted it was counted when that was
+    seen.)
     """
+    if pod.deletion is None:
+        return False
     by_signal = ended.exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-    return pod.deletion is not None and by_signal and ended.reason != "OOMKilled" and ended.report is None
+    if by_signal and ended.reason != "OOMKilled" and ended.report is None:
+        return True
+    return pod.deletion_began is not None and ended.finished is not None and pod.deletion_began <= ended.finished
 
 
 def _over_its_limit(pod: Pod) -> bool:
@@ -123,7 +133,11 @@ def cause(ended: Terminated) -> tuple[FailureClass, str]:
     failure = failure_class(ended.exit_code)
     # Not the supervisor's words, so the end of the log: what went wrong stands last.
     said = ended.message.strip()[-1000:] if report is None else ""
-    return failure, said or f"exited with code {ended.exit_code}{_signal(ended.exit_code)}"
+    # A signal is said as well: the tail of a log only shows what was going on.
+    how = f"exited with code {ended.exit_code}{_signal(ended.exit_code)}"
+    if not said:
+        return failure, how
+    return failure, f"{how}: {said}" if _signal(ended.exit_code) else said
 
 
 def _signal(code: int) -> str:

@@ -8,11 +8,10 @@ the Job controller counts the losses of each index.
 """
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from sft_api.failures import is_retryable
-from sft_api.progress import Incident
-from sft_api.restarts import count_disruptions, count_failure, count_incidents
+from sft_api.restarts import Reached, count_disruptions, count_failure, count_incidents
 from sft_api.v1alpha1 import RestartsStatus
 
 from ..picture.observed import ChildJob, Observed, Pod
@@ -20,15 +19,12 @@ from .failures import Loss, loss, with_advice
 
 KEPT_INCIDENT_KEYS = 250
 """A report lists at most 100 incidents, each of which may hold two keys."""
-_SAME_EVENT = timedelta(seconds=60)
 
 
-def count_restarts(
-    previous: RestartsStatus, observed: Observed, *, step: int, checkpoint_step: int, now: datetime
-) -> RestartsStatus:
-    """The counts after what is observed now; the last known step of the run and of its newest checkpoint."""
+def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Reached, now: datetime) -> RestartsStatus:
+    """The counts after what is observed now; ``reached`` is how far the run is known to have got."""
     incidents = observed.report.progress.incidents if observed.report else []
-    restarts = count_incidents(previous, incidents, checkpoint_step=checkpoint_step, in_words=with_advice)
+    restarts = count_incidents(previous, incidents, checkpoint_step=reached.checkpoint_step, in_words=with_advice)
     counted = dict.fromkeys(restarts.counted)
     job = observed.job
     if job is None or job.deleting or (job.suspended and not observed.pods):
@@ -40,7 +36,7 @@ def count_restarts(
                 counted[key] = None
                 restarts = restarts.model_copy(update={"replaced_pods": restarts.replaced_pods + 1})
                 if _meant_to_run(job, item.pod):
-                    restarts = _with_loss(restarts, item, incidents, step, checkpoint_step, now)
+                    restarts = _with_loss(restarts, item, reached, now)
         restarts = _with_unseen(restarts, observed.pods, now)
     return restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
 
@@ -50,22 +46,15 @@ def _losses(observed: Observed) -> list[Loss]:
     return [item for pod, gone in found if (item := loss(pod, gone=gone)) is not None]
 
 
-def _with_loss(
-    restarts: RestartsStatus, item: Loss, incidents: Iterable[Incident], step: int, checkpoint_step: int, now: datetime
-) -> RestartsStatus:
+def _with_loss(restarts: RestartsStatus, item: Loss, reached: Reached, now: datetime) -> RestartsStatus:
     time = item.time or now
     if item.disruption:
         return count_disruptions(restarts, 1, item.reason, item.message, time)
-    if not is_retryable(item.failure) or _already_reported(item, incidents, time):
+    if not is_retryable(item.failure):
         return restarts
+    # No incident tells the same: a supervisor that lives starts its workers again, it does not end for them.
     return count_failure(
-        restarts,
-        item.failure,
-        item.message,
-        time,
-        step=step,
-        checkpoint_step=checkpoint_step,
-        reason=item.reason,
+        restarts, item.failure, item.message, time, reached=reached, outside=item.outside, reason=item.reason
     )
 
 
@@ -74,14 +63,6 @@ def _meant_to_run(job: ChildJob, pod: Pod) -> bool:
     if job.suspended:
         return False
     return job.started is None or pod.deletion_began is None or pod.deletion_began >= job.started
-
-
-def _already_reported(item: Loss, incidents: Iterable[Incident], time: datetime) -> bool:
-    """Whether the supervisor reported the very failure that then ended its pod."""
-    return any(
-        incident.failure is item.failure and not incident.disruption and abs(incident.time - time) < _SAME_EVENT
-        for incident in incidents
-    )
 
 
 def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], now: datetime) -> RestartsStatus:

@@ -8,6 +8,8 @@ from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
 from sft_api.plan import make_plan
+from sft_api.progress import Phase
+from sft_api.restarts import Reached, as_phase
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import ConditionType, State
@@ -72,8 +74,11 @@ def follow(
     restarts = count_restarts(
         status.restarts or RestartsStatus(),
         observed,
-        step=status.progress.step if status.progress else 0,
-        checkpoint_step=latest.step if latest else 0,
+        reached=Reached(
+            step=status.progress.step if status.progress else 0,
+            checkpoint_step=latest.step if latest else 0,
+            phase=as_phase(status.progress.phase) if status.progress else Phase.STARTING,
+        ),
         now=now,
     )
     situation = _as_far_as_read(terms, find_situation(terms, previous, observed, restarts, now))

@@ -220,16 +220,16 @@ def test_a_run_that_fails_again_and_again_is_tried_as_often_as_it_may(runs: Runs
     assert "Next        Look into the log" in err
 
 
-def test_a_run_that_gets_no_further_is_given_up_early(runs: Runs) -> None:
-    runs.write(training={"steps": 100})
+def test_a_run_that_gets_no_further_is_not_given_up_within_two_minutes(runs: Runs) -> None:
+    runs.write(training={"steps": 100}, runPolicy={"maxRestarts": 4})
 
     code, out, err = runs.run("--verbose", dieAtStep=3)
 
-    sentence = "3 restarts in a row got no further than step 3; the last was WorkerCrashed: "
+    sentence = "5 failures, and spec.runPolicy.maxRestarts is 4; the last was WorkerCrashed: "
     assert code == 17
     assert status_of(out).message.startswith(sentence)
-    assert attempts(runs) == 4
-    assert err.count("WorkerCrashed on rank 0 after step 3: ") == 1 + 3
+    assert attempts(runs) == 5
+    assert err.count("WorkerCrashed on rank 0 after step 3: ") == 1 + 4
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(runs: Runs) -> None:

@@ -23,10 +23,9 @@ def dies(*at_steps: int) -> list[dict[str, Any]]:
     [
         (dies(1), 0, "1 failure, and spec.runPolicy.maxRestarts is 0", 1),
         (dies(*[1] * 20), 2, "3 failures, and spec.runPolicy.maxRestarts is 2", 0),
-        (dies(*[1] * 20), 10, "3 restarts in a row got no further than step 1", 0),
         (dies(*range(3, 60, 3)), 3, " failures, and spec.runPolicy.maxRestarts is 3", 1),
     ],
-    ids=["none allowed", "no progress", "no progress, many allowed", "progress"],
+    ids=["none allowed", "no progress", "progress"],
 )
 def test_a_run_that_fails_too_often_is_not_tried_much_further(
     own_scene: Scene,

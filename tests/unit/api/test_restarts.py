@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Incident
+from sft_api.progress import Incident, Phase
 from sft_api.restarts import count_disruptions, count_incidents, exhausted
+from sft_api.times import timestamp
 from sft_api.v1alpha1 import RestartsStatus
+from sft_api.v1alpha1.status import RepeatedFailure
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CRASH, AWAY, OOM, HANG = (
@@ -45,41 +47,97 @@ def one_by_one(incidents: Iterable[Incident]) -> RestartsStatus:
 
 
 @pytest.mark.parametrize(
-    ("history", "failures", "fruitless"),
+    ("history", "failures", "repeated"),
     [
-        ([], 0, 0),
-        ([(CRASH, 0, 0)], 1, 0),
+        ([], 0, None),
+        ([(CRASH, 0, 0)], 1, (CRASH, 1)),
         # Before the first step there is nothing to get further than.
-        ([(CRASH, 0, 0)] * 4, 4, 3),
-        ([(CRASH, 10, 0), (CRASH, 20, 0), (CRASH, 30, 0)], 3, 0),
-        ([(CRASH, 10, 0), (CRASH, 7, 0), (CRASH, 9, 0), (CRASH, 10, 0)], 4, 3),
-        ([(CRASH, 10, 0), (CRASH, 10, 0), (CRASH, 11, 0), (CRASH, 11, 0)], 4, 1),
+        ([(CRASH, 0, 0)] * 4, 4, (CRASH, 4)),
+        ([(CRASH, 10, 0), (CRASH, 20, 0), (CRASH, 30, 0)], 3, (CRASH, 1)),
+        ([(CRASH, 10, 0), (CRASH, 7, 0), (CRASH, 9, 0), (CRASH, 10, 0)], 4, (CRASH, 4)),
+        ([(CRASH, 10, 0), (CRASH, 10, 0), (CRASH, 11, 0), (CRASH, 11, 0)], 4, (CRASH, 2)),
         # A newer checkpoint is progress, though the step is not larger.
-        ([(CRASH, 10, 5), (CRASH, 9, 8), (CRASH, 9, 8)], 3, 1),
-        ([(OOM, 7, 1), (OOM, 7, 2), (OOM, 7, 3), (OOM, 7, 4), (OOM, 7, 5)], 5, 0),
+        ([(CRASH, 10, 5), (CRASH, 9, 8), (CRASH, 9, 8)], 3, (CRASH, 2)),
+        ([(OOM, 7, 1), (OOM, 7, 2), (OOM, 7, 3), (OOM, 7, 4), (OOM, 7, 5)], 5, (OOM, 1)),
         # A new index 0 that has heard of no checkpoint yet has not lost any.
-        ([(CRASH, 10, 8), (CRASH, 0, 0), (CRASH, 9, 8)], 3, 2),
+        ([(CRASH, 10, 8), (CRASH, 0, 0), (CRASH, 9, 8)], 3, (CRASH, 3)),
+        # Another class is another reason, wherever it happens.
+        ([(OOM, 7, 0), (OOM, 7, 0), (HANG, 7, 0)], 3, (HANG, 1)),
+        ([(OOM, 7, 0), (HANG, 7, 0), (OOM, 7, 0), (HANG, 7, 0)], 4, (HANG, 1)),
+        # How far the run had got is known though the class has changed since.
+        ([(OOM, 7, 0), (HANG, 3, 0), (HANG, 7, 0)], 3, (HANG, 2)),
         # A store that is away neither adds nor hides that nothing gets on.
-        ([(AWAY, 7, 0)] * 8, 8, 0),
-        ([(OOM, 7, 0), (OOM, 7, 0), (AWAY, 7, 0), (OOM, 7, 0), (OOM, 7, 0)], 5, 3),
-        # Peers that lost each other while nobody went away: not the run's fault, but it does not get on.
-        ([(PEER, 7, 0)] * 4, 0, 3),
-        ([(STOP, 7, 0)] * 4, 0, 3),
-        ([(PEER, 7, 0), (PEER, 9, 0), (PEER, 11, 0)], 0, 0),
-        ([(HANG, 7, 0), (PEER, 7, 0), (OOM, 7, 0)], 2, 2),
+        ([(AWAY, 7, 0)] * 8, 8, None),
+        ([(OOM, 7, 0), (OOM, 7, 0), (AWAY, 7, 0), (OOM, 7, 0)], 4, (OOM, 3)),
+        ([(OOM, 7, 0), (AWAY, 9, 0), (OOM, 9, 0)], 3, (OOM, 1)),
+        # Peers that lost each other neither add nor hide it.
+        ([(HANG, 7, 0), (PEER, 7, 0), (HANG, 7, 0), (STOP, 7, 0), (HANG, 7, 0)], 3, (HANG, 3)),
+        # When nothing else ever happens they cannot reach each other: not counted, but the run does not get on.
+        ([(PEER, 7, 0)] * 4, 0, (PEER, 4)),
+        ([(STOP, 7, 0)] * 4, 0, (STOP, 4)),
+        ([(PEER, 7, 0), (PEER, 9, 0), (PEER, 11, 0)], 0, (PEER, 1)),
+        ([(PEER, 7, 0), (PEER, 7, 0), (OOM, 7, 0)], 1, (OOM, 1)),
     ],
 )
-def test_failures_and_those_in_a_row_that_got_no_further(
-    history: list[tuple[FailureClass, int, int]], failures: int, fruitless: int
+def test_failures_and_those_of_one_class_that_got_no_further(
+    history: list[tuple[FailureClass, int, int]], failures: int, repeated: tuple[FailureClass, int] | None
 ) -> None:
     incidents = [incident(number, *one) for number, one in enumerate(history, start=1)]
 
     restarts = in_one_look(incidents)
 
-    assert (restarts.failures, restarts.fruitless) == (failures, fruitless)
+    assert (restarts.failures, row(restarts)) == (failures, repeated)
     # However many looks it took, and in whatever order it was told.
     assert one_by_one(incidents) == restarts
     assert in_one_look(reversed(incidents)) == restarts
+
+
+def row(restarts: RestartsStatus) -> tuple[str, int] | None:
+    """Class and number of the last failures that got no further."""
+    return (restarts.repeated.reason, restarts.repeated.times) if restarts.repeated else None
+
+
+def test_what_was_killed_from_outside_uses_up_restarts_but_tells_nothing_of_the_run() -> None:
+    # Given a run that ran out of memory twice at one step, and was killed five times meanwhile, further on too
+    kills = [incident(number, step=9, outside=True) for number in (2, 3, 4, 5, 6)]
+    incidents = [incident(1, OOM, step=7), *kills, incident(7, OOM, step=7)]
+
+    restarts = in_one_look(incidents)
+
+    assert (restarts.failures, row(restarts)) == (7, (OOM, 2))
+    assert exhausted(in_one_look([incident(n, step=7, outside=True) for n in range(20)]), 20) is None
+
+
+@pytest.mark.parametrize(
+    ("phases", "times"),
+    [
+        ([Phase.TOKENIZING] * 3, 3),
+        # Further each time, though no step was made.
+        ([Phase.STARTING, Phase.TOKENIZING, Phase.LOADING, Phase.TRAINING], 1),
+        ([Phase.LOADING, Phase.TOKENIZING, Phase.LOADING], 3),
+        ([Phase.TRAINING, Phase.EVALUATING, Phase.TRAINING], 3),
+    ],
+)
+def test_before_the_first_step_the_phase_stands_for_it(phases: list[Phase], times: int) -> None:
+    restarts = in_one_look(incident(number, phase=phase) for number, phase in enumerate(phases))
+
+    assert row(restarts) == (CRASH, times)
+
+
+def test_after_the_first_step_it_does_not() -> None:
+    told = [incident(number, step=5, phase=phase) for number, phase in enumerate((Phase.LOADING, Phase.TRAINING))]
+
+    assert row(in_one_look(told)) == (CRASH, 2)
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(0, False), (59, False), (60, True), (600, True)])
+def test_failures_in_a_row_end_the_run_once_they_span_two_minutes(seconds: float, ends: bool) -> None:
+    restarts = in_one_look(
+        incident(number, OOM, step=7).model_copy(update={"time": NOW + number * timedelta(seconds=seconds)})
+        for number in range(3)
+    )
+
+    assert (exhausted(restarts, 10) is not None) is ends
 
 
 @pytest.mark.parametrize(
@@ -103,7 +161,7 @@ def test_an_incident_counts_once_however_often_it_is_told() -> None:
     restarts = in_one_look(told)
 
     assert count_incidents(restarts, told) == restarts
-    assert (restarts.failures, restarts.last_failure_step) == (2, 9)
+    assert (restarts.failures, restarts.repeated and restarts.repeated.step) == (2, 9)
     assert (restarts.last_reason, restarts.last_message, restarts.last_time) == (
         "WorkerCrashed",
         "number 3",
@@ -118,8 +176,10 @@ def test_what_happened_while_nobody_looked_is_counted_in_its_order() -> None:
     # When all of it is found at once, and the newest checkpoint is known
     restarts = count_incidents(RestartsStatus(), incidents, checkpoint_step=7)
 
-    # Then none was fruitless
-    assert (restarts.failures, restarts.fruitless, restarts.last_failure_checkpoint_step) == (7, 0, 7)
+    # Then each got further
+    assert (restarts.failures, row(restarts)) == (7, (CRASH, 1))
+    assert restarts.repeated
+    assert restarts.repeated.checkpoint_step == 7
 
 
 def test_trainers_that_do_not_tell_the_checkpoint_are_judged_by_the_newest_that_is_known() -> None:
@@ -128,7 +188,9 @@ def test_trainers_that_do_not_tell_the_checkpoint_are_judged_by_the_newest_that_
         told = [incident(one, step=7, saved=None) for one in range(1, number + 1)]
         restarts = count_incidents(restarts, told, checkpoint_step=min(number, 4))
 
-    assert (restarts.fruitless, restarts.last_failure_checkpoint_step) == (3, 4)
+    assert row(restarts) == (CRASH, 4)
+    assert restarts.repeated
+    assert restarts.repeated.checkpoint_step == 4
 
 
 def test_another_index_0_goes_on_where_the_one_before_was_counted() -> None:
@@ -137,9 +199,10 @@ def test_another_index_0_goes_on_where_the_one_before_was_counted() -> None:
 
     after = count_incidents(before, [other])
 
-    assert (after.failures, after.fruitless) == (4, 3)
+    assert (after.failures, row(after)) == (4, (CRASH, 4))
     assert exhausted(after, 10) == (
-        "3 restarts in a row got no further than step 7; the last was WorkerCrashed: number 4"
+        "4 failures in a row (WorkerCrashed, within 3m0s) got no further than step 7; the last was WorkerCrashed: "
+        "number 4"
     )
 
 
@@ -178,24 +241,31 @@ def test_the_last_one_shown_is_the_latest() -> None:
     assert (restarts.failures, restarts.disruptions, restarts.last_reason) == (2, 2, "Drained")
 
 
+HANGS = "failures in a row (Hang, within 3m0s) got no further than step 7; the last was Hang: no step for 180 s"
+
+
 @pytest.mark.parametrize(
-    ("failures", "fruitless", "max_restarts", "sentence"),
+    ("failures", "times", "max_restarts", "sentence"),
     [
         (0, 0, 0, None),
         (3, 2, 3, None),
-        (1, 0, 0, "1 failure, and spec.runPolicy.maxRestarts is 0; the last was Hang: no step for 180 s"),
-        (4, 0, 3, "4 failures, and spec.runPolicy.maxRestarts is 3; the last was Hang: no step for 180 s"),
-        (4, 3, 10, "3 restarts in a row got no further than step 7; the last was Hang: no step for 180 s"),
-        (4, 3, 3, "4 failures, and spec.runPolicy.maxRestarts is 3; the last was Hang: no step for 180 s"),
+        (1, 1, 0, "1 failure, and spec.runPolicy.maxRestarts is 0; the last was Hang: no step for 180 s"),
+        (4, 1, 3, "4 failures, and spec.runPolicy.maxRestarts is 3; the last was Hang: no step for 180 s"),
+        (4, 3, 10, f"3 {HANGS}"),
+        (4, 4, 3, "4 failures, and spec.runPolicy.maxRestarts is 3; the last was Hang: no step for 180 s"),
     ],
 )
-def test_when_it_is_enough(failures: int, fruitless: int, max_restarts: int, sentence: str | None) -> None:
-    restarts = RestartsStatus(
-        failures=failures,
-        fruitless=fruitless,
-        last_failure_step=7,
-        last_reason="Hang",
-        last_message="no step for 180 s",
-    )
+def test_when_it_is_enough(failures: int, times: int, max_restarts: int, sentence: str | None) -> None:
+    row = RepeatedFailure(reason="Hang", times=times, step=7, first_time=timestamp(at(0)), last_time=timestamp(at(3)))
+    restarts = RestartsStatus(failures=failures, repeated=row, last_reason="Hang", last_message="no step for 180 s")
 
     assert exhausted(restarts, max_restarts) == sentence
+
+
+def test_a_row_before_the_first_step_names_the_phase() -> None:
+    restarts = in_one_look(incident(number, phase=Phase.TOKENIZING) for number in range(3))
+
+    assert exhausted(restarts, 10) == (
+        "3 failures in a row (WorkerCrashed, within 2m0s) got no further than phase Tokenizing, before step 1; "
+        "the last was WorkerCrashed: number 2"
+    )

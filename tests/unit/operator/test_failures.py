@@ -53,6 +53,14 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
             ("PodDeleted", True),
         ),
         ({"phase": "Failed", "exit_code": 143, "deletion": -5}, True, ("PodDeleted", True)),
+        # So it is whatever became of its container meanwhile.
+        ({"phase": "Failed", "exit_code": 31, "deletion": -5}, False, ("PodDeleted", True)),
+        ({"phase": "Failed", "exit_code": 32, "words": OOM, "deletion": -5}, True, ("PodDeleted", True)),
+        (
+            {"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled", "deletion": -5},
+            True,
+            ("PodDeleted", True),
+        ),
         # Nothing is known of its end.
         ({"phase": "Failed"}, False, ("PodLost", True)),
         ({"phase": "Running"}, True, ("PodLost", True)),
@@ -61,13 +69,15 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
         ({"phase": "Failed", "reason": "Evicted", "message": CACHE_FULL}, True, ("Evicted", False)),
         ({"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled"}, False, ("OutOfMemory", False)),
         (
-            {"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled", "deletion": -5},
+            {"phase": "Failed", "exit_code": 137, "ended_reason": "OOMKilled", "deletion": 5},
             True,
             ("OutOfMemory", False),
         ),
         ({"phase": "Failed", "exit_code": 137}, False, ("WorkerCrashed", False)),
         ({"phase": "Failed", "exit_code": 32, "words": OOM}, False, ("OutOfMemory", False)),
-        ({"phase": "Failed", "exit_code": 32, "words": OOM, "deletion": -5}, True, ("OutOfMemory", False)),
+        # Deleted once it had ended.
+        ({"phase": "Failed", "exit_code": 32, "words": OOM, "deletion": 5}, True, ("OutOfMemory", False)),
+        ({"phase": "Failed", "exit_code": 1, "deletion": 5}, True, ("WorkerCrashed", False)),
         ({"phase": "Failed", "exit_code": 139}, False, ("WorkerCrashed", False)),
         ({"phase": "Failed", "exit_code": 34}, False, ("StorageUnavailable", False)),
         ({"phase": "Failed", "exit_code": 11}, False, ("DataError", False)),
@@ -110,7 +120,9 @@ def test_a_container_that_says_nothing_is_told_by_its_code_and_signal() -> None:
     assert found
     assert "not json" in found.message
     assert silent
-    assert "exited with code 139 (killed by signal 11)" in silent.message
+    # The tail of a log does not hide it.
+    for each in (found, silent):
+        assert "exited with code 139 (killed by signal 11)" in each.message
 
 
 def test_words_with_nan_are_still_read() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.restarts import exhausted
+from sft_api.restarts import Reached, exhausted
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_operator.cluster.progress_client import parse_report
 from sft_operator.decisions.restarts import count_restarts
@@ -24,7 +24,7 @@ def count(
 ) -> RestartsStatus:
     """As the operator does, through a status that is written and read."""
     before = RestartsStatus.model_validate((previous or RestartsStatus()).model_dump(by_alias=True))
-    return count_restarts(before, observed, step=step, checkpoint_step=checkpoint_step, now=NOW)
+    return count_restarts(before, observed, reached=Reached(step, checkpoint_step), now=NOW)
 
 
 def test_incidents_count_once() -> None:
@@ -49,7 +49,7 @@ def test_an_incident_counts_once_whatever_a_pod_calls_it(told: str) -> None:
     # When they are read again and again, and what was counted stands in the status meanwhile
     status = SFTJobStatus()
     for _ in range(3):
-        restarts = count_restarts(status.restarts or RestartsStatus(), observed, step=0, checkpoint_step=0, now=NOW)
+        restarts = count_restarts(status.restarts or RestartsStatus(), observed, reached=Reached(0, 0), now=NOW)
         status = read_status({"status": write_status(status.model_copy(update={"restarts": restarts}))})
 
     # Then each counts once
@@ -196,18 +196,20 @@ def test_a_resumed_job_counts_its_pods_from_zero() -> None:
     assert [status.disruptions for status in (before, suspended, after)] == [3, 3, 4]
 
 
-def test_a_failure_the_supervisor_reported_before_its_pod_ended_counts_once() -> None:
-    pod = make_pod(0, phase="Failed", exit_code=34, finished=-1)
-    told = report(training(50), incident(1, FailureClass.STORAGE_UNAVAILABLE, step=50, seconds=-3))
-
-    assert count(running(pods=(pod, make_pod(1)), report=told)).failures == 1
-
-
-def test_an_older_failure_does_not_hide_a_pods_own() -> None:
-    pod = make_pod(0, phase="Failed", exit_code=34, finished=-1)
-    told = report(training(50), incident(1, FailureClass.STORAGE_UNAVAILABLE, step=50, seconds=-300))
+def test_two_crashes_within_a_minute_are_two() -> None:
+    pod = make_pod(0, phase="Failed", exit_code=31, finished=-1)
+    told = report(training(50), incident(1, FailureClass.WORKER_CRASHED, step=50, seconds=-3))
 
     assert count(running(pods=(pod, make_pod(1)), report=told)).failures == 2
+
+
+def test_a_pod_killed_from_outside_uses_up_a_restart_but_tells_nothing_of_the_run() -> None:
+    killed = tuple(make_pod(1, uid=f"p{n}", phase="Failed", exit_code=137, finished=60 * n) for n in range(4))
+
+    counted = count(running(pods=(make_pod(0), *killed)))
+
+    assert (counted.failures, counted.repeated) == (4, None)
+    assert "killed by signal 9" in counted.last_message
 
 
 def test_the_last_one_shown_is_the_latest() -> None:
@@ -231,13 +233,13 @@ def test_restarts_without_progress_end_the_run_early() -> None:
     status = RestartsStatus()
     verdicts = []
     for number in range(1, 5):
-        told = report(training(7), *(incident(n, OOM, step=7, seconds=n) for n in range(1, number + 1)))
+        told = report(training(7), *(incident(n, OOM, step=7, seconds=60 * n) for n in range(1, number + 1)))
         status = count(running(report=told), status)
         verdicts.append(exhausted(status, 10))
 
-    assert verdicts[:3] == [None, None, None]
-    assert verdicts[3] is not None
-    assert "no further than step 7" in verdicts[3]
+    assert verdicts[:2] == [None, None]
+    assert verdicts[2] is not None
+    assert "no further than step 7" in verdicts[2]
 
 
 def test_restarts_with_progress_do_not() -> None:
@@ -250,7 +252,7 @@ def after_failures(failure: FailureClass, *, checkpoint_steps: tuple[int, ...]) 
     """So many failures at step 7, one report each, and the newest checkpoint at each of them."""
     status = RestartsStatus()
     for number, checkpoint_step in enumerate(checkpoint_steps, start=1):
-        told = report(training(7), *(incident(n, failure, step=7, seconds=n) for n in range(1, number + 1)))
+        told = report(training(7), *(incident(n, failure, step=7, seconds=60 * n) for n in range(1, number + 1)))
         status = count(running(report=told), status, checkpoint_step=checkpoint_step)
     return status
 
@@ -270,6 +272,6 @@ def test_a_newer_checkpoint_is_progress_though_the_step_is_not_larger() -> None:
 
 def test_a_store_that_is_away_does_not_hide_that_nothing_gets_on() -> None:
     at_one_step = [OOM, OOM, FailureClass.STORAGE_UNAVAILABLE, OOM, OOM]
-    told = report(training(7), *(incident(n, one, step=7, seconds=n) for n, one in enumerate(at_one_step)))
+    told = report(training(7), *(incident(n, one, step=7, seconds=60 * n) for n, one in enumerate(at_one_step)))
 
     assert exhausted(count(running(report=told)), 10) is not None

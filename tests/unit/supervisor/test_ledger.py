@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import TrainingProgress
+from sft_api.progress import Phase, TrainingProgress
 from sft_api.restarts import count_incidents, exhausted
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, RestartsStatus
 from sft_trainer.supervisor.ledger import UNREAD_FAILURES, GiveUp, Ledger, Retry, pause_seconds
@@ -14,8 +14,9 @@ from sft_trainer.supervisor.protocol import Failure
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def cause(kind: FailureClass = FailureClass.WORKER_CRASHED) -> Failure:
-    return Failure(failure=kind, message="what happened", time=NOW, rank=1)
+def cause(kind: FailureClass = FailureClass.WORKER_CRASHED, minute: float = 0, *, outside: bool = False) -> Failure:
+    time = NOW + timedelta(minutes=minute)
+    return Failure(failure=kind, message="what happened", time=time, rank=1, outside=outside)
 
 
 def at(step: int, *, checkpoint: int | None = None, resumed: int | None = None) -> TrainingProgress:
@@ -30,7 +31,11 @@ def at(step: int, *, checkpoint: int | None = None, resumed: int | None = None) 
             verified=True,
         )
     return TrainingProgress(
-        step=step, resumed_from_step=resumed, attempt=1, checkpoints=CheckpointsStatus(latest=latest)
+        phase=Phase.TRAINING,
+        step=step,
+        resumed_from_step=resumed,
+        attempt=1,
+        checkpoints=CheckpointsStatus(latest=latest),
     )
 
 
@@ -45,10 +50,10 @@ def read_of(book: Ledger, times: int = 2) -> None:
 
 
 def fail(
-    book: Ledger, training: TrainingProgress, kind: FailureClass = FailureClass.WORKER_CRASHED
+    book: Ledger, training: TrainingProgress, kind: FailureClass = FailureClass.WORKER_CRASHED, minute: float = 0
 ) -> tuple[float, bool]:
     """A failure of the run's own; the pause after it, and whether the next start waits for a verdict."""
-    verdict = book.record(cause(kind), disruption=False, training=training)
+    verdict = book.record(cause(kind, minute), disruption=False, training=training)
     assert isinstance(verdict, Retry)
     return verdict.pause_seconds, verdict.held
 
@@ -132,17 +137,22 @@ def test_disruptions_are_free() -> None:
 def test_the_judge_is_told_all_that_it_needs() -> None:
     book = ledger()
     judged = []
-    for training in (at(10), at(12, checkpoint=8), at(9, checkpoint=9), at(12, checkpoint=8), at(12), at(0)):
-        fail(book, training)
+    for minute, training in enumerate(
+        (at(10), at(12, checkpoint=8), at(9, checkpoint=9), at(12, checkpoint=8), at(12), at(0))
+    ):
+        fail(book, training, minute=minute)
         restarts = count_incidents(RestartsStatus(), book.incidents)
-        judged.append((restarts.failures, restarts.fruitless))
+        assert restarts.repeated
+        judged.append((restarts.failures, restarts.repeated.times))
 
-    assert judged == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3)]
+    assert judged == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (6, 4)]
     assert exhausted(restarts, 5) == (
         "6 failures, and spec.runPolicy.maxRestarts is 5; the last was WorkerCrashed: what happened"
     )
+    assert restarts.repeated.phase == "Training"
     assert exhausted(restarts, 10) == (
-        "3 restarts in a row got no further than step 12; the last was WorkerCrashed: what happened"
+        "4 failures in a row (WorkerCrashed, within 3m0s) got no further than step 12; the last was WorkerCrashed: "
+        "what happened"
     )
 
 
@@ -203,19 +213,19 @@ def test_ids_are_unique_and_only_the_newest_incidents_are_kept() -> None:
     assert len({incident.id for incident in book.incidents}) == 100
 
 
-def unread(book: Ledger, training: TrainingProgress, kind: FailureClass) -> Retry | GiveUp:
-    return book.record(cause(kind), disruption=False, training=training)
+def unread(book: Ledger, training: TrainingProgress, kind: FailureClass, minute: float) -> Retry | GiveUp:
+    return book.record(cause(kind, minute), disruption=False, training=training)
 
 
 def test_a_run_that_gets_no_further_and_of_which_nobody_reads_ends_by_the_same_judgement() -> None:
     book = ledger()
-    verdicts = [unread(book, at(10), FailureClass.WORKER_CRASHED) for _ in range(UNREAD_FAILURES)]
+    verdicts = [unread(book, at(10), FailureClass.WORKER_CRASHED, minute) for minute in range(UNREAD_FAILURES)]
 
     assert all(isinstance(verdict, Retry) for verdict in verdicts[:-1])
     last = verdicts[-1]
     assert isinstance(last, GiveUp)
     assert last.end.failure is FailureClass.RESTARTS_EXHAUSTED
-    assert "9 restarts in a row got no further than step 10" in last.end.message
+    assert "10 failures in a row (WorkerCrashed, within 9m0s) got no further than step 10" in last.end.message
     assert "nobody has read the reports of the last 10 failures" in last.end.message
 
 
@@ -224,4 +234,13 @@ def test_a_run_that_gets_further_or_waits_for_its_store_goes_on_unread(kind: Fai
     book = ledger()
     for number in range(5 * UNREAD_FAILURES):
         step = 10 if kind is FailureClass.STORAGE_UNAVAILABLE else number
-        assert isinstance(unread(book, at(step), kind), Retry)
+        assert isinstance(unread(book, at(step), kind, number), Retry)
+
+
+def test_the_judge_is_told_what_was_killed_from_outside() -> None:
+    book = ledger()
+    for minute in range(5):
+        book.record(cause(minute=minute, outside=True), disruption=False, training=at(3))
+
+    restarts = count_incidents(RestartsStatus(), book.incidents)
+    assert (restarts.failures, restarts.repeated) == (5, None)

@@ -67,7 +67,7 @@ def classify(end: WorkerExit, *, memory_ran_out: bool) -> Failure | None:
         return Failure(failure=FailureClass.OUT_OF_MEMORY, message=HOST_OUT_OF_MEMORY, time=end.time, rank=end.rank)
     if end.code == -signal.SIGKILL:
         message = f"worker of rank {end.rank} was killed (SIGKILL) by something outside of the run"
-        return Failure(failure=FailureClass.WORKER_CRASHED, message=message, time=end.time, rank=end.rank)
+        return Failure(failure=FailureClass.WORKER_CRASHED, message=message, time=end.time, rank=end.rank, outside=True)
     if end.code < 0:
         message = f"worker of rank {end.rank} was ended by {_signal_name(-end.code)}{said}"
         return Failure(failure=FailureClass.WORKER_CRASHED, message=message, time=end.time, rank=end.rank)

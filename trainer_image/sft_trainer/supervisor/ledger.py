@@ -96,7 +96,9 @@ class Ledger:
                 disruption=disruption,
                 rank=cause.rank,
                 attempt=max(cause.attempt, training.attempt),
+                outside=cause.outside,
                 step=step,
+                phase=training.phase,
                 checkpoint_step=saved,
             )
         )

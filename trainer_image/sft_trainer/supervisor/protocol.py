@@ -19,6 +19,8 @@ class Failure(ReportModel):
     attempt: int = 0
     unreachable: bool = False
     """True when a pod was lost: nobody's fault, and free."""
+    outside: bool = False
+    """True when it was killed by something that does not belong to the run."""
 
 
 class Outcome(StrEnum):
