@@ -73,7 +73,7 @@ def in_the_cluster(
 def history(*kinds: FailureClass, steps: Sequence[int] = (), **fields: Any) -> list[Incident]:
     steps = steps or [7] * len(kinds)
     return [
-        incident(number, kind, step=step, seconds=number, message="it broke", checkpoint_step=step // 2, **fields)
+        incident(number, kind, step=step, seconds=60 * number, message="it broke", checkpoint_step=step // 2, **fields)
         for number, (kind, step) in enumerate(zip(kinds, steps, strict=True), start=1)
     ]
 
@@ -87,16 +87,19 @@ def history(*kinds: FailureClass, steps: Sequence[int] = (), **fields: Any) -> l
         (history(HANG, HANG, HANG, steps=(5, 10, 15)), 2, True),
         (history(HANG, HANG, HANG, steps=(5, 10, 15)), 3, False),
         (history(OOM, OOM, OOM, OOM), 10, True),
-        (history(OOM, OOM, OOM, OOM, steps=(7, 7, 7, 8)), 10, False),
+        (history(OOM, OOM, OOM, OOM, steps=(7, 7, 8, 8)), 10, False),
         (history(CRASH, CRASH, CRASH, CRASH, steps=(0, 0, 0, 0)), 10, True),
         (history(*[AWAY] * 6), 10, False),
         (history(*[AWAY] * 6), 5, True),
         (history(*[PEER] * 4), 0, True),
-        (history(*[PEER] * 3), 0, False),
+        (history(*[PEER] * 2), 0, False),
         (history(*[STOP] * 4), 10, True),
         (history(*[STOP] * 9, disruption=True), 0, False),
         (history(*[CRASH] * 9, disruption=True), 0, False),
         (history(OOM, AWAY, OOM, PEER, OOM), 10, True),
+        (history(OOM, HANG, OOM, HANG, OOM), 10, False),
+        (history(*[CRASH] * 9, outside=True), 9, False),
+        (history(*[CRASH] * 9, outside=True), 8, True),
         (history(OOM, recovered_time=at(60), lost_steps=4), 3, False),
     ],
 )
