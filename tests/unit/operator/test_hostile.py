@@ -55,7 +55,7 @@ class Written(Api):
 
     async def patch(self, kind: str, namespace: str, name: str, patch: Object, **_: Any) -> Object:
         if kind == "SFTJob":
-            known = self.picture.manifest(KEY) or {}
+            known = self.picture.manifest(Key(namespace, name)) or {}
             self.statuses.append(_merged(known.get("status"), patch["status"]))
             return {}
         return await super().patch(kind, namespace, name, patch)
