@@ -23,8 +23,7 @@ def main() -> int:
     try:
         trainer.run()
     except BaseException as error:  # every end is classified and reported
-        attempt = trainer.reporter.progress.attempt
-        return report_end(error, run_dir, rank=ranks.rank, step=trainer.step, attempt=attempt)
+        return report_end(error, run_dir, rank=ranks.rank, step=trainer.step, attempt=trainer.attempt)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What happens in the training loop, told to whatever watches it.
+"""What happens in a run, told to whatever watches it.
 
 The loop emits events; listeners hear them in the order in which they were registered, on every process, and may ask
 for more: a save, an evaluation, a stop. What one process asks for is agreed on by all in the step's own all-reduce, so
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.v1alpha1.status import CheckpointsStatus
 
 from .errors import StopRequested
+from .figures import Figures
 
 log = logging.getLogger("sft_trainer")
 
@@ -63,6 +65,27 @@ class Control:
 
 
 @dataclass(frozen=True)
+class Claimed:
+    """An attempt of the run is this group's: the first event of one that gets so far."""
+
+    attempt: int
+    total_steps: int
+    """Of the whole run."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The state of a checkpoint was read, from which the run goes on. A run that begins anew is not told of."""
+
+    checkpoint: CheckpointId
+    figures: Figures
+    checkpoints: CheckpointsStatus
+    """All that this process knows of."""
+    warnings: Sequence[str]
+    """What is not as it was when that checkpoint was made."""
+
+
+@dataclass(frozen=True)
 class Started:
     """The state is loaded and the loop begins; what is asked for now is done before the first step."""
 
@@ -102,6 +125,8 @@ class StepDone:
     """Model-FLOPs utilisation; None where the peak of the device is not known."""
     save_in_flight: bool
     """Whether any process still uploads the last save."""
+    figures: Figures
+    """Of the run, with this step."""
 
     @property
     def is_finite(self) -> bool:
@@ -148,6 +173,8 @@ class Evaluated:
     step: int
     loss: float
     losses: Mapping[str, float]
+    figures: Figures
+    """Of the run, with this evaluation."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +208,21 @@ class Committed:
     """All that this process knows of; the first process knows all that there are."""
 
 
+@dataclass(frozen=True)
+class ExportBegins:
+    """The checkpoint of the last step is about to be exported."""
+
+    uri: str
+
+
+@dataclass(frozen=True)
+class ExportEnded:
+    """The model is there, whole."""
+
+    step: int
+    uri: str
+
+
 class Outcome(Enum):
     """How a run ended on this process."""
 
@@ -209,11 +251,30 @@ class Ended:
         return Outcome.STOPPED if isinstance(self.error, StopRequested) else Outcome.FAILED
 
 
-Event = Started | Asking | StepDone | Logged | Evaluating | Evaluated | SaveBegins | SaveEnded | Committed | Ended
+Event = (
+    Claimed
+    | Resumed
+    | Started
+    | Asking
+    | StepDone
+    | Logged
+    | Evaluating
+    | Evaluated
+    | SaveBegins
+    | SaveEnded
+    | Committed
+    | ExportBegins
+    | ExportEnded
+    | Ended
+)
 
 
 class Listener:
     """Hears of nothing by itself: override what you want to hear."""
+
+    def on_claim(self, event: Claimed, control: Control) -> None: ...
+
+    def on_resume(self, event: Resumed, control: Control) -> None: ...
 
     def on_start(self, event: Started, control: Control) -> None: ...
 
@@ -232,6 +293,10 @@ class Listener:
     def on_save(self, event: SaveEnded, control: Control) -> None: ...
 
     def on_commit(self, event: Committed, control: Control) -> None: ...
+
+    def on_export_begins(self, event: ExportBegins, control: Control) -> None: ...
+
+    def on_export(self, event: ExportEnded, control: Control) -> None: ...
 
     def on_end(self, event: Ended, control: Control) -> None: ...
 
@@ -267,6 +332,10 @@ class Listeners:
 
 def _tell(listener: Listener, event: Event, control: Control) -> None:
     match event:
+        case Claimed():
+            listener.on_claim(event, control)
+        case Resumed():
+            listener.on_resume(event, control)
         case Started():
             listener.on_start(event, control)
         case Asking():
@@ -285,5 +354,9 @@ def _tell(listener: Listener, event: Event, control: Control) -> None:
             listener.on_save(event, control)
         case Committed():
             listener.on_commit(event, control)
+        case ExportBegins():
+            listener.on_export_begins(event, control)
+        case ExportEnded():
+            listener.on_export(event, control)
         case Ended():
             listener.on_end(event, control)

@@ -1,4 +1,4 @@
-"""Who watches the loop of every run, in the order in which they hear of it."""
+"""Who watches every run, in the order in which they hear of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class OurListeners:
             StatusFile(store, reporter),
         ]
         return cls(
-            SkippedSteps(reporter, learning_rate=config.plan.learning_rate, settle=saving.settle),
+            SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),
             SavesWhenDue(config.spec, saving, keeps_time=topology.writes),
             [
                 Reporting(reporter),

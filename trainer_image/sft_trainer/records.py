@@ -11,7 +11,7 @@ from sft_api.report import finite
 from .checkpoint.store import Store
 from .curves.writer import metrics_key
 from .errors import StorageUnavailableError, TrainingError
-from .events import Committed, Control, Ended, Listener, Logged, Outcome, SaveBegins, Started
+from .events import Claimed, Committed, Control, Ended, Listener, Logged, Outcome, SaveBegins, Started
 from .reporting import Reporter
 
 log = logging.getLogger("sft_trainer")
@@ -51,6 +51,10 @@ class RecordsFile(Listener):
         self._reporter = reporter
         self.records = StepRecords()
         """Not written yet."""
+        self._attempt = 0
+
+    def on_claim(self, event: Claimed, control: Control) -> None:
+        self._attempt = event.attempt
 
     def on_log(self, event: Logged, control: Control) -> None:
         self.records.add(event)
@@ -60,7 +64,7 @@ class RecordsFile(Listener):
             return
         self._reporter.phase(Phase.SAVING, f"step {event.step}")
         try:
-            self._store.put(metrics_key(event.step, self._reporter.progress.attempt), lines)
+            self._store.put(metrics_key(event.step, self._attempt), lines)
         except StorageUnavailableError as error:
             log.warning("the step records were not written, they go with the next save: %s", error)
         else:

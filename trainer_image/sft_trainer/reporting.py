@@ -14,8 +14,24 @@ from typing import Any
 from sft_api.progress import Activity, Phase, TrainingProgress
 from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, PROGRESS_FILE, write_atomically
+from sft_api.v1alpha1 import ExportStatus
 
-from .events import Committed, Control, Ended, Evaluated, Evaluating, Listener, Outcome, SaveEnded, Started, StepDone
+from .events import (
+    Claimed,
+    Committed,
+    Control,
+    Ended,
+    Evaluated,
+    Evaluating,
+    ExportBegins,
+    ExportEnded,
+    Listener,
+    Outcome,
+    Resumed,
+    SaveEnded,
+    Started,
+    StepDone,
+)
 
 log = logging.getLogger("sft_trainer")
 
@@ -127,10 +143,8 @@ class Reporter:
         self.update(
             phase=Phase.TRAINING,
             phase_detail="",
-            step=done.step,
+            **done.figures.progress(),
             epoch=done.epoch,
-            loss=finite(done.loss),
-            first_loss=finite(done.loss) if done.step == 1 else self.progress.first_loss,
             grad_norm=finite(done.grad_norm),
             learning_rate=done.learning_rate,
             step_seconds=done.seconds,
@@ -138,8 +152,6 @@ class Reporter:
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_gpu=tokens_per_second / done.processes,
             model_flops_utilization=done.peak_flops_share,
-            tokens_seen=self.progress.tokens_seen + done.tokens,
-            trained_tokens_seen=self.progress.trained_tokens_seen + done.trained_tokens,
             remaining_seconds=median * (total - done.step) if total else None,
         )
         now = time.monotonic()
@@ -158,12 +170,23 @@ class Reporter:
 
 
 class Reporting(Listener):
-    """Tells what happens in the loop: progress and log."""
+    """Tells what happens in a run: progress and log."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._total_steps = 0
         self._stepped = False
+
+    def on_claim(self, event: Claimed, control: Control) -> None:
+        self._reporter.update(attempt=event.attempt, total_steps=event.total_steps)
+
+    def on_resume(self, event: Resumed, control: Control) -> None:
+        for warning in event.warnings:
+            self._reporter.warn(warning)
+        self._reporter.update(
+            **event.figures.progress(), resumed_from_step=event.checkpoint.step, checkpoints=event.checkpoints
+        )
+        self._reporter.say("resumed from step %s (%s)", event.checkpoint.step, event.checkpoint.folder)
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
@@ -180,12 +203,8 @@ class Reporting(Listener):
             self._reporter.phase(Phase.EVALUATING)
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
-        loss = finite(event.loss)
-        self._reporter.update(
-            eval_loss=loss,
-            first_eval_loss=loss if event.step == 0 else self._reporter.progress.first_eval_loss,
-            eval_losses={name: finite(each) for name, each in event.losses.items()},
-        )
+        losses = {name: finite(each) for name, each in event.losses.items()}
+        self._reporter.update(**event.figures.progress(), eval_losses=losses)
         self._reporter.say("evaluation after step %s: loss %.4f", event.step, event.loss)
         self._go_on(event.step)
 
@@ -195,6 +214,12 @@ class Reporting(Listener):
 
     def on_commit(self, event: Committed, control: Control) -> None:
         self._reporter.update(checkpoints=event.checkpoints)
+
+    def on_export_begins(self, event: ExportBegins, control: Control) -> None:
+        self._reporter.phase(Phase.EXPORTING, event.uri)
+
+    def on_export(self, event: ExportEnded, control: Control) -> None:
+        self._reporter.update(export=ExportStatus(uri=event.uri, step=event.step))
 
     def on_end(self, event: Ended, control: Control) -> None:
         # How else it ended the supervisor tells, which knows it of all processes.

@@ -88,7 +88,6 @@ class Saving:
             self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
         if manifest is not None:
             self._resumed_from = manifest.id
-            self._reporter.update(checkpoints=self._manager.status())
         return manifest
 
     @property
@@ -100,6 +99,11 @@ class Saving:
         if self._resumed_from is not None and self._resumed_from.step == step:
             return self._resumed_from
         return CheckpointId(self._manager.attempt, step)
+
+    @property
+    def checkpoints(self) -> CheckpointsStatus:
+        """All that this process knows of; the first process knows all that there are after its first save."""
+        return self._manager.status()
 
     @property
     def in_flight(self) -> bool:
@@ -152,7 +156,7 @@ class Saving:
         """Tell of a save that has arrived, once."""
         if self._untold:
             self._untold = False
-            self._on_commit(self._manager.status())
+            self._on_commit(self.checkpoints)
 
     def _note(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:

@@ -1,10 +1,9 @@
 """Steps whose loss or gradients were not finite: the device skipped them, and here they are counted."""
 
-from collections.abc import Callable
-
 from .errors import NonFiniteLossError
 from .events import Control, Listener, StepDone
 from .reporting import Reporter
+from .saving import Saving
 
 MAX_SKIPPED_IN_A_ROW = 5
 """Steps without finite loss and gradients in a row after which training on is hopeless."""
@@ -13,13 +12,15 @@ MAX_SKIPPED_IN_A_ROW = 5
 class SkippedSteps(Listener):
     """Counts them, warns of them once, and ends a run that does nothing else any more."""
 
-    def __init__(self, reporter: Reporter, *, learning_rate: float, settle: Callable[[], None]) -> None:
-        """``learning_rate`` is the highest of the run; ``settle`` waits for the save in flight, on all processes."""
+    def __init__(self, reporter: Reporter, saving: Saving, *, learning_rate: float) -> None:
+        """``learning_rate`` is the highest of the run."""
         self.in_a_row = 0
         """Up to the step that was counted last."""
+        self._count = 0
+        """In all, of this attempt."""
         self._reporter = reporter
+        self._saving = saving
         self._learning_rate = learning_rate
-        self._settle = settle
         self._warning = ""
 
     def on_step(self, event: StepDone, control: Control) -> None:
@@ -28,18 +29,19 @@ class SkippedSteps(Listener):
             self.in_a_row = 0
             return
         self.in_a_row += 1
+        self._count += 1
         # One warning however many they are: the progress file is written at every step.
-        skipped, before = self._reporter.progress.skipped_steps + 1, self._warning
+        before = self._warning
         self._warning = (
             f"loss or gradients of step {event.step} were not finite: the step was skipped"
-            if skipped == 1
-            else f"loss or gradients of {skipped} steps were not finite, the last is step {event.step}: "
+            if self._count == 1
+            else f"loss or gradients of {self._count} steps were not finite, the last is step {event.step}: "
             "they were skipped"
         )
-        self._reporter.update(skipped_steps=skipped)
+        self._reporter.update(skipped_steps=self._count)
         self._reporter.warn(self._warning, instead_of=before)
         if self.in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            self._settle()
+            self._saving.settle()
             raise NonFiniteLossError(
                 f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
                 f"{event.step} ({self._last_saved()}): lower training.optimizer.learningRate "
@@ -54,5 +56,5 @@ class SkippedSteps(Listener):
         )
 
     def _last_saved(self) -> str:
-        latest = self._reporter.progress.checkpoints.latest
+        latest = self._saving.checkpoints.latest
         return f"the checkpoint of step {latest.step} is kept" if latest else "there is no checkpoint yet"

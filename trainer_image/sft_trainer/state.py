@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sft_api.checkpoints import Manifest, RunState
-from sft_api.progress import TrainingProgress
 from sft_api.trainer_config import TrainerConfig
 
+from .figures import Figures
 from .preparation import Prepared
 from .topology import Topology
 
@@ -34,59 +34,24 @@ class Facts:
         )
 
 
-def run_state(
-    config: TrainerConfig,
-    facts: Facts,
-    progress: TrainingProgress,
-    *,
-    updates: int,
-    examples_seen: int,
-    base_digest: str,
-    evaluated: bool,
-) -> RunState:
-    """What the checkpoint of the last step of ``progress`` records, besides tensors.
+def run_state(config: TrainerConfig, facts: Facts, figures: Figures, *, updates: int, base_digest: str) -> RunState:
+    """What the checkpoint of the step of ``figures`` records, besides tensors.
 
-    ``base_digest`` is of the model that the run started from; ``evaluated``: the last step was.
+    ``base_digest`` is of the model that the run started from.
     """
     numbers = config.numbers()
     return RunState.model_validate(
         {
-            "cursor": progress.step,
+            **figures.record(),
             "updates": updates,
-            "metrics": {"loss": progress.loss, "evalLoss": progress.eval_loss if evaluated else None},
             "plan": config.plan.model_dump(mode="json"),
             "environment": facts.environment,
             "config_digest": numbers.digest,
             "numbers": numbers.as_record(),
             "base_digest": base_digest,
-            "examples_seen": examples_seen,
-            "first_loss": progress.first_loss,
-            "first_eval_loss": progress.first_eval_loss,
-            "tokens_seen": progress.tokens_seen,
-            "trained_tokens_seen": progress.trained_tokens_seen,
             "data": facts.data,
         }
     )
-
-
-def examples_seen(run: RunState) -> int:
-    """Examples that were trained on up to that state."""
-    return int(_extra(run).get("examples_seen", 0))
-
-
-def resumed_progress(manifest: Manifest) -> dict[str, Any]:
-    """Fields of the progress of a run that goes on from there."""
-    run, extra = manifest.run, _extra(manifest.run)
-    return {
-        "step": manifest.step,
-        "resumed_from_step": manifest.step,
-        "loss": run.metrics.get("loss"),
-        "eval_loss": run.metrics.get("evalLoss"),
-        "first_loss": extra.get("first_loss"),
-        "first_eval_loss": extra.get("first_eval_loss"),
-        "tokens_seen": extra.get("tokens_seen", 0),
-        "trained_tokens_seen": extra.get("trained_tokens_seen", 0),
-    }
 
 
 def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str]:
@@ -100,16 +65,12 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
             f"{run.base_digest[:16]} and is {here.base_digest[:16]}; all weights come from the "
             "checkpoint, config.json and tokenizer are those of now: pin model.uri to a commit (@revision)"
         )
-    if changed := changed_fields(_extra(run).get("data", here.data), here.data):
+    if changed := changed_fields((run.model_extra or {}).get("data", here.data), here.data):
         warnings.append(
             f"the data is not what it was at step {manifest.step}: digests of {', '.join(changed)}; only later steps "
             "see the rows of now: give the run another metadata.name to train all of it on them"
         )
     return warnings
-
-
-def _extra(run: RunState) -> dict[str, Any]:
-    return run.model_extra or {}
 
 
 def environment_facts(device: torch.device, world_size: int) -> dict[str, str | int]:

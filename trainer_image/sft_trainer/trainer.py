@@ -16,7 +16,6 @@ from sft_api.checkpoints import RunState
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1 import ExportStatus
 
 from .alike import check_alike, fingerprint
 from .boxes import Box
@@ -29,21 +28,26 @@ from .errors import StopRequested
 from .evaluate import evaluate
 from .events import (
     Asking,
+    Claimed,
     Committed,
     Control,
     Ended,
     Evaluated,
     Evaluating,
+    ExportBegins,
+    ExportEnded,
     Listener,
     Listeners,
     Logged,
     Request,
+    Resumed,
     SaveBegins,
     SaveEnded,
     Started,
     StepDone,
 )
 from .export.at_end import AtEnd
+from .figures import Figures
 from .flops import ModelFlops
 from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
@@ -52,7 +56,7 @@ from .optim import learning_rate
 from .preparation import Prepared, prepare
 from .reporting import Reporter
 from .saving import Saving
-from .state import Facts, examples_seen, resume_warnings, resumed_progress, run_state
+from .state import Facts, resume_warnings, run_state
 from .storage import check_same_base, check_storage
 from .strategies import build
 from .topology import Topology
@@ -70,21 +74,23 @@ class Trainer:
         listeners: Sequence[Listener] = (),
         trainable: Trainable = EVERYTHING,
     ) -> None:
-        """``listeners`` watch the loop, after our own; ``trainable`` says what of the model is trained and saved."""
+        """``listeners`` watch the run, after our own; ``trainable`` says what of the model is trained and saved."""
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
         self.topology = Topology.of(ranks, shard=config.plan.shard_degree, forming=self._forming)
         self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
+        self.attempt = 0
+        """Of the run, once it is claimed."""
         self.step = 0
         """Optimizer steps launched: the weights are those after it."""
         self._launched: deque[Launched] = deque()
         """Steps of which the host does not know the figures yet, the oldest first."""
-        self._examples_seen = 0
+        self.figures = Figures()
+        """Of the run, after the last step whose figures the host knows."""
         self._base_digest = ""
         """Of the model that the run started from; unknown where its checkpoints do not say."""
-        self._evaluated_at = -1
         self.control = Control()
         self._theirs = listeners
         self.events = Listeners(listeners, self.control)
@@ -112,6 +118,7 @@ class Trainer:
             self.prepared = self._prepare()
         self._compare()
 
+        self._claim()
         self._build()
         self._resume_or_load()
         self.strategy.loaded()
@@ -125,9 +132,7 @@ class Trainer:
         self._export()
 
     def _begin(self) -> None:
-        """Register who watches the loop, and wait until all processes are here, which agree on what comes first."""
-        self.ours = OurListeners.of(self.config, self.topology, self.store, self.saving, self.reporter, self._stop_file)
-        self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
+        """Wait until all processes are here, which agree on what comes first."""
         self.events.emit(Started(self.step, self.prepared.total_steps))
         with self._others("to have read the weights"):
             self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
@@ -163,9 +168,7 @@ class Trainer:
             check_storage(self.config, self.store, self.reporter)
 
     def _prepare(self) -> Prepared:
-        prepared = prepare(self.config, self.reporter, self.device)
-        self.reporter.update(total_steps=prepared.total_steps)
-        return prepared
+        return prepare(self.config, self.reporter, self.device)
 
     def _meet(self) -> None:
         if not self.topology.alone:
@@ -187,8 +190,7 @@ class Trainer:
         with self._others("to compare"):
             check_alike(here)
 
-    def _build(self) -> None:
-        self.reporter.phase(Phase.LOADING, "building the model")
+    def _claim(self) -> None:
         self.saving = Saving(
             self.config,
             self.store,
@@ -197,7 +199,17 @@ class Trainer:
             topology=self.topology,
             on_commit=lambda checkpoints: self.events.emit(Committed(self.step, checkpoints)),
         )
-        self.reporter.update(attempt=self.saving.claim_attempt())
+        self._watch()
+        self.attempt = self.saving.claim_attempt()
+        self.events.emit(Claimed(self.attempt, self.prepared.total_steps))
+
+    def _watch(self) -> None:
+        """Register who hears of what happens from here on."""
+        self.ours = OurListeners.of(self.config, self.topology, self.store, self.saving, self.reporter, self._stop_file)
+        self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
+
+    def _build(self) -> None:
+        self.reporter.phase(Phase.LOADING, "building the model")
         blueprint = self.prepared.model
         self._flops = ModelFlops(blueprint, self.device)
         self._saves_all = self._trainable.saves_all(blueprint.huggingface)
@@ -227,13 +239,10 @@ class Trainer:
         if manifest is None:
             return False
         self.strategy.updates = manifest.run.updates
-        self.step = manifest.step
-        self._examples_seen = examples_seen(manifest.run)
+        self.step, self.figures = manifest.step, Figures.recorded(manifest)
         self._base_digest = manifest.run.base_digest
-        for warning in resume_warnings(manifest, self._facts(), self.spec.model.uri):
-            self.reporter.warn(warning)
-        self.reporter.update(**resumed_progress(manifest))
-        self.reporter.say("resumed from step %s (%s)", manifest.step, manifest.id.folder)
+        warnings = resume_warnings(manifest, self._facts(), self.spec.model.uri)
+        self.events.emit(Resumed(manifest.id, self.figures, self.saving.checkpoints, warnings))
         return True
 
     def _check_base(self, run: RunState) -> None:
@@ -300,7 +309,7 @@ class Trainer:
         step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
         seconds = launched.began.seconds_until(launched.figures.ready)
-        self._examples_seen += step.examples
+        self.figures = self.figures.after(launched.number, step, loss)
         done = StepDone(
             step=launched.number,
             loss=loss,
@@ -308,12 +317,13 @@ class Trainer:
             learning_rate=launched.rate,
             tokens=step.tokens,
             trained_tokens=step.trained_tokens,
-            epoch=round(self._examples_seen / self.prepared.epoch_size, 6),
+            epoch=round(self.figures.examples_seen / self.prepared.epoch_size, 6),
             seconds=seconds,
             time=time.time(),
             processes=self.topology.world_size,
             peak_flops_share=self._flops.share_of_peak(flops_sum, seconds * self.topology.world_size),
             save_in_flight=in_flight > 0,
+            figures=self.figures,
         )
         self.events.emit(done)
         self.events.emit(Logged(done.step, done.record()))
@@ -321,7 +331,7 @@ class Trainer:
     # Between steps
 
     def _evaluate(self) -> None:
-        if not self.prepared.eval or self._evaluated_at == self.step:
+        if not self.prepared.eval or self.figures.evaluated_at == self.step:
             return
         self.events.emit(Evaluating(self.step))
         result = evaluate(
@@ -333,20 +343,18 @@ class Trainer:
             on_batch=lambda done, batches: self.events.emit(Evaluating(self.step, done, batches)),
             adding_up=lambda: self._others("to add the evaluation up"),
         )
-        self._evaluated_at = self.step
+        self.figures = self.figures.evaluated(result.loss)
         self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))
-        self.events.emit(Evaluated(self.step, result.loss, result.losses))
+        self.events.emit(Evaluated(self.step, result.loss, result.losses, self.figures))
 
     def _save(self, *, final: bool = False) -> None:
         self.events.emit(SaveBegins(self.step, final=final))
         state = run_state(
             self.config,
             self._facts(),
-            self.reporter.progress,
+            self.figures,
             updates=self.strategy.updates,
-            examples_seen=self._examples_seen,
             base_digest=self._base_digest,
-            evaluated=self._evaluated_at == self.step,
         )
         saved = self.saving.save(self.step, self._boxes(), state, final=final)
         self.events.emit(SaveEnded(self.step, final=final, saved=saved))
@@ -359,7 +367,7 @@ class Trainer:
         uri = self.config.export_uri
         if uri is None:
             return
-        self.reporter.phase(Phase.EXPORTING, uri)
+        self.events.emit(ExportBegins(uri))
         export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology)
         export.run(self.saving.checkpoint_of(self.step), uri, open_store(uri, self._s3))
-        self.reporter.update(export=ExportStatus(uri=uri, step=self.step))
+        self.events.emit(ExportEnded(self.step, uri))

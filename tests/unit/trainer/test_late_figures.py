@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.v1alpha1.status import CheckpointsStatus
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.data.batches import Step
@@ -53,6 +54,7 @@ class Story(Trainer):
             seconds_since_save=0.0,
             settle=lambda: None,
             tell=lambda: None,
+            checkpoints=CheckpointsStatus(),
         )
         self.store = LocalStore(folder / "store")
         self.applied: list[bool] = []
@@ -79,6 +81,9 @@ class Story(Trainer):
         return self.prepared
 
     def _compare(self) -> None: ...
+
+    def _claim(self) -> None:
+        self._watch()
 
     def _build(self) -> None: ...
 
@@ -214,7 +219,7 @@ def test_too_many_skipped_steps_end_the_run_one_step_later(tmp_path: Path) -> No
 
 def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, writes=True)
-    skipped = SkippedSteps(reporter, learning_rate=1e-3, settle=lambda: None)
+    skipped = SkippedSteps(reporter, SimpleNamespace(), learning_rate=1e-3)  # type: ignore[arg-type]
     reporter.warn("something else")
     for number, figure in ((3, "loss"), (7, "grad_norm"), (8, "loss")):
         skipped.on_step(step_done(number, **{figure: NAN}), Control())

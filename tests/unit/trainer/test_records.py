@@ -1,6 +1,7 @@
 """What a run leaves beside its checkpoints, from the events of its loop: step records, curve, ``status.json``."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.curves.listener import Curve
 from sft_trainer.curves.writer import CurveWriter
+from sft_trainer.data.batches import Step
 from sft_trainer.errors import StopRequested, StorageUnavailableError
 from sft_trainer.events import Control, Ended, Evaluated, Listener, Listeners, Logged, SaveEnded
+from sft_trainer.figures import Figures
 from sft_trainer.records import RecordsFile, StatusFile
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
@@ -52,6 +55,7 @@ class Run(Trainer):
         self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", model=model)  # type: ignore[assignment]
 
     def go_to_the_loop(self) -> None:
+        self._claim()
         self._build()
         self.strategy = SimpleNamespace(  # type: ignore[assignment]
             updates=0, boxes=lambda which: whole({"model.weight": torch.ones(4)}) if which == "trained" else []
@@ -61,13 +65,15 @@ class Run(Trainer):
 
     def do(self, step: int, **figures: Any) -> None:
         self.step = step
-        done = step_done(step, **figures)
+        self.figures = self.figures.after(step, Step((), 2, 30, 10), figures.get("loss", 1.0))
+        done = step_done(step, **figures, figures=self.figures)
         self.events.emit(done)
         self.events.emit(Logged(step, done.record()))
 
     def evaluated(self, loss: float) -> None:
         self.events.emit(Logged(self.step, {"evalLoss": loss, "evalLosses": {"a": loss}}))
-        self.events.emit(Evaluated(self.step, loss, {"a": loss}))
+        self.figures = self.figures.evaluated(loss)
+        self.events.emit(Evaluated(self.step, loss, {"a": loss}, self.figures))
 
     def recorded(self, step: int, attempt: int = 1) -> list[dict[str, Any]]:
         lines = self.store.read(f"metrics/step-{step:08d}-a{attempt:05d}.jsonl").splitlines()
@@ -146,6 +152,33 @@ def test_an_evaluation_of_the_step_that_was_resumed_is_recorded(begin: Callable[
     # Then the loss is beside the checkpoints, and in the same curve
     assert again.recorded(6, attempt=2) == [{"step": 6, "evalLoss": 1.5, "evalLosses": {"a": 1.5}}]
     assert again.reporter.progress.curve_uri == f"file://{again.store.path}/curve.svg"
+
+
+def test_a_run_goes_on_with_its_own_figures_whatever_was_shown(begin: Callable[..., Run]) -> None:
+    # Given a run of two steps, the second of which is evaluated, and a display that shows something else
+    run = begin()
+    run.do(1, loss=4.0)
+    run.do(2, loss=3.0)
+    run.evaluated(3.5)
+    run.reporter.update(step=7, loss=9.0, first_loss=9.0, eval_loss=9.0, tokens_seen=9, trained_tokens_seen=9)
+
+    # When its checkpoint is resumed from
+    run._save()
+    again = begin()
+
+    # Then it has what it had, an evaluation of this attempt excepted, and shows it
+    assert again.figures == Figures(2, 4, 60, 20, loss=3.0, first_loss=4.0, eval_loss=3.5)
+    shown = again.reporter.progress
+    assert (shown.step, shown.loss, shown.first_loss, shown.eval_loss) == (2, 3.0, 4.0, 3.5)
+    assert (shown.tokens_seen, shown.trained_tokens_seen) == (60, 20)
+    assert (shown.attempt, shown.total_steps, shown.resumed_from_step) == (2, 6, 2)
+    assert shown.checkpoints.latest is not None
+
+    # And the evaluation of a step is no figure of those after it
+    again.do(3, loss=math.nan)
+    again._save()
+    third = begin().figures
+    assert (third.loss, third.eval_loss, third.first_loss, third.tokens_seen) == (None, None, 4.0, 90)
 
 
 def test_the_status_is_that_of_the_last_commit_and_of_the_end(begin: Callable[..., Run]) -> None:
@@ -240,6 +273,6 @@ def test_one_process_writes_for_all(tmp_path: Path, begin: Callable[..., Run]) -
     files = (RecordsFile, Curve, StatusFile)
     assert [type(one) for one in begin().ours.in_order() if isinstance(one, files)] == [*files]
     other = Run(tmp_path / "other", rank=1)
-    other.saving = SimpleNamespace(settle=lambda: None)  # type: ignore[assignment]
-    other._begin()
+    other.saving = SimpleNamespace()  # type: ignore[assignment]
+    other._watch()
     assert not any(isinstance(one, files) for one in other.ours.in_order())

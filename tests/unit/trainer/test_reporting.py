@@ -10,11 +10,22 @@ import torch
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.report import checkpoints_status
 from sft_api.rundir import PROGRESS_FILE
-from sft_api.v1alpha1.status import CheckpointStatus
+from sft_api.v1alpha1.status import CheckpointStatus, ExportStatus
 from sft_trainer import reporting
 from sft_trainer.errors import StopRequested
 from sft_trainer.evaluate import evaluate
-from sft_trainer.events import Committed, Control, Ended, Evaluated, Evaluating, Listeners, Started
+from sft_trainer.events import (
+    Committed,
+    Control,
+    Ended,
+    Evaluated,
+    Evaluating,
+    ExportBegins,
+    ExportEnded,
+    Listeners,
+    Started,
+)
+from sft_trainer.figures import Figures
 from sft_trainer.models.weights import load_weights
 from sft_trainer.reporting import Reporter, Reporting
 from sft_trainer.supervisor.activity import Activities
@@ -45,17 +56,26 @@ def test_what_happens_in_the_loop_is_in_the_progress(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, writes=True)
     listeners = Listeners([Reporting(reporter)], Control())
     listeners.emit(Started(0, 4))
-    listeners.emit(step_done(1, loss=2.0))
+    listeners.emit(step_done(1, figures=Figures(1, loss=2.0)))
     assert (written(tmp_path).step, written(tmp_path).loss) == (1, 2.0)
     listeners.emit(Evaluating(1))
     assert (written(tmp_path).phase, written(tmp_path).phase_detail) == (Phase.EVALUATING, "")
     listeners.emit(Evaluating(1, 3, 7))
     assert written(tmp_path).phase_detail == "3/7 batches"
-    listeners.emit(Evaluated(1, 1.5, {"a": 1.5}))
+    listeners.emit(Evaluated(1, 1.5, {"a": 1.5}, Figures(1).evaluated(1.5)))
     assert (written(tmp_path).phase, written(tmp_path).eval_loss) == (Phase.TRAINING, 1.5)
     one = CheckpointStatus(step=1, attempt=1, uri="file:///x", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True)
     listeners.emit(Committed(2, checkpoints_status([one])))
     assert written(tmp_path).steps_at_risk == 0
+
+
+def test_an_export_is_in_the_progress_once_it_is_there(tmp_path: Path) -> None:
+    listeners = Listeners([Reporting(Reporter(tmp_path, writes=True))], Control())
+    listeners.emit(ExportBegins("file:///model"))
+    assert (written(tmp_path).phase, written(tmp_path).phase_detail) == (Phase.EXPORTING, "file:///model")
+    assert written(tmp_path).export is None
+    listeners.emit(ExportEnded(4, "file:///model"))
+    assert written(tmp_path).export == ExportStatus(uri="file:///model", step=4)
 
 
 def test_only_a_complete_run_is_told_to_be(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from sft_api.progress import Activity, Phase
 from sft_api.report import checkpoints_status
 from sft_api.rundir import ACTIVITY_FOLDER
-from sft_api.v1alpha1.status import CheckpointStatus
+from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer import evaluate as evaluating
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
@@ -31,6 +31,7 @@ from sft_trainer.events import (
     Started,
     StepDone,
 )
+from sft_trainer.figures import Figures
 from sft_trainer.reporting import Reporting
 from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
@@ -41,7 +42,7 @@ from tests.unit.data.examples import FakeExamples
 def step_done(step: int, **fields: Any) -> StepDone:
     figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "epoch": 0.5, "tokens": 1, "trained_tokens": 1}
     times = {"seconds": 1.0, "time": 0.0, "processes": 1, "peak_flops_share": None}
-    return StepDone(**{"step": step, **figures, **times, "save_in_flight": False, **fields})
+    return StepDone(**{"step": step, **figures, **times, "save_in_flight": False, "figures": Figures(step), **fields})
 
 
 class Story(Trainer):
@@ -61,7 +62,7 @@ class Story(Trainer):
         self.happens = happens
         self.told: list[str] = []
         self.saving = SimpleNamespace(  # type: ignore[assignment]
-            settle=lambda: self.told.append("settle"), seconds_since_save=0
+            settle=lambda: self.told.append("settle"), seconds_since_save=0, checkpoints=CheckpointsStatus()
         )
         self.store = LocalStore(folder / "store")
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
@@ -73,6 +74,9 @@ class Story(Trainer):
         return self.prepared
 
     def _compare(self) -> None: ...
+
+    def _claim(self) -> None:
+        self._watch()
 
     def _build(self) -> None: ...
 
@@ -96,10 +100,10 @@ class Story(Trainer):
         self.events.emit(step_done(self.step, loss=loss, save_in_flight=uploads))
 
     def _evaluate(self) -> None:
-        if self._evaluated_at != self.step:
-            self._evaluated_at = self.step
+        if self.figures.evaluated_at != self.step:
+            self.figures = Figures(self.step).evaluated(1.0)
             self.told.append(f"evaluate {self.step}")
-            self.events.emit(Evaluated(self.step, 1.0, {"held-out": 1.0}))
+            self.events.emit(Evaluated(self.step, 1.0, {"held-out": 1.0}, self.figures))
 
     def _save(self, *, final: bool = False) -> None:
         self.told.append(f"save {self.step}{' at the end' if final else ''}")
@@ -165,7 +169,7 @@ def test_a_stop_after_skipped_steps_leaves_the_last_good_checkpoint_the_newest(t
     saved = CheckpointStatus(
         step=2, attempt=1, uri="file:///x", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True
     )
-    story.reporter.update(checkpoints=checkpoints_status([saved]))
+    story.saving.checkpoints = checkpoints_status([saved])  # type: ignore[misc]
     with pytest.raises(
         StopRequested, match=r"4, which is not saved: .* last 2 steps .* the checkpoint of step 2 is kept"
     ):
@@ -357,6 +361,6 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
 
     # And a process that is alone waits for nobody
     said.clear()
-    story.topology, story._evaluated_at = Topology(rank=0, local_rank=0, world_size=1), -1
+    story.topology, story.figures = Topology(rank=0, local_rank=0, world_size=1), Figures()
     Trainer._evaluate(story)
     assert [phase for phase, _ in said] == [Phase.EVALUATING]

@@ -1,7 +1,7 @@
 """Who has the curve of a run drawn."""
 
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.events import Control, Listener, Logged, SaveBegins, SaveEnded, Started
+from sft_trainer.events import Claimed, Control, Listener, Logged, SaveBegins, SaveEnded, Started
 from sft_trainer.records import StepRecords
 from sft_trainer.reporting import Reporter
 
@@ -18,14 +18,18 @@ class Curve(Listener):
         self._store = store
         self._title = title
         self._reporter = reporter
+        self._attempt = 0
         self._records = StepRecords()
         self._writer: CurveWriter | None = None
+
+    def on_claim(self, event: Claimed, control: Control) -> None:
+        self._attempt = event.attempt
 
     def on_start(self, event: Started, control: Control) -> None:
         self._writer = CurveWriter(
             self._store,
             self._title,
-            attempt=self._reporter.progress.attempt,
+            attempt=self._attempt,
             resumed_at=event.step,
             written=lambda: self._reporter.update(curve_uri=f"{self._store.uri}/{CURVE_KEY}"),
         )

@@ -1,0 +1,70 @@
+"""What a run has come to: the figures that its checkpoints keep. They belong to it, and not to who shows them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sft_api.checkpoints import Manifest
+from sft_api.report import finite
+
+from .data.batches import Step
+
+_TOTALS = ("examples_seen", "tokens_seen", "trained_tokens_seen", "first_loss", "first_eval_loss")
+"""Fields of a ``RunState`` by the same names."""
+_SHOWN = ("step", "loss", "first_loss", "eval_loss", "first_eval_loss", "tokens_seen", "trained_tokens_seen")
+"""Fields of a ``TrainingProgress`` by the same names."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """After ``step`` optimizer steps, of all attempts; a loss is None where there is none, or no finite one."""
+
+    step: int = 0
+    examples_seen: int = 0
+    tokens_seen: int = 0
+    trained_tokens_seen: int = 0
+    loss: float | None = None
+    """Of the last step."""
+    first_loss: float | None = None
+    """Of the first step."""
+    eval_loss: float | None = None
+    """Of the last evaluation."""
+    first_eval_loss: float | None = None
+    """Of the one before the first step, if there was one."""
+    evaluated_at: int = -1
+    """Step of the last evaluation of this attempt."""
+
+    @classmethod
+    def recorded(cls, manifest: Manifest) -> "Figures":
+        """Those of a run that goes on from there."""
+        extra, metrics = manifest.run.model_extra or {}, manifest.run.metrics
+        totals = {name: extra[name] for name in _TOTALS if name in extra}
+        return cls(step=manifest.step, loss=metrics.get("loss"), eval_loss=metrics.get("evalLoss"), **totals)
+
+    def record(self) -> dict[str, Any]:
+        """Fields of the ``RunState`` of a checkpoint of ``step``."""
+        evaluated = self.evaluated_at == self.step
+        metrics = {"loss": self.loss, "evalLoss": self.eval_loss if evaluated else None}
+        return {"cursor": self.step, "metrics": metrics, **{name: getattr(self, name) for name in _TOTALS}}
+
+    def progress(self) -> dict[str, Any]:
+        """Fields of the ``TrainingProgress`` that shows them."""
+        return {name: getattr(self, name) for name in _SHOWN}
+
+    def after(self, number: int, step: Step, loss: float) -> "Figures":
+        """With ``step``, which has that number, and its mean ``loss``."""
+        shown = finite(loss)
+        return replace(
+            self,
+            step=number,
+            examples_seen=self.examples_seen + step.examples,
+            tokens_seen=self.tokens_seen + step.tokens,
+            trained_tokens_seen=self.trained_tokens_seen + step.trained_tokens,
+            loss=shown,
+            first_loss=shown if number == 1 else self.first_loss,
+        )
+
+    def evaluated(self, loss: float) -> "Figures":
+        """With an evaluation after ``step``."""
+        shown = finite(loss)
+        first = shown if self.step == 0 else self.first_eval_loss
+        return replace(self, eval_loss=shown, first_eval_loss=first, evaluated_at=self.step)
