@@ -12,16 +12,16 @@ class EvaluatesWhenDue(Listener):
     """Before training and every so many steps; the last step is evaluated anyway."""
 
     def __init__(self, spec: SFTJobSpec) -> None:
-        self._evaluation = spec.training.evaluation
+        self._spec = spec
         self._total_steps = 0
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
-        if event.step == 0 and self._evaluation.before_training:
+        if event.step == 0 and self._spec.training.evaluation.before_training:
             control.ask(Request.EVALUATE)
 
     def on_ask(self, event: Asking, control: Control) -> None:
-        if _due(event.step, self._evaluation.every_steps) and event.step < self._total_steps:
+        if Request.EVALUATE in planned(self._spec, event.step) and event.step < self._total_steps:
             control.ask(Request.EVALUATE)
 
 
@@ -30,6 +30,7 @@ class SavesWhenDue(Listener):
 
     def __init__(self, spec: SFTJobSpec, saving: Saving, *, keeps_time: bool) -> None:
         """``keeps_time``: this is the process whose clock counts."""
+        self._spec = spec
         self._checkpoint = spec.checkpoint
         self._saving = saving
         self._keeps_time = keeps_time
@@ -43,7 +44,7 @@ class SavesWhenDue(Listener):
 
     def on_ask(self, event: Asking, control: Control) -> None:
         timer = self._keeps_time and self._saving.seconds_since_save >= self._checkpoint.every_seconds
-        if timer or _due(event.step, self._checkpoint.every_steps):
+        if timer or Request.SAVE in planned(self._spec, event.step):
             control.ask(Request.SAVE)
 
     def on_step(self, event: StepDone, control: Control) -> None:
@@ -77,10 +78,7 @@ class StopsWhenAsked(Listener):
             control.ask(Request.STOP)
 
 
-def is_planned(spec: SFTJobSpec, step: int) -> bool:
-    """Whether the number of ``step`` alone says that something is done right after it."""
-    return any(_due(step, every) for every in (spec.training.evaluation.every_steps, spec.checkpoint.every_steps))
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def planned(spec: SFTJobSpec, step: int) -> set[Request]:
+    """What is due right after ``step`` by its number alone."""
+    intervals = {Request.EVALUATE: spec.training.evaluation.every_steps, Request.SAVE: spec.checkpoint.every_steps}
+    return {request for request, every in intervals.items() if every is not None and step % every == 0}

@@ -23,7 +23,7 @@ from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
 from .distributed import Ranks, device_for, join_group, sum_over_ranks, summed
-from .due import is_planned
+from .due import planned
 from .errors import StopRequested
 from .evaluate import evaluate
 from .events import (
@@ -275,7 +275,7 @@ class Trainer:
     def _something_follows(self) -> bool:
         # A save that waits for the upload before it follows when that has ended: until then no step is waited for.
         asked = self.control.wants(Request.EVALUATE) or self.control.wants(Request.STOP) or self._saves_now()
-        return asked or self.step == self.prepared.total_steps or is_planned(self.spec, self.step)
+        return asked or self.step == self.prepared.total_steps or bool(planned(self.spec, self.step))
 
     def _launch(self) -> Launched:
         """Have the device compute a step, without waiting for it."""
