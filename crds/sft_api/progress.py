@@ -22,6 +22,7 @@ class Phase(StrEnum):
 
     WAITING = "Waiting"
     STARTING = "Starting"
+    DOWNLOADING = "Downloading"
     TOKENIZING = "Tokenizing"
     LOADING = "Loading"
     TRAINING = "Training"
@@ -30,6 +31,10 @@ class Phase(StrEnum):
     EXPORTING = "Exporting"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.DOWNLOADING, Phase.TOKENIZING, Phase.LOADING})
+"""What an attempt does before its first evaluation or step; waiting may come later too."""
 
 
 class Activity(ReportModel):

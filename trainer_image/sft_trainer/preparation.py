@@ -56,11 +56,14 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     token = os.environ.get("HF_TOKEN")
 
     def fetching(uri: str) -> Callable[[int], None]:
-        return lambda downloaded: reporter.alive(Phase.LOADING, f"fetching {uri}: {downloaded / 2**30:.1f} GiB")
+        # Said when bytes come: of what is in the cache nothing is downloaded.
+        return lambda downloaded: reporter.alive(Phase.DOWNLOADING, f"{uri}: {downloaded / 2**30:.1f} GiB")
 
     def fetched(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
-        reporter.phase(Phase.LOADING, f"fetching {uri}")
-        return localise(uri, cache, s3, token, kind=kind, on_progress=fetching(uri))
+        reporter.phase(Phase.LOADING, f"looking for {uri}")
+        path = localise(uri, cache, s3, token, kind=kind, on_progress=fetching(uri))
+        reporter.phase(Phase.LOADING, f"reading {uri}")
+        return path
 
     model_path = fetched(spec.model.uri, "model")
     # A model that cannot be trained must not be found out about after hours of tokenising.
@@ -73,7 +76,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
 
     def tokenized(source: DataSource) -> TokenizedSource:
-        reporter.phase(Phase.TOKENIZING, source.uri)
+        reporter.phase(Phase.LOADING, f"looking for {source.uri}")
         result = tokenize_source(
             source,
             spec.data,

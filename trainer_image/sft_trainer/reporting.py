@@ -233,5 +233,5 @@ class Reporting(Listener):
         if self._stepped:
             self._reporter.update(phase=Phase.TRAINING, phase_detail="")
         else:
-            # It allocates, and may compile: it takes longer than those after it.
+            # It allocates and picks kernels: it takes longer than those after it.
             self._reporter.phase(Phase.LOADING, "the first step")

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase, TerminationMessage, TrainingProgress
+from sft_api.progress import BEFORE_TRAINING, Phase, TerminationMessage, TrainingProgress
 from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown
 from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import (
@@ -18,7 +18,6 @@ from sft_api.v1alpha1.status import State
 from ..picture.observed import Observed
 
 _AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
-_BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
 _KEPT_WARNINGS = 20
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
 """Container end times are whole seconds, and the trainer's last report may come just after."""
@@ -35,7 +34,7 @@ def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     known = status.progress
     if known is None:
         return _adopt(status, training)
-    if training.attempt > status.attempt and training.phase in _BEFORE_TRAINING:
+    if training.attempt > status.attempt and training.phase in BEFORE_TRAINING:
         # The new attempt has not said yet where it goes on from: the figures of the old one still tell most.
         return status.model_copy(update={"progress": _phase_only(known, training)})
     if (training.attempt, training.step) < (status.attempt, known.step):

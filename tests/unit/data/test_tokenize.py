@@ -93,7 +93,7 @@ def test_second_time_comes_from_the_cache(setting: Setting, monkeypatch: pytest.
     assert second.digest == first.digest
     assert second.report == first.report
     assert second.example(1)[0].tolist() == first.example(1)[0].tolist()
-    assert setting.progress == [(2, 2), (2, 2)]
+    assert setting.progress == [(0, 2), (2, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_askers_at_the_same_time_do_the_work_once(tmp_path: Path) -> None:
     write(settings[0].path, rows)
     with ThreadPoolExecutor(3) as pool:
         digests = {examples.digest for examples in pool.map(lambda setting: setting.tokenize(None), settings)}
-    # one was told of both chunks of 1024 rows, the others found them done
-    assert sorted(len(setting.progress) for setting in settings) == [1, 1, 2]
+    # one was told of the beginning and of both chunks of 1024 rows, the others found them done
+    assert sorted(len(setting.progress) for setting in settings) == [1, 1, 3]
     assert len(digests) == 1
     assert len(settings[0].cached) == 1
 
@@ -183,7 +183,7 @@ def test_several_processes_give_the_same_in_the_same_order(tmp_path: Path, monke
     together = two.tokenize(rows, workers=8)
     assert together.digest == alone.digest
     assert together.report == alone.report
-    assert [done for done, _ in two.progress] == [50, 100, 150, 200, 250, 300]
+    assert [done for done, _ in two.progress] == [0, 50, 100, 150, 200, 250, 300]
     assert len(alone) == 240
 
 

@@ -75,6 +75,7 @@ MISFIT = report(training(0, phase=Phase.WAITING), version_mismatch="pod 0 has ve
         (running(pods=LONG_READY), None, {}, "Starting", "PodsReady"),
         (running(pods=LONG_READY, unanswered=in_vain(-99, "old")), None, {}, "Starting", "PodsReady"),
         (running(unanswered=in_vain(-99)), None, {}, "Starting", "PodsReady"),
+        (running(report=report(training(0, phase=Phase.DOWNLOADING))), None, {}, "Starting", "Downloading"),
         (running(report=report(training(0, phase=Phase.TOKENIZING))), None, {}, "Starting", "Tokenizing"),
         (running(report=MISFIT), TRAINED, {}, "Recovering", "VersionMismatch"),
         # At work

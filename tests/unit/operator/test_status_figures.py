@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase
+from sft_api.progress import BEFORE_TRAINING, Phase
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import ExportStatus
 from sft_operator.decisions.status import write_status
@@ -35,13 +37,14 @@ def test_figures_never_move_backwards() -> None:
     assert (older_attempt.attempt, older_attempt.progress.step) == (2, 60)
 
 
-def test_figures_of_an_attempt_show_once_it_trains() -> None:
+@pytest.mark.parametrize("phase", sorted(BEFORE_TRAINING))
+def test_figures_of_an_attempt_show_once_it_trains(phase: Phase) -> None:
     first = status_of(running(report=report(training(50))))
-    loading = status_of(running(report=report(training(0, attempt=2, phase=Phase.LOADING))), first)
+    loading = status_of(running(report=report(training(0, attempt=2, phase=phase))), first)
     going_on = status_of(running(report=report(training(41, attempt=2, resumed_from_step=40))), loading)
 
     assert loading.progress
-    assert (loading.attempt, loading.progress.step, loading.progress.phase) == (1, 50, "Loading")
+    assert (loading.attempt, loading.progress.step, loading.progress.phase) == (1, 50, phase)
     assert going_on.progress
     assert (going_on.attempt, going_on.progress.step) == (2, 41)
 

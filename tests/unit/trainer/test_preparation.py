@@ -18,6 +18,11 @@ from tests.unit.trainer.test_models import save_model
 TOKENIZER = "s3://bucket/tokenizer"
 
 
+def looks(folder: Path) -> tuple[Phase, str]:
+    activity = Activity.model_validate_json((folder / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
+    return activity.phase, activity.detail
+
+
 def test_a_download_of_another_tokenizer_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a model whose tokenizer is somewhere else, and takes long
     save_model("llama", tmp_path / "model")
@@ -26,17 +31,13 @@ def test_a_download_of_another_tokenizer_says_that_it_lives(tmp_path: Path, monk
     reporter = Reporter(tmp_path, writes=False)
     said: list[tuple[Phase, str]] = []
 
-    def look() -> None:
-        activity = Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
-        said.append((activity.phase, activity.detail))
-
     def localise(uri: str, *_: Any, kind: str, on_progress: Any, **__: Any) -> Path:
         if kind == "model":
             return tmp_path / "model"
-        look()
+        said.append(looks(tmp_path))
         reporter._last_alive = 0.0
         on_progress(3 * 2**29)
-        look()
+        said.append(looks(tmp_path))
         raise StorageUnavailableError("that is enough")
 
     monkeypatch.setattr(preparation, "localise", localise)
@@ -46,4 +47,30 @@ def test_a_download_of_another_tokenizer_says_that_it_lives(tmp_path: Path, monk
         prepare(resolve(document), reporter, torch.device("cpu"))
 
     # Then this process says what it does, and how far it is
-    assert said == [(Phase.LOADING, f"fetching {TOKENIZER}"), (Phase.LOADING, f"fetching {TOKENIZER}: 1.5 GiB")]
+    assert said == [(Phase.LOADING, f"looking for {TOKENIZER}"), (Phase.DOWNLOADING, f"{TOKENIZER}: 1.5 GiB")]
+
+
+def test_data_is_looked_for_downloaded_and_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama", tmp_path / "model")
+    reporter = Reporter(tmp_path, writes=False)
+    said = []
+
+    def tokenize_source(source: Any, *_: Any, on_fetch: Any, on_progress: Any, **__: Any) -> None:
+        said.append(looks(tmp_path))
+        on_fetch(2**29)
+        said.append(looks(tmp_path))
+        on_progress(0, 5)
+        said.append(looks(tmp_path))
+        raise StorageUnavailableError("that is enough")
+
+    monkeypatch.setattr(preparation, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(preparation, "tokenize_source", tokenize_source)
+    with pytest.raises(StorageUnavailableError, match="that is enough"):
+        prepare(resolve(manifest(tmp_path, tmp_path / "store")), reporter, torch.device("cpu"))
+
+    uri = f"file://{tmp_path}/data/train.jsonl"
+    assert said == [
+        (Phase.LOADING, f"looking for {uri}"),
+        (Phase.DOWNLOADING, f"{uri}: 0.5 GiB"),
+        (Phase.TOKENIZING, f"{uri}: 0/5 rows"),
+    ]

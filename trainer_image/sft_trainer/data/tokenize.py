@@ -78,10 +78,10 @@ def tokenize_source(
 ) -> TokenizedSource:
     """The examples of ``source`` in the order of its rows, from the cache or made now.
 
-    ``on_fetch(bytes downloaded)`` is called while files come from elsewhere, ``on_progress(rows done, rows in all)`` as
-    chunks of rows are finished, ``on_wait(bytes written)`` while another process does the same and gets on with it,
-    ``on_warning`` with a sentence for what the user may not expect of the files. Raises DataError for rows that cannot
-    be read or have no exact mask, saying which and what to change, and when no row is left.
+    ``on_fetch(bytes downloaded)`` is called while files come from elsewhere, ``on_progress(rows done, rows in all)``
+    when it begins and as chunks of rows are finished, ``on_wait(bytes written)`` while another process does the same
+    and gets on with it, ``on_warning`` with a sentence for what the user may not expect of the files. Raises DataError
+    for rows that cannot be read or have no exact mask, saying which and what to change, and when no row is left.
     """
     rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token, on_fetch=on_fetch)
     for warning in rows.warnings:
@@ -217,8 +217,7 @@ def _write_examples(
     on_progress: Callable[[int, int], None],
 ) -> None:
     with ExamplesWriter(folder) as writer:
-        if writer.counts.rows:
-            on_progress(writer.counts.rows, len(rows))
+        on_progress(writer.counts.rows, len(rows))
         for chunk in _chunks(rows, settings, codec, workers, writer.counts.rows):
             writer.write(chunk)
             on_progress(writer.counts.rows, len(rows))

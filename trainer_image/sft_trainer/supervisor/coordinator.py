@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from sft_api.ports import free_port
-from sft_api.progress import Phase, Progress, TrainingProgress
+from sft_api.progress import BEFORE_TRAINING, Phase, Progress, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE, REPORT_FILE, write_atomically
 
 from .clock import AwakeClock
@@ -225,5 +225,4 @@ def _refusal(sentence: str) -> Response:
 def _nothing_to_save(training: TrainingProgress | None) -> bool:
     if training is None:
         return True
-    before_training = (Phase.WAITING, Phase.STARTING, Phase.TOKENIZING, Phase.LOADING, Phase.EVALUATING)
-    return training.phase in before_training and training.step <= (training.resumed_from_step or 0)
+    return training.phase in BEFORE_TRAINING | {Phase.EVALUATING} and training.step <= (training.resumed_from_step or 0)
