@@ -279,7 +279,7 @@ def save_replicas(store: Store) -> tuple[list[str], int, bool]:
 
 def test_replicated_tensors_are_written_once_and_shared_out(tmp_path: Path) -> None:
     for files, size, equal in ranks.run(2, tmp_path, save_replicas, LocalStore(tmp_path / "store")):
-        assert sorted(files) == ["items-", "manife", "r00000", "r00001"]
+        assert sorted(files) == ["index-", "manife", "r00000", "r00001"]
         assert size == 4 * 4000
         assert equal
 

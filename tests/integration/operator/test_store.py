@@ -53,7 +53,7 @@ def save(
     one = CheckpointId(attempt=attempt, step=step)
     prefix = f"sft/{folder}/{one.prefix}"
     s3.put_object(Bucket=BUCKET, Key=f"{prefix}rank-0.bin", Body=b"x" * size)
-    s3.put_object(Bucket=BUCKET, Key=f"{prefix}items.idx", Body=b"")
+    s3.put_object(Bucket=BUCKET, Key=f"{prefix}index.idx", Body=b"")
     manifest = Manifest(
         step=step,
         attempt=attempt,
@@ -62,7 +62,7 @@ def save(
         created=datetime(2026, 1, 1, tzinfo=UTC),
         run=RunState(metrics={"evalLoss": loss}),
         files=(StoredFile(name="rank-0.bin", size=100),),
-        index=StoredIndex(name="items.idx", size=0, sha256="0" * 64, tensors=1),
+        index=StoredIndex(name="index.idx", size=0, sha256="0" * 64, tensors=1),
         kinds={"weight": 100},
     )
     if commit:

@@ -41,11 +41,11 @@ def other_settings(place: Place, _: ObjectStore) -> Prepared:
     run = RunState(numbers={"version": 1, "values": values})
     manifest = Manifest(
         step=5, attempt=1, job_uid=local_uid(f"file://{store}"), world_size=1, created=datetime.now(UTC), run=run,
-        files=(), index=StoredIndex(name="items.idx", size=0, sha256="0" * 64, tensors=0),
+        files=(), index=StoredIndex(name="index.idx", size=0, sha256="0" * 64, tensors=0),
     )  # fmt: skip
     file = store / CheckpointId(1, 5).manifest_key
     file.parent.mkdir(parents=True)
-    file.with_name("items.idx").write_bytes(b"")
+    file.with_name("index.idx").write_bytes(b"")
     file.write_bytes(encode_manifest(manifest))
     return place.job(), 10, "ConfigError", r"other settings \(.*model\.uri: .*hf://org/other.* -> "
 

@@ -138,11 +138,11 @@ def master_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     raw = (checkpoint / manifest["index"]["name"]).read_bytes()
     assert hashlib.sha256(raw).hexdigest() == manifest["index"]["sha256"]
-    magic, table_bytes, _, files, items, _ = struct.unpack_from("<8s5Q", raw)
+    magic, table_bytes, _, files, pieces, _ = struct.unpack_from("<8s5Q", raw)
     assert (magic, files) == (b"sftindex", 1)
-    columns = zlib.decompress(raw[48 : len(raw) - 32 * items])
+    columns = zlib.decompress(raw[48 : len(raw) - 32 * pieces])
     table = json.loads(columns[:table_bytes])
-    numbers = np.frombuffer(columns, "<i4", count=items, offset=table_bytes + 8 * files)
+    numbers = np.frombuffer(columns, "<i4", count=pieces, offset=table_bytes + 8 * files)
     content, start = (checkpoint / manifest["files"][0]["name"]).read_bytes(), 0
     tensors = {}
     for number in numbers:

@@ -175,7 +175,7 @@ def test_large_tensors_are_saved_in_pieces(store: LocalStore, monkeypatch: pytes
     }
     manifest = save(store, whole(tensors))
     index, _ = open_index(store, manifest)
-    lengths = {entry.name: index.length[index.items_of(number)].tolist() for number, entry in enumerate(index.tensors)}
+    lengths = {entry.name: index.length[index.pieces_of(number)].tolist() for number, entry in enumerate(index.tensors)}
     assert lengths["rows"] == [100, 100, 100, 40]
     assert len(lengths["long"]) == 84
     assert sorted(lengths["wide"]) == [40, 40, 100, 100, 100, 100]  # a row that is too large is cut itself
@@ -246,7 +246,7 @@ def test_boxes_that_do_not_cover_a_tensor_are_no_checkpoint(store: LocalStore) -
         [part("w", tensor, (0, 0), (3, 3))],
         [part("w", tensor, (0, 0), (2, 3)), part("w", tensor, (1, 0), (2, 3))],
     ):
-        with pytest.raises(CheckpointSaveError, match=r"no whole state: weight of 'w'|no whole state: items of weight"):
+        with pytest.raises(CheckpointSaveError, match=r"no whole state: (weight of 'w'|pieces of weight)"):
             save(store, boxes)
 
 
@@ -350,9 +350,9 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("place", ["item", "index", "table"])
+@pytest.mark.parametrize("place", ["piece", "index", "table"])
 def test_a_pickle_never_runs(store: LocalStore, tmp_path: Path, place: str) -> None:
-    """Given a stranger's checkpoint whose digests fit, with a pickle in place of an item or in the index."""
+    """Given a stranger's checkpoint whose digests fit, with a pickle in place of a piece or in the index."""
     victim = tmp_path / "executed"
     raw = pickle.dumps(Bomb(victim))
     raw += bytes(-len(raw) % 4)
@@ -363,7 +363,7 @@ def test_a_pickle_never_runs(store: LocalStore, tmp_path: Path, place: str) -> N
     index, _ = open_index(store, manifest)
     loaded = torch.zeros(len(raw) // 4)
 
-    if place == "item":
+    if place == "piece":
         damaged(store, manifest).write_bytes(raw)
         digests = np.frombuffer(hashlib.sha256(raw).digest(), dtype=np.uint8).reshape(1, 32)
         other = Index.of(index.tensors, [(index.files[0], 1)], index.tensor, index.offsets, index.sizes, digests)

@@ -52,10 +52,10 @@ def as_it_was_written(store: LocalStore) -> dict[str, Numbers]:
     found = {}
     for name, tensor in json.loads((folder / "manifest.json").read_bytes())["tensors"].items():
         value = np.zeros(tensor["shape"], np.float32)
-        for item in tensor["items"]:
-            raw = (folder / item["file"]).read_bytes()[item["offset"] :][: item["length"]]
-            place = tuple(slice(o, o + s) for o, s in zip(item["offsets"], item["sizes"], strict=True))
-            value[place] = np.frombuffer(raw, np.float32).reshape(item["sizes"])
+        for piece in tensor["items"]:
+            raw = (folder / piece["file"]).read_bytes()[piece["offset"] :][: piece["length"]]
+            place = tuple(slice(o, o + s) for o, s in zip(piece["offsets"], piece["sizes"], strict=True))
+            value[place] = np.frombuffer(raw, np.float32).reshape(piece["sizes"])
         found[name] = value
     return found
 
@@ -123,7 +123,7 @@ WEIGHT = "model.huggingface.model.layers.0.mlp.gate_proj.weight"
 STEP = "optimizer.state.huggingface.model.norm.weight.step"
 
 
-def item(document: Document, number: int = 1) -> Document:
+def piece(document: Document, number: int = 1) -> Document:
     entry: Document = document["tensors"][WEIGHT]["items"][number]
     return entry
 
@@ -136,17 +136,17 @@ def item(document: Document, number: int = 1) -> Document:
         (lambda m: m["tensors"][WEIGHT].update(dtype="object"), "unknown dtype 'object'"),
         (lambda m: m["tensors"][WEIGHT].update(shape=[2**63, 2**63]), "shape.* is wrong"),
         (lambda m: m["tensors"][WEIGHT].update(shape=[1] * 9), "shape is wrong"),
-        (lambda m: item(m).update(file="../../etc/passwd"), "file is wrong"),
-        (lambda m: item(m).update(file="other.bin"), "does not list"),
-        (lambda m: item(m).update(offset=-1), "offset is wrong"),
-        (lambda m: item(m).update(offset=2**50), "beyond the end"),
-        (lambda m: item(m).update(length=4), "which its shape contradicts"),
-        (lambda m: item(m).update(offsets=[8, 0]), "outside its shape"),
-        (lambda m: item(m).update(offsets=[0, 0]), "overlap"),
-        (lambda m: item(m).update(offsets=[0]), "number of dimensions"),
-        (lambda m: m["tensors"][WEIGHT]["items"].pop(), "its items hold 48"),
-        (lambda m: item(m).update(sha256="x"), "sha256 is wrong"),
-        (lambda m: item(m).update(sha256="0" * 64), "do not match their digest"),
+        (lambda m: piece(m).update(file="../../etc/passwd"), "file is wrong"),
+        (lambda m: piece(m).update(file="other.bin"), "does not list"),
+        (lambda m: piece(m).update(offset=-1), "offset is wrong"),
+        (lambda m: piece(m).update(offset=2**50), "beyond the end"),
+        (lambda m: piece(m).update(length=4), "which its shape contradicts"),
+        (lambda m: piece(m).update(offsets=[8, 0]), "outside its shape"),
+        (lambda m: piece(m).update(offsets=[0, 0]), "overlap"),
+        (lambda m: piece(m).update(offsets=[0]), "number of dimensions"),
+        (lambda m: m["tensors"][WEIGHT]["items"].pop(), "its pieces hold 48"),
+        (lambda m: piece(m).update(sha256="x"), "sha256 is wrong"),
+        (lambda m: piece(m).update(sha256="0" * 64), "do not match their digest"),
     ],
 )
 def test_contradictions_are_refused(store: LocalStore, change: Callable[[Document], None], message: str) -> None:

@@ -29,17 +29,17 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def an_index(
-    tensors: Sequence[StoredTensor], items: Sequence[tuple[int, Place]], files: Sequence[tuple[str, int]] | None = None
+    tensors: Sequence[StoredTensor], pieces: Sequence[tuple[int, Place]], files: Sequence[tuple[str, int]] | None = None
 ) -> Index:
-    """Items of ``tensors``, by number, in one file unless ``files`` says otherwise."""
+    """Pieces of ``tensors``, by number, in one file unless ``files`` says otherwise."""
     dimensions = max((len(entry.shape) for entry in tensors), default=0)
     return Index.of(
         tensors,
-        files if files is not None else [("a.bin", len(items))],
-        np.array([number for number, _ in items], dtype=np.int64),
-        padded([place[0] for _, place in items], 0, dimensions),
-        padded([place[1] for _, place in items], 1, dimensions),
-        np.random.default_rng(1).integers(0, 256, (len(items), 32), dtype=np.uint8),
+        files if files is not None else [("a.bin", len(pieces))],
+        np.array([number for number, _ in pieces], dtype=np.int64),
+        padded([place[0] for _, place in pieces], 0, dimensions),
+        padded([place[1] for _, place in pieces], 1, dimensions),
+        np.random.default_rng(1).integers(0, 256, (len(pieces), 32), dtype=np.uint8),
     )
 
 
@@ -85,7 +85,7 @@ def a_run(ranks: int, parameters: int = 720) -> Index:
         for kind in ("weight", "exp_avg", "exp_avg_sq")
         for shape in [(4096,) if number % 3 == 2 else (4096 + 64 * (number % 5), 4096)]
     ]
-    items: list[tuple[int, Place]] = []
+    pieces: list[tuple[int, Place]] = []
     files: list[tuple[str, int]] = []
     for rank in range(ranks):
         for file in range(4):
@@ -93,9 +93,9 @@ def a_run(ranks: int, parameters: int = 720) -> Index:
             for number in numbers:
                 shape = tensors[number].shape
                 rows = shape[0] // ranks
-                items.append((number, ((rank * rows, *(0 for _ in shape[1:])), (rows, *shape[1:]))))
+                pieces.append((number, ((rank * rows, *(0 for _ in shape[1:])), (rows, *shape[1:]))))
             files.append((f"r{rank:05d}-{file}-0a1b2c3d.bin", len(numbers)))
-    return an_index(tensors, items, files)
+    return an_index(tensors, pieces, files)
 
 
 def test_the_index_of_a_large_run_is_small(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_the_index_of_a_large_run_is_small(capsys: pytest.CaptureFixture[str]) -
     decoded = decode_index(raw, files_of(index))
     with capsys.disabled():
         print(
-            f"\nindex_bytes={len(raw)} items={len(index.tensor)} encode_seconds={encoded - began:.2f} "
+            f"\nindex_bytes={len(raw)} pieces={len(index.tensor)} encode_seconds={encoded - began:.2f} "
             f"decode_seconds={time.perf_counter() - encoded:.2f}"
         )
     assert len(index.tensor) == 720 * 64 * 3
@@ -143,9 +143,9 @@ def forged(
 ) -> bytes:
     """``SOUND`` with parts of it replaced."""
     raw = encode_index(SOUND)
-    names = ("magic", "table", "tensors", "files", "items", "dimensions")
+    names = ("magic", "table", "tensors", "files", "pieces", "dimensions")
     values = dict(zip(names, _HEAD.unpack_from(raw), strict=True))
-    digests = raw[len(raw) - 32 * values["items"] :]
+    digests = raw[len(raw) - 32 * values["pieces"] :]
     plain = zlib.decompress(raw[_HEAD.size : len(raw) - len(digests)])
     plain = (table if table is not None else plain[: values["table"]]) + plain[values["table"] :]
     if table is not None:
@@ -169,8 +169,8 @@ def test_forged_without_a_change_is_sound() -> None:
     [
         (b"", "first bytes are wrong"),
         (b"not an index at all, but long enough for a head", "first bytes are wrong"),
-        (forged(items=2**60), "contradict"),
-        (forged(items=4), "decompressed|does not decompress"),
+        (forged(pieces=2**60), "contradict"),
+        (forged(pieces=4), "decompressed|does not decompress"),
         (forged(files=2**40), "contradict"),
         (forged(files=2), "contradict"),
         (forged(dimensions=2**30), "contradict"),
@@ -190,7 +190,7 @@ def test_forged_without_a_change_is_sound() -> None:
         (forged(table=the_table(["weight", "weight", "float32", [1] * 7])), "cannot be"),
         (forged(table=the_table(["scalar", "weight", "float32", [4, 3]])), "names a tensor twice"),
         (forged(table=the_table(["weight", "weight", "float32", [4, 3, 1]])), "other tensors"),
-        (forged(table=the_table(["weight", "weight", "float32", [4, 4]])), "has 16 elements, its items hold 12"),
+        (forged(table=the_table(["weight", "weight", "float32", [4, 4]])), "has 16 elements, its pieces hold 12"),
         (forged(table=the_table(["weight", "weight", "float32", [3, 3]])), "outside its shape"),
         (forged(table=the_table(["weight", "weight", "bfloat16", [4, 3]])), "the file has 36"),
         (forged(columns=b"x"), "does not decompress"),
@@ -241,10 +241,10 @@ def column(number: int, value: int) -> Callable[[], bytes]:
         (column(8, -1), "outside its shape"),
         (column(8, 3), "outside its shape"),
         (column(8, 2**63 - 1), "outside its shape"),
-        (column(8, 1), "items of weight of 'weight' overlap"),
+        (column(8, 1), "pieces of weight of 'weight' overlap"),
         (column(18, 0), "outside its shape"),
         (column(18, -(2**63)), "outside its shape"),
-        (column(18, 1), "its items hold 9"),
+        (column(18, 1), "its pieces hold 9"),
         (column(20, 1), "exp_avg of 'norm' .* hold 6"),
     ],
 )
@@ -285,21 +285,21 @@ def test_random_cuts_are_judged_as_by_counting() -> None:
     judged = {True: 0, False: 0}
     for _ in range(2000):
         count = np.zeros(tensor.shape, int)
-        items: list[tuple[int, Place]] = []
-        while (count == 0).any() and len(items) < 12:
+        pieces: list[tuple[int, Place]] = []
+        while (count == 0).any() and len(pieces) < 12:
             low = [int(random.integers(0, size)) for size in tensor.shape]
             if random.random() < 0.9:
                 low = [int(position) for position in np.argwhere(count == 0)[0]]
             size = [int(random.integers(1, limit - start + 1)) for start, limit in zip(low, tensor.shape, strict=True)]
             count[low[0] : low[0] + size[0], low[1] : low[1] + size[1]] += 1
-            items.append((0, (tuple(low), tuple(size))))
+            pieces.append((0, (tuple(low), tuple(size))))
         exact = bool((count == 1).all())
         judged[exact] += 1
         if exact:
-            merged([an_index([tensor], items)])
+            merged([an_index([tensor], pieces)])
         else:
             with pytest.raises(CheckpointCorruptError):
-                merged([an_index([tensor], items)])
+                merged([an_index([tensor], pieces)])
     assert min(judged.values()) > 50
 
 

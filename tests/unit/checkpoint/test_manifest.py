@@ -37,7 +37,7 @@ def a_manifest(**changes: Any) -> Manifest:
         "created": datetime(2026, 11, 21, tzinfo=UTC),
         "run": RunState(cursor=1200, updates=1199, metrics={"evalLoss": 1e-05}),
         "files": (StoredFile(name="a.bin", size=48), StoredFile(name="b.bin", size=24)),
-        "index": StoredIndex(name="items.idx", size=100, sha256=DIGEST, tensors=3),
+        "index": StoredIndex(name="index.idx", size=100, sha256=DIGEST, tensors=3),
         "kinds": {"weight": 24, "exp_avg": 24, "exp_avg_sq": 24},
     }
     return Manifest(**{**fields, **changes})
@@ -106,7 +106,7 @@ def test_no_json_no_manifest(raw: bytes) -> None:
         (lambda m: m.update(formatVersion=3), "format version 3, this program reads 1 and 2"),
         (lambda m: m["files"][0].update(name="../../etc/passwd"), "name is wrong"),
         (lambda m: m["files"][0].update(name="/etc/passwd"), "name is wrong"),
-        (lambda m: m["index"].update(name="../items.idx"), "name is wrong"),
+        (lambda m: m["index"].update(name="../index.idx"), "name is wrong"),
         (lambda m: m["files"].append(m["files"][0]), "twice"),
         (lambda m: m["index"].update(name="a.bin"), "twice"),
         (lambda m: m["files"][0].update(size=-1), "size is wrong"),
@@ -125,11 +125,11 @@ def test_contradictions_are_refused(change: Callable[[dict[str, Any]], None], me
 
 def test_missing_and_truncated_files_are_named() -> None:
     files = tuple(StoredFile(name=f"{name}.bin", size=48) for name in "abc")
-    problems = missing_or_wrong(a_manifest(files=files), {"a.bin": 48, "b.bin": 47, "items.idx": 99, "extra.bin": 1})
+    problems = missing_or_wrong(a_manifest(files=files), {"a.bin": 48, "b.bin": 47, "index.idx": 99, "extra.bin": 1})
     assert problems == [
         "b.bin has 47 bytes instead of 48",
         "c.bin is missing",
-        "items.idx has 99 bytes instead of 100",
+        "index.idx has 99 bytes instead of 100",
     ]
 
 

@@ -32,9 +32,9 @@ def checkpoint(folder: Path, numbers: dict[str, Any], step: int = 10) -> LocalSt
     manifest = Manifest(
         step=step, attempt=1, job_uid=UID, world_size=1, created=datetime.now(UTC),
         run=RunState(numbers=numbers), files=(),
-        index=StoredIndex(name="items.idx", size=0, sha256="0" * 64, tensors=0),
+        index=StoredIndex(name="index.idx", size=0, sha256="0" * 64, tensors=0),
     )  # fmt: skip
-    store.put(f"{manifest.id.prefix}items.idx", b"")
+    store.put(f"{manifest.id.prefix}index.idx", b"")
     store.put(CheckpointId(1, step).manifest_key, encode_manifest(manifest))
     return store
 

@@ -31,7 +31,7 @@ _WEIGHT_NAME = re.compile(r"model\.(?:huggingface\.)?(.+)", re.DOTALL)
 _MOMENT_NAME = re.compile(r"optimizer\.state\.(?:huggingface\.)?(.+)\.([a-z_]+)", re.DOTALL)
 
 
-class _Item(StoredModel):
+class _Piece(StoredModel):
     offsets: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
     sizes: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
     file: FileName
@@ -43,7 +43,7 @@ class _Item(StoredModel):
 class _Tensor(StoredModel):
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**48)], ...], Field(max_length=MAX_DIMENSIONS)]
-    items: tuple[_Item, ...]
+    pieces: Annotated[tuple[_Piece, ...], Field(alias="items")]
 
 
 _TENSORS = TypeAdapter(dict[str, _Tensor])
@@ -63,29 +63,29 @@ def index_of_format_1(document: Mapping[str, Any], files: tuple[StoredFile, ...]
     numbers = {file.name: number for number, file in enumerate(files)}
     named = {_new_name(name): (name, tensor) for name, tensor in tensors.items()}
     entries: list[StoredTensor] = []
-    rows: list[tuple[int, _Item]] = []
+    rows: list[tuple[int, _Piece]] = []
     for key, (name, tensor) in named.items():
         if key is None:
             continue
         if tensor.dtype not in DTYPES:
             raise CheckpointCorruptError(f"{name!r} has the unknown dtype {tensor.dtype!r}")
         entry = StoredTensor(*key, tensor.dtype, tensor.shape)
-        for item in tensor.items:
-            _check_item(name, entry, item, numbers, files)
-            if item.length:
-                rows.append((len(entries), item))
+        for piece in tensor.pieces:
+            _check_piece(name, entry, piece, numbers, files)
+            if piece.length:
+                rows.append((len(entries), piece))
         entries.append(entry)
     dimensions = max((len(entry.shape) for entry in entries), default=0)
     index = Index(
         tensors=tuple(entries),
         files=tuple(numbers),
         tensor=np.array([number for number, _ in rows], dtype=np.int64),
-        file=np.array([numbers[item.file] for _, item in rows], dtype=np.int64),
-        start=np.array([item.offset for _, item in rows], dtype=np.int64),
-        length=np.array([item.length for _, item in rows], dtype=np.int64),
-        offsets=padded([item.offsets for _, item in rows], 0, dimensions),
-        sizes=padded([item.sizes for _, item in rows], 1, dimensions),
-        digests=np.frombuffer(b"".join(bytes.fromhex(item.sha256) for _, item in rows), dtype=np.uint8).reshape(
+        file=np.array([numbers[piece.file] for _, piece in rows], dtype=np.int64),
+        start=np.array([piece.offset for _, piece in rows], dtype=np.int64),
+        length=np.array([piece.length for _, piece in rows], dtype=np.int64),
+        offsets=padded([piece.offsets for _, piece in rows], 0, dimensions),
+        sizes=padded([piece.sizes for _, piece in rows], 1, dimensions),
+        digests=np.frombuffer(b"".join(bytes.fromhex(piece.sha256) for _, piece in rows), dtype=np.uint8).reshape(
             len(rows), DIGEST_BYTES
         ),
     )
@@ -101,14 +101,14 @@ def _new_name(name: str) -> tuple[str, str] | None:
     return None
 
 
-def _check_item(
-    name: str, entry: StoredTensor, item: _Item, numbers: Mapping[str, int], files: tuple[StoredFile, ...]
+def _check_piece(
+    name: str, entry: StoredTensor, piece: _Piece, numbers: Mapping[str, int], files: tuple[StoredFile, ...]
 ) -> None:
-    if item.file not in numbers:
-        raise CheckpointCorruptError(f"tensor {name!r} lies in {item.file!r}, which the manifest does not list")
-    if item.offset + item.length > files[numbers[item.file]].size:
-        raise CheckpointCorruptError(f"tensor {name!r} ends beyond the end of {item.file!r}")
-    if not len(item.offsets) == len(item.sizes) == len(entry.shape):
-        raise CheckpointCorruptError(f"an item of tensor {name!r} has another number of dimensions")
-    if item.length != entry.itemsize * int(np.prod(item.sizes, dtype=object)):
-        raise CheckpointCorruptError(f"an item of {name!r} has {item.length} bytes, which its shape contradicts")
+    if piece.file not in numbers:
+        raise CheckpointCorruptError(f"tensor {name!r} lies in {piece.file!r}, which the manifest does not list")
+    if piece.offset + piece.length > files[numbers[piece.file]].size:
+        raise CheckpointCorruptError(f"tensor {name!r} ends beyond the end of {piece.file!r}")
+    if not len(piece.offsets) == len(piece.sizes) == len(entry.shape):
+        raise CheckpointCorruptError(f"a piece of tensor {name!r} has another number of dimensions")
+    if piece.length != entry.itemsize * int(np.prod(piece.sizes, dtype=object)):
+        raise CheckpointCorruptError(f"a piece of {name!r} has {piece.length} bytes, which its shape contradicts")

@@ -1,18 +1,18 @@
 """The index of a checkpoint: which bytes of which file are which part of which tensor, with a digest of each.
 
-An *item* is a rectangle of one tensor, raw little-endian bytes in row-major order. Items fill their files without gaps,
-and their tensors exactly. The object in the store is, numbers little-endian::
+A *piece* is a rectangle of one tensor, raw little-endian bytes in row-major order. Pieces fill their files without
+gaps, and their tensors exactly. The object in the store is, numbers little-endian::
 
     8 bytes   "sftindex"
-    5 × u64   bytes of the table, tensors, files, items, dimensions
+    5 × u64   bytes of the table, tensors, files, pieces, dimensions
     zlib      the table: JSON, [name, kind, dtype, [shape]] of every tensor
-              i64 of every file: how many items it has
-              i32 of every item, in the order in which they lie in the files: number of its tensor
-              i64 of every dimension, of every item: where it starts (tensors with fewer dimensions start at 0)
-              i64 of every dimension, of every item: its size there (tensors with fewer dimensions: 1)
-    32 bytes  of every item: SHA-256
+              i64 of every file: how many pieces it has
+              i32 of every piece, in the order in which they lie in the files: number of its tensor
+              i64 of every dimension, of every piece: where it starts (tensors with fewer dimensions start at 0)
+              i64 of every dimension, of every piece: its size there (tensors with fewer dimensions: 1)
+    32 bytes  of every piece: SHA-256
 
-Digests cannot be compressed, so the length of the object bounds the number of items, and with it what the rest may
+Digests cannot be compressed, so the length of the object bounds the number of pieces, and with it what the rest may
 decompress to. Nothing that contradicts itself becomes an ``Index``.
 """
 
@@ -36,11 +36,11 @@ from sft_trainer.boxes import Rectangle
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 
 MAX_INDEX_BYTES = 256 * 2**20
-"""Eight million items: 1,000 ranks that hold a part of each of 8,000 tensors."""
+"""Eight million pieces: 1,000 ranks that hold a part of each of 8,000 tensors."""
 MAX_TABLE_BYTES = 8 * 2**20
 MAX_DIMENSIONS = 6
-MAX_ITEM_BYTES = 2**30
-"""Readers hold whole items in memory. What is written is smaller (``pieces``)."""
+MAX_READ_BYTES = 2**30
+"""Of a piece: readers hold whole ones in memory. Those that are written are smaller (``pieces``)."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -95,25 +95,25 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """Items as columns; the rows of ``offsets`` and ``sizes`` are padded to the dimensions of the largest tensor."""
+    """Pieces as columns; the rows of ``offsets`` and ``sizes`` are padded to the dimensions of the largest tensor."""
 
     tensors: tuple[StoredTensor, ...]
     files: tuple[str, ...]
     """Names."""
     tensor: Integers
-    """Of every item: which one of ``tensors``."""
+    """Of every piece: which one of ``tensors``."""
     file: Integers
-    """Of every item: which one of ``files``."""
+    """Of every piece: which one of ``files``."""
     start: Integers
-    """Of every item: its first byte in the file."""
+    """Of every piece: its first byte in the file."""
     length: Integers
-    """Of every item, in bytes."""
+    """Of every piece, in bytes."""
     offsets: Integers
-    """(items, dimensions)"""
+    """(pieces, dimensions)"""
     sizes: Integers
-    """(items, dimensions)"""
+    """(pieces, dimensions)"""
     digests: NDArray[np.uint8]
-    """(items, 32)"""
+    """(pieces, 32)"""
 
     @classmethod
     def of(
@@ -125,7 +125,7 @@ class Index:
         sizes: Integers,
         digests: NDArray[np.uint8],
     ) -> Self:
-        """Items in the order in which they lie in ``files``, each a name and how many items it has."""
+        """Pieces in the order in which they lie in ``files``, each a name and how many pieces it has."""
         itemsize = np.array([entry.itemsize for entry in tensors], dtype=np.int64)
         length = sizes.prod(axis=1, dtype=np.int64) * itemsize[tensor] if len(tensor) else np.zeros(0, np.int64)
         counts = np.array([count for _, count in files], dtype=np.int64)
@@ -145,7 +145,7 @@ class Index:
 
     @property
     def file_sizes(self) -> list[int]:
-        """Bytes of the items of every file."""
+        """Bytes of the pieces of every file."""
         sizes = np.zeros(len(self.files), np.int64)
         np.add.at(sizes, self.file, self.length)
         return [int(size) for size in sizes]
@@ -155,8 +155,8 @@ class Index:
         """Place in ``tensors`` of every name and kind."""
         return {entry.key: number for number, entry in enumerate(self.tensors)}
 
-    def items_of(self, number: int) -> Integers:
-        """The items of one tensor."""
+    def pieces_of(self, number: int) -> Integers:
+        """The pieces of one tensor."""
         order, ends = self._by_tensor
         return order[0 if number == 0 else ends[number - 1] : ends[number]]
 
@@ -166,7 +166,7 @@ class Index:
         return order, np.cumsum(np.bincount(self.tensor, minlength=len(self.tensors)))
 
     def take(self, rows: Integers) -> "Index":
-        """The same with these items only."""
+        """The same with these pieces only."""
         return Index(
             self.tensors,
             self.files,
@@ -180,7 +180,7 @@ class Index:
         )
 
     def place(self, row: int) -> Rectangle:
-        """Of one item, in its tensor."""
+        """Of one piece, in its tensor."""
         dimensions = len(self.tensors[self.tensor[row]].shape)
         return Rectangle(tuple(self.offsets[row, :dimensions].tolist()), tuple(self.sizes[row, :dimensions].tolist()))
 
@@ -228,16 +228,16 @@ def decode_index(raw: bytes, files: Sequence[StoredFile]) -> Index:
         raise CheckpointCorruptError(f"the index has {len(raw)} bytes, at most {MAX_INDEX_BYTES} are read")
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
         raise CheckpointCorruptError("the index is none: its first bytes are wrong")
-    _, table_bytes, tensor_count, file_count, items, dimensions = _HEAD.unpack_from(raw)
-    digest_bytes = items * DIGEST_BYTES
+    _, table_bytes, tensor_count, file_count, pieces, dimensions = _HEAD.unpack_from(raw)
+    digest_bytes = pieces * DIGEST_BYTES
     if digest_bytes > len(raw) - _HEAD.size or file_count != len(files) or dimensions > MAX_DIMENSIONS:
         raise CheckpointCorruptError(
-            f"the index tells of {items} items of {dimensions} dimensions in {file_count} files, which its "
+            f"the index tells of {pieces} pieces of {dimensions} dimensions in {file_count} files, which its "
             f"{len(raw)} bytes and the manifest's {len(files)} files contradict"
         )
     if table_bytes > MAX_TABLE_BYTES:
         raise CheckpointCorruptError(f"the index has {table_bytes} bytes of names, at most {MAX_TABLE_BYTES} are read")
-    lengths = (table_bytes, 8 * file_count, 4 * items, 8 * items * dimensions, 8 * items * dimensions)
+    lengths = (table_bytes, 8 * file_count, 4 * pieces, 8 * pieces * dimensions, 8 * pieces * dimensions)
     columns = _decompressed(raw[_HEAD.size : len(raw) - digest_bytes], sum(lengths))
     ends = list(itertools.accumulate(lengths, initial=0))
     tensors = _tensors(columns[: ends[1]])
@@ -248,18 +248,18 @@ def decode_index(raw: bytes, files: Sequence[StoredFile]) -> Index:
         return np.frombuffer(columns[ends[number] : ends[number + 1]], dtype=dtype).astype(np.int64)
 
     counts, tensor = column(1, "<i8"), column(2, "<i4")
-    offsets, sizes = (column(number, "<i8").reshape(dimensions, items).T for number in (3, 4))
-    if counts.min(initial=0) < 0 or counts.max(initial=0) > items or counts.sum() != items:
-        raise CheckpointCorruptError("the index has items in no file")
+    offsets, sizes = (column(number, "<i8").reshape(dimensions, pieces).T for number in (3, 4))
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > pieces or counts.sum() != pieces:
+        raise CheckpointCorruptError("the index has pieces in no file")
     check_places(tensors, tensor, offsets, sizes)
-    digests = np.frombuffer(raw, dtype=np.uint8, offset=len(raw) - digest_bytes).reshape(items, DIGEST_BYTES)
+    digests = np.frombuffer(raw, dtype=np.uint8, offset=len(raw) - digest_bytes).reshape(pieces, DIGEST_BYTES)
     named = [(file.name, int(count)) for file, count in zip(files, counts, strict=True)]
     index = Index.of(tensors, named, tensor, offsets, sizes, digests)
-    if index.length.max(initial=0) > MAX_ITEM_BYTES:
-        raise CheckpointCorruptError(f"the index has an item of {index.length.max()} bytes: no reader could hold it")
+    if index.length.max(initial=0) > MAX_READ_BYTES:
+        raise CheckpointCorruptError(f"the index has a piece of {index.length.max()} bytes: no reader could hold it")
     for file, size in zip(files, index.file_sizes, strict=True):
         if file.size != size:
-            raise CheckpointCorruptError(f"the items of {file.name} have {size} bytes, the file has {file.size}")
+            raise CheckpointCorruptError(f"the pieces of {file.name} have {size} bytes, the file has {file.size}")
     return index
 
 
@@ -301,31 +301,31 @@ def _tensor(row: Any) -> StoredTensor:
 
 
 def check_places(tensors: Sequence[StoredTensor], tensor: Integers, offsets: Integers, sizes: Integers) -> None:
-    """Raise unless every item lies within its tensor and the items of every tensor cover it exactly."""
+    """Raise unless every piece lies within its tensor and the pieces of every tensor cover it exactly."""
     if tensor.min(initial=0) < 0 or tensor.max(initial=-1) >= len(tensors):
-        raise CheckpointCorruptError("the index has items of no tensor")
+        raise CheckpointCorruptError("the index has pieces of no tensor")
     shapes = padded([entry.shape for entry in tensors], 1, offsets.shape[1])
     own = shapes[tensor]
     # In this order: no difference or product leaves the range of 64 bits.
     inside = ((sizes >= 1) & (sizes <= own) & (offsets >= 0)).all(axis=1) & (offsets <= own - sizes).all(axis=1)
     if not inside.all():
         wrong = tensors[tensor[int(np.argmin(inside))]]
-        raise CheckpointCorruptError(f"an item of {wrong} lies outside its shape {list(wrong.shape)}")
+        raise CheckpointCorruptError(f"a piece of {wrong} lies outside its shape {list(wrong.shape)}")
     held = np.zeros(len(tensors), np.int64)
     np.add.at(held, tensor, sizes.prod(axis=1, dtype=np.int64))
     for number, (volume, entry) in enumerate(zip(held.tolist(), tensors, strict=True)):
         if volume != math.prod(entry.shape):
             raise CheckpointCorruptError(
-                f"{entry} of shape {list(entry.shape)} has {math.prod(entry.shape)} elements, its items hold "
+                f"{entry} of shape {list(entry.shape)} has {math.prod(entry.shape)} elements, its pieces hold "
                 f"{held[number]}"
             )
     for rows in _whole_tensors(tensor, offsets.shape[1]):
         if (wrong_one := _first_not_covered(tensor[rows], offsets[rows], sizes[rows], shapes)) is not None:
-            raise CheckpointCorruptError(f"items of {tensors[wrong_one]} overlap")
+            raise CheckpointCorruptError(f"pieces of {tensors[wrong_one]} overlap")
 
 
 def _whole_tensors(tensor: Integers, dimensions: int) -> Iterator[Integers]:
-    """Items in groups that hold all items of their tensors, of bounded size where the largest tensor allows."""
+    """Pieces in groups that hold all pieces of their tensors, of bounded size where the largest tensor allows."""
     order = np.argsort(tensor, kind="stable")
     most = _CORNERS_AT_ONCE >> dimensions
     ends = np.flatnonzero(np.diff(tensor[order], append=-1)) + 1
@@ -337,15 +337,15 @@ def _whole_tensors(tensor: Integers, dimensions: int) -> Iterator[Integers]:
 
 
 def _first_not_covered(tensor: Integers, offsets: Integers, sizes: Integers, shapes: Integers) -> int | None:
-    """A tensor that its items, which lie within it, do not cover exactly; None when all are.
+    """A tensor that its pieces, which lie within it, do not cover exactly; None when all are.
 
     The mixed difference of a rectangle's indicator function is ±1 at its corners and 0 elsewhere, and determines the
-    function. So items cover a tensor exactly when the signed corners of all add up to those of the tensor.
+    function. So pieces cover a tensor exactly when the signed corners of all add up to those of the tensor.
     """
     numbers = np.unique(tensor)
     cut = np.flatnonzero((sizes != shapes[tensor]).any(axis=0))  # in the other dimensions nothing can overlap by half
     if (len(tensor) + len(numbers)) << len(cut) > _MAX_CORNERS:
-        raise CheckpointCorruptError(f"a tensor in {len(tensor)} items cannot be checked")
+        raise CheckpointCorruptError(f"a tensor in {len(tensor)} pieces cannot be checked")
     owner = np.concatenate([tensor, numbers])
     low = np.concatenate([offsets, np.zeros((len(numbers), offsets.shape[1]), np.int64)])[:, cut]
     size = np.concatenate([sizes, shapes[numbers]])[:, cut]
@@ -365,7 +365,7 @@ def _first_not_covered(tensor: Integers, offsets: Integers, sizes: Integers, sha
 
 
 def merged(parts: Sequence[Index]) -> Index:
-    """The items of all ranks; CheckpointCorruptError where they contradict each other or do not cover the tensors."""
+    """The pieces of all ranks; CheckpointCorruptError where they contradict each other or do not cover the tensors."""
     numbers: dict[tuple[str, str], int] = {}
     tensors: list[StoredTensor] = []
     for entry in (entry for part in parts for entry in part.tensors):

@@ -1,6 +1,6 @@
-"""Boxes out of a checkpoint folder: the leader reads the index, every rank the items that overlap its boxes.
+"""Boxes out of a checkpoint folder: the leader reads the index, every rank the pieces that overlap its boxes.
 
-An item's bytes are compared with their digest before they become a tensor, and only files that the manifest lists are
+A piece's bytes are compared with their digest before they become a tensor, and only files that the manifest lists are
 read. Nothing is ever unpickled.
 """
 
@@ -150,7 +150,7 @@ def _updates_of_format_1(store: Store, manifest: Manifest, index: Index) -> int:
 
 
 def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
-    """For each of ``wanted`` the items that overlap any of its boxes, in the order in which they lie in the files.
+    """For each of ``wanted`` the pieces that overlap any of its boxes, in the order in which they lie in the files.
 
     ConfigError when a tensor is missing in the index, or has another shape or dtype there; tensors that only the index
     has are left alone, so a part of a state (the weights, say) can be read.
@@ -168,13 +168,13 @@ def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
     for boxes in np.split(order, np.flatnonzero(np.diff(tensor[order])) + 1):
         if not len(boxes):
             continue
-        items = index.items_of(int(tensor[boxes[0]]))
-        begin, end = index.offsets[items], index.offsets[items] + index.sizes[items]
-        hit = np.ones((len(boxes), len(items)), dtype=bool)
+        pieces = index.pieces_of(int(tensor[boxes[0]]))
+        begin, end = index.offsets[pieces], index.offsets[pieces] + index.sizes[pieces]
+        hit = np.ones((len(boxes), len(pieces)), dtype=bool)
         for d in range(dimensions):
             hit &= (low[boxes, d, None] < end[:, d]) & (high[boxes, d, None] > begin[:, d])
         for box, hits in zip(boxes, hit, strict=True):
-            found[owner[box]].append(items[hits])
+            found[owner[box]].append(pieces[hits])
     return [np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64) for rows in found]
 
 
@@ -192,7 +192,7 @@ def _check_fits(index: Index, entry: StoredTensor) -> None:
 
 
 def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
-    """Read the items of ``index``, several at a time, and copy what overlaps into ``boxes``."""
+    """Read the pieces of ``index``, several at a time, and copy what overlaps into ``boxes``."""
     by_tensor: dict[tuple[str, str], list[Box]] = {}
     for box in boxes:
         by_tensor.setdefault((box.name, box.kind), []).append(box)
@@ -214,7 +214,7 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
 
 
 def _verified(store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes) -> torch.Tensor:
-    """The values of one item, whose bytes are what the index says."""
+    """The values of one piece, whose bytes are what the index says."""
     entry = index.tensors[index.tensor[row]]
     key, start, length = f"{prefix}{index.files[index.file[row]]}", int(index.start[row]), int(index.length[row])
     try:

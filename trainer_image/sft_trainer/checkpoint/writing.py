@@ -61,7 +61,7 @@ def _finish(parts: Sequence[Index | Failure], store: Store, prefix: str, commit:
     except CheckpointCorruptError as error:
         # Nothing was damaged yet: the ranks disagree about who holds what.
         raise CheckpointSaveError(f"what the ranks hold is no whole state: {error}") from error
-    name = f"items-{secrets.token_hex(4)}.idx"
+    name = f"index-{secrets.token_hex(4)}.idx"
     with store.open_write(f"{prefix}{name}", len(raw)) as stream:
         stream.write(raw)
     contents = Contents(

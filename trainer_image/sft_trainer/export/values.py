@@ -146,10 +146,10 @@ def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
 
 
 def _row_ends(index: Index, number: int) -> Integers:
-    """Rows of a tensor at which no item goes on: cut there, no item is read twice."""
-    items = index.items_of(number)
-    begin = np.sort(index.offsets[items, 0])
-    end = np.sort(index.offsets[items, 0] + index.sizes[items, 0])
+    """Rows of a tensor at which no piece goes on: cut there, no piece is read twice."""
+    pieces = index.pieces_of(number)
+    begin = np.sort(index.offsets[pieces, 0])
+    end = np.sort(index.offsets[pieces, 0] + index.sizes[pieces, 0])
     rows = np.unique(end)
     found: Integers = rows[np.searchsorted(begin, rows, "left") == np.searchsorted(end, rows, "right")]
     return found
