@@ -144,7 +144,7 @@ def _begin_without_preloading(deadline: float) -> NoReturn:
 def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
     import torch
 
-    from . import kernels, runs
+    from . import kernels, runs, steps
     from .inputs import make_small_inputs
     from .isolated import Check, Outcome, last_lines, run_isolated
 
@@ -161,6 +161,8 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("group", kernels.group),
             ("memory", kernels.memory),
             ("out_of_memory", kernels.out_of_memory),
+            ("together", lambda device: steps.together(work / "inputs", device)),
+            ("skipped", lambda device: steps.skipped(work / "inputs", device)),
         )
     ]
     whole = runs.checks(work / "inputs", work / "checks", device)

@@ -71,10 +71,10 @@ def forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]
         process.kill()
 
 
-def run_worker(config: TrainerConfig, folder: Path, *, module: str) -> None:
+def run_worker(config: TrainerConfig, folder: Path, *, module: str, arguments: Sequence[str] = ()) -> None:
     """Run the only worker of ``config`` to its end; raises with the end of its log when that is none to be glad of."""
     environment = {**worker_environment(config, folder), "RANK": "0", "LOCAL_RANK": "0"}
-    with forked(module, [], environment, folder / "rank-0.log") as worker:
+    with forked(module, arguments, environment, folder / "rank-0.log") as worker:
         code = worker.wait()
     if code != 0:
         raise RuntimeError(f"the worker ended with {code}: {worker.log.read_text(errors='replace')[-3000:]}")

@@ -1,6 +1,7 @@
 """Checks of whole runs on the device: the trainer through its front door, a configuration and a worker process."""
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,6 +171,27 @@ def _mean_loss(model: Any, examples: list[tuple[torch.Tensor, torch.Tensor]]) ->
     return total / count
 
 
+def launched(place: Place) -> dict[str, Figure]:
+    """No launch of a step waits for the device, once the first two are made; a resumed run begins with one bin at once.
+
+    On a CPU, which is never waited for, nothing may read a value, and memory for several bins is only pretended.
+    """
+    config = place.config("launched", training={"steps": 10, "precision": "bf16"})
+    made: list[list[dict[str, Any]]] = []
+    for stop in (5, 0):
+        file = place.folder / f"stopped-at-{stop}"
+        run_worker(config, file.with_suffix(".run"), module="tests.gpu.watched", arguments=[str(file), str(stop)])
+        made.append([json.loads(line) for line in file.read_text().splitlines()])
+    if [step["step"] for run in made for step in run] != list(range(1, 11)):
+        raise AssertionError(f"not the ten steps of a run that was stopped and resumed: {made}")
+    at_once = [[step["at_once"] for step in run] for run in made]
+    if any(run[:2] != [1, 1] or min(run[2:]) < 2 for run in at_once):
+        raise AssertionError(f"not one bin at once in two steps of a process, then several: {at_once}")
+    watched = sum(step["watched"] for run in made for step in run)
+    said = "launches_that_wait_for_nothing" if place.device.type == "cuda" else "launches_that_read_nothing"
+    return {said: watched, "bins_at_once": at_once[0][-1]}
+
+
 def checks(inputs: Path, folder: Path, device: torch.device) -> list[tuple[str, Callable[[], dict[str, Figure]]]]:
     """All checks of whole runs, by name; each has a folder of that name below ``folder``."""
     # Steps of a GPU take milliseconds: many of them, so that a kill comes between the first save and the end.
@@ -180,6 +202,7 @@ def checks(inputs: Path, folder: Path, device: torch.device) -> list[tuple[str, 
 
     return [
         ("precision", lambda: precision(at("precision"))),
+        ("launched", lambda: launched(at("launched"))),
         ("resumed", lambda: resumed(at("resumed"), steps, every, kill_after)),
         ("saved_and_exported", lambda: saved_and_exported(at("saved_and_exported"))),
     ]

@@ -1,28 +1,26 @@
 """What FSDP promises the loop: what is trained, steps skipped on the device, bins alone or together."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from sft_trainer.data.batches import MicroBatch, empty_micro_batch
+from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
-from sft_trainer.topology import Topology
+from sft_trainer.topology import ALONE, Topology
 from sft_trainer.trainable import EVERYTHING, Trainable
+from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
 CPU = torch.device("cpu")
-ALONE = Topology(rank=0, local_rank=0, world_size=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,16 +46,8 @@ def strategy(path: Path, trainable: Trainable = EVERYTHING, *, precision: str = 
     return built
 
 
-def some_bin(seed: int, *lengths: int) -> BinTensors:
-    ids = np.random.default_rng(seed).integers(3, 128, sum(lengths))
-    ends = np.cumsum(lengths)
-    targets = np.setdiff1d(np.arange(sum(lengths)), ends - 1)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    return BinTensors.of(MicroBatch(ids, positions, lengths, targets, ids[targets + 1]), seed=seed)
-
-
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
-BINS = (some_bin(1, 5, 9), some_bin(2, 12), some_bin(3, 3, 4, 6), some_bin(4, 7), some_bin(5, 2, 11))
+BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_bin(4, 7), random_bin(5, 2, 11))
 BIN_TOKENS = 512
 """Of the manifest: as long as an example may be."""
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
@@ -137,26 +127,14 @@ def _first_moments(of: FsdpStrategy) -> list[torch.Tensor]:
     return [whole(state["exp_avg"]) for state in of.optimizer.state.values()]
 
 
-@dataclass
-class RoomFor:
-    """A device with memory for so many bins at once."""
-
-    bins: int
-
-    def allocated(self) -> int:
-        return 2**30
-
-    def most_allocated(self) -> int:
-        return 2**30 + max(bin_.input_ids.shape[0] for bin_ in BINS)  # a byte a token
-
-    def available(self) -> int:
-        return int((2**30 + (self.bins + 0.5) * BIN_TOKENS) / 0.8)
+def room_for(bins: int) -> RoomFor:
+    return RoomFor(bins, BIN_TOKENS, seen=max(bin_.input_ids.shape[0] for bin_ in BINS))
 
 
 @pytest.mark.parametrize("together", [2, 3, 5])
 def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) -> None:
     # Given two alike, of which one has memory for more than one bin
-    alone, grouped = strategy(folder), strategy(folder, memory=RoomFor(together))
+    alone, grouped = strategy(folder), strategy(folder, memory=room_for(together))
     forwards: list[int] = []
     grouped.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
     bins = [*BINS, EMPTY]
@@ -179,7 +157,7 @@ def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) 
 
 def test_where_random_numbers_are_drawn_every_bin_goes_alone(tmp_path: Path) -> None:
     save_model("llama", tmp_path, attention_dropout=0.25)
-    alone, asked = strategy(tmp_path), strategy(tmp_path, memory=RoomFor(3))
+    alone, asked = strategy(tmp_path), strategy(tmp_path, memory=room_for(3))
     for one in (alone, asked):
         for _ in range(2):
             one.forward_backward(BINS, TRAINED)

@@ -1,0 +1,121 @@
+"""Checks of steps of the strategy on the device: what of them only a GPU can show."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import EVERYTHING
+from tests.bins import RoomFor, random_bin
+from tests.parity.runs import manifest, resolve
+
+from .figures import Figure
+from .kernels import error_of, require
+
+_LENGTHS = ((75, 45), (128,), (1, 17, 100), (16,) * 8, (65, 62))
+"""Of the documents of every bin."""
+_BIN_TOKENS = 512
+"""Of a full bin: as long as an example may be."""
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """A process group of one."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if on_gpu else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _strategy(inputs: Path, device: torch.device, memory: RoomFor | None = None) -> FsdpStrategy:
+    """The small model of ``inputs`` in bf16, as it is trained."""
+    config = resolve(manifest(inputs, inputs.with_name("store"), training={"precision": "bf16"}))
+    strategy = FsdpStrategy(config, build_on_meta(inputs / "model"), EVERYTHING, ALONE, device, memory)
+    load_weights(strategy.boxes("trained"), strategy.model.names, inputs / "model")
+    strategy.loaded()
+    return strategy
+
+
+def _bins() -> tuple[list[BinTensors], int]:
+    """Bins, and how many of their tokens are trained."""
+    bins = [random_bin(seed, *lengths, vocabulary=512) for seed, lengths in enumerate(_LENGTHS)]
+    return bins, sum(len(bin_.labels) for bin_ in bins)
+
+
+def _gradients(strategy: FsdpStrategy) -> torch.Tensor:
+    """All of them as one vector."""
+    parts: list[Any] = [parameter.grad for parameter in strategy.model.parameters()]
+    return torch.cat([part.full_tensor().flatten() for part in parts])
+
+
+def _state(strategy: FsdpStrategy) -> list[torch.Tensor]:
+    """Copies of weights, moments and counts of updates."""
+    boxes = strategy.boxes("trained") + strategy.boxes("optimizer")
+    counts = [state["step"].clone() for state in strategy.optimizer.state.values()]
+    return [*(box.read().clone() for box in boxes), *counts]
+
+
+def together(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """Several bins in one forward pass in bf16 against one at a time: loss and gradients."""
+    bins, trained = _bins()
+    with _alone(device):
+        alone = _strategy(inputs, device)
+        grouped = _strategy(inputs, device, RoomFor(3, _BIN_TOKENS, seen=max(map(sum, _LENGTHS))))
+        forwards: list[int] = []
+        grouped.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
+        # Two steps show it how much memory a bin takes.
+        for _ in range(2):
+            grouped.forward_backward(bins, trained)
+        grouped.optimizer.zero_grad()
+        forwards.clear()
+        one, several = (float(each.forward_backward(bins, trained)) for each in (alone, grouped))
+        error = error_of(_gradients(grouped), _gradients(alone))
+    if len(forwards) != 2:
+        raise AssertionError(f"{len(bins)} bins, three at a time, took {len(forwards)} forward passes")
+    require("several bins at once: error of the loss", abs(several / one - 1), 1e-3)
+    require("several bins at once: error of the gradients", error, 2e-2)
+    return {"together_loss_error": abs(several / one - 1), "together_gradient_error": error}
+
+
+def skipped(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """A step whose gradients are not finite, which only the device knows: it changes nothing, the next one does."""
+    bins, trained = _bins()
+    with _alone(device):
+        strategy = _strategy(inputs, device)
+
+        def step(factor: float) -> list[torch.Tensor]:
+            strategy.forward_backward(bins, trained)
+            for parameter in strategy.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+            norm = strategy.grad_norm()
+            strategy.apply(1e-3, 1.0, norm, torch.isfinite(norm))
+            return _state(strategy)
+
+        first = step(1.0)
+        for factor in (float("nan"), float("inf")):
+            changed = sum(not torch.equal(*pair) for pair in zip(step(factor), first, strict=True))
+            if changed:
+                raise AssertionError(f"gradients of {factor} changed {changed} of {len(first)} tensors")
+        changed = sum(not torch.equal(*pair) for pair in zip(step(1.0), first, strict=True))
+        if changed < len(first) // 2 or strategy.updates != 2:
+            raise AssertionError(f"a good step changed {changed} of {len(first)} tensors: update {strategy.updates}")
+    return {"skipped_steps_changed": 0}
