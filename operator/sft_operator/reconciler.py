@@ -13,7 +13,7 @@ import aiohttp
 from sft_api.v1alpha1 import KIND
 
 from .cluster.asking import Asking
-from .cluster.children import Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
+from .cluster.children import ChildError, Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
 from .cluster.client import ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
@@ -161,18 +161,23 @@ class Reconciler:
         self._picture.store("Job", changed)
         self._remember(key, job_changed)
 
-    def _refused(self, key: Key, error: NameTakenError | RefusedError) -> None:
+    def _refused(self, key: Key, error: ChildError) -> None:
         going = isinstance(error, RefusedError) and "being terminated" in error.error.message
-        refusal, clock = refusal_of(error, self._now()), self._clock()
-        self._remember(key, lambda memory: refused(memory, refusal, namespace_going=going, clock=clock))
+        logger.warning("%s: %s", key, error)
+        refusal, clock, pause = refusal_of(error, self._now()), self._clock(), _pause_asked(error)
+        self._remember(
+            key, lambda memory: refused(memory, refusal, namespace_going=going, clock=clock, pause_asked=pause)
+        )
 
     async def _heal(self, key: Key, action: HealChildren) -> None:
-        refusal = None
+        refusal, pause = None, 0.0
         try:
             await self._children.heal(action.owner, action.job)
         except (NameTakenError, RefusedError, ConfigLostError) as error:
-            refusal = refusal_of(error, self._now())
-        self._remember(key, lambda memory: healed(memory, refusal))
+            logger.warning("%s: its children cannot be looked after: %s", key, error)
+            refusal, pause = refusal_of(error, self._now()), _pause_asked(error)
+        clock = self._clock()
+        self._remember(key, lambda memory: healed(memory, refusal, clock=clock, pause_asked=pause))
 
     async def _give_up(self, key: Key, action: GiveUpPod) -> None:
         pod = action.pod
@@ -236,6 +241,11 @@ class Reconciler:
             await self._patch_status(key, manifest, patch)
         except Exception as also:
             logger.warning("%s: nor can that be said on the job: %s", key, also)
+
+
+def _pause_asked(error: ChildError) -> float:
+    """Seconds for which the API server asks to be left alone."""
+    return (error.error.retry_after or 0.0) if isinstance(error, RefusedError) else 0.0
 
 
 class StatusRefusedError(Exception):

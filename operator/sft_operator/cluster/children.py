@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TypeVar
 
+import aiohttp
+
 from sft_api.v1alpha1 import KIND
 from sft_api.v1alpha1.job import ObjectMeta
 
@@ -51,15 +53,18 @@ class ConfigLostError(Exception):
 
 
 class RefusedError(Exception):
-    """The API server refused a child for good."""
+    """The API server refused a child for good, or (codes from 500 on) could not take it now."""
 
     def __init__(self, kind: str, error: ApiError) -> None:
-        super().__init__(str(error))
+        super().__init__(f"the {kind}: {error}")
         self.kind = kind
         self.error = error
 
 
-def refusal_of(error: NameTakenError | RefusedError | ConfigLostError, now: datetime) -> Refusal:
+ChildError = NameTakenError | ConfigLostError | RefusedError
+
+
+def refusal_of(error: ChildError, now: datetime) -> Refusal:
     """What the status shows of ``error``."""
     if isinstance(error, NameTakenError):
         return Refusal(error.kind, 409, str(error), now, passing=error.passing)
@@ -69,7 +74,7 @@ def refusal_of(error: NameTakenError | RefusedError | ConfigLostError, now: date
 
 
 class Children:
-    """The children of all SFTJobs. Raises ``NameTakenError``, ``RefusedError``, and like ``Cluster``."""
+    """The children of all SFTJobs. Raises ``NameTakenError`` and ``RefusedError``."""
 
     def __init__(self, cluster: Cluster, settings: Settings) -> None:
         self._cluster = cluster
@@ -103,7 +108,7 @@ class Children:
             return job
         metadata = job["metadata"]
         patch = {"metadata": {"labels": {MANAGED_BY_LABEL: MANAGER}}}
-        with _final("Job"):
+        with _told("Job"):
             mended = await self._cluster.patch("Job", metadata["namespace"], metadata["name"], patch)
         if not _is_watched(mended):
             words = f"something in this cluster changes its label {MANAGED_BY_LABEL}, which has to be {MANAGER}"
@@ -112,7 +117,7 @@ class Children:
 
     async def change_job(self, namespace: str, child: ChildJob, patch: Manifest) -> Manifest:
         """The Job after a merge patch."""
-        with _final("Job"):
+        with _told("Job"):
             return await self._cluster.patch("Job", namespace, child.name, patch)
 
     async def heal(self, owner: ObjectMeta, child: ChildJob) -> None:
@@ -150,7 +155,7 @@ class Children:
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         if found is not None:
             # Not changed in place: neither a ConfigMap that is immutable nor the address of a Service can be.
-            with _final(kind):
+            with _told(kind):
                 await self._cluster.delete(kind, owner.namespace, name, uid=found["metadata"]["uid"])
         await self._create(owner, wanted)
         what = "altered" if found else "gone"
@@ -165,7 +170,7 @@ class Children:
 
     async def _found(self, kind: str, owner: ObjectMeta, name: str) -> Manifest | None:
         try:
-            with _final(kind):
+            with _told(kind):
                 return await self._cluster.get(kind, owner.namespace, name)
         except RefusedError as error:
             if error.error.code == 404:
@@ -175,14 +180,16 @@ class Children:
     async def _create(self, owner: ObjectMeta, manifest: Manifest) -> Manifest:
         """Create a child, and return it; one that exists already is fine when it is ours."""
         kind = manifest["kind"]
+        name = manifest["metadata"]["name"]
         try:
-            with _final(kind):
+            with _told(kind):
                 return await self._cluster.create(kind, owner.namespace, manifest, whole=kind == "Job")
         except ApiError as error:
-            if error.code != 409:
-                raise
-        found = await self._cluster.get(kind, owner.namespace, manifest["metadata"]["name"])
-        self._check_owner(owner, kind, found)
+            exists = error
+        found = await self._find(owner, kind, name)
+        if found is None:
+            gone = ApiError(503, "Conflict", f"{exists.message}; it has gone since")
+            raise RefusedError(kind, gone) from exists
         return found
 
     def _check_owner(self, owner: ObjectMeta, kind: str, found: Manifest) -> None:
@@ -195,28 +202,43 @@ class Children:
 def _all_good(answers: list[_Answer | BaseException]) -> list[_Answer]:
     """``answers``, if none is an error; raises one that lasts before those that pass, behind which it would hide."""
     faults = [answer for answer in answers if isinstance(answer, BaseException)]
-    lasting = (fault for fault in faults if isinstance(fault, NameTakenError | RefusedError | ConfigLostError))
-    for fault in (*lasting, *faults):
+    for fault in sorted(faults, key=_passes):
         raise fault
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
+def _passes(fault: BaseException) -> bool:
+    return isinstance(fault, RefusedError) and fault.error.code >= 500
+
+
 @contextmanager
-def _final(kind: str) -> Iterator[None]:
-    """Tells what the API server refuses for good from what may be tried again in a moment."""
+def _told(kind: str) -> Iterator[None]:
+    """Whatever the API server answers, or does not, is told on the job: a status that waits for it would stay empty.
+
+    What exists already is raised as it comes.
+    """
     try:
         yield
     except ApiError as error:
-        if error.denied:
-            # Taken for what its code says elsewhere, it would never be told: 409 is a conflict, 429 too many requests.
-            raise RefusedError(kind, ApiError(403, error.reason, error.message)) from error
-        # A status that waits for a webhook would stay empty.
-        if error.code in FINAL_REFUSALS or error.of_webhook:
-            raise RefusedError(kind, error) from error
-        raise
+        if error.reason == "AlreadyExists":
+            raise
+        raise RefusedError(kind, _with_plain_code(error)) from error
     except TimeoutError as error:
         hangs = ApiError(504, "Timeout", "no answer in time; a webhook of the cluster may hang")
         raise RefusedError(kind, hangs) from error
+    except aiohttp.ClientError as error:
+        away = ApiError(503, "Unreachable", f"it cannot be reached: {type(error).__name__}: {error}")
+        raise RefusedError(kind, away) from error
+
+
+def _with_plain_code(error: ApiError) -> ApiError:
+    """``error`` with a code that says whether it is for good: below 500, or not."""
+    if error.denied:
+        # With whatever code: 409 is a conflict elsewhere, 429 too many requests.
+        return ApiError(403, error.reason, error.message)
+    if error.code >= 500 or error.code in FINAL_REFUSALS:
+        return error
+    return ApiError(503, error.reason, error.message, error.retry_after)
 
 
 def _is_watched(job: Manifest) -> bool:

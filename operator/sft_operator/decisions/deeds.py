@@ -15,11 +15,15 @@ HEALING_SECONDS = 30.0
 _MAKE_AGAIN_SECONDS = 2.0
 """When a Job was made that is gone at once, or that cannot be read."""
 _LONGEST_REFUSAL_SECONDS = 300.0
+_PASSING_SECONDS = 2.0
+"""When an object of an earlier SFTJob is in the way, which is being deleted."""
 _GIVE_UP_AGAIN_SECONDS = 30.0
 """When the API server refused to let a stuck pod go."""
-_WEBHOOK_PATIENCE = timedelta(seconds=30)
-"""A webhook that does not answer for so long needs somebody."""
-_LONGEST_WEBHOOK_SECONDS = 30.0
+_SERVER_PATIENCE = timedelta(seconds=30)
+"""An API server, or a webhook of it, that cannot answer for so long needs somebody."""
+_LONGEST_SERVER_SECONDS = 30.0
+_HICCUP = timedelta(seconds=5)
+"""An API server that changes its leader, or sheds load, does not need a write of each job as well to tell of that."""
 
 
 def children_made(memory: Memory, previous: SFTJobStatus, job_uid: str | None, *, clock: float) -> Memory:
@@ -43,27 +47,42 @@ def job_changed(memory: Memory) -> Memory:
     return changed(memory, refusal=None, refusals=0)
 
 
-def healed(memory: Memory, refusal: Refusal | None) -> Memory:
-    """The children are as they have to be, or that was refused."""
-    if memory.healing is None:
+def healed(memory: Memory, refusal: Refusal | None, *, clock: float, pause_asked: float = 0.0) -> Memory:
+    """The children are as they have to be, or that was refused; ``pause_asked`` are seconds of the API server."""
+    healing = memory.healing
+    if healing is None:
         return memory
-    return changed(memory, healing=changed(memory.healing, refusal=refusal))
+    if refusal is None:
+        return changed(memory, healing=changed(healing, refusal=None, refusals=0))
+    refusal, times, pause = _weighed(refusal, healing.refusal, healing.refusals, pause_asked)
+    # What may pass is not left until the next look at all children, what lasts is.
+    due = clock + pause if refusal.passing or refusal.code >= 500 else healing.next
+    return changed(memory, healing=changed(healing, refusal=refusal, refusals=times, next=due))
 
 
-def refused(memory: Memory, refusal: Refusal, *, namespace_going: bool, clock: float) -> Memory:
-    """What the API server refuses for good is remembered, shown, and tried again later."""
+def refused(
+    memory: Memory, refusal: Refusal, *, namespace_going: bool, clock: float, pause_asked: float = 0.0
+) -> Memory:
+    """What the API server refuses, or cannot do, is remembered, shown, and tried again later."""
     memory = changed(memory, namespace_terminating=memory.namespace_terminating or namespace_going)
-    if refusal.code >= 500:
-        # Who serves the webhook is mending it, for a while.
-        before = memory.refusal
-        since = before.time if before and before.code >= 500 else refusal.time
-        refusal = replace(refusal, time=since, passing=refusal.time - since < _WEBHOOK_PATIENCE)
-        pause = doubled(1.0, memory.refusals, longest=_LONGEST_WEBHOOK_SECONDS)
-    elif refusal.passing:
-        pause = 2.0
-    else:
-        pause = doubled(5.0, memory.refusals, longest=_LONGEST_REFUSAL_SECONDS)
-    return changed(memory, refusal=refusal, refusals=memory.refusals + 1, next_creation=clock + pause)
+    refusal, times, pause = _weighed(refusal, memory.refusal, memory.refusals, pause_asked)
+    return changed(memory, refusal=refusal, refusals=times, next_creation=clock + pause)
+
+
+def _weighed(refusal: Refusal, before: Refusal | None, times: int, pause_asked: float) -> tuple[Refusal, int, float]:
+    """``refusal`` after ``times`` in a row, of which ``before`` was the last: as it is told, with the times that are
+    now in a row, and the seconds after which to try again."""
+    if before is None or (before.code >= 500) != (refusal.code >= 500):
+        times = 0
+    if refusal.code < 500:
+        again = _PASSING_SECONDS if refusal.passing else doubled(5.0, times, longest=_LONGEST_REFUSAL_SECONDS)
+        return refusal, times + 1, max(again, pause_asked)
+    since = before.time if before and times else refusal.time
+    again = max(doubled(1.0, times, longest=_LONGEST_SERVER_SECONDS), pause_asked)
+    lasted = refusal.time - since
+    # A webhook is not back so soon, and each answer for it may take half a minute.
+    untold = lasted + timedelta(seconds=again) < _HICCUP and "webhook" not in refusal.message
+    return replace(refusal, time=since, passing=lasted < _SERVER_PATIENCE, untold=untold), times + 1, again
 
 
 def giving_up_refused(memory: Memory, *, clock: float) -> Memory:

@@ -124,6 +124,7 @@ class _Look:
         wrong = wrong or self._change(job, terms)
         self._heal(terms)
         self._give_up_stuck()
+        self._wait_out_hiccups()
 
         # Say what is wrong with the spec, or where the run stands; of one that has just ended once its last words are
         # there.
@@ -278,6 +279,12 @@ class _Look:
             self._act(HealChildren(self._owner(terms), job))
         self._remember(healing=healing)
         self._waits.append(healing.next - clock)
+
+    def _wait_out_hiccups(self) -> None:
+        """What the API server could not do just now is tried again before anything is said of it."""
+        memory = self._memory
+        met = (memory.refusal, memory.healing.refusal if memory.healing else None)
+        self._words_wait = self._words_wait or any(refusal is not None and refusal.untold for refusal in met)
 
     def _give_up_stuck(self) -> None:
         observed, now, clock = self._observed, self._now, self._clock

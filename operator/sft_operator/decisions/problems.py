@@ -141,8 +141,9 @@ def refusal_problem(refusal: Refusal) -> Problem:
     if refusal.code == 410:
         return Problem("ConfigLost", refusal.message, True)
     if refusal.code >= 500:
+        reason = "WebhookUnavailable" if "webhook" in refusal.message else "ServerUnavailable"
         words = f"the API server could not take the {refusal.kind}: {refusal.message}; it is tried again"
-        return Problem("WebhookUnavailable", words, not refusal.passing)
+        return Problem(reason, words, not refusal.passing)
     return _forbidden(f"the API server refused the {refusal.kind}: {refusal.message}")
 
 

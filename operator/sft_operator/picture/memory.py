@@ -67,6 +67,8 @@ class Healing:
     """In which the run was at the last look."""
     refusal: Refusal | None = None
     """Why they could not be made again."""
+    refusals: int = 0
+    """So many times in a row."""
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ class Unanswered:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The API server refused to create or change a child."""
+    """The API server refused to create or change a child, or (codes from 500 on) could not."""
 
     kind: str
     """Kind of the child."""
@@ -295,7 +295,9 @@ class Refusal:
     """Its own words."""
     time: datetime
     passing: bool = False
-    """True when it will pass by itself: an earlier object of the same name is being deleted."""
+    """True when it will pass by itself: an earlier object of the same name is being deleted, a server restarts."""
+    untold: bool = False
+    """True while it may pass before anybody has read of it."""
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def test_children_of_what_runs_no_more_are_left_alone(observed: Observed) -> Non
 def test_an_interrupted_run_has_its_children_looked_at_at_once_and_only_once() -> None:
     status = {"state": "Recovering", "firstStepTime": stamp(-100)}
     first = decided(seen(running(), status=status, healing=healed_lately()))
-    done = healed(first.memory, None)
+    done = healed(first.memory, None, clock=1000.0)
     again = decided(replace(seen(running(), status=status, clock=1001.0), memory=done))
 
     assert kinds(first) == ["HealChildren"]
@@ -248,7 +248,7 @@ def test_what_another_operator_told_of_children_is_not_taken_back_before_they_we
     assert (kinds(first), first.status) == (["HealChildren"], None)
 
     lost = Refusal("ConfigMap", 410, "gone", NOW)
-    then = decided(replace(seen(running(), status=stalled), memory=healed(first.memory, lost)))
+    then = decided(replace(seen(running(), status=stalled), memory=healed(first.memory, lost, clock=1000.0)))
     assert then.status is not None
     assert {item.reason for item in then.status.conditions if item.type == "Stalled"} == {"ConfigLost"}
 

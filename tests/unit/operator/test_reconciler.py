@@ -32,7 +32,7 @@ class Api:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
         self.calls: list[tuple[str, str, str]] = []
-        self.refuses: Callable[[str, str], ApiError | None] = lambda verb, kind: None
+        self.refuses: Callable[[str, str], Exception | None] = lambda verb, kind: None
         self.keeps_labels = True
         self._version = 100
 

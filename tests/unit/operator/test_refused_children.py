@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+
+import aiohttp
 import pytest
 
 from sft_operator.cluster.client import ApiError
 from tests.unit.operator.make import job_manifest
-from tests.unit.operator.test_reconciler import World
+from tests.unit.operator.test_reconciler import KEY, World
+
+AWAY = {
+    "500": ApiError(500, "InternalError", "etcdserver: leader changed"),
+    "503": ApiError(503, "", "the server is currently unable to handle the request"),
+    "overload": ApiError(429, "TooManyRequests", "too many requests, please try again later", retry_after=1.0),
+    "conflict": ApiError(409, "Conflict", "the object has been modified; please apply your changes to the latest"),
+    "token": ApiError(401, "Unauthorized", "Unauthorized"),
+    "connection": aiohttp.ServerDisconnectedError("Server disconnected"),
+}
+"""What may pass by itself, and is no webhook's."""
+transient = pytest.mark.parametrize("error", AWAY.values(), ids=AWAY.keys())
+
+
+def pass_time(world: World, seconds: float) -> None:
+    """So many seconds, with a look in each."""
+    for _ in range(round(seconds)):
+        world.clock += 1.0
+        world.now += timedelta(seconds=1)
+        world.look()
+
+
+def answer(verb: str, kind: str, error: Exception) -> Callable[[str, str], Exception | None]:
+    """Answers one kind of request with an error."""
+    return lambda asked, of: error if (asked, of) == (verb, kind) else None
 
 
 def refused_world(**errors: ApiError) -> World:
@@ -60,3 +88,104 @@ def test_a_child_that_is_anothers_keeps_nobody_from_making_the_others_again() ->
     assert all(child in world.api.objects for child in lost)
     assert world.condition("Stalled")["reason"] == "NameTaken"
     assert "a Service tulu exists that does not belong to this SFTJob" in world.status["message"]
+
+
+@transient
+def test_what_passes_at_once_is_not_told(error: Exception) -> None:
+    # Given an API server that cannot take a Job in this moment
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.refuses = answer("create", "Job", error)
+    world.look()
+    assert world.status == {}
+
+    # When it can again
+    world.api.refuses = lambda verb, kind: None
+    pass_time(world, 2)
+
+    # Then the job has started, and nobody has read of anything else
+    assert (world.status["state"], world.api.done("patch", "SFTJob")) == ("Starting", 1)
+
+
+@transient
+@pytest.mark.parametrize("kind", ["ConfigMap", "Job"])
+def test_what_lasts_for_some_seconds_is_told_once_and_stalls_later(kind: str, error: Exception) -> None:
+    # Given an API server that cannot take a child
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.refuses = answer("create", kind, error)
+
+    # When that lasts for some seconds
+    world.look()
+    pass_time(world, 20)
+
+    # Then it is told, and each further try is not
+    assert world.status["state"] == "Preparing"
+    assert f"the API server could not take the {kind}: " in world.status["message"]
+    assert str(getattr(error, "message", error)) in world.status["message"]
+    assert world.condition("Stalled")["status"] == "False"
+    tried, told = world.api.done("create", kind), world.api.done("patch", "SFTJob")
+    assert (tried >= 4, told) == (True, 1)
+
+    # When it lasts for longer, somebody is needed
+    pass_time(world, 40)
+    assert world.condition("Stalled")["reason"] == "ServerUnavailable"
+    assert world.api.done("create", kind) > tried
+    assert world.api.done("patch", "SFTJob") == 2
+
+    # When it is over, all goes on within half a minute
+    world.api.refuses = lambda verb, kind: None
+    pass_time(world, 32)
+    assert world.status["state"] == "Starting"
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_a_server_that_asks_for_a_pause_gets_it() -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.refuses = answer("create", "Job", ApiError(429, "TooManyRequests", "too many", retry_after=20.0))
+
+    world.look()
+    pass_time(world, 18)
+
+    assert world.api.done("create", "Job") == 1
+    assert "the API server could not take the Job: too many" in world.status["message"]
+
+
+@transient
+@pytest.mark.parametrize("verb", ["get", "create"])
+def test_children_that_could_not_be_healed_just_now_are_healed_within_seconds(verb: str, error: Exception) -> None:
+    # Given a Job without its Service, and an API server that is away when its children are looked at
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.look()
+    del world.api.objects["Service", "tulu"]
+    world.api.refuses = answer(verb, "Service", error)
+    pass_time(world, 31)
+    tried = world.api.done(verb, "Service")
+    assert ("Service", "tulu") not in world.api.objects
+
+    # When it is back after a moment
+    world.api.refuses = lambda verb, kind: None
+    pass_time(world, 3)
+
+    # Then the child is there again, long before all children are looked at once more
+    assert ("Service", "tulu") in world.api.objects
+    assert tried >= 1
+    healing = world.picture.memory(KEY).healing
+    assert healing is not None
+    assert healing.refusals == 0
+
+
+def test_children_that_cannot_be_healed_for_long_are_tried_ever_more_rarely() -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.look()
+    world.api.refuses = answer("get", "Service", AWAY["500"])
+
+    pass_time(world, 30)
+    before = world.api.done("get", "Service")
+    pass_time(world, 90)
+
+    assert 6 <= world.api.done("get", "Service") - before <= 9
+    assert world.condition("Stalled")["reason"] == "ServerUnavailable"
