@@ -16,6 +16,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.places import default_export
 from sft_api.v1alpha1.runtime import CheckpointSpec, ExportSpec
+from sft_api.v1alpha1.workload import ModelSpec
 from sft_trainer.checkpoint.catalog import Catalog, Skipped, best_of, status_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
@@ -29,7 +30,8 @@ from sft_trainer.export.values import Base
 from sft_trainer.fetch import cache_directory, localise
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
-from sft_trainer.storage import check_same_run
+from sft_trainer.place import check_same_run, read_record
+from sft_trainer.revisions import pinned
 from sft_trainer.topology import ALONE
 
 from .console import result, say
@@ -60,10 +62,15 @@ def export_job(
         config = TrainerConfig.resolve(placed, uid=uid or "", default_checkpoint_uri=uri)
         s3 = S3Settings.from_spec(job.spec.checkpoint.s3)
         store = open_store(uri, s3)
-        found = list(Catalog(store).candidates(uid))
-        manifest = choose(found, uri, step=step, best=best)
+        record = read_record(store)
+        found = list(Catalog(store).candidates())
+        if uid:
+            found = [each for each in found if isinstance(each, Skipped) or each.job_uid == uid]
+        manifest = choose(found, uri, step=step, best=best, one_run=record is not None)
         check_same_run(config, manifest.run)
-        _export(config, store, manifest, open_store(target, s3), s3)
+        # The card names the model as the manifest does; what is fetched is what the run began with.
+        files = pinned(config, record.revisions if record else {}).spec.model
+        _export(config, files, store, manifest, open_store(target, s3), s3)
     except CheckpointCorruptError as error:
         others = [each for each in found if isinstance(each, Manifest) and each != manifest]
         advice = f"; --step exports another one: there is a checkpoint of {_steps(others)}" if others else ""
@@ -89,10 +96,11 @@ def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
     return job.model_copy(update={"spec": spec.model_copy(update=changed)})
 
 
-def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, best: bool) -> Manifest:
+def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, best: bool, one_run: bool) -> Manifest:
     """The checkpoint that is meant, of those ``found`` in ``uri``, newest first.
 
-    Raises UserError when there is none, or when several jobs saved there.
+    ``one_run``: there is a record that says so, whatever jobs saved. Raises UserError when there is none, or when
+    several jobs saved there before there was a record.
     """
     verified = [each for each in found if isinstance(each, Manifest)]
     skipped = [each for each in found if isinstance(each, Skipped)]
@@ -104,7 +112,7 @@ def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, b
             "in which a run keeps its folder checkpoints; check it, and --uid if given"
         )
     jobs = list(dict.fromkeys(each.job_uid for each in verified))
-    if len(jobs) > 1:
+    if len(jobs) > 1 and not one_run:
         listed = "; ".join(f"--uid {job} has {_steps([m for m in verified if m.job_uid == job])}" for job in jobs)
         raise UserError(f"checkpoints of {len(jobs)} jobs lie in {uri}, choose one: {listed}")
     if best:
@@ -126,18 +134,19 @@ def _steps(checkpoints: Sequence[Manifest]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def _export(config: TrainerConfig, store: Store, manifest: Manifest, target: Store, s3: S3Settings) -> None:
+def _export(
+    config: TrainerConfig, files: ModelSpec, store: Store, manifest: Manifest, target: Store, s3: S3Settings
+) -> None:
     say(f"Exporting step {manifest.step} of {config.job.name} from {store.uri}/{manifest.id.prefix}", bold=True)
-    spec = config.spec
     # All weights come from the checkpoint: of the model only what a tokenizer consists of, which its configs are among.
-    folder = _fetched(spec.model.uri, "tokenizer", s3)
-    other = spec.model.tokenizer_uri
+    folder = _fetched(files.uri, "tokenizer", s3)
+    other = files.tokenizer_uri
     tokenizer_folder = _fetched(other, "tokenizer", s3) if other else folder
     model = build_on_meta(folder)
 
     def base() -> Base:
-        say(f"The checkpoint holds what was trained; the rest is that of {spec.model.uri}", dim=True)
-        whole = _fetched(spec.model.uri, "model", s3)
+        say(f"The checkpoint holds what was trained; the rest is that of {files.uri}", dim=True)
+        whole = _fetched(files.uri, "model", s3)
         return Base(whole, base_digest(model, whole))
 
     exported = Exported(
@@ -145,7 +154,7 @@ def _export(config: TrainerConfig, store: Store, manifest: Manifest, target: Sto
         manifest=manifest,
         model=model,
         folder=folder,
-        tokenizer=load_tokenizer(tokenizer_folder, spec.model.chat_template),
+        tokenizer=load_tokenizer(tokenizer_folder, files.chat_template),
         card=model_card(config, manifest),
         base=base,
     )

@@ -23,8 +23,10 @@ from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
 from .errors import StorageUnavailableError
 from .fetch import cache_directory, localise
+from .place import look
 from .process import begin, report_end
 from .reporting import Reporter
+from .revisions import pinned
 from .storage import check_storage
 
 log = logging.getLogger("sft_trainer")
@@ -32,9 +34,12 @@ log = logging.getLogger("sft_trainer")
 
 def check(config: TrainerConfig, reporter: Reporter) -> None:
     """Raise the first error that the run would end with, as far as it shows at once."""
+    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
+    store = open_store(config.checkpoint_uri, s3)
+    check_storage(config, store, reporter)
+    record = look(config, store)
+    config = pinned(config, record.revisions if record else {})
     spec = config.spec
-    s3 = S3Settings.from_spec(spec.checkpoint.s3)
-    check_storage(config, open_store(config.checkpoint_uri, s3), reporter)
     codec = cache(lambda: _codec(config, s3, reporter))
     sources: Sequence[DataSource] = [*spec.data.eval, *spec.data.train]
     for source in sources:

@@ -300,7 +300,7 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
     except HFValidationError as error:
         raise ConfigError(f"{uri!r}: write hf://org/name or hf://org/name@revision ({error})") from error
     except Exception as error:  # the library raises many classes, of three HTTP libraries
-        raise _hub_error(error, uri, kind) from error
+        raise hub_error(error, uri, kind) from error
 
 
 def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
@@ -348,7 +348,8 @@ def progress_bar(on_progress: OnProgress) -> Any:
     return Bar
 
 
-def _hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
+def hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
+    """What an error of the hub's library about ``uri`` means for the run."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,

@@ -17,8 +17,8 @@ from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome
 from .checkpoint.store import Store
 from .errors import StorageUnavailableError, TrainingError
+from .place import check_same_run
 from .reporting import Reporter
-from .storage import check_same_run
 from .supervisor.cgroup import Cgroup
 from .topology import Topology
 
@@ -62,16 +62,16 @@ class Saving:
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
 
-    def claim_attempt(self) -> int:
-        """Claim the next attempt of this job; a collective call."""
+    def claim_attempt(self, accept: Callable[[], None] = lambda: None) -> int:
+        """Claim the next attempt of this run, which ``accept`` may refuse; a collective call."""
         self._wait_for(Phase.LOADING, "claiming the attempt")
         try:
-            return self._manager.claim_attempt(self._config.job.uid)
+            return self._manager.claim_attempt(self._config.job.uid, accept)
         finally:
             self._work_on()
 
     def resume(self, boxes: Sequence[Box], accept: Callable[[RunState], None] = lambda run: None) -> Manifest | None:
-        """Fill ``boxes`` from the newest verified checkpoint of this job; None when there is none.
+        """Fill ``boxes`` from the newest verified checkpoint of this run; None when there is none.
 
         Raises ``ConfigError`` when it was made with other settings, ``NoUsableCheckpointError`` when all are damaged,
         and what ``accept`` raises to refuse it. A collective call.

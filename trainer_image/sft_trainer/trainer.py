@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from sft_api.checkpoints import RunState
+from sft_api.place import RunRecord
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
@@ -53,8 +54,10 @@ from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .models.weights import load_weights
 from .optim import learning_rate
+from .place import check_record, of_another_start, open_place, read_record
 from .preparation import Prepared, prepare
 from .reporting import Reporter
+from .revisions import changed, pinned, revisions
 from .saving import Saving
 from .state import Facts, resume_warnings, run_state
 from .storage import check_same_base, check_storage
@@ -164,11 +167,18 @@ class Trainer:
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
-        if self.topology.writes:
-            check_storage(self.config, self.store, self.reporter)
+        self._record = self._open_place() if self.topology.writes else read_record(self.store)
+
+    def _open_place(self) -> RunRecord:
+        conditional = check_storage(self.config, self.store, self.reporter)
+        record = open_place(self.config, self.store, conditional=conditional, revisions=lambda: revisions(self.config))
+        for warning in changed(self.config, record.revisions):
+            self.reporter.warn(warning)
+        return record
 
     def _prepare(self) -> Prepared:
-        return prepare(self.config, self.reporter, self.device)
+        recorded = self._record.revisions if self._record else {}
+        return prepare(pinned(self.config, recorded), self.reporter, self.device)
 
     def _meet(self) -> None:
         if not self.topology.alone:
@@ -200,7 +210,7 @@ class Trainer:
             on_commit=lambda checkpoints: self.events.emit(Committed(self.step, checkpoints)),
         )
         self._watch()
-        self.attempt = self.saving.claim_attempt()
+        self.attempt = self.saving.claim_attempt(lambda: check_record(self.config, self.store))
         self.events.emit(Claimed(self.attempt, self.prepared.total_steps))
 
     def _watch(self) -> None:
@@ -241,7 +251,10 @@ class Trainer:
         self.strategy.updates = manifest.run.updates
         self.step, self.figures = manifest.step, Figures.recorded(manifest)
         self._base_digest = manifest.run.base_digest
-        warnings = resume_warnings(manifest, self._facts(), self.spec.model.uri)
+        warnings = [
+            *of_another_start(self.config, manifest),
+            *resume_warnings(manifest, self._facts(), self.spec.model.uri),
+        ]
         self.events.emit(Resumed(manifest.id, self.figures, self.saving.checkpoints, warnings))
         return True
 

@@ -270,8 +270,8 @@ class ResumeSpec(ApiModel):
 
     policy: Literal["auto", "never"] = Field(
         default="auto",
-        description="auto: from the newest verified checkpoint of this job; never: from the model, also after a crash, "
-        "a lost pod or a suspension.",
+        description="auto: from the newest verified checkpoint of this run, whichever start of it saved that; "
+        "never: from the model, also after a crash, a lost pod or a suspension, and only where no other has saved.",
     )
 
 

@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_its_base(tmp_path: Path, tiny_inputs: Any, processes
 
     # And checkpoints hold what was trained and no more, exports all of it
     store = LocalStore(tmp_path / "stopped" / "store")
-    (newest, *_) = Catalog(store).candidates(None)
+    (newest, *_) = Catalog(store).candidates()
     index, _ = open_index(store, newest)  # type: ignore[arg-type]
     assert {entry.name for entry in index.tensors} == changed
     exported = files(tmp_path / "stopped" / "store" / "export")

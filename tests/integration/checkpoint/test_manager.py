@@ -36,6 +36,7 @@ from tests.integration.checkpoint.managers import (
     state,
     truncate,
 )
+from tests.topologies import here
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # running alone is intended
 
@@ -291,15 +292,40 @@ def test_a_commit_that_slips_past_the_check_is_harmless(store: Store, monkeypatc
     assert (loaded.attempt, loaded.step) == (2, 15)
 
 
-def test_two_jobs_on_one_uri_are_told_so(store: Store) -> None:
+def test_another_object_goes_on_from_the_newest_and_fences_the_one_before(store: Store) -> None:
     first = started(store, uid="job-a")
     save(first, 10)
+    save(first, 20)
     other = started(store, uid="job-b")
-    assert other.latest() is None, "another job's checkpoints are not resumed from"
-    save(other, 5, keep=KeepPolicy(last=1))
-    with pytest.raises(StoreSharedError, match=r"by another job; give every job a checkpoint\.uri of its own"):
-        save(first, 20)
-    assert "step-00000010-a00001" in folders(store), "another job's checkpoints are not removed"
+    manifest = loaded_by(other)
+    assert manifest is not None
+    assert (manifest.step, manifest.job_uid) == (20, "job-a")
+    with pytest.raises(StoreSharedError, match=r"attempt 2 .* by another start of this run \(uid job-b, on "):
+        save(first, 25)
+    save(other, 30, keep=KeepPolicy(last=2))
+    assert folders(store) == ["step-00000030-a00002", "step-00000020-a00001"], "what the run has is kept and removed"
+
+
+def test_checkpoints_of_other_numbers_are_neither_counted_nor_removed(store: Store) -> None:
+    # Given a place in which another run had saved before there were records
+    save(started(store, uid="job-a"), 10, numbers={"version": 1, "values": {"training.seed": 1}})
+    mine = {"version": 1, "values": {"training.seed": 2}}
+    manager = started(store, uid="job-b")
+    for step in (20, 30):
+        save(manager, step, numbers=mine, keep=KeepPolicy(last=1))
+    assert folders(store) == ["step-00000030-a00002", "step-00000010-a00001"]
+
+
+def test_what_refuses_a_claim_removes_nothing(store: Store) -> None:
+    unfinished = CheckpointId(1, 10).prefix + "half.bin"
+    store.put(unfinished, b"x")
+
+    def refuse() -> None:
+        raise ConfigError("another run's")
+
+    with pytest.raises(ConfigError, match="another run's"):
+        CheckpointManager(store, here()).claim_attempt("job-a", refuse)
+    assert store.read(unfinished) == b"x"
 
 
 def test_a_manifest_whose_answer_was_lost_is_ours(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) 
     ended = undisturbed.run(undisturbed.job(**faster))
     same = undisturbed.run(undisturbed.job(**LONG))
 
-    sentence = r"holds checkpoints of a run with other settings \(training\.optimizer\.learningRate: 0\.001 -> 0\.002\)"
+    sentence = r"belongs to the run tiny with other settings \(training\.optimizer\.learningRate: 0\.001 -> 0\.002\)"
     assert_refused(ended, 10, "ConfigError", sentence, "or restore the settings")
     assert "Loading" not in ended.said
     assert {path: path.read_bytes() for path in undisturbed.store().glob("checkpoints/*/*")} == before
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) 
     assert (same.status["attempt"], same.latest) == (2, LONG["training"]["steps"])
 
 
-def test_another_job_in_the_same_folder_ends_this_one(place: Place) -> None:
+def test_another_start_in_the_same_folder_ends_this_one(place: Place) -> None:
     process = place.start(place.job(**ENDLESS))
     attempts = place.store() / "attempts"
     wait_until((attempts / "00001.json").exists)
@@ -191,9 +191,7 @@ def test_another_job_in_the_same_folder_ends_this_one(place: Place) -> None:
 
     ended = place.finish(process)
 
-    sentence = (
-        r"attempt 1 was superseded: attempt 2 was claimed in file://.* by another job; give every job a checkpoint.uri"
-    )
+    sentence = r"attempt 2 was claimed in file://.* by another start of this run \(uid another, on .*\), which goes on"
     assert_failed(ended, 10, "ConfigError", sentence)
     assert "restarts" not in ended.status
     assert json.loads((attempts / "00002.json").read_text())["jobUid"] == "another"

@@ -20,6 +20,7 @@ from sft_trainer.data.batches import Step
 from sft_trainer.errors import StopRequested, StorageUnavailableError
 from sft_trainer.events import Control, Ended, Evaluated, Listener, Listeners, Logged, SaveEnded
 from sft_trainer.figures import Figures
+from sft_trainer.place import open_place
 from sft_trainer.records import RecordsFile, StatusFile
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
@@ -55,6 +56,8 @@ class Run(Trainer):
         self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", model=model)  # type: ignore[assignment]
 
     def go_to_the_loop(self) -> None:
+        self.store.path.mkdir(exist_ok=True)
+        open_place(self.config, self.store, conditional=True, revisions=dict)
         self._claim()
         self._build()
         self.strategy = SimpleNamespace(  # type: ignore[assignment]

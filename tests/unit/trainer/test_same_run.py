@@ -14,7 +14,8 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError
-from sft_trainer.storage import check_same_base, refuse_other_settings
+from sft_trainer.place import look
+from sft_trainer.storage import check_same_base
 
 GOLDEN = Path(__file__).parents[1] / "api" / "numbers_v1"
 BEFORE_VERSION_1: dict[str, Any] = json.loads((GOLDEN / "before_v1.json").read_text())
@@ -43,7 +44,7 @@ def test_the_run_itself_goes_on(tmp_path: Path) -> None:
     spec = config("sources", LocalStore(tmp_path, uri="file:///c")).spec
     store = checkpoint(tmp_path, Numbers.of(spec).as_record())
 
-    refuse_other_settings(config("sources", store), store)
+    look(config("sources", store), store)
 
 
 def test_other_numbers_are_refused_with_both_values(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_other_numbers_are_refused_with_both_values(tmp_path: Path) -> None:
         {"uri": "hf://org/data"}], "training.seed": 7, "lora.rank": 32}})  # fmt: skip
 
     with pytest.raises(ConfigError) as caught:
-        refuse_other_settings(config("smallest", store), store)
+        look(config("smallest", store), store)
 
     assert str(caught.value) == (
         f"{store.uri} holds checkpoints of a run with other settings (lora.rank: 32 -> not set, training.seed: 7 -> "
@@ -63,9 +64,9 @@ def test_other_numbers_are_refused_with_both_values(tmp_path: Path) -> None:
 def test_a_checkpoint_of_before_version_1_is_gone_on_from(tmp_path: Path, name: str) -> None:
     store = checkpoint(tmp_path, BEFORE_VERSION_1[name])
 
-    refuse_other_settings(config(name, store), store)
+    look(config(name, store), store)
     with pytest.raises(ConfigError, match=r"other settings \(data\..* -> .*\)"):
-        refuse_other_settings(config("rows", store), store)
+        look(config("rows", store), store)
 
 
 def test_numbers_of_a_later_version_are_no_damage_but_cannot_be_compared(tmp_path: Path) -> None:
@@ -73,14 +74,14 @@ def test_numbers_of_a_later_version_are_no_damage_but_cannot_be_compared(tmp_pat
 
     sentence = r"written in version 2, this program knows version 1; go on with the version of the trainer that wrote"
     with pytest.raises(ConfigError, match=sentence):
-        refuse_other_settings(config("smallest", store), store)
+        look(config("smallest", store), store)
 
 
 def test_a_checkpoint_that_names_no_settings_is_refused(tmp_path: Path) -> None:
     store = checkpoint(tmp_path, {})
 
     with pytest.raises(ConfigError, match="it is not recorded with which settings they were made"):
-        refuse_other_settings(config("smallest", store), store)
+        look(config("smallest", store), store)
 
 
 def test_a_base_that_is_needed_must_be_the_one_that_is_recorded() -> None:

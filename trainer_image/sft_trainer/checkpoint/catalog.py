@@ -4,11 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from pydantic import ValidationError
+
 from sft_api.checkpoints import (
     ATTEMPTS_PREFIX,
     BEST_METRIC,
     CHECKPOINTS_PREFIX,
     MANIFEST_NAME,
+    AttemptClaim,
     CheckpointId,
     Manifest,
     ManifestError,
@@ -86,19 +89,16 @@ class Catalog:
             return Skipped(identity.folder, f"{problems[0]}{more}")
         return manifest
 
-    def candidates(self, job_uid: str | None, step: int | None = None) -> Iterator[Manifest | Skipped]:
+    def candidates(self, step: int | None = None) -> Iterator[Manifest | Skipped]:
         """Committed checkpoints, newest first, each with what its manifest and sizes say.
 
-        ``job_uid`` leaves out those of other jobs, ``step`` all but that step. Folders without a manifest are
-        unfinished saves, no checkpoints, and not mentioned.
+        ``step`` leaves out all but that step. Folders without a manifest are unfinished saves, no checkpoints, and not
+        mentioned.
         """
         for identity, files in self.folders().items():
             if MANIFEST_NAME not in files or step not in (None, identity.step):
                 continue
-            found = self.inspect(identity, files)
-            if isinstance(found, Manifest) and job_uid is not None and found.job_uid != job_uid:
-                continue
-            yield found
+            yield self.inspect(identity, files)
 
     def newest_attempt(self) -> int:
         """The highest attempt claimed so far; 0 before the first."""
@@ -112,8 +112,20 @@ class Catalog:
         message = f"attempt {attempt} was superseded: attempt {newest} was claimed in {self._store.uri}"
         claim = self._store.read(attempt_key(newest))
         if f'"{job_uid}"'.encode() not in claim:
-            raise StoreSharedError(f"{message} by another job; give every job a checkpoint.uri of its own")
+            raise StoreSharedError(
+                f"{message} by another start of this run ({_who(claim)}), which goes on there: only one may train into "
+                "a place; delete the job that is not wanted, or give it another metadata.name and checkpoint.uri"
+            )
         raise AttemptSupersededError(f"{message}; this group must stop, the newer one goes on")
+
+
+def _who(claim: bytes) -> str:
+    """Who claimed an attempt."""
+    try:
+        found = AttemptClaim.model_validate_json(claim)
+    except ValidationError:
+        return "its claim cannot be read"
+    return f"uid {found.job_uid}, on {found.host}, since {found.time:%Y-%m-%d %H:%M} UTC"
 
 
 def describe(identity: CheckpointId, uri: str, time: datetime, size: int, run: RunState) -> CheckpointStatus:

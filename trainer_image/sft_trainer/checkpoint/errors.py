@@ -25,12 +25,12 @@ class CheckpointSaveError(TrainingError):
 
 
 class AttemptSupersededError(TrainingError):
-    """A newer attempt of the same job was claimed: this one may neither commit nor remove anything."""
+    """A newer attempt was claimed: this one may neither commit nor remove anything."""
 
     failure: ClassVar[FailureClass] = FailureClass.PEER_LOST
 
 
 class StoreSharedError(AttemptSupersededError):
-    """Another job claimed an attempt under the same URI: two jobs would fence each other off for ever."""
+    """Another object claimed an attempt under the same URI: the two would fence each other off for ever."""
 
     failure: ClassVar[FailureClass] = FailureClass.CONFIG_ERROR

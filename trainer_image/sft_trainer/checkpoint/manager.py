@@ -109,13 +109,14 @@ class CheckpointManager:
         self._committed: set[int] = set()
         self._known: tuple[CheckpointStatus, ...] = ()
 
-    def claim_attempt(self, job_uid: str) -> int:
+    def claim_attempt(self, job_uid: str, accept: Callable[[], None] = lambda: None) -> int:
         """Claim the next attempt and drop what crashed writers left unfinished. Collective.
 
-        From here on an older group of the same job can neither commit nor remove anything.
+        From here on an older group can neither commit nor remove anything, whichever object started it. ``accept`` is
+        asked on the leader once the attempt is claimed, before anything is removed; it may raise.
         """
         self._job_uid = job_uid
-        self.attempt = self._group.on_leader(lambda: self._protocol.claim(job_uid))
+        self.attempt = self._group.on_leader(lambda: self._protocol.claim(job_uid, accept))
         return self.attempt
 
     # Resume
@@ -123,13 +124,13 @@ class CheckpointManager:
     def latest(self, source: Store | None = None, step: int | None = None) -> ResumeChoice | None:
         """The newest checkpoint whose manifest and sizes are sound; None when there is none. Collective.
 
-        ``source`` looks into another store, whatever job wrote there; ``step`` wants that step only. Raises
+        ``source`` looks into another store; ``step`` wants that step only. Raises
         NoUsableCheckpointError when there are checkpoints, but every one of them is refused.
         """
         store = source or self.store
         rest: Iterator[Manifest | Skipped] | None = None
         if self._group.topology.writes:
-            rest = Catalog(store).candidates(None if source else self._job_uid, step)
+            rest = Catalog(store).candidates(step)
         return self._choose(store, (), rest)
 
     def load(self, choice: ResumeChoice, boxes: Sequence[Box]) -> ResumeChoice:
@@ -154,7 +155,7 @@ class CheckpointManager:
     def load_newest(
         self, boxes: Sequence[Box], accept: Callable[[RunState], None] = lambda run: None
     ) -> Manifest | None:
-        """``latest`` and ``load`` in one; None when this job has no checkpoint yet. Collective.
+        """``latest`` and ``load`` in one; None when there is no checkpoint yet. Collective.
 
         ``accept`` may raise to refuse to go on from one: it is asked of the newest before anything is read, and of
         another that is fallen back to.

@@ -3,6 +3,7 @@
 import logging
 import socket
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from sft_api.checkpoints import (
@@ -15,6 +16,7 @@ from sft_api.checkpoints import (
     encode_manifest,
     missing_or_wrong,
 )
+from sft_api.numbers import Numbers, NumbersError
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
@@ -39,12 +41,16 @@ class Protocol:
         self._verified: dict[CheckpointId, tuple[Manifest, CheckpointStatus]] = {}
         self._perhaps_committed: set[CheckpointId] = set()
 
-    def claim(self, job_uid: str) -> int:
-        """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished."""
+    def claim(self, job_uid: str, accept: Callable[[], None] = lambda: None) -> int:
+        """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished.
+
+        ``accept`` may raise in between, before anything is removed.
+        """
         number = self._first_free()
         while not self._store.create(attempt_key(number), _claim(number, job_uid)):
             number += 1
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
+        accept()
         self._drop_unfinished_uploads()
         self._remove_unfinished_folders(number)
         return number
@@ -107,17 +113,18 @@ class Protocol:
             logger.warning("The files of a failed save were not removed, the next start does it: %s", error)
 
     def prune(self, newest: CheckpointId, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
-        """Remove this job's checkpoints that ``keep`` lets go, and unfinished folders older than ``newest``.
+        """Remove checkpoints of the run that ``keep`` lets go, and unfinished folders older than ``newest``.
 
         Returns what stays, newest first. Raises AttemptSupersededError, before anything is removed, when a newer
-        attempt was claimed. Checkpoints that cannot be verified are neither counted nor removed.
+        attempt was claimed. Checkpoints that cannot be verified are neither counted nor removed, nor are those of other
+        numbers than ``newest`` has: before there were records, several runs could save in one place.
         """
         self._catalog.check_newest(newest.attempt, job_uid)
         folders = self._catalog.folders()
         verified: dict[CheckpointId, CheckpointStatus] = {}
         for identity, files in folders.items():
-            status = self._status(identity, files, job_uid) if MANIFEST_NAME in files else None
-            if status is not None:
+            status = self._status(identity, files) if MANIFEST_NAME in files else None
+            if status is not None and self._of_one_run(identity, newest):
                 verified[identity] = status
         staying = kept_by(keep, list(verified.values()))
         stays = {CheckpointId(entry.attempt, entry.step) for entry in staying}
@@ -127,8 +134,18 @@ class Protocol:
                 self._remove(identity, files)
         return staying
 
-    def _status(self, identity: CheckpointId, files: dict[str, int], job_uid: str) -> CheckpointStatus | None:
-        """The status of a checkpoint of this job whose manifest and sizes are sound, else None."""
+    def _of_one_run(self, one: CheckpointId, newest: CheckpointId) -> bool:
+        """Whether two checkpoints that were verified have the same numbers."""
+        here, there = self._verified[one][0].run, self._verified[newest][0].run
+        if here.numbers == there.numbers:
+            return True
+        try:
+            return not Numbers.read(here.numbers).differences(Numbers.read(there.numbers))
+        except NumbersError:
+            return False
+
+    def _status(self, identity: CheckpointId, files: dict[str, int]) -> CheckpointStatus | None:
+        """The status of a checkpoint whose manifest and sizes are sound, else None."""
         if identity not in self._verified:
             found = self._catalog.inspect(identity, files)
             if not isinstance(found, Manifest):
@@ -136,7 +153,7 @@ class Protocol:
             # Manifests are never rewritten, so reading one once is enough.
             self._verified[identity] = (found, status_of(found, self._store.uri))
         manifest, status = self._verified[identity]
-        return status if manifest.job_uid == job_uid and not missing_or_wrong(manifest, files) else None
+        return None if missing_or_wrong(manifest, files) else status
 
     def _remove(self, identity: CheckpointId, files: dict[str, int]) -> None:
         # The manifest goes first: what is left of an interrupted removal is an unfinished folder.

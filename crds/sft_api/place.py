@@ -1,0 +1,76 @@
+"""The place of a run: what lies at its root and says whose it is, as trainer, operator and CLI see it.
+
+``run.json`` says which run a place belongs to. It is created once, before anything is trained, and never written over
+while anything is saved there. Only name and numbers are compared: whoever has the same ones is the same run, whichever
+object, cluster or machine starts it.
+"""
+
+import json
+from datetime import datetime
+from typing import Annotated
+
+from pydantic import Field, JsonValue, ValidationError
+
+from .checkpoints import Sha256, StoredModel
+from .numbers import Numbers, NumbersError
+
+RUN_KEY = "run.json"
+VERSION = 1
+
+
+class RecordError(ValueError):
+    """A record that cannot be read: half of one, damaged, or of a later version; the text says what."""
+
+
+class RunRecord(StoredModel):
+    """Which run a place belongs to."""
+
+    version: Annotated[int, Field(ge=1)] = VERSION
+    name: str
+    digest: Sha256
+    """Of the numbers."""
+    numbers: dict[str, JsonValue]
+    """The numbers themselves (``Numbers.as_record``), so that another run can be told what differs."""
+    revisions: dict[str, str] = Field(default_factory=dict)
+    """By field below ``spec``: the commit of what lies on the hub, the digest of a bucket's listing for the rest."""
+    namespace: str
+    """Of who made it: told, not compared, like all that follows."""
+    uid: str
+    created: datetime
+    record_id: str
+    """Tells a record from another one of the same run."""
+
+    def differences(self, name: str, numbers: Numbers) -> list[str]:
+        """Every field in which another run differs, with both values: that of the record, then the other's.
+
+        Raises ``NumbersError`` when this program cannot read the record's numbers.
+        """
+        named = [] if name == self.name else [f"metadata.name: {json.dumps(self.name)} -> {json.dumps(name)}"]
+        return [*named, *Numbers.read(self.numbers).differences(numbers)]
+
+
+def encode_record(record: RunRecord) -> bytes:
+    """``record`` as JSON, for people too."""
+    return record.model_dump_json(by_alias=True, indent=1).encode() + b"\n"
+
+
+def decode_record(raw: bytes) -> RunRecord:
+    """The record in ``raw``; raises RecordError."""
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"it is no whole record ({error})") from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        raise RecordError(f"it is of version {version}, this program reads version {VERSION}")
+    try:
+        record = RunRecord.model_validate(document)
+        if Numbers.read(record.numbers).digest != record.digest:
+            raise RecordError("its numbers do not match their digest: it was damaged or edited")
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"it is no whole record ({place or 'it'}: {first['msg']})") from error
+    except NumbersError as error:
+        raise RecordError(str(error)) from error
+    return record

@@ -1,0 +1,174 @@
+"""A run is its place: who may train there, over every store, whatever was there before and who begins beside it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_api.checkpoints import CheckpointId
+from sft_api.place import RUN_KEY, RunRecord, decode_record
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import ConfigError, StorageUnavailableError, TrainingError
+from sft_trainer.place import check_record, look, open_place, read_record
+from tests.integration.checkpoint.managers import save, started
+from tests.parity.runs import manifest, resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def run(store: Store, uid: str = "first", name: str = "parity", **sections: Any) -> TrainerConfig:
+    """The configuration of a job that saves in ``store``."""
+    job = manifest(Path("/inputs"), Path("/store"), **sections)
+    job["metadata"]["name"] = name
+    config = resolve(job)
+    return config.model_copy(
+        update={"checkpoint_uri": store.uri, "job": config.job.model_copy(update={"uid": uid, "namespace": "team"})}
+    )
+
+
+def opened(config: TrainerConfig, store: Store, *, conditional: bool = True, **revisions: str) -> RunRecord:
+    return open_place(config, store, conditional=conditional, revisions=lambda: revisions, sleep=lambda _: None)
+
+
+def saved(config: TrainerConfig, store: Store, step: int) -> None:
+    """A checkpoint of the run."""
+    save(started(store, config.job.uid), step, numbers=config.numbers().as_record())
+
+
+SEED = {"training": {"seed": 7}}
+NEVER = {"checkpoint": {"resume": {"policy": "never"}}}
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_the_first_start_makes_the_record_and_later_ones_train_by_it(store: Store, conditional: bool) -> None:
+    config = run(store)
+    assert look(config, store) is None
+    made = opened(config, store, conditional=conditional, model="aaaa")
+    assert decode_record(store.read(RUN_KEY)) == made
+    assert (made.name, made.namespace, made.uid, made.digest) == ("parity", "team", "first", config.numbers().digest)
+
+    # Another object, another namespace, another day: the same run, and the revisions of the first start
+    again = opened(run(store, uid="second"), store, conditional=conditional, model="bbbb")
+    assert again == made
+
+
+def test_another_name_or_other_numbers_are_refused_once_anything_is_saved(store: Store) -> None:
+    config = run(store)
+    opened(config, store)
+    saved(config, store, 10)
+    before = store.read(RUN_KEY)
+    sentence = (
+        rf"{store.uri} belongs to the run parity with other settings \(metadata.name: \"parity\" -> \"other\", "
+        r"training.seed: 42 -> 7\); it was begun on 20.* in namespace team: give this run another metadata.name or"
+    )
+    other = run(store, uid="second", name="other", **SEED)
+    for refused in (look, opened):
+        with pytest.raises(ConfigError, match=sentence):
+            refused(other, store)
+    assert store.read(RUN_KEY) == before
+
+
+def test_a_record_behind_which_nothing_was_saved_keeps_nobody_away(store: Store) -> None:
+    # Given a start that ended before its first save, because of a number that was wrong
+    opened(run(store), store)
+    started(store, "first")
+
+    # When it is corrected
+    corrected = run(store, uid="first", **SEED)
+    assert look(corrected, store) is None
+    made = opened(corrected, store)
+
+    # Then the place is that of the corrected run, and the one before learns it when it claims
+    assert decode_record(store.read(RUN_KEY)) == made
+    check_record(corrected, store)
+    with pytest.raises(ConfigError, match=r"training\.seed: 7 -> 42"):
+        check_record(run(store), store)
+    store.delete([RUN_KEY])
+    with pytest.raises(StorageUnavailableError, match=r"run\.json was removed while this run began"):
+        check_record(corrected, store)
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.parametrize("raw", [b"", b'{"version": 1, "name": "par', b'{"version": 9}'])
+def test_half_a_record_is_never_written_over(store: Store, raw: bytes, conditional: bool) -> None:
+    store.put(RUN_KEY, raw)
+    with pytest.raises(ConfigError, match=r"run\.json says whose checkpoints these are, and cannot be used: it is "):
+        open_place(run(store), store, conditional=conditional, revisions=dict, sleep=lambda _: None)
+    assert store.read(RUN_KEY) == raw
+
+
+def test_a_record_that_is_just_being_written_is_waited_for(store: Store) -> None:
+    config = run(store)
+    opened(config, store)
+    whole = store.read(RUN_KEY)
+    store.put(RUN_KEY, whole[:20])
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            store.put(RUN_KEY, whole)
+
+    assert read_record(store, sleep) == decode_record(whole)
+
+
+def test_checkpoints_of_before_there_were_records_are_adopted_when_their_numbers_match(store: Store) -> None:
+    config = run(store)
+    saved(config, store, 10)
+    with pytest.raises(ConfigError, match=r"a run with other settings \(training.seed: 42 -> 7\)"):
+        opened(run(store, uid="second", **SEED), store)
+    save(started(store), 20)  # newer, and it does not say what it was made with
+    with pytest.raises(ConfigError, match="cannot be compared"):
+        opened(config, store)
+    store.delete([CheckpointId(2, 20).manifest_key])
+
+    assert opened(run(store, uid="second"), store).uid == "second"
+
+
+def test_a_policy_of_never_needs_an_empty_place_or_the_same_object(store: Store) -> None:
+    config = run(store, **NEVER)
+    opened(config, store)
+    opened(run(store, uid="second", **NEVER), store)  # nothing is saved yet
+    saved(config, store, 10)
+
+    assert look(config, store) is not None
+    with pytest.raises(ConfigError, match=r"is never, and .* holds checkpoints of an earlier start \(uid first\)"):
+        opened(run(store, uid="second", **NEVER), store)
+    # The same without a record
+    store.delete([RUN_KEY])
+    assert look(config, store) is None
+    with pytest.raises(ConfigError, match=r"\(uid first\): name an empty place"):
+        look(run(store, uid="second", **NEVER), store)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_of_many_that_begin_at_once_all_have_one_record_or_are_refused(store: Store, same: bool) -> None:
+    ready = threading.Barrier(4)
+    ends: list[RunRecord | TrainingError] = []
+
+    def start(number: int) -> None:
+        config = run(store, uid=f"job-{number}", training={"seed": 1 if same else number})
+        ready.wait()
+        try:
+            record = opened(config, store)
+            started(store, config.job.uid)
+            check_record(config, store)
+            ends.append(record)
+        except TrainingError as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    final = decode_record(store.read(RUN_KEY))
+    goes_on = [end for end in ends if isinstance(end, RunRecord)]
+    assert len(ends) == 4
+    if same:
+        assert {end.record_id for end in goes_on} == {final.record_id}
+        assert len(goes_on) == 4
+    else:
+        assert [end.record_id for end in goes_on] == [final.record_id], "exactly one"

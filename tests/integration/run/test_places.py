@@ -1,0 +1,84 @@
+"""A run is its place: whoever starts it again, from wherever, goes on and ends with the same curve."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sft_cli.local import local_uid
+from tests.integration.run.conftest import LONG
+from tests.integration.run.hub import serve_hub
+from tests.integration.run.runs import Place, assert_refused, step_numbers
+
+
+def elsewhere(place: Place, name: str, **sections: Any) -> dict[str, Any]:
+    """A job that saves in ``place.folder / "store"``, by a path of its own: the same place for another object."""
+    (place.folder / "store").mkdir(exist_ok=True)
+    path = place.folder / name
+    if not path.exists():
+        path.symlink_to("store")
+    sections["checkpoint"] = {**sections.get("checkpoint", {}), "uri": f"file://{path}"}
+    return place.job(**sections)
+
+
+def uids(store: Path) -> list[str]:
+    """Of those who claimed attempts."""
+    return [json.loads(path.read_text())["jobUid"] for path in sorted((store / "attempts").iterdir())]
+
+
+def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Place) -> None:
+    # Given a run that was stopped in the middle
+    process = place.start(elsewhere(place, "first", **LONG))
+    place.wait_for_step(5)
+    step = place.interrupt(process).latest
+    store = place.folder / "store"
+    record = (store / "run.json").read_bytes()
+
+    # When another object with the same name and numbers is made for it
+    after = place.run(elsewhere(place, "second", **LONG))
+
+    # Then it says where it goes on from, and every number of every step is that of a run that nothing happened to
+    assert after.code == 0, after.said
+    first, second = (f"file://{place.folder / name}" for name in ("first", "second"))
+    assert uids(store) == [local_uid(first), local_uid(second)]
+    sentence = f"this run goes on from step {step}, which attempt 1 of an earlier start saved in {second} (its uid was "
+    assert f"Warning: {sentence}{local_uid(first)})" in after.said
+    assert step_numbers(store) == step_numbers(undisturbed.store())
+    assert (store / "run.json").read_bytes() == record
+    assert len(list(store.glob("checkpoints/*/manifest.json"))) == 2, "of both together as many as are to be kept"
+
+
+def test_other_numbers_and_other_names_are_refused_with_both_values(place: Place) -> None:
+    assert place.run(elsewhere(place, "first")).code == 0
+    job = elsewhere(place, "second", training={"seed": 7})
+    job["metadata"]["name"] = "other"
+    sentence = r"the run tiny with other settings \(metadata\.name: \"tiny\" -> \"other\", training\.seed: 42 -> 7\)"
+    assert_refused(place.run(job), 10, "ConfigError", sentence)
+
+
+def test_what_was_wrong_before_anything_was_saved_can_be_corrected(place: Place) -> None:
+    wrong = elsewhere(place, "first", data={"trainOn": "all", "maxLength": 1})
+    assert place.run(wrong).code != 0
+    ended = place.run(elsewhere(place, "first"))
+    assert ended.code == 0, ended.said
+
+
+def test_every_later_start_has_the_revision_of_the_first(place: Place, tmp_path: Path) -> None:
+    # Given a run on a branch of the hub that was stopped
+    job = place.job(**LONG, model={"uri": "hf://org/tiny"})
+    hub_folder = {"org/tiny": place.inputs.model}
+    with serve_hub(hub_folder, commit="a" * 40) as hub:
+        process = place.start(job, **hub.environment())
+        place.wait_for_step(3)
+        place.interrupt(process)
+    record = json.loads((place.store() / "run.json").read_text())
+    assert record["revisions"] == {"model.uri": "a" * 40}
+
+    # When the branch has moved
+    with serve_hub(hub_folder, commit="b" * 40) as hub:
+        after = place.run(job, **hub.environment())
+
+    # Then it is trained on what it was begun with
+    assert after.code == 0, after.said
+    log = max((place.store() / "logs").iterdir()).read_text()
+    assert f"hf://org/tiny@{'a' * 40} is commit {'a' * 40}" in log
+    assert "b" * 40 not in log

@@ -1,0 +1,65 @@
+"""What a place says of its run, read as what somebody else may have written."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from sft_api.numbers import Numbers
+from sft_api.place import RecordError, RunRecord, decode_record, encode_record
+
+NUMBERS = Numbers({"model.uri": "hf://org/model", "data.train": [{"uri": "hf://org/data"}], "training.seed": 7})
+
+
+def record(**fields: Any) -> RunRecord:
+    whole = {
+        "name": "tiny", "digest": NUMBERS.digest, "numbers": NUMBERS.as_record(), "namespace": "team", "uid": "u-1",
+        "revisions": {"model.uri": "c" * 40}, "created": datetime(2026, 1, 2, tzinfo=UTC), "record_id": "r",
+    }  # fmt: skip
+    return RunRecord.model_validate({**whole, **fields})
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    assert decode_record(encode_record(record())) == record()
+    later = {**json.loads(encode_record(record())), "fieldOfALaterVersion": 1}
+    assert decode_record(json.dumps(later).encode()) == record()
+
+
+def test_half_a_record_is_none() -> None:
+    whole = encode_record(record())
+    for length in range(len(whole) - 2):
+        with pytest.raises(RecordError, match="no whole record"):
+            decode_record(whole[:length])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"version": 2}, "of version 2, this program reads version 1"),
+        ({"name": None}, r"no whole record \(name: "),
+        ({"numbers": {"version": 1, "values": {}}}, "do not match their digest"),
+        ({"numbers": {"version": 2, "values": {}}}, "written in version 2"),
+        ({"numbers": {}}, "not recorded"),
+        ({"digest": "x"}, r"no whole record \(digest: "),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(change: dict[str, Any], sentence: str) -> None:
+    document = {**json.loads(encode_record(record())), **change}
+    with pytest.raises(RecordError, match=sentence):
+        decode_record(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"3", b"\xff", b"[" * 100_000, b'{"version": "1"}'])
+def test_anything_else_is_refused_too(raw: bytes) -> None:
+    with pytest.raises(RecordError):
+        decode_record(raw)
+
+
+def test_name_and_numbers_count_and_nothing_else() -> None:
+    other = record(namespace="elsewhere", uid="u-2", revisions={}, record_id="s")
+    assert other.differences("tiny", NUMBERS) == []
+    assert record().differences("huge", Numbers({**NUMBERS.values, "training.seed": 8})) == [
+        'metadata.name: "tiny" -> "huge"',
+        "training.seed: 7 -> 8",
+    ]

@@ -1,0 +1,88 @@
+"""What model and training data are now, so that every later start of a run trains on the same.
+
+What lies on the hub is pinned to a commit. Of a bucket only a digest of its listing can be kept: what changed there is
+told, and cannot be had back.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+
+from sft_api.trainer_config import TrainerConfig
+
+from .checkpoint.store import S3Settings
+from .fetch import Kind, hub_commit, hub_error, listing
+
+_HUB = "hf://"
+
+
+def revisions(config: TrainerConfig) -> dict[str, str]:
+    """Commit or digest of a listing by field of the manifest, of all that counts and is neither file nor volume.
+
+    Raises what fetching it would: ModelError, DataError, AccessDeniedError, StorageUnavailableError.
+    """
+    found = {}
+    for field, uri, kind in _sources(config):
+        if uri.startswith(_HUB):
+            found[field] = _commit(uri, kind)
+        elif uri.startswith("s3://"):
+            found[field] = _listed(uri, S3Settings.from_spec(config.spec.checkpoint.s3), kind)
+    return found
+
+
+def changed(config: TrainerConfig, recorded: Mapping[str, str]) -> list[str]:
+    """A sentence for everything in a bucket that is no longer what ``recorded`` says."""
+    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
+    return [
+        f"{uri} ({field}) is not what it was when this run began: a file was added, removed or written anew; steps "
+        "from now on see what is there now"
+        for field, uri, kind in _sources(config)
+        if field in recorded and uri.startswith("s3://") and _listed(uri, s3, kind) != recorded[field]
+    ]
+
+
+def pinned(config: TrainerConfig, recorded: Mapping[str, str]) -> TrainerConfig:
+    """``config`` with the commits that are ``recorded`` in place of branches, for who fetches.
+
+    Not for who compares: the numbers of a run are those of its manifest.
+    """
+
+    def at(field: str, uri: str) -> str:
+        commit = recorded.get(field)
+        return f"{uri.partition('@')[0]}@{commit}" if commit and uri.startswith(_HUB) else uri
+
+    spec = config.spec
+    other = spec.model.tokenizer_uri
+    model = {"uri": at("model.uri", spec.model.uri), "tokenizer_uri": other and at("model.tokenizerUri", other)}
+    train = [
+        source.model_copy(update={"uri": at(f"data.train[{index}].uri", source.uri)})
+        for index, source in enumerate(spec.data.train)
+    ]
+    parts = {
+        "model": spec.model.model_copy(update=model),
+        "data": spec.data.model_copy(update={"train": train}),
+    }
+    return config.model_copy(update={"spec": spec.model_copy(update=parts)})
+
+
+def _sources(config: TrainerConfig) -> Iterator[tuple[str, str, Kind]]:
+    model, data = config.spec.model, config.spec.data
+    yield "model.uri", model.uri, "model"
+    if model.tokenizer_uri:
+        yield "model.tokenizerUri", model.tokenizer_uri, "tokenizer"
+    for index, source in enumerate(data.train):
+        yield f"data.train[{index}].uri", source.uri, "dataset"
+
+
+def _commit(uri: str, kind: Kind) -> str:
+    try:
+        return hub_commit(uri, kind, os.environ.get("HF_TOKEN"))[1]
+    except Exception as error:  # the library raises many classes, of three HTTP libraries
+        raise hub_error(error, uri, kind) from error
+
+
+def _listed(uri: str, s3: S3Settings, kind: Kind) -> str:
+    """Digest of names, sizes and tags; not of the server, which has other names elsewhere."""
+    _, _, objects = listing(uri, s3, kind)
+    lines = "\n".join(f"{entry.key} {entry.size} {entry.etag}" for entry in objects)
+    return hashlib.sha256(lines.encode()).hexdigest()
