@@ -29,9 +29,10 @@ from sft_trainer.export.exporting import Exported, export_checkpoint
 from sft_trainer.export.values import Base
 from sft_trainer.fetch import cache_directory, localise
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.digest import base_digest
+from sft_trainer.models.digest import base_digest, companion_digests
 from sft_trainer.place import check_same_run, read_record
 from sft_trainer.revisions import pinned
+from sft_trainer.state import changed_fields
 from sft_trainer.topology import ALONE
 
 from .console import result, say
@@ -143,6 +144,13 @@ def _export(
     other = files.tokenizer_uri
     tokenizer_folder = _fetched(other, "tokenizer", s3) if other else folder
     model = build_on_meta(folder)
+    recorded = (manifest.run.model_extra or {}).get("companions")
+    if recorded and (changed := changed_fields(recorded, companion_digests(folder, tokenizer_folder))):
+        say(
+            "Warning: files beside the weights are not those that this checkpoint was trained with "
+            f"({', '.join(changed)}): the model has those of now; pin model.uri to a commit (@revision)",
+            fg="yellow",
+        )
 
     def base() -> Base:
         say(f"The checkpoint holds what was trained; the rest is that of {files.uri}", dim=True)

@@ -22,7 +22,7 @@ from .data.tokenizer import load_tokenizer
 from .errors import ModelError
 from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
-from .models.digest import base_digest
+from .models.digest import base_digest, companion_digests
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .reporting import Reporter
@@ -37,6 +37,8 @@ class Prepared:
     """On the meta device; the files of its weights were found complete."""
     base_digest: str
     """Of the model, as it came (``models.digest``)."""
+    companions: dict[str, str]
+    """Digests of the files beside its weights, by name."""
     tokenizer: Any
     train: Sequence[TokenizedSource]
     eval: dict[str, TokenizedSource]
@@ -106,7 +108,18 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     warning = small_data_warning(spec, rows=epoch_size, step_rows=steps.step(0).examples, total_steps=total_steps)
     if warning is not None:
         reporter.warn(warning)
-    return Prepared(model_path, model, digest, tokenizer, train, evaluation, steps, total_steps, epoch_size)
+    return Prepared(
+        model_path,
+        model,
+        digest,
+        companion_digests(model_path, tokenizer_path),
+        tokenizer,
+        train,
+        evaluation,
+        steps,
+        total_steps,
+        epoch_size,
+    )
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

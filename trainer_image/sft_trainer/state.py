@@ -24,6 +24,8 @@ class Facts:
     """Digest of the tokenised examples of every training source, by its place in the manifest."""
     base_digest: str
     """Of the model that is there."""
+    companions: dict[str, str]
+    """Digests of the files beside its weights, by name."""
 
     @classmethod
     def of(cls, prepared: Prepared, device: torch.device, topology: Topology) -> "Facts":
@@ -31,6 +33,7 @@ class Facts:
             environment_facts(device, topology.world_size),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
+            prepared.companions,
         )
 
 
@@ -50,6 +53,7 @@ def run_state(config: TrainerConfig, facts: Facts, figures: Figures, *, updates:
             "numbers": numbers.as_record(),
             "base_digest": base_digest,
             "data": facts.data,
+            "companions": facts.companions,
         }
     )
 

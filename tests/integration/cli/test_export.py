@@ -1,6 +1,7 @@
 """``sft export``: which checkpoint it takes, where it writes, and what it refuses in words."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.digest import companion_digests
 from sft_trainer.models.tensors import whole_boxes
 from tests.exports import save
 from tests.topologies import here
@@ -42,7 +44,14 @@ def sft(folder: Path, document: dict[str, Any], *options: str) -> Result:
     return CliRunner().invoke(cli, ["export", str(file), *options])
 
 
-def checkpoint(inputs: Any, document: dict[str, Any], step: int, uid: str = "job", **metrics: float) -> None:
+def checkpoint(
+    inputs: Any,
+    document: dict[str, Any],
+    step: int,
+    uid: str = "job",
+    companions: dict[str, str] | None = None,
+    **metrics: float,
+) -> None:
     """One whose norms hold the number of its step."""
     model = build_on_meta(inputs.model)
     tensors = {
@@ -52,7 +61,7 @@ def checkpoint(inputs: Any, document: dict[str, Any], step: int, uid: str = "job
     store = LocalStore(document["spec"]["checkpoint"]["uri"].removeprefix("file://"))
     numbers = Numbers.of(SFTJob.from_manifest(document).spec).as_record()
     if uid == "job":
-        save(whole(tensors), store, step, numbers=numbers, metrics=metrics)
+        save(whole(tensors), store, step, numbers=numbers, metrics=metrics, companions=companions)
         return
     manager = CheckpointManager(store, here())
     manager.claim_attempt(uid)
@@ -93,6 +102,27 @@ def test_another_place_to_read_and_to_write(tmp_path: Path, run: dict[str, Any])
     assert exported_step(tmp_path / "model") == 6
     named = {**run, "spec": {**run["spec"], "export": {"atEnd": False, "uri": f"file://{tmp_path}/named"}}}
     assert sft(tmp_path, named, "--from", f"file://{tmp_path}/moved").stdout == f"{tmp_path}/named\n"
+
+
+def test_files_that_changed_since_are_named(tmp_path: Path, tiny_inputs: Any) -> None:
+    # Given checkpoints of a model, the last of which tell what lay beside its weights
+    model = Path(shutil.copytree(tiny_inputs.model, tmp_path / "model"))
+    document = manifest(tiny_inputs, tmp_path, model={"uri": f"file://{model}"})
+    checkpoint(tiny_inputs, document, 2)
+    checkpoint(tiny_inputs, document, 4, companions=companion_digests(model, model))
+    assert "Warning" not in sft(tmp_path, document).stderr
+
+    # When files of the model become others
+    for name in ("config.json", "tokenizer_config.json"):
+        (model / name).write_text((model / name).read_text() + "\n")
+
+    # Then the export goes on and names them; of what a checkpoint does not tell nothing is said
+    done = sft(tmp_path, document)
+    assert done.exit_code == 0
+    assert re.search(
+        r"Warning: files beside .* \(config\.json: .*, tokenizer_config\.json: '\w+' -> '\w+'\)", done.stderr
+    )
+    assert "Warning" not in sft(tmp_path, document, "--step", "2").stderr
 
 
 def test_one_of_several_jobs_is_asked_for(tmp_path: Path, run: dict[str, Any], tiny_inputs: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import STATUS_KEY
+from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
 from sft_api.progress import Phase, TrainingProgress
 from sft_trainer import trainer
+from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.curves.listener import Curve
 from sft_trainer.curves.writer import CurveWriter
@@ -26,6 +27,8 @@ from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 from tests.unit.checkpoint.boxed import whole
 from tests.unit.trainer.test_run_story import step_done
+
+COMPANIONS = {"config.json": "0123456789abcdef"}
 
 
 class AwayStore(LocalStore):
@@ -53,7 +56,7 @@ class Run(Trainer):
         self.device = torch.device("cpu")
         self.store = AwayStore(folder / "store")
         model = SimpleNamespace(huggingface=torch.nn.Module())
-        self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", model=model)  # type: ignore[assignment]
+        self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", companions=COMPANIONS, model=model)  # type: ignore[assignment]
 
     def go_to_the_loop(self) -> None:
         self.store.path.mkdir(exist_ok=True)
@@ -182,6 +185,15 @@ def test_a_run_goes_on_with_its_own_figures_whatever_was_shown(begin: Callable[.
     again._save()
     third = begin().figures
     assert (third.loss, third.eval_loss, third.first_loss, third.tokens_seen) == (None, None, 4.0, 90)
+
+
+def test_a_checkpoint_tells_which_files_lay_beside_the_weights(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.do(1)
+    run._save()
+    found = Catalog(run.store).find(CheckpointId(attempt=1, step=1))
+    assert isinstance(found, Manifest)
+    assert (found.run.model_extra or {})["companions"] == COMPANIONS
 
 
 def test_the_status_is_that_of_the_last_commit_and_of_the_end(begin: Callable[..., Run]) -> None:

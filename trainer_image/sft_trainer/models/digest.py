@@ -1,4 +1,4 @@
-"""Which model a run starts from, in one digest, without reading all of its bytes."""
+"""Which model a run starts from, in digests, without reading all of its bytes."""
 
 import hashlib
 from pathlib import Path
@@ -9,6 +9,17 @@ from .causal_lm import CausalLM
 from .tensors import whole_boxes
 from .weights import weight_files, weights_layout
 
+_OF_MODEL = ("config.json", "generation_config.json")
+_OF_TOKENIZER = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
@@ -34,3 +45,9 @@ def base_digest(model: CausalLM, path: Path) -> str:
                 opened.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def companion_digests(model: Path, tokenizer: Path) -> dict[str, str]:
+    """16 digits of the SHA-256 of every file beside the weights that a model is used with, from these two folders."""
+    files = [*(model / name for name in _OF_MODEL), *(tokenizer / name for name in _OF_TOKENIZER)]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files if file.is_file()}
