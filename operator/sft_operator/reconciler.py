@@ -17,10 +17,11 @@ from .cluster.children import ChildError, Children, ConfigLostError, NameTakenEr
 from .cluster.client import ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
-from .decisions.look import BREATH_SECONDS, Snapshot, look
+from .decisions.look import Snapshot, look
 from .decisions.news import News, build_event
 from .decisions.result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
+from .decisions.telling import BREATH_SECONDS
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR, pod_selector
 from .picture.memory import Memory

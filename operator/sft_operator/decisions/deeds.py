@@ -7,11 +7,10 @@ from sft_api.v1alpha1 import SFTJobStatus
 
 from ..picture.memory import Healing, Memory, Shown, changed
 from ..picture.observed import Manifest, Refusal
+from .healing import HEALING_SECONDS
 from .pauses import doubled
 from .status import read_status
 
-HEALING_SECONDS = 30.0
-"""Between two looks at the children of a Job that is about to need them."""
 _MAKE_AGAIN_SECONDS = 2.0
 """When a Job was made that is gone at once, or that cannot be read."""
 _LONGEST_REFUSAL_SECONDS = 300.0

@@ -11,14 +11,13 @@ from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import Settings
-from ..picture.memory import Healing, Memory, Patched, Shown, changed
+from ..picture.memory import Memory, Patched, Shown, changed
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from .backoff import seconds_to_next_word
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
-from .deeds import HEALING_SECONDS
-from .news import news
-from .pauses import doubled, spread
+from .healing import plan_healing
+from .pauses import doubled
 from .places import PlaceNotAllowed
 from .questions import Asked, ask_kueue, ask_trainer, read_events, read_namespace, read_store
 from .result import Action, AskTrainer, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren, Question, Result
@@ -29,24 +28,18 @@ from .status import (
     completed_status,
     compute_status,
     follow,
-    is_transition,
-    merge_patch,
     read_status,
     refused_status,
-    write_status,
 )
 from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
+from .telling import tell
 
 _DELETE_AGAIN_SECONDS = 2.0
 """When nothing tells that what was deleted is going."""
-_SOON_SECONDS = 0.5
-_ANSWER_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.5
+"""Between two looks for the last words of pods."""
 _LONGEST_PATCH_PAUSE_SECONDS = 60.0
-BREATH_SECONDS = 0.5
-"""Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
-_AT_REST = ("Running", "Suspended", "Queued")
-"""States in which nothing is about to start that would need a child: they are looked at as rarely as SFTJobs are
-listed."""
+"""Between two changes of a Job that somebody undoes again and again."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ def look(seen: Snapshot, settings: Settings) -> Result:
 
 
 class _Look:
-    """What comes together during one look."""
+    """What comes together during one look: each duty adds to it what it finds, in the order of ``result``."""
 
     def __init__(self, seen: Snapshot, manifest: Manifest, settings: Settings) -> None:
         self._key, self._manifest, self._observed = seen.key, manifest, seen.observed
@@ -93,18 +86,19 @@ class _Look:
         self._generation: int = manifest["metadata"].get("generation", 0)
         self._actions: list[Action] = []
         self._questions: list[Question] = []
-        self._waits: list[float] = []
+        self._again: float | None = None
+        """Seconds after which to look again."""
         self._changes_wait = False
-        """For an answer that is about to come."""
+        """Nothing is changed in this look: what Kueue is about to answer may be a reason not to."""
         self._words_wait = False
-        """For that as well, and for what the changes of this look bring about."""
+        """Nothing is said in this look: an answer is about to come, or what this look changes is to be seen first."""
 
     def result(self) -> Result:
         """The story of a job, from its end to its beginning."""
         # Going: its Job must not hold the pods, nor the namespace.
         if "deletionTimestamp" in self._manifest["metadata"]:
             self._release()
-            return self._silent()
+            return self._result()
 
         # Ended: clean up, and leave everything else as it is.
         self._previous = previous = self._read_status()
@@ -120,7 +114,7 @@ class _Look:
         self._ask(terms, job)
 
         # Create what is missing, suspend, resume; put right what has become of the children; free what a lost node
-        # holds.
+        # holds. What the API server could not do just now is tried again in a moment.
         wrong = wrong or self._change(job, terms)
         self._heal(terms)
         self._give_up_stuck()
@@ -130,12 +124,10 @@ class _Look:
         # there.
         if wrong:
             return self._say(refused_status(self._generation, previous, *wrong, self._now))
-        observed = self._with_memory()
-        if last_words_missing(observed, self._now):
-            self._waits.append(_SOON_SECONDS)
-            self._words_wait = True
+        observed = self._observed_now()
+        self._wait_for_last_words(observed)
         if self._words_wait:
-            return self._silent()
+            return self._result()
         return self._say(self._status(job, terms, observed))
 
     # Going, ended, under way
@@ -158,14 +150,19 @@ class _Look:
         if left is not None and left <= timedelta():
             self._delete(KIND, self._key.name, self._manifest["metadata"]["uid"])
         elif left is not None:
-            self._waits.append(min(left.total_seconds() + 0.1, 3600.0))
+            self._look_in(min(left.total_seconds() + 0.1, 3600.0))
         return completed_status(previous, observed, self._generation)
+
+    def _wait_for_last_words(self, observed: Observed) -> None:
+        if last_words_missing(observed, self._now):
+            self._look_in(_LAST_WORDS_SECONDS)
+            self._words_wait = True
 
     def _status(self, job: SFTJob | None, terms: Terms, observed: Observed) -> SFTJobStatus:
         """Of a run that is under way, or about to be."""
         now = self._now
-        self._look_when(seconds_to_complete(observed, now), later=1.0)
-        self._look_when(seconds_to_next_word(observed, now))
+        self._look_in(seconds_to_complete(observed, now), later=1.0)
+        self._look_in(seconds_to_next_word(observed, now))
         _, export_uri = self._places(job)
         if job is None:
             return follow(terms, self._previous, observed, now, export_uri=export_uri)
@@ -192,8 +189,7 @@ class _Look:
         self._memory = asked.memory
         if asked.question is not None:
             self._questions.append(asked.question)
-        if asked.wait is not None:
-            self._waits.append(max(0.0, asked.wait))
+        self._look_in(asked.wait)
         self._changes_wait = self._changes_wait or asked.holds_changes
         self._words_wait = self._words_wait or asked.holds_changes or asked.holds_words
 
@@ -218,7 +214,7 @@ class _Look:
         elif not changes.create and not changes.patch_job:
             self._remember(refusal=None, refusals=0)
         elif (wait := self._memory.next_creation - self._clock) > 0:
-            self._waits.append(wait)
+            self._look_in(wait)
         elif changes.create:
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
         elif changes.patch_job and child:
@@ -234,7 +230,7 @@ class _Look:
         made, clock = self._memory.patched, self._clock
         again = made is not None and made.patch == patch
         if made is not None and again and clock < made.next:
-            self._waits.append(made.next - clock)
+            self._look_in(made.next - clock)
             self._remember(refusal=None, refusals=0)
             return
         times = made.times + 1 if made is not None and again else 0
@@ -247,38 +243,26 @@ class _Look:
         before, clock = self._memory.deleted, self._clock
         again = before is not None and before[0] == uid
         if before is not None and again and clock < before[1]:
-            self._waits.append(before[1] - clock)
+            self._look_in(before[1] - clock)
             return
         self._remember(deleted=(uid, clock + _DELETE_AGAIN_SECONDS))
-        self._waits.append(_DELETE_AGAIN_SECONDS)
+        self._look_in(_DELETE_AGAIN_SECONDS)
         self._actions.append(Delete(kind, name, uid))
         # Once: what does not go is told of all the same.
         self._words_wait = self._words_wait or not again
 
     def _heal(self, terms: Terms) -> None:
         """Look now and then, and when a run was interrupted, whether a living Job still has all that its pods need."""
-        job, clock, previous = self._observed.job, self._clock, self._previous
+        job = self._observed.job
         if job is None or not goes_on(self._observed) or self._observed.namespace_terminating:
             self._remember(healing=None)
             return
-        state = previous.state
-        pause = self._settings.resync_seconds if state in _AT_REST else HEALING_SECONDS
-        healing = self._memory.healing
-        if healing is None or healing.job_uid != job.uid:
-            # Another operator made it: not all of those in the same moment, but what it told must not be taken back.
-            told = any(item.type == "Stalled" and item.status == "True" for item in previous.conditions)
-            healing = Healing(job.uid, clock + (0.0 if told else pause * spread(job.uid)), state)
-        interrupted = state == "Recovering" and healing.state != state
-        # Pods that run have had all that they need: they are looked after from then on.
-        settled = state in _AT_REST and healing.state not in _AT_REST
-        due = clock + pause if settled and not healing.refusal else min(healing.next, clock + pause)
-        healing = changed(healing, next=due, state=state)
-        if interrupted or clock >= healing.next:
-            # What could not be healed is said until that has succeeded.
-            healing = changed(healing, next=clock + pause)
-            self._act(HealChildren(self._owner(terms), job))
+        rarely = self._settings.resync_seconds
+        healing, due = plan_healing(self._memory, job, self._previous, resync_seconds=rarely, clock=self._clock)
         self._remember(healing=healing)
-        self._waits.append(healing.next - clock)
+        self._look_in(healing.next - self._clock)
+        if due:
+            self._act(HealChildren(self._owner(terms), job))
 
     def _wait_out_hiccups(self) -> None:
         """What the API server could not do just now is tried again before anything is said of it."""
@@ -289,63 +273,30 @@ class _Look:
     def _give_up_stuck(self) -> None:
         observed, now, clock = self._observed, self._now, self._clock
         if (wait := self._memory.next_give_up - clock) > 0:
-            self._waits.append(wait)
+            self._look_in(wait)
             return
         patience = self._settings.stuck_pod_seconds
         overdue = overdue_since(self._memory.overdue, observed, now=now, clock=clock)
         self._remember(overdue=overdue)
         for pod in stuck_pods(observed, overdue, patience=patience, clock=clock):
             self._actions.append(GiveUpPod(pod, give_up_patch(pod, now)))
-        self._look_when(seconds_to_stuck(observed, overdue, patience=patience, now=now, clock=clock), later=1.0)
+        self._look_in(seconds_to_stuck(observed, overdue, patience=patience, now=now, clock=clock), later=1.0)
 
     # What to say
 
     def _say(self, status: SFTJobStatus) -> Result:
-        """Show the status when it changed; figures alone not too often."""
-        shown, same = self._memory.shown, status == self._previous
-        if same and shown and shown.is_whole:
-            return self._result(status=status)
-        wait = 0.0 if is_finished(status) else self._pause_before(status)
-        # Written out only when it may be shown: most reports bring figures that have to wait.
-        document = write_status(status) if same or wait <= 0 else None
-        patch = document and merge_patch(self._manifest.get("status") or {}, document)
-        if wait > 0 and (patch or not same):
-            self._waits.append(wait)
-            return self._silent()
-        if not patch:
-            return self._result(status=status)
-        self._remember(written=self._clock)
-        if status.state != self._previous.state:
-            self._waits.append(BREATH_SECONDS)  # another state has other duties, and another pace
-        told = tuple(news(self._previous, status))
-        return self._result(status=status, document=document, patch=patch, news=told)
-
-    def _pause_before(self, status: SFTJobStatus) -> float:
-        """Seconds for which what is new in the status has to wait; zero or less: it is shown now."""
-        written = self._memory.written - self._clock
-        if is_transition(self._previous, status):
-            return written + BREATH_SECONDS
-        trains = status.state == "Running"
-        age = written + (self._settings.status_seconds if trains else self._settings.status_seconds_starting)
-        asks = any(isinstance(item, AskTrainer) for item in self._questions)
-        if asks and self._observed.report is None and self._memory.polled_at is None:
-            # The first report is on its way: it says more than that pods are ready.
-            return max(age, _ANSWER_SECONDS)
-        # Figures are as old as the report they come from: they are shown when the next one would come too late.
-        next_report = min(
-            (item.due - self._clock for item in self._questions if isinstance(item, AskTrainer)), default=0.0
-        )
-        return age if age >= next_report else 0.0
-
-    def _silent(self) -> Result:
-        return self._result()
+        asked = next((item for item in self._questions if isinstance(item, AskTrainer)), None)
+        told = tell(self._memory, self._manifest, self._previous, status, asked, self._settings, clock=self._clock)
+        self._memory = told.memory
+        self._look_in(told.wait)
+        return self._result(status=told.status, document=told.document, patch=told.patch, news=told.news)
 
     def _result(self, **said: Any) -> Result:
-        again = min(self._waits, default=None)
-        return Result(self._memory, tuple(self._actions), tuple(self._questions), again=again, **said)
+        """With what is ``said``; nothing: the next look says it."""
+        return Result(self._memory, tuple(self._actions), tuple(self._questions), again=self._again, **said)
 
-    def _with_memory(self) -> Observed:
-        """What is observed, with what this look has forgotten of it, and what hinders the children."""
+    def _observed_now(self) -> Observed:
+        """What is observed, as far as this look still holds it, and what hinders the children."""
         memory = self._memory
         refusal = memory.refusal or (memory.healing.refusal if memory.healing else None)
         return changed(
@@ -389,6 +340,8 @@ class _Look:
     def _remember(self, **changes: Any) -> None:
         self._memory = changed(self._memory, **changes)
 
-    def _look_when(self, seconds: float | None, *, later: float = 0.0) -> None:
+    def _look_in(self, seconds: float | None, *, later: float = 0.0) -> None:
+        """Have the job looked at again after so many seconds, and ``later`` ones to be sure; None: no reason to."""
         if seconds is not None:
-            self._waits.append(seconds + later)
+            wanted = max(0.0, seconds) + later
+            self._again = wanted if self._again is None else min(wanted, self._again)

@@ -118,8 +118,7 @@ class Memory:
 
     # when to ask again
     polled_at: float | None = None
-    """When the trainer answered last, or did not; None: it is asked at once."""
-    """The trainer that runs now was asked before."""
+    """When the trainer that runs now answered last, or did not; None: it is asked at once."""
     poll_due: float | None = None
     """When the trainer is asked next; None: to be planned."""
     events: EventsPace = EventsPace()
