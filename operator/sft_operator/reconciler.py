@@ -19,7 +19,7 @@ from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
 from .decisions.look import Snapshot, look
 from .decisions.news import News, build_event
-from .decisions.result import Action, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren
+from .decisions.result import Action, ChangeJob, CreateChildren, Delete, FindJob, GiveUpPod, HealChildren
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .decisions.telling import BREATH_SECONDS
 from .metrics import OperatorMetrics
@@ -110,6 +110,8 @@ class Reconciler:
             case CreateChildren():
                 # Told after a breath, in which the first pods come.
                 return BREATH_SECONDS if await self._create(key, action) else 0.0
+            case FindJob():
+                await self._find_job(key, action)
             case ChangeJob():
                 await self._change(key, action)
             case HealChildren():
@@ -143,6 +145,20 @@ class Reconciler:
         uid = job.uid if job else None
         self._remember(key, lambda memory: children_made(memory, previous, uid, clock=self._clock()))
         return uid is not None
+
+    async def _find_job(self, key: Key, action: FindJob) -> None:
+        try:
+            found = await self._children.find_job(action.owner)
+        except NameTakenError as error:
+            if not error.passing:  # else its pods tell more
+                self._refused(key, error)
+            return
+        except RefusedError as error:
+            self._refused(key, error)
+            return
+        if found:
+            self._picture.store("Job", found)
+        self._remember(key, job_changed)
 
     async def _find_pods(self, key: Key) -> None:
         """Take in pods that no watch tells of: of a Job of this name that went before this operator began."""

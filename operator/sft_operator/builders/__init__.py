@@ -3,7 +3,7 @@
 from .config_copy import config_digest, copy_annotations, restored_config_map
 from .config_map import build_config_map, trainer_config
 from .job import build_job
-from .metadata import followed_labels
+from .metadata import followed_labels, owner_reference
 from .network import build_network_policy, build_service
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "config_digest",
     "copy_annotations",
     "followed_labels",
+    "owner_reference",
     "restored_config_map",
     "trainer_config",
 ]

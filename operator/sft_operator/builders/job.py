@@ -4,7 +4,7 @@ from sft_api.failures import NO_RETRY_EXIT_CODES
 from sft_api.v1alpha1 import SFTJob
 
 from ..config import Settings
-from ..names import FOLLOWED_LABELS_ANNOTATION, KUEUE_LABELS, QUEUE_LABEL, TRAINER_CONTAINER
+from ..names import FOLLOWED_LABELS_ANNOTATION, KUEUE_LABELS, QUEUE_LABEL, TRAINER_CONTAINER, UID_LABEL
 from ..picture.observed import Manifest
 from .metadata import child_metadata, followed_labels
 from .pod import build_pod_template
@@ -24,7 +24,7 @@ def build_job(job: SFTJob, settings: Settings) -> Manifest:
     nodes = job.spec.compute.nodes
     metadata = child_metadata(job.metadata, job.metadata.name)
     for_kueue = {name: given[name] for name in KUEUE_LABELS if name in given}
-    metadata["labels"] |= for_kueue
+    metadata["labels"] |= {UID_LABEL: job.metadata.uid, **for_kueue}
     if for_kueue:
         metadata["annotations"] = {FOLLOWED_LABELS_ANNOTATION: followed_labels(for_kueue)}
     spec: Manifest = {

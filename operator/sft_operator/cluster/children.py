@@ -15,10 +15,18 @@ import aiohttp
 from sft_api.v1alpha1 import KIND
 from sft_api.v1alpha1.job import ObjectMeta
 
-from ..builders import build_network_policy, build_service, config_digest, copy_annotations, restored_config_map
+from ..builders import (
+    build_network_policy,
+    build_service,
+    config_digest,
+    copy_annotations,
+    owner_reference,
+    restored_config_map,
+)
 from ..config import Settings
-from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, config_map_name
-from ..picture.observed import ChildJob, Manifest, Refusal, controller, owner_uid
+from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, UID_LABEL, config_map_name
+from ..picture.observed import ChildJob, Manifest, Refusal, controller, has_controller, owner_uid
+from ..picture.untrusted import part
 from .client import ApiError, Cluster
 
 logger = logging.getLogger(__name__)
@@ -115,6 +123,11 @@ class Children:
             raise RefusedError("Job", ApiError(422, "Invalid", f"{words}, or the operator does not see it"))
         return mended
 
+    async def find_job(self, owner: ObjectMeta) -> Manifest | None:
+        """The Job, if it is ours, with all that shows this; None when there is none."""
+        job = await self._find(owner, "Job", owner.name)
+        return job and await self._watched(job)
+
     async def change_job(self, namespace: str, child: ChildJob, patch: Manifest) -> Manifest:
         """The Job after a merge patch."""
         with _told("Job"):
@@ -164,9 +177,33 @@ class Children:
     async def _find(self, owner: ObjectMeta, kind: str, name: str) -> Manifest | None:
         """The child, if it is ours; None when there is none."""
         found = await self._found(kind, owner, name)
-        if found is not None:
-            self._check_owner(owner, kind, found)
+        if found is not None and not _is_owned(owner, found):
+            if kind != "Job" or not _was_owned(owner, found):
+                uid = owner_uid(found, KIND)
+                raise NameTakenError(kind, name, of_earlier=uid not in (None, owner.uid))
+            found = await self._taken_back(owner, found)
         return found
+
+    async def _taken_back(self, owner: ObjectMeta, job: Manifest) -> Manifest:
+        """Our Job, with the owner reference that somebody took away: without it, it would outlive its SFTJob.
+
+        Raises ``NameTakenError`` when the SFTJob is going and leaves it behind (``--cascade=orphan``).
+        """
+        name = job["metadata"]["name"]
+        # Not from the picture: a Job that is to stay would be deleted with its SFTJob.
+        alive = await self._found(KIND, owner, owner.name)
+        metadata = part(alive or {}, "metadata")
+        if metadata.get("uid") != owner.uid or metadata.get("deletionTimestamp"):
+            raise NameTakenError("Job", name, of_earlier=True)
+        patch = {"metadata": {"uid": job["metadata"]["uid"], "ownerReferences": [owner_reference(owner)]}}
+        with _told("Job"):
+            # Strategic: what else owns it stays.
+            mended = await self._cluster.patch("Job", owner.namespace, name, patch, strategic=True)
+        if not _is_owned(owner, mended):
+            words = "something in this cluster takes its owner reference away, without which it outlives its SFTJob"
+            raise RefusedError("Job", ApiError(422, "Invalid", words))
+        logger.warning("%s/%s: its Job had lost its owner reference, and has it again", owner.namespace, owner.name)
+        return mended
 
     async def _found(self, kind: str, owner: ObjectMeta, name: str) -> Manifest | None:
         try:
@@ -191,12 +228,6 @@ class Children:
             gone = ApiError(503, "Conflict", f"{exists.message}; it has gone since")
             raise RefusedError(kind, gone) from exists
         return found
-
-    def _check_owner(self, owner: ObjectMeta, kind: str, found: Manifest) -> None:
-        uid, name = owner_uid(found, KIND), controller(found, KIND).get("name")
-        # What names its owner wrongly is in nobody's picture.
-        if (uid, name) != (owner.uid, owner.name):
-            raise NameTakenError(kind, found["metadata"]["name"], of_earlier=uid not in (None, owner.uid))
 
 
 def _all_good(answers: list[_Answer | BaseException]) -> list[_Answer]:
@@ -239,6 +270,17 @@ def _with_plain_code(error: ApiError) -> ApiError:
     if error.code >= 500 or error.code in FINAL_REFUSALS:
         return error
     return ApiError(503, error.reason, error.message, error.retry_after)
+
+
+def _is_owned(owner: ObjectMeta, child: Manifest) -> bool:
+    # What names its owner wrongly is in nobody's picture.
+    return (owner_uid(child, KIND), controller(child, KIND).get("name")) == (owner.uid, owner.name)
+
+
+def _was_owned(owner: ObjectMeta, job: Manifest) -> bool:
+    """Whether it is nobody's now, and was made for the SFTJob ``owner``. Anybody can write that, as he can an owner
+    reference."""
+    return not has_controller(job) and part(job, "metadata", "labels").get(UID_LABEL) == owner.uid
 
 
 def _is_watched(job: Manifest) -> bool:

@@ -22,6 +22,8 @@ class Changes:
 
     create: list[Manifest] = field(default_factory=list)
     """Children that are missing, in this order."""
+    find_job: bool = False
+    """Pods run for a Job of our name that is not seen, or not as ours."""
     patch_job: Manifest | None = None
     """Merge patch of the Job."""
     delete_job: bool = False
@@ -65,7 +67,9 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
         children = desired_children(job, settings)
         # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be
         # admitted, and take a place in its queue, before anybody can suspend it.
-        return Changes(create=[] if observed.earlier_pods or job.spec.suspend else children)
+        create = [] if observed.earlier_pods or job.spec.suspend else children
+        # Nobody has asked these to end: they may be our own.
+        return Changes(create, find_job=any(pod.deletion is None for pod in observed.earlier_pods))
     return change_job(run_terms(job), status, observed)
 
 

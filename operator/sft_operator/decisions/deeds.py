@@ -42,7 +42,7 @@ def status_written(memory: Memory, manifest: Manifest, document: Manifest | None
 
 
 def job_changed(memory: Memory) -> Memory:
-    """The Job was changed."""
+    """The Job was changed, or looked for."""
     return changed(memory, refusal=None, refusals=0)
 
 

@@ -20,7 +20,18 @@ from .healing import plan_healing
 from .pauses import doubled
 from .places import PlaceNotAllowed
 from .questions import Asked, ask_kueue, ask_trainer, read_events, read_namespace, read_store
-from .result import Action, AskTrainer, ChangeJob, CreateChildren, Delete, GiveUpPod, HealChildren, Question, Result
+from .result import (
+    Action,
+    AskTrainer,
+    ChangeJob,
+    CreateChildren,
+    Delete,
+    FindJob,
+    GiveUpPod,
+    HealChildren,
+    Question,
+    Result,
+)
 from .situation import last_words_missing, seconds_to_complete
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
 from .status import (
@@ -36,6 +47,8 @@ from .telling import tell
 
 _DELETE_AGAIN_SECONDS = 2.0
 """When nothing tells that what was deleted is going."""
+_SEARCH_AGAIN_SECONDS = 30.0
+"""When a Job was looked for in vain."""
 _LAST_WORDS_SECONDS = 0.5
 """Between two looks for the last words of pods."""
 _LONGEST_PATCH_PAUSE_SECONDS = 60.0
@@ -211,7 +224,7 @@ class _Look:
             return None
         if changes.delete_job and child:
             self._delete("Job", child.name, child.uid)
-        elif not changes.create and not changes.patch_job:
+        elif not changes.create and not changes.patch_job and not changes.find_job:
             self._remember(refusal=None, refusals=0)
         elif (wait := self._memory.next_creation - self._clock) > 0:
             self._look_in(wait)
@@ -219,6 +232,8 @@ class _Look:
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
         elif changes.patch_job and child:
             self._patch(child, changes.patch_job)
+        elif changes.find_job:
+            self._find_job(terms)
         return None
 
     def _act(self, action: Action) -> None:
@@ -237,6 +252,14 @@ class _Look:
         pause = doubled(1.0, times, longest=_LONGEST_PATCH_PAUSE_SECONDS)
         self._remember(patched=Patched(patch, times, clock + pause))
         self._act(ChangeJob(child, patch))
+
+    def _find_job(self, terms: Terms) -> None:
+        """Look for a Job that is not seen, unless that was just done in vain."""
+        if (wait := self._memory.next_search - self._clock) > 0:
+            self._look_in(wait)
+            return
+        self._remember(next_search=self._clock + _SEARCH_AGAIN_SECONDS)
+        self._act(FindJob(self._owner(terms)))
 
     def _delete(self, kind: str, name: str, uid: str) -> None:
         """Delete an object, unless that was just done."""

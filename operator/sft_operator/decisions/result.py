@@ -19,6 +19,13 @@ class CreateChildren:
 
 
 @dataclass(frozen=True)
+class FindJob:
+    """Look for the Job by its name: it may be there, and have lost what shows that it is ours."""
+
+    owner: ObjectMeta
+
+
+@dataclass(frozen=True)
 class ChangeJob:
     """Merge this patch into the Job."""
 
@@ -51,7 +58,7 @@ class GiveUpPod:
     patch: Manifest
 
 
-Action = CreateChildren | ChangeJob | Delete | HealChildren | GiveUpPod
+Action = CreateChildren | FindJob | ChangeJob | Delete | HealChildren | GiveUpPod
 
 
 @dataclass(frozen=True)

@@ -140,3 +140,5 @@ class Memory:
     overdue: Mapping[str, float] = field(default_factory=dict)
     """Since when pods have outlived their grace period, by uid."""
     next_give_up: float = 0.0
+    next_search: float = 0.0
+    """When a Job that is not seen may be looked for again."""

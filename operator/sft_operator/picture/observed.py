@@ -49,6 +49,12 @@ def controller(manifest: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return {}
 
 
+def has_controller(manifest: Mapping[str, Any]) -> bool:
+    """Whether anything, of whatever kind, is its controlling owner."""
+    references = entries(part(manifest, "metadata").get("ownerReferences"))
+    return any(reference.get("controller") is True for reference in references)
+
+
 def owner_uid(manifest: Mapping[str, Any], kind: str) -> str | None:
     """Uid of the controlling owner of that kind."""
     return text(controller(manifest, kind).get("uid")) or None

@@ -133,7 +133,17 @@ class Picture:
     def store(self, kind: str, manifest: Manifest) -> Key | None:
         """Take in an object; the key to look at again, None when nothing new was learnt."""
         key = key_of(kind, manifest)
-        return None if key is None else self.take_in(kind, key, uid_of(manifest), manifest)
+        return self._let_go(kind, manifest) if key is None else self.take_in(kind, key, uid_of(manifest), manifest)
+
+    def _let_go(self, kind: str, manifest: Manifest) -> Key | None:
+        """A Job may have been ours, and have lost the owner that says so: it is held no longer."""
+        metadata, uid, version = part(manifest, "metadata"), uid_of(manifest), version_of(manifest)
+        key = Key(text(metadata.get("namespace")), text(metadata.get("name")))
+        if kind != "Job" or not 0 < self.held_version(kind, key, uid) < version:
+            return None
+        self._drop(key, self._entries[key], kind, uid)
+        self._deleted[kind][uid] = version
+        return key
 
     def take_in(self, kind: str, key: Key, uid: str, manifest: Manifest) -> Key | None:
         """``store`` for an object whose ``key`` and ``uid`` are known."""

@@ -158,3 +158,31 @@ def test_a_configuration_of_which_no_copy_is_left_is_said_to_be_lost(healed: Sce
         healed.end_pod(pod, 30)
     healed.until(lambda: healed.get("configmaps", "run-config"))
     healed.until(lambda: healed.condition("run", "Stalled")["status"] == "False")
+
+
+def test_a_job_that_has_lost_its_owner_reference_gets_it_back(healed: Scene) -> None:
+    before = healed.get("jobs", "run")
+    since = healed.condition("run", "Running")["lastTransitionTime"]
+    assert before
+
+    healed.patch("jobs", "run", {"metadata": {"ownerReferences": None}})
+
+    # Then it is the same Job, owned again, and nothing else was said of it
+    healed.until(lambda: content(healed.get("jobs", "run")) == content(before))
+    reads = len(healed.supervisors.reads)
+    healed.until(lambda: len(healed.supervisors.reads) > reads + 3)
+    assert healed.condition("run", "Running")["lastTransitionTime"] == since
+    # And goes with its SFTJob
+    healed.delete("sftjobs", "run")
+    healed.until(lambda: (job := healed.get("jobs", "run")) is None or "deletionTimestamp" in job["metadata"])
+
+
+def test_a_job_whose_sftjob_leaves_it_behind_is_left_behind(healed: Scene) -> None:
+    answer = healed.request("DELETE", healed.path("sftjobs", "run"), {"propagationPolicy": "Orphan"})
+    assert answer.accepted, answer.body
+    healed.until(lambda: healed.get("sftjobs", "run") is None)
+
+    left = healed.get("jobs", "run")
+    assert left
+    assert "ownerReferences" not in left["metadata"]
+    assert len(healed.pods("run")) == 2

@@ -172,12 +172,24 @@ def test_a_new_job_gets_its_children_in_order_and_is_told_of_once_they_are_there
 
 
 def test_a_new_job_waits_for_pods_of_the_last_one_of_its_name() -> None:
-    result = decided(seen(Observed(earlier_pods=(make_pod(0),))))
+    result = decided(seen(Observed(earlier_pods=(make_pod(0, deletion=-5),))))
 
     assert result.actions == ()
     assert state(result) == "Preparing"
     assert result.status is not None
     assert "an earlier Job" in result.status.message
+
+
+def test_pods_that_nobody_has_asked_to_end_may_be_its_own_and_their_job_is_looked_for_now_and_then() -> None:
+    lasting = seen(Observed(earlier_pods=(make_pod(0, deletion=-5), make_pod(1))))
+    first = decided(lasting)
+
+    soon = decided(replace(lasting, memory=first.memory, clock=1001.0))
+    later = decided(replace(lasting, memory=first.memory, clock=1031.0))
+
+    assert (kinds(first), first.status) == (["FindJob"], None)
+    assert (kinds(soon), state(soon)) == ([], "Preparing")
+    assert kinds(later) == ["FindJob"]
 
 
 def test_what_was_submitted_suspended_gets_no_job() -> None:
@@ -285,7 +297,7 @@ def test_children_that_were_made_are_a_piece_of_news_a_moment_later() -> None:
 
 
 def a_status() -> Any:
-    status = decided(seen(Observed(earlier_pods=(make_pod(0),)))).status
+    status = decided(seen(Observed(earlier_pods=(make_pod(0, deletion=-5),)))).status
     assert status is not None
     return status
 

@@ -33,7 +33,7 @@ class Api:
         self.objects: dict[tuple[str, str], Object] = {}
         self.calls: list[tuple[str, str, str]] = []
         self.refuses: Callable[[str, str], Exception | None] = lambda verb, kind: None
-        self.keeps_labels = True
+        self.keeps_labels = self.keeps_owners = True
         self._version = 100
 
     def keep(self, kind: str, manifest: Object) -> Object:
@@ -72,6 +72,8 @@ class Api:
     async def patch(self, kind: str, namespace: str, name: str, patch: Object, **_: Any) -> Object:
         self._called("patch", kind, name)
         if not self.keeps_labels and "labels" in patch.get("metadata", {}):
+            return self.objects[kind, name]
+        if not self.keeps_owners and "ownerReferences" in patch.get("metadata", {}):
             return self.objects[kind, name]
         return self.keep(kind, merged(self.objects.get((kind, name), {"metadata": {"name": name}}), patch))
 
