@@ -44,6 +44,8 @@ class FailureClass(StrEnum):
     """A job that asks for GPUs found fewer than it has processes, or one that does not work."""
     RANKS_DIFFER = "RanksDiffer"
     """The processes did not hold the same data, model, configuration and versions before the first step."""
+    PLACE_IN_USE = "PlaceInUse"
+    """Another start of this run trains in the same place."""
 
 
 class ExitCode(IntEnum):
@@ -58,6 +60,7 @@ class ExitCode(IntEnum):
     STORAGE_FULL = 15
     NON_FINITE_LOSS = 16
     RESTARTS_EXHAUSTED = 17
+    PLACE_IN_USE = 18
     INTERRUPTED = 30
     WORKER_CRASHED = 31
     OUT_OF_MEMORY = 32

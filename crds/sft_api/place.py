@@ -15,6 +15,7 @@ from .checkpoints import Sha256, StoredModel
 from .numbers import Numbers, NumbersError
 
 RUN_KEY = "run.json"
+ALIVE_KEY = "alive.json"
 VERSION = 1
 
 
@@ -47,6 +48,22 @@ class RunRecord(StoredModel):
         """
         named = [] if name == self.name else [f"metadata.name: {json.dumps(self.name)} -> {json.dumps(name)}"]
         return [*named, *Numbers.read(self.numbers).differences(numbers)]
+
+
+class Beat(StoredModel):
+    """A sign of life of who trains in a place: written again and again, each time with another count."""
+
+    attempt: Annotated[int, Field(ge=1)]
+    name: str
+    namespace: str
+    uid: str
+    host: str
+    count: int = 0
+    ended: str = ""
+    """How it ended, when it could still say so: nobody has to wait for another sign then."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name} (uid {self.uid}, attempt {self.attempt}, on {self.host})"
 
 
 def encode_record(record: RunRecord) -> bytes:

@@ -1,6 +1,7 @@
 """From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
 
 import hashlib
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +77,11 @@ def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
 
 
 def local_uid(checkpoint_uri: str) -> str:
-    """The uid of a run without an SFTJob object: whoever trains into the same place is the same run."""
-    return "local-" + hashlib.sha256(checkpoint_uri.encode()).hexdigest()[:16]
+    """What stands for the uid of an SFTJob object: of all that this machine starts for the same place.
+
+    Of two such runs the later fences the earlier at once; those of other machines watch for each other first.
+    """
+    return "local-" + hashlib.sha256(f"{socket.gethostname()} {checkpoint_uri}".encode()).hexdigest()[:16]
 
 
 def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:

@@ -63,5 +63,9 @@ class RanksDifferError(TrainingError):
     failure = FailureClass.RANKS_DIFFER
 
 
+class PlaceInUseError(TrainingError):
+    failure = FailureClass.PLACE_IN_USE
+
+
 class StopRequested(TrainingError):
     failure = FailureClass.INTERRUPTED

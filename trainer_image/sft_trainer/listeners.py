@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sft_api.trainer_config import TrainerConfig
 
+from .alive import Alive
 from .checkpoint.store import Store
 from .curves.listener import Curve
 from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked
@@ -40,6 +41,7 @@ class OurListeners:
             RecordsFile(store, reporter),
             Curve(store, config.job.name, reporter),
             StatusFile(store, reporter),
+            Alive(config, store),
         ]
         return cls(
             SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),

@@ -19,6 +19,7 @@ from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 
 from .alike import check_alike, fingerprint
+from .alive import watch
 from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
@@ -54,7 +55,7 @@ from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .models.weights import load_weights
 from .optim import learning_rate
-from .place import check_record, of_another_start, open_place, read_record
+from .place import check_record, look, of_another_start, open_place, read_record
 from .preparation import Prepared, prepare
 from .reporting import Reporter
 from .revisions import changed, pinned, revisions
@@ -171,6 +172,8 @@ class Trainer:
 
     def _open_place(self) -> RunRecord:
         conditional = check_storage(self.config, self.store, self.reporter)
+        look(self.config, self.store)  # whose place it is must not take three minutes to find out
+        watch(self.config, self.store, self.reporter)
         record = open_place(self.config, self.store, conditional=conditional, revisions=lambda: revisions(self.config))
         for warning in changed(self.config, record.revisions):
             self.reporter.warn(warning)

@@ -192,7 +192,7 @@ def test_another_start_in_the_same_folder_ends_this_one(place: Place) -> None:
     ended = place.finish(process)
 
     sentence = r"attempt 2 was claimed in file://.* by another start of this run \(uid another, on .*\), which goes on"
-    assert_failed(ended, 10, "ConfigError", sentence)
+    assert_failed(ended, 18, "PlaceInUse", sentence)
     assert "restarts" not in ended.status
     assert json.loads((attempts / "00002.json").read_text())["jobUid"] == "another"
 

@@ -1,13 +1,19 @@
 """A run is its place: whoever starts it again, from wherever, goes on and ends with the same curve."""
 
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sft_cli.local import local_uid
 from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place, assert_refused, step_numbers
+from tests.waiting import wait_until
 
 
 def elsewhere(place: Place, name: str, **sections: Any) -> dict[str, Any]:
@@ -45,6 +51,47 @@ def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Pl
     assert step_numbers(store) == step_numbers(undisturbed.store())
     assert (store / "run.json").read_bytes() == record
     assert len(list(store.glob("checkpoints/*/manifest.json"))) == 2, "of both together as many as are to be kept"
+
+
+@pytest.mark.parametrize("until", ["run.json", "attempts/00001.json", "checkpoints/step-00000020-a00001"])
+def test_a_kill_between_record_claim_and_first_save_costs_nothing(place: Place, undisturbed: Place, until: str) -> None:
+    # Given a run that is killed with all its processes at once, as soon as that is there
+    process = place.start(place.job(**LONG))
+    wait_until((place.store() / until).exists)
+    while pids := place.processes():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+    # When the same machine starts it again
+    after = place.run(place.job(**LONG))
+
+    # Then it waits for nobody, and the curve is that of a run that nothing happened to
+    assert after.code == 0, after.said
+    assert "watched for a sign of life" not in after.said
+    assert step_numbers(place.store()) == step_numbers(undisturbed.store())
+    assert json.loads((place.store() / "alive.json").read_text())["ended"] == "complete"
+
+
+def test_a_living_holder_is_named(place: Place) -> None:
+    # Given a run that was killed without a word, and somebody who still gives signs for it
+    assert place.run(elsewhere(place, "first")).code == 0
+    file = place.folder / "store" / "alive.json"
+    sign = {**json.loads(file.read_text()), "namespace": "team", "host": "node-7", "ended": ""}
+    file.write_text(json.dumps(sign))
+    process = place.start(elsewhere(place, "second"))
+    report = place.store() / "run" / "progress.json"
+    wait_until(lambda: report.exists() and "watched for a sign of life" in report.read_text())
+    file.write_text(json.dumps({**sign, "count": 99}))
+
+    ended = place.finish(process)
+
+    sentence = (
+        r"/second is in use: team/tiny \(uid local-.*, attempt 1, on node-7\) trains there now\. Delete or suspend"
+    )
+    assert_refused(ended, 18, "PlaceInUse", sentence)
+    assert len(uids(place.folder / "store")) == 1, "it claimed nothing"
 
 
 def test_other_numbers_and_other_names_are_refused_with_both_values(place: Place) -> None:

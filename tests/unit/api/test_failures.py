@@ -13,6 +13,7 @@ STABLE = {
     "StorageFull": 15,
     "NonFiniteLoss": 16,
     "RestartsExhausted": 17,
+    "PlaceInUse": 18,
     "Interrupted": 30,
     "WorkerCrashed": 31,
     "OutOfMemory": 32,

@@ -33,4 +33,4 @@ class AttemptSupersededError(TrainingError):
 class StoreSharedError(AttemptSupersededError):
     """Another object claimed an attempt under the same URI: the two would fence each other off for ever."""
 
-    failure: ClassVar[FailureClass] = FailureClass.CONFIG_ERROR
+    failure: ClassVar[FailureClass] = FailureClass.PLACE_IN_USE

@@ -1,0 +1,144 @@
+"""Who trains in a place is found out by watching, without a clock, and says how it ended when it can."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft_api.place import ALIVE_KEY, Beat
+from sft_api.progress import Phase
+from sft_trainer.alive import Alive, read_beat, watch
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.errors import PlaceInUseError, StopRequested, StorageUnavailableError
+from sft_trainer.events import Claimed, Control, Ended
+from sft_trainer.reporting import Reporter
+from tests.parity.runs import manifest, resolve
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def beat(store: LocalStore, uid: str = "other", count: int = 1, ended: str = "", attempt: int = 3) -> None:
+    written = Beat(attempt=attempt, name="tiny", namespace="team", uid=uid, host="node-7", count=count, ended=ended)
+    store.put(ALIVE_KEY, written.model_dump_json(by_alias=True).encode())
+
+
+def watched(
+    store: LocalStore, folder: Path, during: Callable[[float], None] = lambda at: None
+) -> tuple[float, Reporter]:
+    """Seconds that a start watched, while ``during`` happened at each of them."""
+    reporter, waited = Reporter(folder, writes=True), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += seconds
+        during(waited)
+
+    config = resolve(manifest(folder, folder))
+    watch(config, store, reporter, sleep=sleep)
+    return waited, reporter
+
+
+def test_a_place_in_which_nobody_trains_is_not_watched(store: LocalStore, tmp_path: Path) -> None:
+    assert watched(store, tmp_path)[0] == 0
+    for ended in ("complete", "stopped", "failed"):
+        beat(store, ended=ended)
+        assert watched(store, tmp_path)[0] == 0
+    beat(store, uid="parity")  # this very object: it fences itself
+    assert watched(store, tmp_path)[0] == 0
+
+
+def test_silence_is_waited_for_and_what_for_is_said(store: LocalStore, tmp_path: Path) -> None:
+    beat(store)
+    said: list[str] = []
+    reporter = Reporter(tmp_path, writes=True)
+    config = resolve(manifest(tmp_path, tmp_path))
+    watch(config, store, reporter, sleep=lambda _: said.append(reporter.progress.phase_detail))
+    assert reporter.progress.phase is Phase.STARTING
+    assert len(set(said)) == len(said) == 36, "another word each time: it is no hang"
+    assert said[-1] == (
+        f"team/tiny (uid other, attempt 3, on node-7) trained in {store.uri} and did not say that it ended: it is "
+        "watched for a sign of life, 175 of 180 s"
+    )
+
+
+def test_another_sign_is_a_holder_who_is_named(store: LocalStore, tmp_path: Path) -> None:
+    beat(store, count=8)
+    sentence = r"is in use: team/tiny \(uid other, attempt 3, on node-7\) trains there now\. Delete or suspend"
+    at: list[float] = []
+
+    def during(seconds: float) -> None:
+        at.append(seconds)
+        if seconds == 60:
+            beat(store, count=9)
+
+    with pytest.raises(PlaceInUseError, match=sentence):
+        watched(store, tmp_path, during)
+    assert at[-1] == 60, "as soon as there is one"
+
+
+def test_who_ends_meanwhile_makes_room_at_once(store: LocalStore, tmp_path: Path) -> None:
+    beat(store)
+    assert watched(store, tmp_path, lambda at: beat(store, count=2, ended="stopped") if at == 30 else None)[0] == 30
+    beat(store)
+    assert watched(store, tmp_path, lambda at: store.delete([ALIVE_KEY]) if at == 10 else None)[0] == 10
+
+
+def test_a_sign_that_says_nothing_is_watched_all_the_same(store: LocalStore, tmp_path: Path) -> None:
+    store.put(ALIVE_KEY, b'{"attempt": ')
+    assert watched(store, tmp_path)[0] == 180
+    with pytest.raises(PlaceInUseError, match="is in use: somebody trains there now"):
+        watched(store, tmp_path, lambda at: store.put(ALIVE_KEY, b"{"))
+
+
+@pytest.mark.parametrize(
+    ("error", "word"), [(None, "complete"), (StopRequested("asked"), "stopped"), (KeyboardInterrupt(), "failed")]
+)
+def test_signs_are_put_until_the_last_one_says_how_it_ended(
+    store: LocalStore, tmp_path: Path, error: BaseException | None, word: str
+) -> None:
+    config = resolve(manifest(tmp_path, tmp_path))
+
+    def count() -> int:
+        there = read_beat(store)
+        return there.count if isinstance(there, Beat) else 0
+
+    alive, control = Alive(config, store, beat_seconds=0.01), Control()
+    alive.on_claim(Claimed(4, 60), control)
+    wait_until(lambda: count() >= 3)
+    alive.on_end(Ended(20, error), control)
+    last = read_beat(store)
+    assert isinstance(last, Beat)
+    assert (last.ended, last.attempt, last.uid) == (word, 4, "parity")
+
+
+def test_a_newer_attempt_is_not_written_over(store: LocalStore, tmp_path: Path) -> None:
+    beat(store, attempt=9)
+    before = store.read(ALIVE_KEY)
+    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), store, beat_seconds=0.01), Control()
+    alive.on_claim(Claimed(4, 60), control)
+    alive.on_end(Ended(20), control)
+    assert store.read(ALIVE_KEY) == before
+
+
+def test_a_store_that_is_away_keeps_nobody(tmp_path: Path) -> None:
+    tried = threading.Event()
+
+    class Away(LocalStore):
+        def put(self, key: str, data: bytes) -> None:
+            tried.set()
+            raise StorageUnavailableError("out")
+
+    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), Away(tmp_path)), Control()
+    alive.on_claim(Claimed(1, 60), control)
+    assert tried.wait(60)
+    alive.on_end(Ended(20), control)
+
+
+def test_a_run_that_never_came_to_an_attempt_leaves_no_sign(store: LocalStore, tmp_path: Path) -> None:
+    Alive(resolve(manifest(tmp_path, tmp_path)), store).on_end(Ended(0, KeyboardInterrupt()), Control())
+    assert read_beat(store) is None

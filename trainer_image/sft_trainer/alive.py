@@ -1,0 +1,124 @@
+"""Does anybody train here? Who does puts a sign of life into the place each minute, and who comes watches for one.
+
+No clocks are compared, and none of the store is needed: what changes while it is watched is alive.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from sft_api.place import ALIVE_KEY, Beat
+from sft_api.progress import Phase
+from sft_api.trainer_config import TrainerConfig
+
+from .checkpoint.store import Store
+from .errors import PlaceInUseError, StorageNotFoundError, TrainingError
+from .events import Claimed, Control, Ended, Listener
+from .reporting import Reporter
+
+log = logging.getLogger("sft_trainer")
+
+BEAT_SECONDS = 60.0
+WATCH_SECONDS = 3 * BEAT_SECONDS
+_LOOK_SECONDS = 5.0
+_LAST_WORD_SECONDS = 10.0
+"""The end of a run waits no longer for its last sign: a store that is away takes it for dead after a while."""
+
+
+class Alive(Listener):
+    """Puts signs of life by a thread that no step waits for, until the last one says how the run ended."""
+
+    def __init__(self, config: TrainerConfig, store: Store, *, beat_seconds: float = BEAT_SECONDS) -> None:
+        self._config = config
+        self._store = store
+        self._seconds = beat_seconds
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._ended = ""
+
+    def on_claim(self, event: Claimed, control: Control) -> None:
+        first = sign(self._config, event.attempt)
+        self._thread = threading.Thread(target=self._put, args=(first,), name="alive", daemon=True)
+        self._thread.start()
+
+    def on_end(self, event: Ended, control: Control) -> None:
+        self._ended = event.outcome.value
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_WORD_SECONDS)
+
+    def _put(self, beat: Beat) -> None:
+        last = False
+        while not last:
+            last = self._over.is_set()
+            try:
+                there = read_beat(self._store)
+                if isinstance(there, Beat) and there.attempt > beat.attempt:
+                    return  # it is theirs now: the next commit of this attempt says so
+                beat = beat.model_copy(update={"count": beat.count + 1, "ended": self._ended if last else ""})
+                self._store.put(ALIVE_KEY, beat.model_dump_json(by_alias=True).encode())
+            except TrainingError as error:
+                log.info("%s was not written: %s", ALIVE_KEY, error)
+            if not last:
+                self._over.wait(self._seconds)
+
+
+def sign(config: TrainerConfig, attempt: int) -> Beat:
+    """The sign of life of ``attempt`` on this machine."""
+    job = config.job
+    return Beat(attempt=attempt, name=job.name, namespace=job.namespace, uid=job.uid, host=socket.gethostname())
+
+
+def read_beat(store: Store) -> Beat | bytes | None:
+    """The sign of life in ``store``; its bytes when they say nothing to this program."""
+    try:
+        raw = store.read(ALIVE_KEY)
+    except StorageNotFoundError:
+        return None
+    try:
+        return Beat.model_validate_json(raw)
+    except ValidationError:
+        return raw
+
+
+def watch(
+    config: TrainerConfig,
+    store: Store,
+    reporter: Reporter,
+    *,
+    seconds: float = WATCH_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return when nobody else trains in ``store``, or nobody gives a sign of life for ``seconds``.
+
+    This very object need not be watched: it is about to fence itself. Raises ``PlaceInUseError`` as soon as there is
+    another sign. Says all the time what it waits for.
+    """
+    first = read_beat(store)
+    if first is None or (isinstance(first, Beat) and (first.ended or first.uid == config.job.uid)):
+        return
+    holder = str(first) if isinstance(first, Beat) else "somebody"
+    waited = 0.0
+    while waited < seconds:
+        reporter.phase(
+            Phase.STARTING,
+            f"{holder} trained in {store.uri} and did not say that it ended: it is watched for a sign of life, "
+            f"{waited:.0f} of {seconds:.0f} s",
+        )
+        pause = min(_LOOK_SECONDS, seconds - waited)
+        sleep(pause)
+        waited += pause
+        now = read_beat(store)
+        if now is None or (isinstance(now, Beat) and now.ended):
+            return
+        if now != first:
+            raise PlaceInUseError(
+                f"{store.uri} is in use: {now if isinstance(now, Beat) else holder} trains there now. Delete or "
+                "suspend that job and start this one again, which then goes on from its last checkpoint; or give this "
+                "one another metadata.name and checkpoint.uri"
+            )
+    reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, seconds, store.uri)
