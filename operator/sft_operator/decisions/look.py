@@ -32,7 +32,7 @@ from .result import (
     Question,
     Result,
 )
-from .situation import last_words_missing, seconds_to_complete
+from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
 from .status import (
     INVALID_SPEC,
@@ -49,6 +49,8 @@ _DELETE_AGAIN_SECONDS = 2.0
 """When nothing tells that what was deleted is going."""
 _SEARCH_AGAIN_SECONDS = 30.0
 """When a Job was looked for in vain."""
+_ANSWER_SECONDS = 1.0
+"""In which a trainer that is asked for the first time answers."""
 _LAST_WORDS_SECONDS = 0.5
 """Between two looks for the last words of pods."""
 _LONGEST_PATCH_PAUSE_SECONDS = 60.0
@@ -309,10 +311,26 @@ class _Look:
 
     def _say(self, status: SFTJobStatus) -> Result:
         asked = next((item for item in self._questions if isinstance(item, AskTrainer)), None)
-        told = tell(self._memory, self._manifest, self._previous, status, asked, self._settings, clock=self._clock)
+        told = tell(
+            self._memory,
+            self._manifest,
+            self._previous,
+            status,
+            self._settings,
+            next_report=asked.due - self._clock if asked else 0.0,
+            better=self._seconds_to_better(asked),
+            clock=self._clock,
+        )
         self._memory = told.memory
         self._look_in(told.wait)
         return self._result(status=told.status, document=told.document, patch=told.patch, news=told.news)
+
+    def _seconds_to_better(self, asked: AskTrainer | None) -> float:
+        """Seconds in which something may come that says more than what is known now; 0 or less: nothing will."""
+        if asked is not None and self._memory.report is None and self._memory.polled_at is None:
+            return _ANSWER_SECONDS
+        complete = complete_for(self._observed, self._now)
+        return 0.0 if complete is None else (LAST_WORDS - complete).total_seconds()
 
     def _result(self, **said: Any) -> Result:
         """With what is ``said``; nothing: the next look says it."""

@@ -8,9 +8,10 @@ from sft_api.v1alpha1 import API_VERSION, KIND, RestartsStatus, SFTJobStatus
 from ..names import MANAGER
 from ..picture.observed import Manifest
 
-_SENTENCES = {"Running": "training", "Complete": "training is complete"}
+_SENTENCES = {"Running": "training goes on", "Complete": "training is complete"}
 _ON_THE_WAY = ("Preparing", "Queued", "Starting", "Suspending")
-"""States that every job passes: the status shows them, events would only be noise."""
+"""States that every job passes, as it does the first time that it runs: the status shows them, events would only be
+noise."""
 
 
 class News(NamedTuple):
@@ -31,12 +32,17 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
     problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
-    if after.state and after.state != before.state and after.state not in _ON_THE_WAY:
+    if after.state and after.state != before.state and not _is_passed(before, after):
         kind: Literal["Normal", "Warning"] = "Warning" if problem else "Normal"
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
     elif problem and (known is None or known.reason != problem.reason):
         told.append(News("Warning", problem.reason, problem.message))
     return told
+
+
+def _is_passed(before: SFTJobStatus, after: SFTJobStatus) -> bool:
+    """Whether every job comes to where it is now."""
+    return after.state in _ON_THE_WAY or (after.state == "Running" and before.first_step_time is None)
 
 
 def build_event(job: Manifest, item: News, *, instance: str, unique: str, now: datetime) -> Manifest:

@@ -65,6 +65,8 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
     job = observed.job
     if job is None or job.suspended or job.deleting or job.complete or job.failed:
         return []
+    if any(pod.phase == "Succeeded" for pod in observed.pods):
+        return []  # the run is complete: pods leave one by one, and none is missing
     if len(observed.active_pods) < pods_wanted:
         # Of one that its controller has not come to yet, in a burst of Jobs, there is nothing to read.
         return [job.uid] if job.started else []

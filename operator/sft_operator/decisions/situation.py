@@ -23,10 +23,13 @@ FRESH = timedelta(seconds=60)
 """A report that is older says nothing about now."""
 
 LAST_WORDS = timedelta(seconds=10)
-"""The ends of pods are waited for no longer than this after the end of their Job."""
+"""The ends of pods are waited for no longer than this after the end of their Job, nor that after the first of those."""
 
 LEFT_BEHIND = timedelta(seconds=60)
 """Pods that have not ended so long after another one was complete were lost in that moment, and never will."""
+
+_JUST_BEGUN = timedelta(seconds=10)
+"""In which the pods of a Job come one by one: that some do not exist would not be true for long."""
 
 _SHOWN_CHARACTERS = 500
 """Of the last failure, next to what is waited for."""
@@ -198,13 +201,15 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if problem:
         return Situation(_state_in(problem, before), problem.reason, problem.message, problem.stalled)
     live = [pod for pod in observed.active_pods if pod.deletion is None]
+    ready = sum(pod.ready for pod in live)
+    if len(live) < wanted and _has_just_begun(observed, now):
+        return Situation(before, "PodsNotReady", f"{ready} of {wanted} pods are ready")
     if len(live) < wanted:
         return Situation(before, "PodsMissing", _missing(observed, len(live), wanted, now))
     report = fresh_report(observed, now)
     if report and report.version_mismatch:
         return Situation(before, "VersionMismatch", report.version_mismatch, stalled=True)
     training = report.training if report else None
-    ready = sum(pod.ready for pod in live)
     if training and training.phase in _TRAINING:
         return Situation("Running", training.phase.value, training.phase_detail)
     if training is None and previous.state == "Running" and ready == len(live):
@@ -238,6 +243,14 @@ def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datet
 
 def _state_in(problem: Problem, before: State) -> State:
     return "Queued" if before == "Starting" and problem.reason in _WAITING_FOR_ROOM else before
+
+
+def _has_just_begun(observed: Observed, now: datetime) -> bool:
+    """Whether the Job has started a moment ago, and has lost no pod since."""
+    child = observed.job
+    began = (child.started or child.created) if child else None
+    lost = bool(observed.gone_pods) or any(pod.finished or pod.deletion for pod in observed.pods)
+    return began is not None and now - began < _JUST_BEGUN and not lost
 
 
 def _missing(observed: Observed, live: int, wanted: int, now: datetime) -> str:

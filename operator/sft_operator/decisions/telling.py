@@ -14,13 +14,10 @@ from ..picture.memory import Memory, changed
 from ..picture.observed import Manifest
 from .changes import is_finished
 from .news import News, news
-from .result import AskTrainer
 from .status import is_transition, merge_patch, write_status
 
 BREATH_SECONDS = 0.5
 """Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
-_ANSWER_SECONDS = 1.0
-"""In which a trainer that is asked for the first time answers."""
 
 
 class Told(NamedTuple):
@@ -42,19 +39,22 @@ def tell(
     manifest: Manifest,
     previous: SFTJobStatus,
     status: SFTJobStatus,
-    asked: AskTrainer | None,
     settings: Settings,
     *,
+    next_report: float,
+    better: float,
     clock: float,
 ) -> Told:
     """What of ``status`` is to be written now.
 
-    ``manifest`` is the SFTJob, ``previous`` the status in it; ``asked`` the open question to its trainer.
+    ``manifest`` is the SFTJob, ``previous`` the status in it. In ``next_report`` seconds its trainer is asked again,
+    0 if nobody asks; within ``better`` seconds something comes that says more, 0 if nothing does.
     """
     same = status == previous
     if same and memory.shown and memory.shown.is_whole:
         return Told(memory, status)
-    wait = seconds_to_wait(memory, previous, status, asked, settings, clock=clock)
+    age = clock - memory.written
+    wait = seconds_to_wait(previous, status, settings, age=age, next_report=next_report, better=better)
     if wait > 0 and not same:
         # Not even written out: most reports bring figures that have to wait.
         return Told(memory, wait=wait)
@@ -70,25 +70,25 @@ def tell(
 
 
 def seconds_to_wait(
-    memory: Memory,
     previous: SFTJobStatus,
     status: SFTJobStatus,
-    asked: AskTrainer | None,
     settings: Settings,
     *,
-    clock: float,
+    age: float,
+    next_report: float,
+    better: float,
 ) -> float:
-    """Seconds for which what is new in ``status`` has to wait; zero or less: it is written now."""
-    age = clock - memory.written
+    """Seconds for which what is new in ``status`` has to wait; zero or less: it is written now.
+
+    ``age`` are the seconds since the last write; the others are as in ``tell``.
+    """
     if is_finished(status):
         return 0.0
     if is_transition(previous, status):
         return BREATH_SECONDS - age
     oldest = settings.status_seconds if status.state == "Running" else settings.status_seconds_starting
-    if asked is not None and memory.report is None and memory.polled_at is None:
-        # The first report is on its way: it says more than that pods are ready.
-        return max(oldest - age, _ANSWER_SECONDS)
+    if better > 0:
+        return max(oldest - age, better)
     # Figures are as old as the report that they come from: those of this one are the last that come in time, when the
     # next report would come too late.
-    next_report = asked.due - clock if asked is not None else 0.0
     return oldest - age if oldest - age >= next_report else 0.0

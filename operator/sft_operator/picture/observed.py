@@ -200,6 +200,7 @@ class ChildJob:
     suspended_by_us: bool = False
     """This operator has suspended it, and may resume it; who else did resumes it himself."""
     active_deadline_seconds: int | None = None
+    created: datetime | None = None
     started: datetime | None = None
     """Of its latest start: resuming sets it anew."""
     completed: datetime | None = None
@@ -229,6 +230,7 @@ class ChildJob:
             nodes=integer(spec.get("completions"), lowest=1) or 1,
             suspended=spec.get("suspend") is True,
             active_deadline_seconds=integer(spec.get("activeDeadlineSeconds"), highest=2**63 - 1),
+            created=parse_time(metadata.get("creationTimestamp")),
             started=parse_time(status.get("startTime")),
             completed=parse_time(status.get("completionTime")),
             succeeded=integer(status.get("succeeded")) or 0,

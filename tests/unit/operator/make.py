@@ -64,6 +64,7 @@ def child_manifest(
     *,
     suspend: bool = False,
     conditions: dict[str, tuple[str, str]] | None = None,
+    created: float = -600,
     started: float | None = -600,
     succeeded: int = 0,
     queue: str = "",
@@ -94,6 +95,7 @@ def child_manifest(
             "namespace": "team",
             "uid": JOB_UID,
             "resourceVersion": version,
+            "creationTimestamp": stamp(created),
             "labels": {
                 "sftjob.dev/job": "tulu",
                 **for_kueue,

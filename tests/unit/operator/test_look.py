@@ -23,8 +23,8 @@ from sft_operator.decisions.result import (
     Result,
 )
 from sft_operator.decisions.status import compute_status, write_status
-from sft_operator.picture.memory import Healing, Memory
-from sft_operator.picture.observed import Observed, Refusal
+from sft_operator.picture.memory import EventsPace, Healing, Memory
+from sft_operator.picture.observed import Observed, Pod, Refusal
 from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import (
     JOB_UID,
@@ -43,6 +43,8 @@ from tests.unit.operator.make import (
 
 KEY = Key("team", "tulu")
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
+ASKED: Object = {"events": EventsPace(in_mind=True)}
+"""Memory of an operator that has looked before, so that nothing waits for what another one may have told."""
 FORBIDDEN = Refusal("Job", 403, "exceeded quota: gpus", NOW)
 STORED_NOWHERE: Object = {"checkpoint": {}}
 
@@ -388,6 +390,40 @@ def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that
             status, shown, written = write_status(result.status), heard, written + 1
         assert clock - shown <= settings.status_seconds + 0.5
     assert written <= writes
+
+
+@pytest.mark.parametrize("started", [0.5, None], ids=["started", "not even that"])
+def test_what_is_told_of_a_start_stays_true_until_it_trains_or_lasts(started: float | None) -> None:
+    """A start of half a minute is one write, one that does not get on another one."""
+    made = {"created": 0, "started": started}
+    first = decided(seen(Observed(job=make_child(**made)), clock=1001.0, seconds=1.0, healing=healed_lately()))
+    assert first.status is not None
+    later = {"status": write_status(first.status), "written": 1001.0, "clock": 1032.0, "seconds": 32.0, **ASKED}
+    waiting = tuple(make_pod(index, ready=False, phase="Pending") for index in (0, 1))
+
+    def patch(*pods: Pod) -> Object | None:
+        child = make_child(**made)
+        return decided(seen(Observed(job=child, pods=pods), healing=healed_lately(1020.0), **later)).patch
+
+    assert first.status.message == "0 of 2 pods are ready"
+    assert patch(*waiting) is None
+    assert (patch(waiting[0]) or {})["message"] == "1 of 2 pods exist"
+    assert (patch() or {})["message"] == "0 of 2 pods exist"
+
+
+def test_that_pods_have_left_waits_for_the_end_which_says_it_all() -> None:
+    # Given a run of which nothing was written for long, whose pods have just ended
+    trains = decided(seen(running(), healing=healed_lately(), report=report(training(1)))).status
+    assert trains is not None
+    done = running(pods=tuple(make_pod(index, phase="Succeeded", exit_code=0, finished=0) for index in (0, 1)))
+    lately = {"status": write_status(trains), "written": 900.0, "healing": healed_lately(), **ASKED}
+
+    just_now, in_vain = decided(seen(done, seconds=1, **lately)), decided(seen(done, seconds=11, **lately))
+    complete = replace(done, job=make_child(conditions={"Complete": ("", "")}))
+
+    assert (just_now.patch, just_now.again) == (None, 9.0)
+    assert state(decided(seen(complete, seconds=1, **lately))) == "Complete"
+    assert "2 of 2 pods are complete" in (in_vain.patch or {})["message"]
 
 
 def test_another_state_is_looked_at_soon() -> None:

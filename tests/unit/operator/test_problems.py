@@ -199,6 +199,7 @@ def test_a_volume_that_cannot_be_mounted_is_shown_for_its_pod() -> None:
     [
         (running(), []),
         (running(pods=(make_pod(0),)), ["job-uid"]),
+        (running(pods=(make_pod(0, phase="Succeeded", exit_code=0), make_pod(1))), []),
         (running(pods=(), job=make_child(suspend=True)), []),
         (running(pods=(), job=make_child(conditions={"Failed": ("", "")})), []),
         (Observed(), []),

@@ -45,6 +45,7 @@ UNREADY = (make_pod(0), make_pod(1, ready=False))
 NO_ROOM = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]
 UNPLACED = (make_pod(0, phase="Pending", node=None, conditions=NO_ROOM), make_pod(1))
 LOST = (make_pod(0), make_pod(1, phase="Failed", exit_code=30, conditions=disruption()))
+GOING = (make_pod(0), make_pod(1, deletion=-5))
 BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DATA_ERROR, 0, message="no column x"))
 
 
@@ -64,6 +65,11 @@ MISFIT = report(training(0, phase=Phase.WAITING), version_mismatch="pod 0 has ve
         (running(job=make_child(suspend=True, queue="gpus"), pods=()), None, {}, "Queued", "WaitingForQueue"),
         (running(job=make_child(suspend=True), pods=()), None, {"labels": QUEUE}, "Queued", "JobSuspended"),
         (running(pods=()), None, {}, "Starting", "PodsMissing"),
+        (running(pods=(), job=make_child(started=-9)), None, {}, "Starting", "PodsNotReady"),
+        (running(pods=(), job=make_child(started=None, created=-9)), None, {}, "Starting", "PodsNotReady"),
+        (running(pods=(), job=make_child(started=-11)), None, {}, "Starting", "PodsMissing"),
+        (running(pods=LOST, job=make_child(started=-9)), None, {}, "Starting", "PodsMissing"),
+        (running(pods=GOING, job=make_child(started=-9)), None, {}, "Starting", "PodsMissing"),
         (running(pods=PENDING), None, {}, "Starting", "PodsNotReady"),
         (running(pods=UNPLACED), None, {}, "Queued", "Unschedulable"),
         (running(pods=NO_IMAGE), None, {}, "Starting", "ImagePull"),

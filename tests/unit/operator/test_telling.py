@@ -8,25 +8,39 @@ import pytest
 from prometheus_client import generate_latest
 from pydantic import ValidationError
 
-from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1 import Condition, RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1.status import State
 from sft_operator.config import Settings, load_settings
 from sft_operator.decisions.news import build_event, news
 from sft_operator.decisions.spec import InvalidSpec, read_spec
 from sft_operator.decisions.status import compute_status
 from sft_operator.metrics import OperatorMetrics
-from tests.unit.operator.make import NOW, job_manifest, make_job, make_pod, report, running, training
+from tests.unit.operator.make import NOW, job_manifest, make_job, make_pod, report, running, stamp, training
 
 
-def test_every_change_of_state_is_news() -> None:
-    before = SFTJobStatus(state="Starting")
+@pytest.mark.parametrize("state", ["Queued", "Starting", "Recovering", "Suspended"])
+def test_that_training_goes_on_is_news(state: State) -> None:
+    before = SFTJobStatus(state=state, first_step_time=stamp(-300))
     after = compute_status(make_job(), before, running(report=report(training(5))), NOW)
 
-    assert [(item.type, item.reason) for item in news(before, after)] == [("Normal", "Running")]
+    assert news(before, after) == [("Normal", "Running", "training goes on")]
     assert news(after, after) == []
 
 
+@pytest.mark.parametrize(("state", "kind"), [("Suspended", "Normal"), ("Complete", "Normal"), ("Failed", "Warning")])
+def test_a_change_to_a_state_that_lasts_is_news(state: State, kind: str) -> None:
+    stalled = [Condition(type="Stalled", status="True", reason="x", message="x", last_transition_time=stamp(0))]
+    after = SFTJobStatus(state=state, conditions=stalled if state == "Failed" else [])
+
+    assert [item[:2] for item in news(SFTJobStatus(state="Running"), after)] == [(kind, state)]
+
+
 def test_what_every_job_passes_is_none() -> None:
-    assert news(SFTJobStatus(), compute_status(make_job(), SFTJobStatus(), running(pods=()), NOW)) == []
+    starting = compute_status(make_job(), SFTJobStatus(), running(pods=()), NOW)
+    trains = compute_status(make_job(), starting, running(report=report(training(5))), NOW)
+
+    assert (starting.state, trains.state) == ("Starting", "Running")
+    assert news(SFTJobStatus(), starting) + news(starting, trains) == []
 
 
 def test_trouble_is_a_warning_once() -> None:
