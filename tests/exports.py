@@ -18,6 +18,7 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.export.companions import companions
 from sft_trainer.export.exporting import Exported, export_checkpoint
+from sft_trainer.export.record import RECORD
 from sft_trainer.export.values import Base
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.digest import base_digest
@@ -48,6 +49,7 @@ def exported(store: Store, manifest: Manifest, folder: Path, model: CausalLM | N
         folder=folder,
         tokenizer=chat_tokenizer("chatml"),
         card=CARD,
+        name="tiny",
         base=lambda: Base(folder, base_digest(build_on_meta(folder), folder)),
     )
 
@@ -104,6 +106,11 @@ def _live_tensors(model: CausalLM, dtype: torch.dtype) -> Iterator[tuple[str, to
         yield name, whole.to(dtype).cpu().contiguous()
     computed = {name for name, _ in huggingface.named_non_persistent_buffers()}
     yield from ((name, buffer) for name, buffer in huggingface.named_buffers() if name not in computed)
+
+
+def model_in(folder: Path) -> dict[str, bytes]:
+    """The ``content`` of an export but for what says whose it is, which no other program writes."""
+    return {name: raw for name, raw in content(folder).items() if name != RECORD}
 
 
 def content(folder: Path) -> dict[str, bytes]:

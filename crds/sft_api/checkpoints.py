@@ -4,6 +4,7 @@ Layout below ``checkpoint.uri``::
 
     run.json                                    whose place it is (``place``)
     alive.json                                  put each minute by who trains there (``place``)
+    done.json                                   the run is complete (``place``)
     attempts/00003.json                         claimed by a conditional create at every start of the group
     checkpoints/step-00001200-a00003/*.bin      raw tensor bytes, written once, never overwritten
     checkpoints/step-00001200-a00003/*.idx      which tensor's bytes lie where, with the digest of every piece

@@ -7,16 +7,20 @@ object, cluster or machine starts it.
 
 import json
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
 
-from .checkpoints import Sha256, StoredModel
+from .checkpoints import Count, Sha256, StoredModel
 from .numbers import Numbers, NumbersError
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
+DONE_KEY = "done.json"
 VERSION = 1
+
+
+Stored = TypeVar("Stored", bound=StoredModel)
 
 
 class RecordError(ValueError):
@@ -66,6 +70,15 @@ class Beat(StoredModel):
         return f"{self.namespace}/{self.name} (uid {self.uid}, attempt {self.attempt}, on {self.host})"
 
 
+class Done(StoredModel):
+    """The run is complete, and its last checkpoint was found whole."""
+
+    version: Annotated[int, Field(ge=1)] = VERSION
+    step: Count
+    attempt: Annotated[int, Field(ge=1)]
+    """With the step, its last checkpoint."""
+
+
 def encode_record(record: RunRecord) -> bytes:
     """``record`` as JSON, for people too."""
     return record.model_dump_json(by_alias=True, indent=1).encode() + b"\n"
@@ -73,6 +86,21 @@ def encode_record(record: RunRecord) -> bytes:
 
 def decode_record(raw: bytes) -> RunRecord:
     """The record in ``raw``; raises RecordError."""
+    record = _decoded(raw, RunRecord)
+    try:
+        if Numbers.read(record.numbers).digest != record.digest:
+            raise RecordError("its numbers do not match their digest: it was damaged or edited")
+    except NumbersError as error:
+        raise RecordError(str(error)) from error
+    return record
+
+
+def decode_done(raw: bytes) -> Done:
+    """The word in ``raw``; raises RecordError."""
+    return _decoded(raw, Done)
+
+
+def _decoded(raw: bytes, model: type[Stored]) -> Stored:
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -81,13 +109,8 @@ def decode_record(raw: bytes) -> RunRecord:
     if isinstance(version, int) and version > VERSION:
         raise RecordError(f"it is of version {version}, this program reads version {VERSION}")
     try:
-        record = RunRecord.model_validate(document)
-        if Numbers.read(record.numbers).digest != record.digest:
-            raise RecordError("its numbers do not match their digest: it was damaged or edited")
+        return model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RecordError(f"it is no whole record ({place or 'it'}: {first['msg']})") from error
-    except NumbersError as error:
-        raise RecordError(str(error)) from error
-    return record

@@ -22,17 +22,12 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
-from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.errors import TrainingError
-from sft_trainer.export.companions import model_card
-from sft_trainer.export.exporting import Exported, export_checkpoint
-from sft_trainer.export.values import Base
+from sft_trainer.export.alone import exported_alone
+from sft_trainer.export.exporting import export_checkpoint
 from sft_trainer.fetch import cache_directory, localise
-from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.digest import base_digest, companion_digests
 from sft_trainer.place import check_same_run, read_record
 from sft_trainer.revisions import pinned
-from sft_trainer.state import changed_fields
 from sft_trainer.topology import ALONE
 
 from .console import result, say
@@ -139,33 +134,16 @@ def _export(
     config: TrainerConfig, files: ModelSpec, store: Store, manifest: Manifest, target: Store, s3: S3Settings
 ) -> None:
     say(f"Exporting step {manifest.step} of {config.job.name} from {store.uri}/{manifest.id.prefix}", bold=True)
-    # All weights come from the checkpoint: of the model only what a tokenizer consists of, which its configs are among.
-    folder = _fetched(files.uri, "tokenizer", s3)
-    other = files.tokenizer_uri
-    tokenizer_folder = _fetched(other, "tokenizer", s3) if other else folder
-    model = build_on_meta(folder)
-    recorded = (manifest.run.model_extra or {}).get("companions")
-    if recorded and (changed := changed_fields(recorded, companion_digests(folder, tokenizer_folder))):
-        say(
-            "Warning: files beside the weights are not those that this checkpoint was trained with "
-            f"({', '.join(changed)}): the model has those of now; pin model.uri to a commit (@revision)",
-            fg="yellow",
-        )
 
-    def base() -> Base:
-        say(f"The checkpoint holds what was trained; the rest is that of {files.uri}", dim=True)
-        whole = _fetched(files.uri, "model", s3)
-        return Base(whole, base_digest(model, whole))
+    def fetch(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
+        if kind == "model":
+            say(f"The checkpoint holds what was trained; the rest is that of {uri}", dim=True)
+        return _fetched(uri, kind, s3)
 
-    exported = Exported(
-        store=store,
-        manifest=manifest,
-        model=model,
-        folder=folder,
-        tokenizer=load_tokenizer(tokenizer_folder, files.chat_template),
-        card=model_card(config, manifest),
-        base=base,
-    )
+    def warn(sentence: str) -> None:
+        say(f"Warning: {sentence}", fg="yellow")
+
+    exported = exported_alone(config, files, store, manifest, fetch, warn)
     export_checkpoint(
         exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=_Counted(_Told("read and written"))
     )

@@ -23,7 +23,7 @@ from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
 from .errors import StorageUnavailableError
 from .fetch import cache_directory, localise
-from .place import look
+from .place import look, read_done
 from .process import begin, report_end
 from .reporting import Reporter
 from .revisions import pinned
@@ -38,6 +38,8 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     store = open_store(config.checkpoint_uri, s3)
     check_storage(config, store, reporter)
     record = look(config, store)
+    if read_done(store) is not None:
+        return  # nothing is trained, and so no data is needed
     config = pinned(config, record.revisions if record else {})
     spec = config.spec
     codec = cache(lambda: _codec(config, s3, reporter))

@@ -8,6 +8,7 @@ from sft_api.trainer_config import TrainerConfig
 from .alive import Alive
 from .checkpoint.store import Store
 from .curves.listener import Curve
+from .done import DoneFile
 from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked
 from .events import Listener
 from .records import RecordsFile, StatusFile
@@ -41,6 +42,7 @@ class OurListeners:
             RecordsFile(store, reporter),
             Curve(store, config.job.name, reporter),
             StatusFile(store, reporter),
+            DoneFile(store, saving),
             Alive(config, store),
         ]
         return cls(

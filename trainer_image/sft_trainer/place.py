@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from sft_api.checkpoints import MANIFEST_NAME, Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
-from sft_api.place import RUN_KEY, RecordError, RunRecord, decode_record, encode_record
+from sft_api.place import DONE_KEY, RUN_KEY, Done, RecordError, RunRecord, decode_done, decode_record, encode_record
 from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog
@@ -42,6 +42,19 @@ def read_record(store: Store, sleep: Callable[[float], None] = time.sleep) -> Ru
         f"{store.uri}/{RUN_KEY} says whose checkpoints these are, and cannot be used: {problem}; it is never written "
         f"over: restore it, remove it where the checkpoints beside it are this run's, or {_ELSE}"
     ) from problem
+
+
+def read_done(store: Store) -> Done | None:
+    """The word that the run in ``store`` is complete; raises ``ConfigError`` for one that cannot be read."""
+    try:
+        return decode_done(store.read(DONE_KEY))
+    except StorageNotFoundError:
+        return None
+    except RecordError as error:
+        raise ConfigError(
+            f"{store.uri}/{DONE_KEY} says that this run is complete, and cannot be used: {error}; restore it, or "
+            "remove it to go on from the newest checkpoint beside it"
+        ) from error
 
 
 def look(config: TrainerConfig, store: Store) -> RunRecord | None:

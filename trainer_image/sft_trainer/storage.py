@@ -6,6 +6,7 @@ from sft_api.trainer_config import TrainerConfig
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError
+from .export.record import refuse_other_run
 from .reporting import Reporter
 
 
@@ -20,7 +21,9 @@ def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bo
         reporter.warn(result.message)
     export_uri = config.export_uri
     if export_uri is not None and not export_uri.startswith(f"{config.checkpoint_uri}/"):
-        open_store(export_uri, S3Settings.from_spec(config.spec.checkpoint.s3)).probe()
+        target = open_store(export_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+        target.probe()
+        refuse_other_run(target, config.job.name, config.numbers().digest)
     return result.conditional_writes
 
 

@@ -13,19 +13,20 @@ from typing import NoReturn
 import torch
 
 from sft_api.checkpoints import RunState
-from sft_api.place import RunRecord
+from sft_api.place import Done
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 
 from .alike import check_alike, fingerprint
-from .alive import watch
 from .boxes import Box
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
 from .distributed import Ranks, device_for, join_group, sum_over_ranks, summed
+from .done import end_again
 from .due import planned
+from .entering import Entered, enter
 from .errors import StopRequested
 from .evaluate import evaluate
 from .events import (
@@ -55,13 +56,13 @@ from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .models.weights import load_weights
 from .optim import learning_rate
-from .place import check_record, look, of_another_start, open_place, read_record
+from .place import check_record, of_another_start
 from .preparation import Prepared, prepare
 from .reporting import Reporter
-from .revisions import changed, pinned, revisions
+from .revisions import pinned
 from .saving import Saving
 from .state import Facts, resume_warnings, run_state
-from .storage import check_same_base, check_storage
+from .storage import check_same_base
 from .strategies import build
 from .topology import Topology
 from .trainable import EVERYTHING, Trainable
@@ -99,6 +100,7 @@ class Trainer:
         self._theirs = listeners
         self.events = Listeners(listeners, self.control)
         self._trainable = trainable
+        self._place = Entered(None, None)
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -115,6 +117,9 @@ class Trainer:
     def _run(self) -> None:
         self.device = device_for(self.ranks, self.spec.compute.gpus_per_node)
         self._open_store()
+        if self._place.done is not None:
+            self._end_again(self._place.done)
+            return
         if self.topology.prepares:
             self.prepared = self._prepare()
         self._meet()
@@ -168,20 +173,15 @@ class Trainer:
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
-        self._record = self._open_place() if self.topology.writes else read_record(self.store)
+        self._place = enter(self.config, self.store, self.reporter, writes=self.topology.writes)
 
-    def _open_place(self) -> RunRecord:
-        conditional = check_storage(self.config, self.store, self.reporter)
-        look(self.config, self.store)  # whose place it is must not take three minutes to find out
-        watch(self.config, self.store, self.reporter)
-        record = open_place(self.config, self.store, conditional=conditional, revisions=lambda: revisions(self.config))
-        for warning in changed(self.config, record.revisions):
-            self.reporter.warn(warning)
-        return record
+    def _end_again(self, done: Done) -> None:
+        self.step = done.step
+        if self.topology.writes:
+            end_again(self.config, self.store, done, self._place.revisions, self.reporter)
 
     def _prepare(self) -> Prepared:
-        recorded = self._record.revisions if self._record else {}
-        return prepare(pinned(self.config, recorded), self.reporter, self.device)
+        return prepare(pinned(self.config, self._place.revisions), self.reporter, self.device)
 
     def _meet(self) -> None:
         if not self.topology.alone:

@@ -134,7 +134,7 @@ def fill(file: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_place: Callable[[str], Place]) -> None:
-    # Given a complete run whose newest checkpoint has one bit turned
+    # Given a run that ended before it could say that it is complete, and whose newest checkpoint has one bit turned
     place = make_place("damaged")
     data = shutil.copy(place.inputs.train, place.folder / "train.jsonl")
     job = place.job(**LONG, data={"train": [{"uri": f"file://{data}", "split": "train[:60]"}], "maxLength": 256})
@@ -146,6 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_p
         byte = file.read(1)
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
+    (place.store() / "done.json").unlink()
 
     # When it is run again
     ended = place.run(job)
@@ -159,6 +160,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_p
     assert step_numbers(place.store()) == step_numbers(undisturbed.store())
 
     # And when rows have changed since a checkpoint, that is said
+    (place.store() / "done.json").unlink()
     data.write_text(data.read_text().replace("What does", "What can"))
     changed = place.run(job)
     assert changed.code == 0, changed.said
@@ -179,7 +181,10 @@ def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) 
     assert "Loading" not in ended.said
     assert {path: path.read_bytes() for path in undisturbed.store().glob("checkpoints/*/*")} == before
     assert same.code == 0, same.said
-    assert (same.status["attempt"], same.latest) == (2, LONG["training"]["steps"])
+    # It is complete: nothing is fetched, tokenised, tried
+    assert (same.status["attempt"], same.latest) == (1, LONG["training"]["steps"])
+    assert "60/60 steps, all of them done before; --fresh trains anew" in same.said
+    assert "Loading" not in same.said
 
 
 def test_another_start_in_the_same_folder_ends_this_one(place: Place) -> None:

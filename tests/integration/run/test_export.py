@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sft_trainer.export.exporting import MARK
+from sft_trainer.export.record import MARK
 from tests.cluster.object_store import ObjectStore
 from tests.exports import content
 from tests.integration.run.hub import serve_hub
@@ -54,7 +54,9 @@ def test_an_export_at_the_end_and_one_later_are_the_same(place: Place) -> None:
     # Then it is the same to the last byte
     assert content(export) == at_end
 
-    # And so is what the run exports that goes on there and finds all done, on one process and another model
+    # And so is what the run exports that goes on there and finds no step to do, on one process and another model
+    (place.store() / "done.json").unlink()
+    shutil.rmtree(export)
     (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     again = place.run(place.job(**sections, export={"atEnd": True}))
     assert again.code == 0, again.said

@@ -11,7 +11,7 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import StoredObject, WriteStream
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
-from sft_trainer.export.exporting import MARK
+from sft_trainer.export.record import MARK, RECORD
 from tests.exports import content, export, exported
 from tests.unit.trainer.exporting import SMALL, make_model
 from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
@@ -112,7 +112,7 @@ def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path, steps
     with pytest.raises(StorageUnavailableError, match=r"out: another export was begun or ended there meanwhile"):
         export(exported(store, one, source), target, file_bytes=SMALL)
 
-    assert sorted(content(tmp_path / "out")) == [MARK], "the file that was being written is dropped"
+    assert sorted(content(tmp_path / "out")) == [RECORD, MARK], "the file that was being written is dropped"
 
 
 def damage(store: Any, manifest: Any) -> None:

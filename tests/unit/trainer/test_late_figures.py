@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.v1alpha1.status import CheckpointsStatus
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
@@ -55,6 +56,7 @@ class Story(Trainer):
             settle=lambda: None,
             tell=lambda: None,
             checkpoints=CheckpointsStatus(),
+            checkpoint_of=lambda step: CheckpointId(1, step),
         )
         self.store = LocalStore(folder / "store")
         self.applied: list[bool] = []

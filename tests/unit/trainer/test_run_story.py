@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.progress import Activity, Phase
 from sft_api.report import checkpoints_status
 from sft_api.rundir import ACTIVITY_FOLDER
@@ -62,7 +63,10 @@ class Story(Trainer):
         self.happens = happens
         self.told: list[str] = []
         self.saving = SimpleNamespace(  # type: ignore[assignment]
-            settle=lambda: self.told.append("settle"), seconds_since_save=0, checkpoints=CheckpointsStatus()
+            settle=lambda: self.told.append("settle"),
+            seconds_since_save=0,
+            checkpoints=CheckpointsStatus(),
+            checkpoint_of=lambda step: CheckpointId(1, step),
         )
         self.store = LocalStore(folder / "store")
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]

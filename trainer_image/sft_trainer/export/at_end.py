@@ -56,6 +56,7 @@ class AtEnd:
             folder=self._prepared.model_path,
             tokenizer=self._prepared.tokenizer,
             card=model_card(self._config, found),
+            name=self._config.job.name,
             base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
         )
         export_checkpoint(exported, target, group, on_bytes=self._count)

@@ -11,10 +11,10 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.models.causal_lm import CausalLM
 
+from .record import CONFIG
+
 log = logging.getLogger("sft_trainer")
 
-CONFIG = "config.json"
-"""The last file of an export: a folder without it is not a model yet."""
 _GENERATION_CONFIG = "generation_config.json"
 
 

@@ -25,14 +25,12 @@ from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError, StorageUnavailableError
 from sft_trainer.models.causal_lm import CausalLM
 
-from .companions import CONFIG, companions
+from .companions import companions
 from .plan import FILE_BYTES, INDEX, SINGLE, File, Plan, plan_export
+from .record import CONFIG, MARK, RECORD, ExportRecord, is_finished, refuse_other_run
 from .values import Base, Values
 
 log = logging.getLogger("sft_trainer")
-
-MARK = "unfinished-export.json"
-"""Lies in the folder while an export goes on, and says of what."""
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _BLOCK = 8 * 2**20
@@ -52,6 +50,8 @@ class Exported:
     tokenizer: Any
     card: str
     """The README.md."""
+    name: str
+    """Of the run."""
     base: Callable[[], Base]
     """Gets the model that the run started from with its weights, if the checkpoint lacks some."""
 
@@ -68,18 +68,28 @@ def export_checkpoint(
 
     Those that see one place take files in turn and need nothing of each other; the leader prepares the folder
     before that, and ends it after that. ``on_bytes`` is told, by any thread, how many bytes this process read or
-    wrote. Raises the same error on every process: CheckpointCorruptError, which names the checkpoint, ConfigError when
-    it does not fit the model, or what the stores raise. What was finished until then stays for the next try.
+    wrote. A model of the same checkpoint that is there already stays as it is. Raises the same error on every process:
+    CheckpointCorruptError, which names the checkpoint, ConfigError when it does not fit the model or another run's
+    model is there, or what the stores raise. What was finished until then stays for the next try.
     """
+    record = ExportRecord.of(exported.name, exported.manifest)
+    if group.on_leader(lambda: _is_there(target, record)):
+        log.info("%s holds the model of %s already", target.uri, record.checkpoint)
+        return
     plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
     mark = _mark(exported.manifest, plan)
     # Only a process that reads values asks for their index, and the leader asks twice.
     values = functools.cache(lambda: _values(exported, plan))
-    missing = group.on_leader(lambda: _begin(values, target, plan, mark, on_bytes))
+    missing = group.on_leader(lambda: _begin(values, target, plan, mark, record, on_bytes))
     turn = group.topology.turn(missing, target.uri)
     mine = [file for file in plan.files if file.name in turn]
     group.agree(group.tried(lambda: _write_files(mine, values, target, mark, on_bytes)))
-    group.on_leader(lambda: _end(exported, target, plan, mark))
+    group.on_leader(lambda: _end(exported, target, plan, mark, record))
+
+
+def _is_there(target: Store, record: ExportRecord) -> bool:
+    refuse_other_run(target, record.name, record.digest)
+    return is_finished(target, record)
 
 
 def _values(exported: Exported, plan: Plan) -> Values:
@@ -99,7 +109,9 @@ def _mark(manifest: Manifest, plan: Plan) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def _begin(get: Callable[[], Values], target: Store, plan: Plan, mark: bytes, on_bytes: OnBytes) -> list[str]:
+def _begin(
+    get: Callable[[], Values], target: Store, plan: Plan, mark: bytes, record: ExportRecord, on_bytes: OnBytes
+) -> list[str]:
     """Names of the files that are to be written into the folder, of which all others are finished."""
     values = get()  # before anything is removed
     _drop_earlier_uploads(target)
@@ -110,6 +122,7 @@ def _begin(get: Callable[[], Values], target: Store, plan: Plan, mark: bytes, on
             deque(values.of(file, on_bytes), maxlen=0)
     # A reader must never take the weights of one step for those of another.
     target.delete([CONFIG])
+    target.put(RECORD, record.encoded())
     if found == mark:
         return [file.name for file in plan.files if present.get(file.name) != file.size]
     # Readers prefer the single file to an index: it must go also where nothing can be listed.
@@ -185,11 +198,13 @@ def _check_mark(target: Store, mark: bytes) -> None:
         )
 
 
-def _end(exported: Exported, target: Store, plan: Plan, mark: bytes) -> None:
+def _end(exported: Exported, target: Store, plan: Plan, mark: bytes, record: ExportRecord) -> None:
     _check_mark(target, mark)
     _check_sizes(target, plan)
     if plan.index is not None:
         target.put(INDEX, plan.index)
+    files = {file.name: file.size for file in plan.files}
+    target.put(RECORD, record.model_copy(update={"files": files}).encoded())
     for name, content in companions(exported.model, exported.folder, exported.tokenizer, exported.card).items():
         if name == CONFIG:
             _check_mark(target, mark)

@@ -1,0 +1,154 @@
+"""A complete run is not trained again: it ends at once, makes the export that is missing, or says what is gone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
+from sft_api.place import DONE_KEY, Done
+from sft_api.progress import Phase, TrainingProgress
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.done import DoneFile, end_again
+from sft_trainer.errors import ConfigError
+from sft_trainer.events import Control, Ended
+from sft_trainer.export.record import RECORD, refuse_other_run
+from sft_trainer.place import read_done
+from sft_trainer.reporting import Reporter
+from sft_trainer.saving import Saving
+from tests.exports import content
+from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.exporting import checkpoint, trained
+from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def config(tmp_path: Path, source: Path) -> TrainerConfig:
+    chat_tokenizer("chatml").save_pretrained(source)
+    return resolve(manifest(tmp_path, tmp_path / "store", model={"uri": f"file://{source}"}))
+
+
+@pytest.fixture
+def final(config: TrainerConfig, source: Path, tmp_path: Path) -> Manifest:
+    """The last checkpoint of the run, beside the word that it is the last."""
+    store = LocalStore(tmp_path / "store")
+    made = checkpoint(trained(source), store, 6, numbers=config.numbers().as_record())
+    store.put(STATUS_KEY, TrainingProgress(step=6, total_steps=6, attempt=1, loss=0.5).model_dump_json().encode())
+    store.put(DONE_KEY, Done(step=6, attempt=1).model_dump_json(by_alias=True).encode())
+    return made
+
+
+def again(config: TrainerConfig, folder: Path) -> Reporter:
+    """What a start of the complete run says."""
+    store, reporter = LocalStore(folder / "store"), Reporter(folder, writes=True)
+    done = read_done(store)
+    assert done is not None
+    end_again(config, store, done, {}, reporter)
+    return reporter
+
+
+@pytest.mark.usefixtures("final")
+def test_what_is_missing_is_exported_once_and_nothing_else_is_done(config: TrainerConfig, tmp_path: Path) -> None:
+    progress = again(config, tmp_path).progress
+    assert (progress.phase, progress.step, progress.loss, progress.resumed_from_step) == (Phase.COMPLETE, 6, 0.5, 6)
+    assert progress.export is not None
+    assert (progress.export.uri, progress.export.step) == (config.export_uri, 6)
+    export = tmp_path / "store" / "export"
+    assert {"config.json", "model.safetensors", RECORD} <= set(content(export))
+
+    # Started again, and without its checkpoint: the model that is there stays as it is
+    before = {path.name: path.stat().st_mtime_ns for path in export.iterdir()}
+    again(config, tmp_path)
+    shutil.rmtree(tmp_path / "store" / "checkpoints")
+    assert again(config, tmp_path).progress.export is not None
+    assert {path.name: path.stat().st_mtime_ns for path in export.iterdir()} == before
+
+
+def damaged_config(export: Path) -> None:
+    (export / "config.json").unlink()
+
+
+def a_file_less(export: Path) -> None:
+    (export / "model.safetensors").unlink()
+
+
+def half_a_file(export: Path) -> None:
+    (export / "model.safetensors").write_bytes(b"half")
+
+
+@pytest.mark.usefixtures("final")
+@pytest.mark.parametrize("harm", [damaged_config, a_file_less, half_a_file])
+def test_an_export_that_is_not_whole_is_made_anew(
+    config: TrainerConfig, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    again(config, tmp_path)
+    export = tmp_path / "store" / "export"
+    whole = content(export)
+    harm(export)
+    again(config, tmp_path)
+    assert content(export) == whole
+
+
+@pytest.mark.usefixtures("final")
+def test_when_all_is_gone_nothing_is_trained_in_silence(config: TrainerConfig, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "store" / "checkpoints")
+    sentence = r"is complete since step 6, but neither its last checkpoint nor its export in .*/export can be used \(s"
+    with pytest.raises(ConfigError, match=sentence):
+        again(config, tmp_path)
+    without = config.model_copy(update={"export_uri": None})
+    with pytest.raises(ConfigError, match=r"but neither its last checkpoint can be used"):
+        again(without, tmp_path)
+
+
+@pytest.mark.usefixtures("final")
+def test_a_run_that_exports_nothing_ends_at_once(config: TrainerConfig, tmp_path: Path) -> None:
+    progress = again(config.model_copy(update={"export_uri": None}), tmp_path).progress
+    assert (progress.phase, progress.export) == (Phase.COMPLETE, None)
+    assert not (tmp_path / "store" / "export").exists()
+
+
+@pytest.mark.usefixtures("final")
+def test_the_model_of_another_run_is_never_taken_away(config: TrainerConfig, tmp_path: Path) -> None:
+    # Given the model of one run, and another run that is told to export to the same place
+    again(config, tmp_path)
+    before = content(tmp_path / "store" / "export")
+    target = LocalStore(tmp_path / "store" / "export")
+    other = config.model_copy(update={"job": config.job.model_copy(update={"name": "other"})})
+
+    # Then it is refused before it trains, and before it exports
+    sentence = (
+        r"export holds the model of the run parity \(step-00000006-a00001\), which is not written over: name another"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        refuse_other_run(target, "other", config.numbers().digest)
+    with pytest.raises(ConfigError, match=sentence):
+        again(other, tmp_path)
+    with pytest.raises(ConfigError, match="the run parity with other settings"):
+        refuse_other_run(target, "parity", "0" * 64)
+    assert content(tmp_path / "store" / "export") == before
+
+
+def test_the_word_is_written_when_the_last_checkpoint_is_found_whole(
+    config: TrainerConfig, final: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.delete([DONE_KEY])
+    monkeypatch.setattr(Saving, "checkpoint_of", lambda self, step: CheckpointId(1, step))
+    listener = DoneFile(store, Saving.__new__(Saving))
+
+    listener.on_end(Ended(6, KeyboardInterrupt()), Control())
+    assert read_done(store) is None
+    listener.on_end(Ended(5), Control())
+    assert read_done(store) is None, "there is no such checkpoint"
+    listener.on_end(Ended(6), Control())
+    assert read_done(store) == Done(step=6, attempt=1)
+
+    store.put(DONE_KEY, json.dumps({"version": 1}).encode())
+    with pytest.raises(
+        ConfigError, match=r"done\.json says that this run is complete, and cannot be used: it is no whole"
+    ):
+        read_done(store)

@@ -1,0 +1,153 @@
+"""A run that is complete is not trained again, whoever starts it: its export is made if it is missing, and no more."""
+
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
+from sft_api.place import DONE_KEY, Done
+from sft_api.progress import Phase, TrainingProgress
+from sft_api.report import checkpoints_status
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import ExportStatus
+
+from .checkpoint.catalog import Catalog, Skipped, status_of
+from .checkpoint.group import CheckpointGroup
+from .checkpoint.opening import open_store
+from .checkpoint.store import S3Settings, Store
+from .errors import ConfigError, StorageNotFoundError, TrainingError
+from .events import Control, Ended, Listener, Outcome
+from .export.record import ExportRecord, is_finished, refuse_other_run
+from .fetch import cache_directory, localise
+from .reporting import Reporter
+from .revisions import pinned
+from .saving import Saving
+from .topology import ALONE
+
+log = logging.getLogger("sft_trainer")
+
+
+class DoneFile(Listener):
+    """Writes the word when the run is complete and its last checkpoint is found whole; for one process of a run."""
+
+    def __init__(self, store: Store, saving: Saving) -> None:
+        self._store = store
+        self._saving = saving
+
+    def on_end(self, event: Ended, control: Control) -> None:
+        if event.outcome is not Outcome.COMPLETE:
+            return
+        last = self._saving.checkpoint_of(event.step)
+        try:
+            found = Catalog(self._store).find(last)
+            if isinstance(found, Skipped):
+                log.warning("%s is not written: %s", DONE_KEY, found)
+            else:
+                done = Done(step=last.step, attempt=last.attempt)
+                self._store.put(DONE_KEY, done.model_dump_json(by_alias=True).encode())
+        except TrainingError as error:
+            # Who starts the run again finds the last checkpoint, no step to do, and writes it then.
+            log.warning("%s was not written: %s", DONE_KEY, error)
+
+
+def end_again(
+    config: TrainerConfig, store: Store, done: Done, revisions: Mapping[str, str], reporter: Reporter
+) -> None:
+    """Report the run in ``store`` as the complete one that it is, after its export was made if that is missing.
+
+    For the one process that writes for all. Raises ``ConfigError`` when neither its last checkpoint nor its export is
+    there, and what the export raises.
+    """
+    found = Catalog(store).find(CheckpointId(done.attempt, done.step))
+    exports = _exports(config, done, found, reporter, store, revisions)
+    if isinstance(found, Skipped) and exports is None:
+        wanted = f" nor its export in {config.export_uri}" if config.export_uri else ""
+        raise ConfigError(
+            f"the run in {store.uri} is complete since step {done.step}, but neither its last checkpoint{wanted} can "
+            f"be used ({found}): restore one of them; to train it again, name another place in checkpoint.uri"
+        )
+    progress = _progress(store, done, found)
+    reporter.update(
+        **{
+            name: getattr(progress, name)
+            for name in TrainingProgress.model_fields
+            if name not in ("warnings", "phase", "phase_detail", "update_time")
+        }
+        | {"resumed_from_step": done.step, "export": exports, "remaining_seconds": None}
+    )
+    reporter.say("the run in %s is complete since step %s: nothing is left to train", store.uri, done.step)
+    reporter.phase(Phase.COMPLETE)
+
+
+def _exports(
+    config: TrainerConfig,
+    done: Done,
+    found: Manifest | Skipped,
+    reporter: Reporter,
+    store: Store,
+    revisions: Mapping[str, str],
+) -> ExportStatus | None:
+    """The export of the checkpoint, made if it is missing; None where none is asked for, or none can be had."""
+    uri = config.export_uri
+    if uri is None:
+        return None
+    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
+    target = open_store(uri, s3)
+    digest = config.numbers().digest
+    refuse_other_run(target, config.job.name, digest)
+    wanted = ExportRecord(name=config.job.name, digest=digest, checkpoint=CheckpointId(done.attempt, done.step).folder)
+    if not is_finished(target, wanted):
+        if isinstance(found, Skipped):
+            return None
+        _export(config, found, store, target, s3, revisions, reporter)
+    return ExportStatus(uri=uri, step=done.step)
+
+
+def _export(
+    config: TrainerConfig,
+    manifest: Manifest,
+    store: Store,
+    target: Store,
+    s3: S3Settings,
+    revisions: Mapping[str, str],
+    reporter: Reporter,
+) -> None:
+    # Not at the top: the look before the imports needs none of what these need.
+    from .export.alone import exported_alone
+    from .export.exporting import export_checkpoint
+
+    def fetch(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
+        def told(count: int) -> None:
+            reporter.alive(Phase.EXPORTING, f"fetching {uri}: {count / 2**30:.1f} GiB")
+
+        reporter.phase(Phase.EXPORTING, f"fetching {uri}")
+        return localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind=kind, on_progress=told)
+
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        reporter.alive(Phase.EXPORTING, f"{target.uri}: {done / 2**20:.0f} MiB read and written")
+
+    exported = exported_alone(config, pinned(config, revisions).spec.model, store, manifest, fetch, reporter.warn)
+    export_checkpoint(exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=count)
+
+
+def _progress(store: Store, done: Done, found: Manifest | Skipped) -> TrainingProgress:
+    """What the run reported last; no more than is known where that cannot be read."""
+    try:
+        last = TrainingProgress.model_validate_json(store.read(STATUS_KEY))
+    except (StorageNotFoundError, ValidationError):
+        last = TrainingProgress()
+    if last.step == done.step:
+        return last
+    kept = [status_of(found, store.uri)] if isinstance(found, Manifest) else []
+    return TrainingProgress(
+        attempt=done.attempt, step=done.step, total_steps=done.step, checkpoints=checkpoints_status(kept)
+    )

@@ -1,0 +1,48 @@
+"""What a process does in the place of its run before it fetches anything."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sft_api.place import Done, RunRecord
+from sft_api.trainer_config import TrainerConfig
+
+from .alive import watch
+from .checkpoint.store import Store
+from .place import look, open_place, read_done, read_record
+from .reporting import Reporter
+from .revisions import changed, revisions
+from .storage import check_storage
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What the place says of the run."""
+
+    record: RunRecord | None
+    """None where another process is about to make it."""
+    done: Done | None
+    """The word that the run is complete."""
+
+    @property
+    def revisions(self) -> Mapping[str, str]:
+        """What model and data are pinned to."""
+        return self.record.revisions if self.record else {}
+
+
+def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bool) -> Entered:
+    """The place, which is this run's; by the process that writes for all it is checked, watched, and made its own.
+
+    Raises what is wrong with the place or who else is in it: errors of the store, ConfigError, PlaceInUseError.
+    """
+    if not writes:
+        return Entered(read_record(store), read_done(store))
+    conditional = check_storage(config, store, reporter)
+    # First: that it is another run's must not take three minutes to find out.
+    found, done = look(config, store), read_done(store)
+    if done is not None:
+        return Entered(found, done)
+    watch(config, store, reporter)
+    record = open_place(config, store, conditional=conditional, revisions=lambda: revisions(config))
+    for warning in changed(config, record.revisions):
+        reporter.warn(warning)
+    return Entered(record, None)
