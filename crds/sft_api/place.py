@@ -79,6 +79,11 @@ class Done(StoredModel):
     """With the step, its last checkpoint."""
 
 
+def folder_name(name: str, numbers: Numbers) -> str:
+    """The folder of a run below its namespace's, where nobody says where it saves: another run gets another one."""
+    return f"{name}-{numbers.digest[:16]}"
+
+
 def encode_record(record: RunRecord) -> bytes:
     """``record`` as JSON, for people too."""
     return record.model_dump_json(by_alias=True, indent=1).encode() + b"\n"

@@ -32,7 +32,7 @@ class StoreSettings(SettingsModel):
     """The platform's default store, for jobs that name no ``checkpoint.uri``."""
 
     uri: Annotated[str, Field(pattern=r"^s3://[^/]+(/.*)?$")]
-    """Each job gets ``<uri>/<namespace>/<name>-<uid>`` below it."""
+    """Each job gets ``<uri>/<namespace>/<name>-<digest>`` below it."""
     s3: S3Spec = S3Spec()
     """How it is reached. ``credentialsSecretRef`` names a Secret of the *job's* namespace."""
     verify: bool = False

@@ -7,10 +7,12 @@ from sft_api.place import Done, RunRecord
 from sft_api.trainer_config import TrainerConfig
 
 from .alive import watch
-from .checkpoint.store import Store
-from .place import look, open_place, read_done, read_record
+from .checkpoint.opening import open_store
+from .checkpoint.store import S3Settings, Store
+from .place import look, nothing_saved, open_place, read_done, read_record
 from .reporting import Reporter
 from .revisions import changed, revisions
+from .siblings import told_of_siblings
 from .storage import check_storage
 
 
@@ -42,7 +44,10 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     if done is not None:
         return Entered(found, done)
     watch(config, store, reporter)
+    anew = found is None and nothing_saved(store)
     record = open_place(config, store, conditional=conditional, revisions=lambda: revisions(config))
-    for warning in changed(config, record.revisions):
+    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
+    siblings = told_of_siblings(config, lambda uri: open_store(uri, s3)) if anew else []
+    for warning in [*siblings, *changed(config, record.revisions)]:
         reporter.warn(warning)
     return Entered(record, None)

@@ -80,7 +80,7 @@ def _look(config: TrainerConfig, store: Store) -> tuple[RunRecord | None, bool]:
     changes = _differences(config, record)
     if not changes:
         return record, False
-    if saved is None and not _anything_saved(store):
+    if saved is None and nothing_saved(store):
         return record, True
     raise ConfigError(_other_run(config, record, changes))
 
@@ -155,9 +155,9 @@ def _newest(store: Store) -> Manifest | None:
     return next((found for found in Catalog(store).candidates() if isinstance(found, Manifest)), None)
 
 
-def _anything_saved(store: Store) -> bool:
-    """Whether there is a checkpoint, sound or not."""
-    return any(MANIFEST_NAME in files for files in Catalog(store).folders().values())
+def nothing_saved(store: Store) -> bool:
+    """Whether there is no checkpoint, sound or not."""
+    return not any(MANIFEST_NAME in files for files in Catalog(store).folders().values())
 
 
 def _differences(config: TrainerConfig, record: RunRecord) -> list[str]:

@@ -1,5 +1,7 @@
 """The ConfigMap with the trainer's configuration."""
 
+from sft_api.numbers import Numbers
+from sft_api.place import folder_name
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import S3Spec, SFTJob
 from sft_api.v1alpha1.job import ObjectMeta
@@ -18,11 +20,11 @@ def effective_s3(job: SFTJob, store: StoreSettings | None) -> S3Spec:
 
 
 def default_checkpoint_uri(job: SFTJob, store: StoreSettings | None) -> str | None:
-    """Where the job's checkpoints go when its spec does not say; a new job of the same name gets a new place."""
+    """Where the job's checkpoints go when its spec does not say: one place for a name and settings, whatever object."""
     if store is None:
         return None
     identity = job.metadata
-    return f"{own_folder(store, identity.namespace)}/{identity.name}-{identity.uid}"
+    return f"{own_folder(store, identity.namespace)}/{folder_name(identity.name, Numbers.of(job.spec))}"
 
 
 def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredFile, StoredIndex, encode_manifest
+from sft_api.numbers import Numbers
+from sft_api.place import folder_name
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import S3Spec
 from sft_operator.cluster import store
 from sft_operator.cluster.store import CheckpointStore, StoreError
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.places import is_readable
+from sft_operator.decisions.spec import read_spec
 from tests.cluster.object_store import ObjectStore
 from tests.integration.operator.scene import Scene, StartOperator, Supervisors, training
 from tests.integration.run.slow_network import gate
@@ -29,6 +32,12 @@ def s3(versitygw: ObjectStore) -> Any:
     client = versitygw.client()
     client.create_bucket(Bucket=BUCKET)
     return client
+
+
+def place_of(job: dict[str, Any]) -> str:
+    """The folder of a submitted job that names none."""
+    numbers = Numbers.of(read_spec(job).spec)
+    return f"{job['metadata']['namespace']}/{folder_name(job['metadata']['name'], numbers)}"
 
 
 def settings(server: ObjectStore) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def test_checkpoints_are_known_after_all_pods_went_without_a_word(
     assert "checkpoints" not in own_scene.status("silent")
     config = own_scene.get("configmaps", "silent-config")
     assert config
-    folder = f"{own_scene.namespace}/silent-{job['metadata']['uid']}"
+    folder = place_of(job)
     assert f'"checkpointUri": "{URI}/{folder}"' in config["data"]["config.json"]
 
     save(s3, folder, 8)
@@ -219,7 +228,7 @@ def test_the_end_of_a_run_is_told_at_once_and_its_checkpoints_when_they_are_read
         pods = own_scene.start("ended")
         supervisors.report(own_scene.namespace, "ended", Progress(training=training(9)))
         own_scene.until_state("ended", "Running")
-        save(s3, f"{own_scene.namespace}/ended-{job['metadata']['uid']}", 7)
+        save(s3, place_of(job), 7)
 
         # When it fails, and its last words are lost, while the store does not answer
         for pod in pods:

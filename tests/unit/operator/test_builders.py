@@ -10,6 +10,7 @@ import pytest
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.quantities import times
 from sft_operator.builders import build_config_map, build_job, build_network_policy, build_service
+from sft_operator.builders.config_map import default_checkpoint_uri
 from sft_operator.config import NetworkPolicySettings, PodSettings, Settings, StoreSettings
 from tests.unit.operator.make import make_job
 
@@ -375,14 +376,19 @@ def test_the_platforms_store_is_used_when_the_spec_names_none() -> None:
     config_map = build_config_map(make_job(checkpoint={}), STORE)
     config = TrainerConfig.model_validate_json(config_map["data"]["config.json"])
 
-    assert config.checkpoint_uri == "s3://platform/sft/team/tulu-sft-uid"
+    assert config.checkpoint_uri == f"s3://platform/sft/team/tulu-{config.numbers().digest[:16]}"
+    # Of another object with the same name and settings too; of other settings not
+    again = make_job(checkpoint={})
+    again = again.model_copy(update={"metadata": again.metadata.model_copy(update={"uid": "another"})})
+    assert default_checkpoint_uri(again, STORE) == config.checkpoint_uri
+    assert default_checkpoint_uri(make_job(checkpoint={}, training={"seed": 9}), STORE) != config.checkpoint_uri
     assert config.spec.checkpoint.s3.endpoint == "http://minio:9000"
     variables = environment(SETTINGS.model_copy(update={"store": STORE}), checkpoint={})
     assert variables["AWS_ACCESS_KEY_ID"]["secretKeyRef"]["name"] == "sft-store"
 
 
 def test_the_export_is_not_written_over_the_model_in_the_platforms_store_either() -> None:
-    model = {"uri": "s3://platform/sft/team/tulu-sft-uid/export"}
+    model = {"uri": "s3://platform/sft/team"}
 
     with pytest.raises(
         ValueError, match=r"export\.uri .* must be neither model\.uri .*; checkpoints go to s3://platform/"

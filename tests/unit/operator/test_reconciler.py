@@ -204,7 +204,7 @@ def test_a_run_goes_on_where_it_began_when_the_store_of_the_settings_changes_or_
     # Then it follows the run as before
     assert world.condition("Accepted")["status"] == "True"
     assert world.status["state"] == "Starting"
-    assert export_of_the_complete_run(world).startswith("s3://old/place/team/tulu-sft-uid/")
+    assert export_of_the_complete_run(world).startswith("s3://old/place/team/tulu-8b53e93a77567bc0/")
 
 
 def test_a_job_that_is_made_later_is_followed_where_its_config_map_says() -> None:
@@ -218,7 +218,7 @@ def test_a_job_that_is_made_later_is_followed_where_its_config_map_says() -> Non
     second = World(store("s3://new/place"), first.api)
     second.look()
 
-    assert export_of_the_complete_run(second).startswith("s3://old/place/team/tulu-sft-uid/")
+    assert export_of_the_complete_run(second).startswith("s3://old/place/team/tulu-8b53e93a77567bc0/")
 
 
 def test_the_store_is_read_once_for_a_run_whose_pods_have_ended_in_its_own_folder() -> None:
@@ -231,7 +231,7 @@ def test_the_store_is_read_once_for_a_run_whose_pods_have_ended_in_its_own_folde
     world.asking.questions = ()
     world.look()
 
-    assert question.uri == "s3://platform/sft/team/tulu-sft-uid"
+    assert question.uri == "s3://platform/sft/team/tulu-8b53e93a77567bc0"
     assert not world.asking.questions
 
 
