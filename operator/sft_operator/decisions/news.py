@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from sft_api.v1alpha1 import API_VERSION, KIND, RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1 import API_VERSION, KIND, CheckpointStatus, RestartsStatus, SFTJobStatus
 
 from ..names import MANAGER
 from ..picture.observed import Manifest
@@ -30,6 +30,9 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Warning", "Restarting", f"{new.last_reason}: {new.last_message}"))
     elif new.disruptions > old.disruptions:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
+    if (start := _goes_on_from(before, after)) is not None:
+        note = f"continues from step {start.step}, which attempt {start.attempt} saved in {start.uri}"
+        told.append(News("Normal", "Continues", note))
     problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
     if after.state and after.state != before.state and not _is_passed(before, after):
@@ -43,6 +46,13 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
 def _is_passed(before: SFTJobStatus, after: SFTJobStatus) -> bool:
     """Whether every job comes to where it is now."""
     return after.state in _ON_THE_WAY or (after.state == "Running" and before.first_step_time is None)
+
+
+def _goes_on_from(before: SFTJobStatus, after: SFTJobStatus) -> CheckpointStatus | None:
+    """The checkpoint of an earlier attempt that a job begins with: the first one that is known of it."""
+    known = before.checkpoints.latest if before.checkpoints else None
+    latest = after.checkpoints.latest if after.checkpoints else None
+    return latest if known is None and latest is not None and latest.attempt < after.attempt else None
 
 
 def build_event(job: Manifest, item: News, *, instance: str, unique: str, now: datetime) -> Manifest:

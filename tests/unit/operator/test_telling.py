@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import generate_latest
 from pydantic import ValidationError
 
-from sft_api.v1alpha1 import Condition, RestartsStatus, SFTJobStatus
+from sft_api.report import checkpoints_status
+from sft_api.v1alpha1 import CheckpointStatus, Condition, RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 from sft_operator.config import Settings, load_settings
 from sft_operator.decisions.news import build_event, news
@@ -62,6 +63,26 @@ def test_restarts_and_disruptions_are_news() -> None:
         ("Warning", "Restarting", "Hang: m")
     ]
     assert [(item.type, item.reason) for item in news(before, evicted)] == [("Normal", "Disrupted")]
+
+
+def test_a_job_that_begins_with_what_an_earlier_start_saved_says_so_once() -> None:
+    # Given a job of which nothing is known, and its trainer's first reports
+    saved = CheckpointStatus(
+        step=20, attempt=3, uri="s3://b/run/checkpoints/x", time=stamp(-900), size_bytes=1, verified=True
+    )
+    fresh = compute_status(make_job(), SFTJobStatus(), running(report=report(training(0, attempt=4))), NOW)
+    kept = checkpoints_status([saved])
+    resumed = training(20, attempt=4, resumed_from_step=20, checkpoints=kept)
+    begun = compute_status(make_job(), fresh, running(report=report(resumed)), NOW)
+
+    # Then it is told when it is known, and not again, nor of a job that saves for the first time
+    assert ("Normal", "Continues", "continues from step 20, which attempt 3 saved in s3://b/run/checkpoints/x") in news(
+        fresh, begun
+    )
+    assert "Continues" not in [item.reason for item in news(begun, begun)]
+    own = checkpoints_status([saved.model_copy(update={"attempt": 4})])
+    first = compute_status(make_job(), fresh, running(report=report(training(20, attempt=4, checkpoints=own))), NOW)
+    assert "Continues" not in [item.reason for item in news(fresh, first)]
 
 
 def test_an_event_points_at_the_sftjob_and_stays_within_limits() -> None:
