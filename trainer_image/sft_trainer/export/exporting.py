@@ -73,14 +73,16 @@ def export_checkpoint(
     model is there, or what the stores raise. What was finished until then stays for the next try.
     """
     record = ExportRecord.of(exported.name, exported.manifest)
-    if group.on_leader(lambda: _is_there(target, record)):
-        log.info("%s holds the model of %s already", target.uri, record.checkpoint)
-        return
     plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
     mark = _mark(exported.manifest, plan)
     # Only a process that reads values asks for their index, and the leader asks twice.
     values = functools.cache(lambda: _values(exported, plan))
-    missing = group.on_leader(lambda: _begin(values, target, plan, mark, record, on_bytes))
+    missing = group.on_leader(
+        lambda: None if _is_there(target, record) else _begin(values, target, plan, mark, record, on_bytes)
+    )
+    if missing is None:
+        log.info("%s holds the model of %s already", target.uri, record.checkpoint)
+        return
     turn = group.topology.turn(missing, target.uri)
     mine = [file for file in plan.files if file.name in turn]
     group.agree(group.tried(lambda: _write_files(mine, values, target, mark, on_bytes)))
