@@ -46,6 +46,8 @@ class FailureClass(StrEnum):
     """The processes did not hold the same data, model, configuration and versions before the first step."""
     PLACE_IN_USE = "PlaceInUse"
     """Another start of this run trains in the same place."""
+    STORAGE_DEADLINE_EXCEEDED = "StorageDeadlineExceeded"
+    """Nothing could be saved for longer than runPolicy.storageDeadlineSeconds."""
 
 
 class ExitCode(IntEnum):
@@ -61,6 +63,7 @@ class ExitCode(IntEnum):
     NON_FINITE_LOSS = 16
     RESTARTS_EXHAUSTED = 17
     PLACE_IN_USE = 18
+    STORAGE_DEADLINE_EXCEEDED = 19
     INTERRUPTED = 30
     WORKER_CRASHED = 31
     OUT_OF_MEMORY = 32

@@ -33,7 +33,7 @@ class Phase(StrEnum):
     FAILED = "Failed"
 
 
-BEFORE_TRAINING = frozenset({Phase.WAITING, Phase.STARTING, Phase.DOWNLOADING, Phase.TOKENIZING, Phase.LOADING})
+BEFORE_TRAINING = (Phase.STARTING, Phase.DOWNLOADING, Phase.TOKENIZING, Phase.WAITING, Phase.LOADING)
 """What an attempt does before its first evaluation or step; waiting may come later too."""
 
 
@@ -47,6 +47,18 @@ class Activity(ReportModel):
     detail: str = ""
     step: int = 0
     """Last step done."""
+
+
+class StorageOutage(ReportModel):
+    """The store that took checkpoints before takes none now; training goes on."""
+
+    since: Time
+    """When that was first noticed."""
+    ends: Time
+    """When the run ends if it lasts (runPolicy.storageDeadlineSeconds)."""
+    failure: FailureClass
+    message: str = Field(max_length=2000)
+    """The store's last answer, and what to change."""
 
 
 class TrainingProgress(ReportModel):
@@ -83,6 +95,8 @@ class TrainingProgress(ReportModel):
     """Steps without an update because loss or gradients were not finite."""
     checkpoints: CheckpointsStatus = Field(default_factory=CheckpointsStatus)
     export: ExportStatus | None = None
+    storage_outage: StorageOutage | None = None
+    """While nothing can be saved."""
     curve_uri: str | None = Field(default=None, max_length=2048)
     """The picture of the losses, once there is one."""
     warnings: list[str] = Field(default_factory=list)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from .failures import FailureClass, is_retryable
-from .progress import Incident, Phase
+from .progress import BEFORE_TRAINING, Incident, Phase
 from .report import duration
 from .times import parse_time, timestamp
 from .v1alpha1.status import RepeatedFailure, RestartsStatus
@@ -27,8 +27,6 @@ _OUTAGES = frozenset({FailureClass.STORAGE_UNAVAILABLE})
 # nobody went away and they repeat, with nothing else between them, the pods cannot reach each other: that is a failure
 # like others.
 _ECHOES = frozenset({FailureClass.PEER_LOST, FailureClass.INTERRUPTED})
-_BEFORE_STEP_1 = (Phase.STARTING, Phase.TOKENIZING, Phase.WAITING, Phase.LOADING)
-"""In their order; all other phases come after them."""
 
 
 def _own_words(_: FailureClass, message: str) -> str:
@@ -55,8 +53,8 @@ class Reached:
 
     @property
     def _place(self) -> tuple[int, int]:
-        known = self.step == 0 and self.phase in _BEFORE_STEP_1
-        return self.step, _BEFORE_STEP_1.index(self.phase) if known else len(_BEFORE_STEP_1)
+        known = self.step == 0 and self.phase in BEFORE_TRAINING
+        return self.step, BEFORE_TRAINING.index(self.phase) if known else len(BEFORE_TRAINING)
 
 
 def as_phase(text: str) -> Phase:

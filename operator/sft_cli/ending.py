@@ -20,6 +20,8 @@ _ADVICE = {
     FailureClass.MODEL_ERROR: "Check model.uri and that the folder or revision is complete, then run again.",
     FailureClass.ACCESS_DENIED: "Check HF_TOKEN or the AWS_* variables of this shell, then run again.",
     FailureClass.STORAGE_NOT_FOUND: "Create the bucket or folder, or correct checkpoint.uri, then run again.",
+    FailureClass.STORAGE_DEADLINE_EXCEEDED: "Mend the place of the checkpoints, then run again: it goes on from the "
+    "last one.",
     FailureClass.STORAGE_FULL: "Make room where the checkpoints go, then run again: it goes on from the last one.",
     FailureClass.PLACE_IN_USE: "Wait for the other one or stop it, then run again: it goes on from its checkpoint.",
     FailureClass.NON_FINITE_LOSS: (

@@ -19,6 +19,7 @@ from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress
 from sft_api.restarts import count_incidents, exhausted
 from sft_api.rundir import write_atomically
+from sft_api.times import timestamp
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import RestartsStatus, SFTJobStatus
 
@@ -161,6 +162,11 @@ class Follower:
             self.first_step = training.update_time
         for warning in training.warnings:
             self._say_once(warning, f"Warning: {warning}")
+        if (outage := training.storage_outage) is not None:
+            since = f"nothing can be saved since {timestamp(outage.since)}"
+            self._say_once(
+                since, f"Warning: {since}: {outage.message}; training goes on until {timestamp(outage.ends)}"
+            )
         for incident in filter(is_retried, progress.incidents):
             self._say_once(incident.id, incident_line(incident))
 

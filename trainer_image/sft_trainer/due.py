@@ -43,9 +43,14 @@ class SavesWhenDue(Listener):
         self._total_steps = event.total_steps
 
     def on_ask(self, event: Asking, control: Control) -> None:
-        timer = self._keeps_time and self._saving.seconds_since_save >= self._checkpoint.every_seconds
+        timer = self._keeps_time and self._is_time()
         if timer or Request.SAVE in planned(self._spec, event.step):
             control.ask(Request.SAVE)
+
+    def _is_time(self) -> bool:
+        outage = self._saving.outage
+        outage.check()
+        return outage.wants_a_try or self._saving.seconds_since_save >= self._checkpoint.every_seconds
 
     def on_step(self, event: StepDone, control: Control) -> None:
         self._skipping, self._in_flight = not event.is_finite, event.save_in_flight

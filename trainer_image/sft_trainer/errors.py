@@ -47,6 +47,20 @@ class StorageUnavailableError(TrainingError):
     failure = FailureClass.STORAGE_UNAVAILABLE
 
 
+class StorageRefusedError(ConfigError):
+    """A server that answers will not do it, as it was asked: another region, a request that it does not know."""
+
+
+class SharedPlaceError(StorageUnavailableError):
+    """Somebody else writes where this run does, or not all its processes see one place."""
+
+
+class StorageDeadlineError(TrainingError):
+    """Nothing could be written for longer than runPolicy.storageDeadlineSeconds."""
+
+    failure = FailureClass.STORAGE_DEADLINE_EXCEEDED
+
+
 class NonFiniteLossError(TrainingError):
     failure = FailureClass.NON_FINITE_LOSS
 

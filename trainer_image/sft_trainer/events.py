@@ -7,8 +7,8 @@ that all do the same after the same step. Listeners change nothing of the number
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -179,11 +179,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class SaveBegins:
-    """The state of ``step`` is about to be saved; what belongs beside it is written now."""
+    """The state of ``step`` is about to be saved."""
 
     step: int
     final: bool
     """Nothing comes after it."""
+    beside: list[Callable[[], None]] = field(default_factory=list)
+    """What shall be written before that checkpoint counts: listeners of the leader add to it. Called in the thread that
+    saves, perhaps more than once, while training goes on; an error is one of the save."""
 
 
 @dataclass(frozen=True)

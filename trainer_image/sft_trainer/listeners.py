@@ -39,11 +39,12 @@ class OurListeners:
         """``stop_file`` is the supervisor's word that the run shall save and leave."""
         # What a run has once is written by one process.
         written: list[Listener] = [
-            RecordsFile(store, reporter),
-            Curve(store, config.job.name, reporter),
+            RecordsFile(store),
+            # Before the curve, which is waited for at the end: who is asked to stop may be killed meanwhile.
             StatusFile(store, reporter),
             DoneFile(store, saving),
             Alive(config, store),
+            Curve(store, config.job.name, reporter),
         ]
         return cls(
             SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),

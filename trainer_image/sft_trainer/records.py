@@ -5,16 +5,18 @@ import logging
 from typing import Any
 
 from sft_api.checkpoints import STATUS_KEY
-from sft_api.progress import Phase
 from sft_api.report import finite
 
 from .checkpoint.store import Store
 from .curves.writer import metrics_key
-from .errors import StorageUnavailableError, TrainingError
-from .events import Claimed, Committed, Control, Ended, Listener, Logged, Outcome, SaveBegins, Started
+from .events import Claimed, Committed, Control, Ended, Listener, Logged, Outcome, SaveBegins, SaveEnded, Started
+from .newest import Newest
 from .reporting import Reporter
 
 log = logging.getLogger("sft_trainer")
+
+_SECONDS = 20.0
+"""How long the end of a run waits for its last words, which the supervisor tells as well."""
 
 
 class StepRecords:
@@ -42,16 +44,21 @@ class StepRecords:
         """Forget them: they are where they shall be."""
         self._records.clear()
 
+    def forget(self, *, up_to: int) -> None:
+        """Forget those of the steps up to that one."""
+        self._records = [record for record in self._records if record["step"] > up_to]
+
 
 class RecordsFile(Listener):
-    """Writes what was logged since the last save into the store, before each save; for one process of a run."""
+    """Has what was logged since the last save written before the next one counts; for one process of a run."""
 
-    def __init__(self, store: Store, reporter: Reporter) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._reporter = reporter
         self.records = StepRecords()
-        """Not written yet."""
+        """Not known to be written."""
         self._attempt = 0
+        self._written = 0
+        """Step up to which they are."""
 
     def on_claim(self, event: Claimed, control: Control) -> None:
         self._attempt = event.attempt
@@ -60,15 +67,15 @@ class RecordsFile(Listener):
         self.records.add(event)
 
     def on_save_begins(self, event: SaveBegins, control: Control) -> None:
+        self.records.forget(up_to=self._written)
         if not (lines := self.records.lines()):
             return
-        self._reporter.phase(Phase.SAVING, f"step {event.step}")
-        try:
+
+        def write() -> None:
             self._store.put(metrics_key(event.step, self._attempt), lines)
-        except StorageUnavailableError as error:
-            log.warning("the step records were not written, they go with the next save: %s", error)
-        else:
-            self.records.clear()
+            self._written = event.step
+
+        event.beside.append(write)
 
 
 class StatusFile(Listener):
@@ -77,6 +84,7 @@ class StatusFile(Listener):
     def __init__(self, store: Store, reporter: Reporter) -> None:
         self._store = store
         self._reporter = reporter
+        self._writer = Newest(self._put)
         self._published = 0
         """Steps done when it was written last."""
 
@@ -86,15 +94,27 @@ class StatusFile(Listener):
     def on_commit(self, event: Committed, control: Control) -> None:
         self._publish(event.step)
 
+    def on_save(self, event: SaveEnded, control: Control) -> None:
+        if event.final:
+            self._writer.finish(_SECONDS)
+
     def on_end(self, event: Ended, control: Control) -> None:
+        if event.outcome is Outcome.FAILED:
+            return
+        self._writer.finish(_SECONDS)
         stopped_since = event.outcome is Outcome.STOPPED and event.step != self._published
         if event.outcome is Outcome.COMPLETE or stopped_since:
             self._publish(event.step)
+            self._writer.finish(_SECONDS)
 
     def _publish(self, step: int) -> None:
+        self._writer.write((step, self._reporter.progress.model_dump_json(by_alias=True).encode()))
+
+    def _put(self, status: tuple[int, bytes]) -> None:
+        step, content = status
         try:
-            self._store.put(STATUS_KEY, self._reporter.progress.model_dump_json(by_alias=True).encode())
-        except TrainingError as error:
+            self._store.put(STATUS_KEY, content)
+        except Exception as error:
             # The next save writes it again; no run ends for it.
             log.warning("status.json was not written: %s", error)
         else:

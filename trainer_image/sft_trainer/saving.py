@@ -8,15 +8,18 @@ import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.progress import Phase
+from sft_api.report import duration
+from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.status import CheckpointsStatus
 
 from .boxes import Box
 from .checkpoint.catalog import KeepPolicy
 from .checkpoint.errors import CheckpointSaveError
-from .checkpoint.manager import CheckpointManager, SaveOutcome
+from .checkpoint.manager import CheckpointManager, SaveOutcome, call_each
 from .checkpoint.store import Store
-from .errors import StorageUnavailableError, TrainingError
+from .errors import TrainingError
+from .outage import Outage, is_outage
 from .place import check_same_run
 from .reporting import Reporter
 from .supervisor.cgroup import Cgroup
@@ -59,6 +62,7 @@ class Saving:
         self._resumed_from: CheckpointId | None = None
         self._outcome: SaveOutcome | None = None
         """How the last save failed, until that was acted on."""
+        self.outage = Outage(config.spec.run_policy.storage_deadline_seconds)
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
 
@@ -114,15 +118,64 @@ class Saving:
     def seconds_since_save(self) -> float:
         return time.monotonic() - self._last_save
 
-    def save(self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        boxes: Sequence[Box],
+        run: RunState,
+        *,
+        final: bool = False,
+        beside: Sequence[Callable[[], None]] = (),
+    ) -> bool:
         """Save ``boxes`` as ``step``; in the background when the spec says so, unless nothing comes after (``final``).
 
-        True when it is saved, or on its way. A collective call, which waits for the save before when that is in flight.
-        Storage that does not answer is worth another try at the next save, unless this is the final one; everything
-        else ends the run.
+        ``beside`` is written before the checkpoint counts, on the leader, in whatever thread. True when it is saved, or
+        on its way. A collective call, which waits for the save before when that is in flight. During an outage of the
+        store the save is tried again later, with a newer step; the final one is waited for, until
+        ``StorageDeadlineError``. Everything else ends the run.
         """
         if step == self._resumed_at:
+            self.patiently(lambda: self._manager.on_leader(lambda: call_each(beside)), f"step {step}")
             return True
+        while not self._save(step, boxes, run, final=final, beside=beside):
+            if not final:
+                return False
+            self._wait_out(f"step {step}")
+        return True
+
+    def patiently(self, work: Callable[[], None], what: str) -> None:
+        """Do ``work``, again and again during an outage of the store. It is collective, and raises on all alike."""
+        while True:
+            try:
+                work()
+            except TrainingError as error:
+                if not is_outage(error):
+                    raise
+                self._note_outage(error)
+            else:
+                self._note_success()
+                return
+            self._wait_out(what)
+
+    def _wait_out(self, what: str) -> None:
+        """Until it is time to try again: a collective call, by the leader's clock."""
+
+        def pause() -> None:
+            while (left := self.outage.seconds_to_next_try) > 0:
+                self.outage.check()
+                self._reporter.alive(Phase.SAVING, f"{what}: waiting for the store")
+                time.sleep(min(left, 1.0))
+            self.outage.check()
+
+        self._wait_for(Phase.SAVING, f"{what}: waiting for the store")
+        try:
+            self._manager.on_leader(pause)
+        finally:
+            self._work_on()
+
+    def _save(
+        self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool, beside: Sequence[Callable[[], None]]
+    ) -> bool:
         self.settle()
         self._wait_for(Phase.SAVING, f"step {step}")
         keep = self._config.spec.checkpoint.keep
@@ -133,6 +186,7 @@ class Saving:
                 run,
                 asynchronous=self._config.spec.checkpoint.asynchronous and not final,
                 keep=KeepPolicy(last=keep.last, best=keep.best),
+                beside=beside,
             )
         except TrainingError as error:
             self._act_on(error, final=final)
@@ -156,6 +210,7 @@ class Saving:
         """Tell of a save that has arrived, once."""
         if self._untold:
             self._untold = False
+            self._note_success()
             self._on_commit(self.checkpoints)
 
     def _note(self, outcome: SaveOutcome | None) -> None:
@@ -221,6 +276,24 @@ class Saving:
                 self._reporter.alive(phase, f"{what}: {self._bytes / 2**20:.0f} MiB")
 
     def _act_on(self, error: TrainingError, *, final: bool) -> None:
-        if final or not isinstance(error, StorageUnavailableError | CheckpointSaveError):
+        if is_outage(error):
+            self._note_outage(error)
+        elif final or not isinstance(error, CheckpointSaveError):
             raise error
-        self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
+        else:
+            self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
+
+    def _note_outage(self, error: TrainingError) -> None:
+        began = self.outage.told is None
+        self.outage.failed(error)
+        self._reporter.update(storage_outage=self.outage.told)
+        if began:
+            self._reporter.say("nothing can be saved now, training goes on: %s", error)
+
+    def _note_success(self) -> None:
+        why = self.outage.told
+        if (lasted := self.outage.ended()) is None or why is None:
+            return
+        self._reporter.update(storage_outage=None)
+        since = timestamp(why.since)
+        self._reporter.warn(f"for {duration(lasted)}, from {since}, nothing could be saved: {why.message}")

@@ -364,7 +364,8 @@ class Trainer:
         self.events.emit(Evaluated(self.step, result.loss, result.losses, self.figures))
 
     def _save(self, *, final: bool = False) -> None:
-        self.events.emit(SaveBegins(self.step, final=final))
+        begins = SaveBegins(self.step, final=final)
+        self.events.emit(begins)
         state = run_state(
             self.config,
             self._facts(),
@@ -372,7 +373,7 @@ class Trainer:
             updates=self.strategy.updates,
             base_digest=self._base_digest,
         )
-        saved = self.saving.save(self.step, self._boxes(), state, final=final)
+        saved = self.saving.save(self.step, self._boxes(), state, final=final, beside=begins.beside)
         self.events.emit(SaveEnded(self.step, final=final, saved=saved))
 
     def _boxes(self) -> list[Box]:
@@ -385,5 +386,6 @@ class Trainer:
             return
         self.events.emit(ExportBegins(uri))
         export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology)
-        export.run(self.saving.checkpoint_of(self.step), uri, open_store(uri, self._s3))
+        target, checkpoint = open_store(uri, self._s3), self.saving.checkpoint_of(self.step)
+        self.saving.patiently(lambda: export.run(checkpoint, uri, target), f"the export to {uri}")
         self.events.emit(ExportEnded(self.step, uri))

@@ -328,6 +328,11 @@ class RunPolicy(ApiModel):
         "step, then the larger of 180 and 20 median steps. Outside of training (loading, saving) any word of a worker "
         "counts for it, and the limit is at least 1800, or 600 where all workers wait for one another.",
     )
+    storage_deadline_seconds: Seconds = Field(
+        default=3600,
+        description="The run fails when nothing could be saved for so long, because the store is away, full, or "
+        "refuses what it took before. Training goes on meanwhile; the last save and the export wait.",
+    )
     termination_grace_period_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
         default=300, description="Time to save between SIGTERM and SIGKILL."
     )

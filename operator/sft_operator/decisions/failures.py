@@ -15,6 +15,7 @@ ADVICE = {
     FailureClass.ACCESS_DENIED: "check the Secrets that spec.model.tokenSecretRef and spec.checkpoint.s3 name",
     FailureClass.STORAGE_NOT_FOUND: "create the bucket or claim that spec.checkpoint.uri names",
     FailureClass.STORAGE_FULL: "free room in the checkpoint store, or lower spec.checkpoint.keep",
+    FailureClass.STORAGE_DEADLINE_EXCEEDED: "mend the checkpoint store, then submit the SFTJob again",
     FailureClass.NON_FINITE_LOSS: "lower spec.training.optimizer.learningRate, or look at the data of that step",
     FailureClass.RESTARTS_EXHAUSTED: "see the last failure; spec.runPolicy.maxRestarts sets the limit",
     FailureClass.OUT_OF_MEMORY: "lower the micro-batch, set spec.training.activationCheckpointing: full, or give the "

@@ -62,7 +62,7 @@ def find_situation(
     terms: Terms, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
 ) -> Situation:
     """The situation of a run that had not ended so far."""
-    situation = _with_unreadable(_find(terms, previous, observed, restarts, now), observed)
+    situation = _with_outage(_with_unreadable(_find(terms, previous, observed, restarts, now), observed), observed, now)
     if observed.job and observed.refusal and situation.completed is None:
         # The Job lives, but may not be changed: suspended, resumed, limited.
         refused = refusal_problem(observed.refusal)
@@ -71,6 +71,19 @@ def find_situation(
     if situation.state in ("Starting", "Recovering") and (why := _why_not_running(previous, restarts, now)):
         return replace(situation, message="; ".join(filter(None, (situation.message, why))))
     return situation
+
+
+def _with_outage(situation: Situation, observed: Observed, now: datetime) -> Situation:
+    """``situation``, and that nothing can be saved: what trains on behind it is at risk."""
+    report = fresh_report(observed, now)
+    outage = report.training.storage_outage if report else None
+    if situation.state != "Running" or situation.stalled or outage is None:
+        return situation
+    message = (
+        f"nothing can be saved since {timestamp(outage.since)}: {outage.message}; the run fails at "
+        f"{timestamp(outage.ends)} (spec.runPolicy.storageDeadlineSeconds) if that lasts"
+    )
+    return replace(situation, message=message, stalled=True, stalled_reason="StorageOutage")
 
 
 def _with_unreadable(situation: Situation, observed: Observed) -> Situation:

@@ -150,6 +150,22 @@ def test_storage_that_was_away_for_a_while_has_everything_in_the_end(
     assert curves(store.read("curve.svg")) == {"training": 3}
 
 
+def test_what_storage_refused_before_the_last_save_is_there_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last save waits for the storage; its curve was tried before that."""
+    store = StuckStore(tmp_path)
+    curve = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    store.away = True
+    curve.add(2, lines([record(1, 5.0), record(2, 4.0)]))
+    wait_until(lambda: "it goes with the next save" in caplog.text)
+    store.away = False
+    curve.finish(PATIENCE_SECONDS)
+
+    assert shown_by_tensorboard(store, tmp_path / "loss", "train/loss") == [(1, 5.0), (2, 4.0)]
+    assert curves(store.read("curve.svg")) == {"training": 2}
+
+
 def test_no_step_waits_for_a_storage_that_does_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = StuckStore(tmp_path)
     store.gate.clear()

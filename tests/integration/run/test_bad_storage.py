@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
-from tests.integration.run.disks import enlarge, small_disk
+from tests.integration.run.disks import small_disk
 from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
 from tests.waiting import wait_until
@@ -74,34 +74,6 @@ def test_a_model_that_is_not_in_the_bucket(place: Place, server: ObjectStore) ->
 
     sentence = r"s3://bad-storage/models/absent: there is nothing under this key; check the bucket, the prefix"
     assert_refused(ended, 12, "ModelError", sentence)
-
-
-def test_a_full_disk_keeps_what_was_saved_and_goes_on_when_there_is_room(
-    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path
-) -> None:
-    # Given room for two checkpoints, but not for a third beside them
-    with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
-        place = Place(disk, tiny_inputs, cache)
-        job = place.job(**LONG)
-
-        # When the disk runs full, twice, and then is enlarged
-        ended = place.run(job)
-        again = place.run(job)
-        enlarge(disk, kilobytes=20_000)
-        after = place.run(job)
-        numbers = step_numbers(place.store())
-
-    # Then the last good checkpoint was kept, and the numbers are those of a run that nothing happened to
-    for full in (ended, again):
-        sentence = r"step-00000060-a0000\d/.*: No space left on device; free space, enlarge the volume, or keep fewer"
-        assert_failed(full, 15, "StorageFull", sentence)
-        assert full.latest == 40
-        assert full.status["checkpoints"]["latest"]["verified"] is True
-        assert "restarts" not in full.status
-        assert "Make room where the checkpoints go, then run again: it goes on from the last one." in full.said
-    assert after.code == 0, after.said
-    assert (after.status["attempt"], after.latest) == (3, LONG["training"]["steps"])
-    assert numbers == step_numbers(undisturbed.store())
 
 
 def test_a_disk_without_a_byte_left_ends_with_the_same_class(tmp_path: Path, tiny_inputs: Any, cache: Path) -> None:

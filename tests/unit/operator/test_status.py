@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase
+from sft_api.progress import Phase, StorageOutage
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import Settings
 from sft_operator.decisions.changes import plan_changes
+from sft_operator.decisions.news import news
 from sft_operator.decisions.situation import seconds_to_complete
 from sft_operator.decisions.status import is_transition, merge_patch, read_status, write_status
 from sft_operator.picture.observed import Observed, Refusal, Unanswered
@@ -364,3 +365,19 @@ def test_what_a_run_has_overcome_is_not_told_again() -> None:
     assert trains.state == "Running"
     assert waits.state == "Recovering"
     assert "Hang" not in waits.message
+
+
+def test_a_run_whose_store_takes_nothing_trains_on_and_says_since_when_and_why() -> None:
+    outage = StorageOutage(since=at(-60), ends=at(3540), failure=FailureClass.ACCESS_DENIED, message="the key is gone")
+    away = status_of(running(report=report(training(9, storage_outage=outage))), TRAINED)
+
+    assert away.state == "Running"
+    assert held(away)["Stalled"] == "StorageOutage"
+    assert away.message == (
+        "nothing can be saved since 2026-01-01T11:59:00Z: the key is gone; the run fails at 2026-01-01T12:59:00Z "
+        "(spec.runPolicy.storageDeadlineSeconds) if that lasts"
+    )
+    assert ("Warning", "StorageOutage") in [(item.type, item.reason) for item in news(TRAINED, away)]
+
+    again = status_of(running(report=report(training(10))), away)
+    assert "Stalled" not in held(again)

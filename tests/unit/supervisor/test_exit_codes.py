@@ -13,5 +13,5 @@ def test_the_page_lists_every_code_with_its_class_and_whether_it_is_retried() ->
 
     assert rows == [
         (str(int(exit_code(failure))), failure.value, "yes" if is_retryable(failure) else "no")
-        for failure in FailureClass
+        for failure in sorted(FailureClass, key=exit_code)
     ]

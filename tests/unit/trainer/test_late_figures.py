@@ -19,6 +19,7 @@ from sft_trainer.data.feed import Share
 from sft_trainer.errors import NonFiniteLossError, StopRequested
 from sft_trainer.events import Control, Listener, Request, StepDone
 from sft_trainer.late import LateFigures, Moment, steps_behind
+from sft_trainer.outage import Outage
 from sft_trainer.records import RecordsFile
 from sft_trainer.reporting import Reporter
 from sft_trainer.skipped import SkippedSteps
@@ -53,6 +54,7 @@ class Story(Trainer):
             failed_here=lambda: False,
             in_flight=False,
             seconds_since_save=0.0,
+            outage=Outage(3600),
             settle=lambda: None,
             tell=lambda: None,
             checkpoints=CheckpointsStatus(),

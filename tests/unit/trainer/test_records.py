@@ -27,6 +27,7 @@ from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 from tests.unit.checkpoint.boxed import whole
 from tests.unit.trainer.test_run_story import step_done
+from tests.waiting import PATIENCE_SECONDS
 
 COMPANIONS = {"config.json": "0123456789abcdef"}
 
@@ -87,6 +88,9 @@ class Run(Trainer):
 
     @property
     def status(self) -> TrainingProgress:
+        for listener in self.ours.in_order():
+            if isinstance(listener, StatusFile):
+                listener._writer.finish(PATIENCE_SECONDS)
         return TrainingProgress.model_validate_json(self.store.read(STATUS_KEY))
 
 
@@ -130,14 +134,15 @@ def test_the_records_of_the_steps_since_the_last_save_are_beside_it(begin: Calla
     assert [record["step"] for record in run.recorded(3)] == [3]
 
 
-def test_records_that_the_storage_did_not_take_go_with_the_next_save(
-    begin: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_checkpoint_counts_without_the_records_of_its_steps(begin: Callable[..., Run]) -> None:
     run = begin()
     run.store.away = ("metrics/",)
     run.do(1)
     run._save()
-    assert "the step records were not written, they go with the next save" in caplog.text
+    outage = run.reporter.progress.storage_outage
+    assert outage is not None
+    assert "metrics/step-00000001-a00001.jsonl: the storage is away" in outage.message
+    assert not list(run.store.path.glob("checkpoints/*"))
     run.store.away = ()
     run.do(2)
     run._save()
@@ -272,8 +277,12 @@ def test_the_end_is_published_before_its_curve_is_waited_for(
     run = begin()
     published: list[int] = []
     finish = CurveWriter.finish
+
+    def status_step() -> int:
+        return TrainingProgress.model_validate_json(run.store.read(STATUS_KEY)).step
+
     monkeypatch.setattr(
-        CurveWriter, "finish", lambda self, *rest: published.append(run.status.step) or finish(self, *rest)
+        CurveWriter, "finish", lambda self, *rest: published.append(status_step()) or finish(self, *rest)
     )
     run.do(1)
     run._save()
@@ -285,7 +294,7 @@ def test_the_end_is_published_before_its_curve_is_waited_for(
 
 
 def test_one_process_writes_for_all(tmp_path: Path, begin: Callable[..., Run]) -> None:
-    files = (RecordsFile, Curve, StatusFile)
+    files = (RecordsFile, StatusFile, Curve)
     assert [type(one) for one in begin().ours.in_order() if isinstance(one, files)] == [*files]
     other = Run(tmp_path / "other", rank=1)
     other.saving = SimpleNamespace()  # type: ignore[assignment]

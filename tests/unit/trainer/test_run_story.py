@@ -33,6 +33,7 @@ from sft_trainer.events import (
     StepDone,
 )
 from sft_trainer.figures import Figures
+from sft_trainer.outage import Outage
 from sft_trainer.reporting import Reporting
 from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
@@ -67,6 +68,7 @@ class Story(Trainer):
             seconds_since_save=0,
             checkpoints=CheckpointsStatus(),
             checkpoint_of=lambda step: CheckpointId(1, step),
+            outage=Outage(3600),
         )
         self.store = LocalStore(folder / "store")
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]

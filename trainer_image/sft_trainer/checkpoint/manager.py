@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 import torch
 
@@ -41,6 +42,7 @@ from sft_trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _Found = tuple[Manifest | None, tuple[Skipped, ...]]
 
 
@@ -118,6 +120,10 @@ class CheckpointManager:
         self._job_uid = job_uid
         self.attempt = self._group.on_leader(lambda: self._protocol.claim(job_uid, accept))
         return self.attempt
+
+    def on_leader(self, compute: Callable[[], T]) -> T:
+        """The result of ``compute``, which one process does while the others wait; its error is raised on all."""
+        return self._group.on_leader(compute)
 
     # Resume
 
@@ -202,8 +208,11 @@ class CheckpointManager:
         *,
         asynchronous: bool,
         keep: KeepPolicy | None = None,
+        beside: Sequence[Callable[[], None]] = (),
     ) -> SaveOutcome | None:
         """Save ``boxes`` of all ranks as the checkpoint of ``step``, then remove old ones. Collective.
+
+        ``beside`` is called on the leader before the checkpoint counts; its errors are those of the save.
 
         Waits for a save that is still in flight. Asynchronous: returns None once the boxes are copied to host memory;
         they may change from then on, and ``poll`` or ``wait`` gives the outcome. Synchronous: streams them from where
@@ -216,6 +225,7 @@ class CheckpointManager:
         if self._superseded is not None:
             raise self._superseded
         if step in self._committed:
+            self._group.on_leader(lambda: call_each(beside))
             return None
         started = time.monotonic()
         written = written_by_this_rank(boxes)
@@ -226,7 +236,7 @@ class CheckpointManager:
         stall = time.monotonic() - started
 
         def work() -> SaveOutcome:
-            size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy())
+            size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy(), beside)
             seconds = time.monotonic() - started
             return SaveOutcome(step, error, size, seconds, stall if asynchronous else seconds)
 
@@ -292,12 +302,19 @@ class CheckpointManager:
             logger.warning("The checkpoint of step %d was not saved: %s", outcome.step, outcome.error)
 
     def _save(
-        self, step: int, tensors: Sequence[StoredTensor], pieces: Sequence[Piece], run: RunState, keep: KeepPolicy
+        self,
+        step: int,
+        tensors: Sequence[StoredTensor],
+        pieces: Sequence[Piece],
+        run: RunState,
+        keep: KeepPolicy,
+        beside: Sequence[Callable[[], None]],
     ) -> tuple[int, TrainingError | None]:
         """Write, commit, prune; runs in the background or not. Returns the bytes written, or the error."""
         identity = CheckpointId(self.attempt, step)
 
         def commit(contents: Contents) -> None:
+            call_each(beside)
             self._protocol.commit(
                 Manifest(
                     step=step,
@@ -336,6 +353,12 @@ class CheckpointManager:
             self._known = tuple(self._protocol.prune(newest, self._job_uid, keep))
         except Exception as error:  # the checkpoint itself is safe; the next save prunes again
             logger.warning("Old checkpoints were not removed: %s", error)
+
+
+def call_each(works: Sequence[Callable[[], None]]) -> None:
+    """Call all of them, in their order."""
+    for work in works:
+        work()
 
 
 class _InFlight:

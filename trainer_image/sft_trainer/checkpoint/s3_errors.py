@@ -26,6 +26,7 @@ from sft_trainer.errors import (
     ConfigError,
     StorageFullError,
     StorageNotFoundError,
+    StorageRefusedError,
     StorageUnavailableError,
     TrainingError,
 )
@@ -135,7 +136,9 @@ def translated(error: Exception, place: Place) -> TrainingError:
                 f"{place}: no room left ({said}); raise the quota, free space, or keep fewer checkpoints"
             )
         if code in _WRONG_REGION:
-            return ConfigError(f"{place}: wrong region ({said}); set checkpoint.s3.region to the bucket's region")
+            return StorageRefusedError(
+                f"{place}: wrong region ({said}); set checkpoint.s3.region to the bucket's region"
+            )
         if code in _DENIED or status in (401, 403):
             return AccessDeniedError(
                 f"{place}: access denied ({said}); check the access key, its secret and its rights to the bucket"
@@ -143,7 +146,7 @@ def translated(error: Exception, place: Place) -> TrainingError:
         if code in ("NoSuchKey", "404", "NotFound"):
             return ObjectNotFoundError(f"{place} is not there")
         if status in _REFUSALS and not is_transient(error):
-            return ConfigError(f"{place}: the server refuses the request ({said}); check checkpoint.s3")
+            return StorageRefusedError(f"{place}: the server refuses the request ({said}); check checkpoint.s3")
         return StorageUnavailableError(f"{place}: the server keeps failing ({said}); check its health")
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return AccessDeniedError(

@@ -77,11 +77,20 @@ class CurveWriter:
             log.warning("%s/%s is not up to date: the storage did not answer in time", self._store.uri, CURVE_KEY)
 
     def _work(self) -> None:
+        behind: int | None = None
         while (save := self._saves.get()) is not None:
-            try:
-                self._write(*save)
-            except Exception as error:
-                log.warning("the curve of step %s was not written, it goes with the next save: %s", save[0], error)
+            behind = None if self._try(*save) else save[0]
+        # What failed before the last save was through may be taken now.
+        if behind is not None:
+            self._try(behind, b"")
+
+    def _try(self, step: int, records: bytes) -> bool:
+        try:
+            self._write(step, records)
+        except Exception as error:
+            log.warning("the curve of step %s was not written, it goes with the next save: %s", step, error)
+            return False
+        return True
 
     def _write(self, step: int, records: bytes) -> None:
         self._unread.append(records)

@@ -22,7 +22,7 @@ from sft_api.checkpoints import Manifest
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
-from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, ConfigError, SharedPlaceError, StorageNotFoundError
 from sft_trainer.models.causal_lm import CausalLM
 
 from .companions import companions
@@ -187,7 +187,7 @@ def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _check_mark(target: Store, mark: bytes) -> None:
-    """Raise StorageUnavailableError when the folder is no longer this export's."""
+    """Raise SharedPlaceError when the folder is no longer this export's."""
     try:
         found = target.read(MARK)
     except StorageNotFoundError:
@@ -195,7 +195,7 @@ def _check_mark(target: Store, mark: bytes) -> None:
     except AccessDeniedError:
         return  # it could be written, and may not be read
     if found != mark:
-        raise StorageUnavailableError(
+        raise SharedPlaceError(
             f"{target.uri}: another export was begun or ended there meanwhile; give every export a place of its own"
         )
 
@@ -222,7 +222,7 @@ def _check_sizes(target: Store, plan: Plan) -> None:
         return  # it could be written, and may not be listed
     for file in plan.files:
         if present.get(file.name) != file.size:
-            raise StorageUnavailableError(
+            raise SharedPlaceError(
                 f"{target.uri}/{file.name} has {present.get(file.name, 'no')} bytes instead of {file.size} right after "
                 "it was written: all pods must see the same place"
             )

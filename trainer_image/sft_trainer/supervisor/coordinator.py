@@ -225,4 +225,4 @@ def _refusal(sentence: str) -> Response:
 def _nothing_to_save(training: TrainingProgress | None) -> bool:
     if training is None:
         return True
-    return training.phase in BEFORE_TRAINING | {Phase.EVALUATING} and training.step <= (training.resumed_from_step or 0)
+    return training.phase in (*BEFORE_TRAINING, Phase.EVALUATING) and training.step <= (training.resumed_from_step or 0)

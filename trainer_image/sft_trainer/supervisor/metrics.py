@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase, Progress
+from sft_api.progress import Phase, Progress, TrainingProgress
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -19,6 +19,11 @@ class _Families(Collector):
 
     def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
         return self._families
+
+
+def _outage(training: TrainingProgress, now: datetime) -> float:
+    outage = training.storage_outage
+    return (now - outage.since).total_seconds() if outage else 0.0
 
 
 def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -> bytes:
@@ -43,6 +48,7 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
         ("steps_at_risk", "Steps since the last durable checkpoint", training.steps_at_risk),
         ("checkpoint_step", "Step of the newest committed checkpoint", latest.step if latest else None),
         ("checkpoint_age_seconds", "Age of the newest committed checkpoint", age),
+        ("storage_outage_seconds", "How long nothing could be saved so far; 0 while it can", _outage(training, now)),
         ("attempt", "Attempt that is running", training.attempt),
         ("members", "Pods that have joined the group", progress.members),
         ("report_age_seconds", "Age of the trainer's last report", (now - training.update_time).total_seconds()),

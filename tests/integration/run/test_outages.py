@@ -1,0 +1,107 @@
+"""A store that refuses in the middle of a run what it took before: training goes on, and no number is lost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.object_store import ObjectStore
+from tests.integration.run.conftest import LONG
+from tests.integration.run.disks import enlarge, small_disk
+from tests.integration.run.runs import Place, assert_failed, step_numbers
+from tests.integration.run.stores import credentials, s3_spec
+from tests.waiting import wait_until
+
+BUCKET = "outages"
+
+
+def reported(place: Place) -> dict[str, Any]:
+    """What rank 0 last said."""
+    try:
+        document: dict[str, Any] = json.loads((place.store() / "run" / "progress.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return document
+
+
+def test_a_disk_that_is_full_is_waited_for_until_somebody_makes_room(
+    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path
+) -> None:
+    # Given room for two checkpoints, but not for a third beside them
+    with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
+        place = Place(disk, tiny_inputs, cache)
+        process = place.start(place.job(**LONG))
+
+        # When the run has come to its end, and waits with what it could not save
+        wait_until(lambda: "waiting for the store" in reported(place).get("phaseDetail", ""))
+        said = reported(place)["storageOutage"]
+        enlarge(disk, kilobytes=20_000)
+        ended = place.finish(process)
+        numbers = step_numbers(place.store())
+
+    # Then it goes on in the same attempt, and the numbers are those of a run that nothing happened to
+    assert said["failure"] == "StorageFull"
+    assert "No space left on device; free space, enlarge the volume, or keep fewer" in said["message"]
+    assert ended.code == 0, ended.said
+    assert (ended.status["attempt"], ended.latest) == (1, LONG["training"]["steps"])
+    assert "restarts" not in ended.status
+    assert "nothing can be saved since " in ended.said
+    assert any("nothing could be saved: " in warning for warning in ended.status["warnings"])
+    assert numbers == step_numbers(undisturbed.store())
+
+
+def test_a_full_disk_ends_the_run_at_its_deadline_and_keeps_what_was_saved(
+    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path
+) -> None:
+    with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
+        place = Place(disk, tiny_inputs, cache)
+        ended = place.run(place.job(**LONG, runPolicy={"storageDeadlineSeconds": 2}))
+
+        # When there is room, and it is run again
+        enlarge(disk, kilobytes=20_000)
+        after = place.run(place.job(**LONG))
+        numbers = step_numbers(place.store())
+
+    sentence = r"nothing could be saved for \d+s, since .*storageDeadlineSeconds is 2; .* No space left on device; free"
+    assert_failed(ended, 19, "StorageDeadlineExceeded", sentence)
+    assert ended.latest == 40
+    assert ended.status["checkpoints"]["latest"]["verified"] is True
+    assert "restarts" not in ended.status
+    assert "Mend the place of the checkpoints, then run again: it goes on from the last one." in ended.said
+    assert after.code == 0, after.said
+    assert (after.status["attempt"], after.latest) == (2, LONG["training"]["steps"])
+    assert numbers == step_numbers(undisturbed.store())
+
+
+def test_a_bucket_that_goes_and_comes_back_costs_two_processes_nothing(
+    undisturbed: Place, make_place: Any, versitygw: ObjectStore
+) -> None:
+    # Given a run of two processes that has saved into a bucket
+    versitygw.client().create_bucket(Bucket=BUCKET)
+    place = make_place("bucket")
+    job = place.job(
+        **{
+            **LONG,
+            "checkpoint": {"everySteps": 5, "uri": f"s3://{BUCKET}/run", "s3": s3_spec(versitygw)},
+            "export": {"atEnd": True},
+        }
+    )
+    process = place.start(job, "--processes", "2", **credentials(versitygw))
+    wait_until(lambda: reported(place).get("checkpoints", {}).get("latest"))
+
+    # When the bucket is gone for as long as the run trains
+    bucket, aside = versitygw.folder / BUCKET, versitygw.folder.parent / "aside"
+    bucket.rename(aside)
+    wait_until(lambda: "waiting for the store" in reported(place).get("phaseDetail", ""))
+    outage = reported(place)["storageOutage"]
+    assert not bucket.exists()
+    aside.rename(bucket)
+    ended = place.finish(process)
+
+    # Then it ends with all that it should leave, in its first attempt
+    assert ended.code == 0, ended.said
+    assert outage["failure"] == "StorageNotFound"
+    assert (ended.status["attempt"], ended.latest) == (1, LONG["training"]["steps"])
+    assert "restarts" not in ended.status
+    assert (bucket / "run" / "export" / "model.safetensors").exists()
+    losses = {step: numbers["loss"] for step, numbers in step_numbers(bucket / "run").items()}
+    assert losses.keys() == step_numbers(undisturbed.store()).keys()

@@ -1,0 +1,267 @@
+"""A store that took a run's checkpoints and then takes none: training goes on, and the end waits, but not for ever."""
+
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft_api.checkpoints import RunState
+from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
+from sft_api.progress import Phase, StorageOutage
+from sft_trainer import outage as outages
+from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    SharedPlaceError,
+    StorageDeadlineError,
+    StorageFullError,
+    StorageNotFoundError,
+    StorageRefusedError,
+    StorageUnavailableError,
+    TrainingError,
+)
+from sft_trainer.outage import Outage, is_outage
+from sft_trainer.reporting import Reporter
+from sft_trainer.saving import Saving
+from sft_trainer.topology import ALONE
+from tests.parity.runs import manifest, resolve
+from tests.unit.checkpoint.boxed import whole
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+DENIED = AccessDeniedError("the key was revoked")
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def now(self) -> datetime:
+        return NOW + timedelta(seconds=self.seconds - 100)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (StorageUnavailableError("x"), True),
+        (AccessDeniedError("x"), True),
+        (StorageFullError("x"), True),
+        (StorageNotFoundError("the bucket is not there"), True),
+        (StorageRefusedError("x"), True),
+        # In a store that answers.
+        (ObjectNotFoundError("x"), False),
+        (CheckpointCorruptError("x"), False),
+        (AttemptSupersededError("x"), False),
+        (SharedPlaceError("x"), False),
+        (ConfigError("x"), False),
+        (OSError("x"), False),
+    ],
+)
+def test_what_may_end_without_the_runs_doing(error: Exception, expected: bool) -> None:
+    assert is_outage(error) is expected
+
+
+def test_an_outage_is_told_from_its_beginning_in_the_words_of_its_last_answer() -> None:
+    clock = Clock()
+    outage = Outage(60, clock=clock, now=clock.now)
+    outage.failed(DENIED)
+    clock.seconds += 20
+    outage.failed(StorageFullError("no room"))
+
+    assert outage.told == StorageOutage(
+        since=NOW, ends=NOW + timedelta(seconds=60), failure=FailureClass.STORAGE_FULL, message="no room"
+    )
+    assert outage.ended() == 20
+    assert outage.told is None
+    assert outage.ended() is None
+
+
+def test_it_is_tried_again_ever_more_rarely_and_anew_after_each_outage() -> None:
+    clock = Clock()
+    outage = Outage(10_000, clock=clock, now=clock.now)
+    assert not outage.wants_a_try
+    for _ in range(2):
+        pauses = []
+        for _ in range(6):
+            outage.failed(DENIED)
+            pauses.append(outage.seconds_to_next_try)
+            assert not outage.wants_a_try
+            clock.seconds += pauses[-1]
+            assert outage.wants_a_try
+        assert pauses == [5, 5, 10, 20, 40, 60]
+        outage.ended()
+
+
+def test_it_has_a_deadline() -> None:
+    clock = Clock()
+    outage = Outage(60, clock=clock, now=clock.now)
+    outage.check()
+    outage.failed(DENIED)
+    clock.seconds += 59.9
+    outage.check()
+    clock.seconds += 0.1
+
+    with pytest.raises(StorageDeadlineError) as raised:
+        outage.check()
+    assert str(raised.value) == (
+        "nothing could be saved for 1m0s, since 2026-01-01T00:00:00Z, and runPolicy.storageDeadlineSeconds is 60; the "
+        "last answer was: the key was revoked"
+    )
+    assert exit_code(raised.value.failure) is ExitCode.STORAGE_DEADLINE_EXCEEDED
+    assert not is_retryable(raised.value.failure)
+
+
+class RefusingStore(LocalStore):
+    """Says no to whoever writes a checkpoint while ``refusal`` is set."""
+
+    refusal: TrainingError | None = None
+    writes = 0
+
+    def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+        if key.endswith(".bin"):
+            self.writes += 1
+            if self.refusal is not None:
+                raise self.refusal
+        return super().open_write(key, size_hint)
+
+
+class Run:
+    def __init__(self, folder: Path, *, asynchronous: bool, deadline: int = 3600) -> None:
+        self.store = RefusingStore(folder / "store")
+        self.reporter = Reporter(folder, writes=True)
+        job = manifest(
+            folder,
+            folder / "store",
+            checkpoint={"async": asynchronous},
+            runPolicy={"storageDeadlineSeconds": deadline},
+        )
+        self.config = resolve(job)
+        self.saving = Saving(self.config, self.store, self.reporter, device=torch.device("cpu"), topology=ALONE)
+        self.saving.claim_attempt()
+        self.boxes = whole({"model.weight": torch.randn(8, 8)})
+
+    def save(self, step: int, *, final: bool = False) -> bool:
+        self.reporter.update(phase=Phase.TRAINING, phase_detail="", step=step)
+        state = RunState(cursor=step, numbers=self.config.numbers().as_record())
+        return self.saving.save(step, self.boxes, state, final=final)
+
+    def settle(self) -> None:
+        self.saving.settle()
+
+    @property
+    def saved(self) -> list[int]:
+        return sorted(int(path.parent.name[5:13]) for path in self.store.path.glob("checkpoints/*/manifest.json"))
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(outages, "_LONGEST_PAUSE", 0.05)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("refusal", [DENIED, StorageFullError("no room"), StorageNotFoundError("the bucket is gone")])
+@pytest.mark.usefixtures("short_pauses")
+def test_training_goes_on_and_the_newest_step_is_saved_when_the_store_takes_it(
+    tmp_path: Path, refusal: TrainingError, asynchronous: bool
+) -> None:
+    # Given a run whose store says no after its first checkpoint
+    run = Run(tmp_path, asynchronous=asynchronous)
+    run.save(1)
+    run.settle()
+    run.store.refusal = refusal
+    for step in (2, 3):
+        run.save(step)
+        run.settle()
+
+    # Then nothing ends, and it is told since when and why
+    told = run.reporter.progress.storage_outage
+    assert told is not None
+    assert (told.failure, told.message) == (refusal.failure, str(refusal))
+    assert run.reporter.progress.warnings == []
+    wait_until(lambda: run.saving.outage.wants_a_try)
+
+    # When the store takes it again
+    run.store.refusal = None
+    run.save(4)
+    run.settle()
+
+    # Then what was refused left nothing behind
+    assert run.saved == [1, 4]
+    assert {path.name[:13] for path in run.store.path.glob("checkpoints/*")} == {"step-00000001", "step-00000004"}
+    assert run.reporter.progress.storage_outage is None
+    (warning,) = run.reporter.progress.warnings
+    assert "nothing could be saved: " in warning
+    assert str(refusal) in warning
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=True)
+    run.store.refusal = DENIED
+    ending = threading.Thread(target=run.save, args=(5,), kwargs={"final": True}, daemon=True)
+    ending.start()
+    wait_until(lambda: run.store.writes > 3)
+    wait_until(lambda: "waiting for the store" in run.reporter.progress.phase_detail)
+    assert run.reporter.progress.phase is Phase.SAVING
+    assert ending.is_alive()
+
+    run.store.refusal = None
+    ending.join(PATIENCE_SECONDS)
+    assert run.saved == [5]
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_it_waits_no_longer_than_the_deadline(tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=True, deadline=1)
+    run.store.refusal = DENIED
+
+    with pytest.raises(StorageDeadlineError, match="storageDeadlineSeconds is 1; the last answer was: the key was rev"):
+        run.save(5, final=True)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_what_is_no_outage_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=True)
+    run.store.refusal = AttemptSupersededError("a newer attempt")
+
+    with pytest.raises(AttemptSupersededError):
+        run.save(5, final=True)
+    assert run.store.writes == 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_other_work_of_the_end_waits_as_well(tmp_path: Path) -> None:
+    run, tries = Run(tmp_path, asynchronous=True), []
+
+    def export() -> None:
+        tries.append(run.reporter.progress.storage_outage is not None)
+        if len(tries) < 3:
+            raise DENIED
+
+    run.saving.patiently(export, "the export")
+    assert tries == [False, True, True]
+    assert run.reporter.progress.storage_outage is None
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_what_goes_beside_a_checkpoint_is_there_before_it_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=True)
+    state = RunState(numbers=run.config.numbers().as_record())
+    here: list[list[int]] = []
+
+    def fails_once() -> None:
+        here.append(run.saved)
+        if len(here) == 1:
+            raise DENIED
+
+    assert run.saving.save(3, run.boxes, state, final=True, beside=[fails_once])
+    assert here == [[], []]
+    assert run.saved == [3]
