@@ -139,6 +139,7 @@ def test_a_run_goes_on_with_its_base(tmp_path: Path, tiny_inputs: Any, processes
     assert exported == files(tmp_path / "stopped" / "live") == files(tmp_path / "undisturbed" / "live")
 
     # And another number of processes goes on there with the same weights
+    (tmp_path / "stopped" / "store" / "done.json").unlink()
     again = run(tmp_path / "stopped", tiny_inputs, others)
     assert again.losses == {}
     assert same(again, undisturbed)
