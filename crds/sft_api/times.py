@@ -46,7 +46,7 @@ def _parsed(text: str) -> datetime | None:
 
 def timestamp(time: datetime) -> str:
     """``time`` as Kubernetes writes it: UTC, whole seconds, Z."""
-    return bounded_time(time).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{bounded_time(time).replace(tzinfo=None).isoformat(timespec='seconds')}Z"
 
 
 def shifted(time: datetime, seconds: float) -> datetime:

@@ -1,5 +1,6 @@
 """Prometheus metrics: of the operator itself, and of the jobs, whose series go when the job goes."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ class OperatorMetrics:
         self.api_calls = Counter(
             "sft_operator_api_calls", "Answers of the API server.", ["verb", "kind", "code"], registry=self.registry
         )
+        # Asked for by its labels, a counter costs more than it does to count.
+        self._answers = functools.cache(lambda verb, kind, code: self.api_calls.labels(verb, kind, str(code)))
         self.reports = Counter(
             "sft_operator_progress_reads", "Progress reports read, by result.", ["result"], registry=self.registry
         )
@@ -58,7 +61,7 @@ class OperatorMetrics:
 
     def answered(self, verb: str, kind: str, code: int) -> None:
         """Count an answer of the API server."""
-        self.api_calls.labels(verb, kind, str(code)).inc()
+        self._answers(verb, kind, code).inc()
 
 
 class JobCollector(Collector):

@@ -81,6 +81,7 @@ def _parts(quantity: int | str) -> tuple[Fraction, str] | None:
     return (Fraction(match[1]), match[3]) if match and match[3] in _UNITS else None
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
 def times(quantity: int | str, count: int) -> str:
     """``count`` times ``quantity``, in its own unit where that gives a whole number. Raises ValueError."""
     parts = _parts(quantity)

@@ -215,7 +215,7 @@ class Children:
             raise
 
     async def _create(self, owner: ObjectMeta, manifest: Manifest) -> Manifest:
-        """Create a child, and return it; one that exists already is fine when it is ours."""
+        """Create a child; one that exists already is fine when it is ours, and returned, as is the Job."""
         kind = manifest["kind"]
         name = manifest["metadata"]["name"]
         try:

@@ -20,7 +20,7 @@ from sft_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 from ..picture.observed import Manifest
 from ..picture.untrusted import integer, part, text
-from .json_text import read, written
+from .json_text import read, read_object, written
 from .list_body import ListBody
 from .requests import Answer, Requests
 from .server_clock import ServerClock
@@ -204,9 +204,9 @@ class Cluster:
                     protocol.resume_reading()
 
     async def create(self, kind: str, namespace: str, manifest: Manifest, *, whole: bool = False) -> Manifest:
-        """Create, and return what the server made of it; its metadata only, unless the ``whole`` is asked for."""
-        accept = "application/json" if whole else _METADATA_ONLY
-        return await self._request("create", kind, "POST", self._url(kind, namespace), body=manifest, accept=accept)
+        """Create, and return what the server made of it if the ``whole`` is asked for; else nothing of it is read."""
+        url, accept = self._url(kind, namespace), "application/json" if whole else _METADATA_ONLY
+        return await self._request("create", kind, "POST", url, body=manifest, accept=accept, is_read=whole)
 
     async def patch(
         self,
@@ -253,6 +253,7 @@ class Cluster:
         body: Manifest | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
+        is_read: bool = True,
     ) -> Manifest:
         data = written(body) if body is not None else None
         if self._requests is not None:
@@ -269,8 +270,10 @@ class Cluster:
         self._clock.heard(answer.headers.get("date", ""))
         if answer.status >= 300:
             raise _error(answer.status, answer.headers.get("retry-after", ""), answer.body)
+        if not is_read:
+            return {}
         try:
-            document: Manifest = read(answer.body)
+            document: Manifest = read_object(kind, answer.body)
         except (ValueError, RecursionError) as error:
             raise aiohttp.ClientPayloadError(f"the answer is no JSON: {error}") from error
         return document

@@ -8,6 +8,8 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
 
+from sft_api.v1alpha1 import KIND
+
 Spec = TypeVar("Spec")
 Status = TypeVar("Status")
 
@@ -23,6 +25,31 @@ class _Metadata(TypedDict, total=False):
     labels: Any
     annotations: Any
     ownerReferences: Any
+
+
+class _OurMetadata(TypedDict, total=False):
+    name: Any
+    namespace: Any
+    uid: Any
+    resourceVersion: Any
+    generation: Any
+    creationTimestamp: Any
+    deletionTimestamp: Any
+    labels: Any
+    finalizers: Any
+
+
+class _OurObject(TypedDict, total=False):
+    apiVersion: Any
+    kind: Any
+    metadata: _OurMetadata
+    spec: Any
+    status: Any
+
+
+class _OurEvent(TypedDict, total=False):
+    type: Any
+    object: _OurObject
 
 
 class _PodSpec(TypedDict, total=False):
@@ -63,10 +90,15 @@ class _Event(TypedDict, Generic[Spec, Status], total=False):
 
 
 _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
+    KIND: msgspec.json.Decoder(_OurEvent),
     "Pod": msgspec.json.Decoder(_Event[_PodSpec, _PodStatus]),
     "Job": msgspec.json.Decoder(_Event[_JobSpec, _JobStatus]),
 }
 """Of these only what ``picture.observed`` reads becomes an object: containers and managed fields are most of a line."""
+_OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {
+    KIND: msgspec.json.Decoder(_OurObject),
+    "Job": msgspec.json.Decoder(_Object[_JobSpec, _JobStatus]),
+}
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
@@ -76,6 +108,14 @@ def read(text: bytes) -> Any:
         return _ANY.decode(text)
     except ValueError:
         return json.loads(text.decode(errors="replace"))
+
+
+def read_object(kind: str, text: bytes) -> Any:
+    """An object of ``kind``, at least what is read of it; raises as ``read`` does."""
+    try:
+        return _OBJECTS[kind].decode(text)
+    except (KeyError, ValueError):
+        return read(text)
 
 
 def read_event(kind: str, line: bytes) -> Any:

@@ -9,7 +9,7 @@ from ..picture.memory import Healing, Memory, Shown, changed
 from ..picture.observed import Manifest, Refusal
 from .healing import HEALING_SECONDS
 from .pauses import doubled
-from .status import read_status
+from .status import parse_status, read_status
 
 _MAKE_AGAIN_SECONDS = 2.0
 """When a Job was made that is gone at once, or that cannot be read."""
@@ -38,7 +38,8 @@ def status_written(memory: Memory, manifest: Manifest, document: Manifest | None
     """``document`` was written, and ``manifest`` is what the API server made of it: it is not written out again to
     find that it says nothing new."""
     whole = document is not None and manifest.get("status") == document
-    return changed(memory, shown=Shown(manifest.get("status"), read_status(manifest), is_whole=whole))
+    status = parse_status(document) if document is not None and whole else read_status(manifest)
+    return changed(memory, shown=Shown(manifest.get("status"), status, is_whole=whole))
 
 
 def job_changed(memory: Memory) -> Memory:

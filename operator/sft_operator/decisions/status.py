@@ -28,8 +28,13 @@ _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "
 
 def read_status(manifest: Manifest) -> SFTJobStatus:
     """The status in ``manifest``; what this version does not understand is left out."""
+    return parse_status(fit_status(manifest.get("status")))
+
+
+def parse_status(document: dict[str, Any]) -> SFTJobStatus:
+    """The status in ``document``, which fits the schema."""
     try:
-        return SFTJobStatus.model_validate(fit_status(manifest.get("status")))
+        return SFTJobStatus.model_validate(document)
     except ValidationError:
         return SFTJobStatus()
 

@@ -18,6 +18,8 @@ from .status import is_transition, merge_patch, write_status
 
 BREATH_SECONDS = 0.5
 """Between two writes of one status, and after the Job was made: pods that start one by one are one piece of news."""
+_BEFORE_TRAINING = frozenset({None, "Preparing", "Starting"})
+"""States in which a job is looked after alike."""
 
 
 class Told(NamedTuple):
@@ -64,8 +66,9 @@ def tell(
         return Told(memory, status)
     if wait > 0:
         return Told(memory, wait=wait)
-    # Another state has other duties, and another pace.
-    soon = BREATH_SECONDS if status.state != previous.state else None
+    # Most states have duties of their own, and another pace.
+    alike = status.state == previous.state or {status.state, previous.state} <= _BEFORE_TRAINING
+    soon = None if alike else BREATH_SECONDS
     return Told(changed(memory, written=clock), status, document, patch, tuple(news(previous, status)), soon)
 
 

@@ -16,6 +16,7 @@ from sft_operator.cluster.client import ApiError, Cluster, ConfigError, connect
 from sft_operator.cluster.watch_body import Event
 from sft_operator.config import Settings
 from sft_operator.controller import run
+from tests.unit.operator.make import Object
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -98,6 +99,20 @@ def test_deleting_what_is_gone_or_another_is_no_error(code: int) -> None:
     against(answer, lambda cluster: cluster.delete("Job", "team", "tulu", uid="u"))
 
     assert bodies == [{"propagationPolicy": "Background", "preconditions": {"uid": "u"}}]
+
+
+def test_of_what_was_made_only_the_whole_is_read() -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers["Accept"])
+        return web.Response(status=201, text='{"metadata": {"name": "tulu"}}')
+
+    async def make(cluster: Cluster) -> list[Object]:
+        return [await cluster.create(kind, "team", {}, whole=kind == "Job") for kind in ("Service", "Job")]
+
+    assert against(answer, make) == [{}, {"metadata": {"name": "tulu"}}]
+    assert ["PartialObjectMetadata" in accept for accept in asked] == [True, False]
 
 
 def test_patches_say_what_kind_they_are() -> None:

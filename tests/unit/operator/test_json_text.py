@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 import pytest
 
 from sft_operator.cluster import json_text
-from sft_operator.cluster.json_text import read, read_event, written
-from sft_operator.picture.observed import ChildJob, Pod
+from sft_operator.cluster.json_text import read, read_event, read_object, written
+from sft_operator.picture.observed import ChildJob, Pod, sft_job
 from sft_operator.picture.picture import key_of, version_of
-from tests.unit.operator.make import Object, child_manifest, pod_manifest
+from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest, stamp
 
 READERS: dict[str, Any] = {"Pod": Pod.from_manifest, "Job": ChildJob.from_manifest}
 DECLARED: dict[str, dict[str, type]] = {
@@ -76,9 +76,42 @@ def test_a_line_of_another_shape_is_read_as_a_whole(document: Any) -> None:
     assert read_event("Pod", json.dumps(document).encode()) == document
 
 
-def test_an_sftjob_is_read_as_a_whole() -> None:
-    document = {"type": "ADDED", "object": {"spec": {"model": {"uri": "hf://a/b"}}}}
-    assert read_event("SFTJob", json.dumps(document).encode()) == document
+def test_of_an_sftjob_only_that_is_not_read_which_nobody_reads() -> None:
+    manifest = job_manifest(labels={"team": "a"}, newer={"field": [1, None]})
+    manifest["status"] = {"state": "Running", "newer": 1}
+    manifest["metadata"] |= {
+        "creationTimestamp": stamp(0),
+        "deletionTimestamp": stamp(1),
+        "finalizers": ["orphan"],
+        "annotations": {"a": "b"},
+        "managedFields": [{"fieldsV1": {"f:spec": {}}}],
+    }
+
+    event = read_event("SFTJob", json.dumps({"type": "MODIFIED", "object": manifest}).encode())
+    answer = read_object("SFTJob", json.dumps(manifest).encode())
+
+    for found in (event["object"], answer):
+        assert found.keys() == manifest.keys()
+        assert manifest["metadata"].keys() - found["metadata"].keys() == {"annotations", "managedFields"}
+        assert sft_job(found) == sft_job(manifest)
+
+
+@pytest.mark.parametrize("document", [{"metadata": [], "spec": 1}, [], "text", {"kind": "Status", "code": 500}])
+@pytest.mark.parametrize("kind", ["SFTJob", "Job", "Service"])
+def test_an_answer_of_another_shape_is_read_all_the_same(kind: str, document: Any) -> None:
+    found = read_object(kind, json.dumps(document).encode())
+
+    assert found == document or (isinstance(document, dict) and found.items() <= document.items())
+
+
+def test_of_a_job_that_was_made_all_is_read_that_its_children_are_healed_from() -> None:
+    manifest = child_manifest()
+
+    found = read_object("Job", json.dumps(manifest).encode())
+
+    assert ChildJob.from_manifest(found) == ChildJob.from_manifest(manifest)
+    for name in ("name", "namespace", "uid", "labels", "annotations", "ownerReferences"):
+        assert found["metadata"][name] == manifest["metadata"][name]
 
 
 @pytest.mark.parametrize("document", [{"n": 2**80}, {"text": "\ud800"}, {"n": 1.5}, {"text": "ü\U0001f600"}])

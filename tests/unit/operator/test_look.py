@@ -432,7 +432,10 @@ def test_another_state_is_looked_at_soon() -> None:
     assert trains.status is not None
     on = seen(running(), status=write_status(trains.status), healing=healed_lately(), report=report(training(1)))
 
+    starts = decided(seen(running(), healing=healed_lately(), **ASKED))
+
     assert (state(trains), trains.again) == ("Running", 0.5)
+    assert (state(starts), (starts.again or 0.0) > 1.0) == ("Starting", True), "what is done for it is as before"
     assert (decided(on).again or 0.0) > 1.0
 
 
