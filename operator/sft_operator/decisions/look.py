@@ -34,14 +34,7 @@ from .result import (
 )
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
-from .status import (
-    INVALID_SPEC,
-    completed_status,
-    compute_status,
-    follow,
-    read_status,
-    refused_status,
-)
+from .status import INVALID_SPEC, completed_status, compute_status, follow, read_status, refused_status
 from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
 from .telling import tell
 
@@ -208,7 +201,7 @@ class _Look:
         self._changes_wait = self._changes_wait or asked.holds_changes
         self._words_wait = self._words_wait or asked.holds_changes or asked.holds_words
 
-    # What to change
+    # What to do
 
     def _change(self, job: SFTJob | None, terms: Terms) -> Wrong | None:
         """Create what is missing, suspend, resume; or why the settings of this cluster do not let the job run."""
@@ -337,7 +330,7 @@ class _Look:
         return Result(self._memory, tuple(self._actions), tuple(self._questions), again=self._again, **said)
 
     def _observed_now(self) -> Observed:
-        """What is observed, as far as this look still holds it, and what hinders the children."""
+        """What is observed, as this look's questions have left the answers in it, and what hinders the children."""
         memory = self._memory
         refusal = memory.refusal or (memory.healing.refusal if memory.healing else None)
         return changed(
