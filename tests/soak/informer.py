@@ -81,7 +81,7 @@ class Load:
         self._done[act.__name__.strip("_")] += 1
 
     async def _make_job(self, key: Key) -> None:
-        made = await self._cluster.create("Job", key.namespace, a_job(key))
+        made = await self._cluster.create("Job", key.namespace, a_job(key), whole=True)
         self._jobs[key] = made["metadata"]["uid"]
 
     async def _change_job(self, key: Key) -> None:
@@ -94,7 +94,8 @@ class Load:
     async def _make_pod(self, key: Key) -> None:
         self._number += 1
         name = f"{key.name}-{self._number}"
-        made = await self._cluster.create("Pod", key.namespace, a_pod(key, name, self._jobs.get(key, "gone")))
+        pod = a_pod(key, name, self._jobs.get(key, "gone"))
+        made = await self._cluster.create("Pod", key.namespace, pod, whole=True)
         self._pods[name] = (key, made["metadata"]["uid"])
 
     async def _change_pod(self, _: Key) -> None:

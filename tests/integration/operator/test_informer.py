@@ -43,7 +43,8 @@ class Stage:
         return Followed(Cluster(self.proxy.url, self.session), self.key.namespace, [self.key], pace)
 
     async def make_pod(self, name: str) -> str:
-        made = await self.direct.create("Pod", self.key.namespace, a_pod(self.key, name, self.job_uid))
+        pod = a_pod(self.key, name, self.job_uid)
+        made = await self.direct.create("Pod", self.key.namespace, pod, whole=True)
         return str(made["metadata"]["uid"])
 
     async def delete_pod(self, name: str, uid: str) -> None:
@@ -77,7 +78,7 @@ def play(api_server: access.Cluster, scenario: Callable[[Stage], Awaitable[None]
         async with aiohttp.ClientSession() as session, hostile_proxy(url, session) as proxy:
             stage = Stage(Cluster(url, session), proxy, session, Key(f"inf-{uuid.uuid4().hex[:8]}", "tulu"))
             await stage.direct.create("Namespace", "", {"metadata": {"name": stage.key.namespace}})
-            made = await stage.direct.create("Job", stage.key.namespace, a_job(stage.key))
+            made = await stage.direct.create("Job", stage.key.namespace, a_job(stage.key), whole=True)
             stage.job_uid = made["metadata"]["uid"]
             await scenario(stage)
 
