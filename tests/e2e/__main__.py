@@ -10,13 +10,17 @@ pod_to_step_s     from a lost or deleted pod to the next new step, the longest
 
 import sys
 
+from tests.chosen import chosen
+
 from . import bad_jobs, campaign, exported
 from .stage import open_stage
 
+BAD_JOBS = "bad-jobs"
+
 
 def main() -> int:
-    chosen = sys.argv[1:]
-    scenarios = [one for one in campaign.SCENARIOS if not chosen or one.name in chosen]
+    names = chosen(__doc__, (*(one.name for one in campaign.SCENARIOS), BAD_JOBS))
+    scenarios = [one for one in campaign.SCENARIOS if one.name in names]
     with open_stage() as stage:
         expected = campaign.run_undisturbed(stage)
         difference = exported.loss_difference(stage, "undisturbed")
@@ -31,7 +35,7 @@ def main() -> int:
                 f"lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} {' '.join(result.problems)}",
                 flush=True,
             )
-        refused = bad_jobs.run_all(stage) if not chosen or "bad-jobs" in chosen else []
+        refused = bad_jobs.run_all(stage) if BAD_JOBS in names else []
         for bad in refused:
             print(f"bad job {bad.name}: {bad.seconds:.1f} s {bad.problem or 'ok'}: {bad.message}", flush=True)
     failed = sum(result.failed for result in results) + sum(bool(bad.problem) for bad in refused)

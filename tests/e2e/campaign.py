@@ -39,6 +39,9 @@ SCENARIOS = (
     Scenario("operator-killed", disturbances.kill_operator, restarts=False),
     Scenario("suspended", disturbances.suspend_and_resume, saves_first=True),
     Scenario("api-server-restarted", disturbances.restart_api_server, restarts=False),
+    Scenario("reapplied", disturbances.reapply, saves_first=True),
+    Scenario("failed-and-reapplied", disturbances.fail_and_reapply),
+    Scenario("complete-and-reapplied", disturbances.reapply_complete, restarts=False),
 )
 
 

@@ -69,6 +69,37 @@ def suspend_and_resume(stage: Stage, name: str) -> None:
     stage.kubectl("patch", "sftjob", name, "--type=merge", '--patch={"spec":{"suspend":false}}')
 
 
+def reapply(stage: Stage, name: str) -> None:
+    """kubectl delete, and the same manifest again."""
+    manifest = applied(stage, name)
+    stage.kubectl("delete", "sftjob", name)
+    stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
+def fail_and_reapply(stage: Stage, name: str) -> None:
+    """A job that has failed for good is deleted, and applied again as it was."""
+    manifest = applied(stage, name)
+    stage.kubectl("patch", "sftjob", name, "--type=merge", '--patch={"spec":{"runPolicy":{"maxRestarts":0}}}')
+    kill_worker(stage, name)
+    stage.wait_for(name, "state Failed", lambda: stage.status(name).get("state") == "Failed", seconds=120)
+    stage.kubectl("delete", "sftjob", name)
+    stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
+def reapply_complete(stage: Stage, name: str) -> None:
+    """A complete job is deleted, as its TTL does it, and made again, as GitOps does it."""
+    manifest = applied(stage, name)
+    stage.wait_for(name, "state Complete", lambda: stage.status(name).get("state") == "Complete", seconds=400)
+    stage.kubectl("delete", "sftjob", name)
+    stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
+def applied(stage: Stage, name: str) -> str:
+    """The manifest of the job as it was applied."""
+    annotations: dict[str, str] = stage.job(name)["metadata"]["annotations"]
+    return annotations["kubectl.kubernetes.io/last-applied-configuration"]
+
+
 def restart_api_server(stage: Stage, name: str) -> None:
     """SIGKILL to kube-apiserver, a pause, and the same again on the same port."""
     folder = default_folder()

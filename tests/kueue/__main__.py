@@ -8,13 +8,15 @@ import sys
 import time
 import traceback
 
+from tests.chosen import chosen
+
 from . import scenarios
 from .stage import Stage, open_stage
 
 
 def main() -> int:
-    chosen = sys.argv[1:]
-    wanted = [each for each in scenarios.ALL if not chosen or _name(each) in chosen]
+    names = chosen(__doc__, [_name(each) for each in scenarios.ALL])
+    wanted = [each for each in scenarios.ALL if _name(each) in names]
     failed = []
     with open_stage() as stage:
         for scenario in wanted:
