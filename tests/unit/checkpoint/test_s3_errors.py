@@ -11,9 +11,9 @@ from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, is_transient, retrying, translated
 from sft_trainer.errors import (
     AccessDeniedError,
-    ConfigError,
     StorageFullError,
     StorageNotFoundError,
+    StorageRefusedError,
     StorageUnavailableError,
 )
 
@@ -38,10 +38,10 @@ def refusal(code: str, status: int) -> ClientError:
         ("QuotaExceeded", 403, False, StorageFullError),
         ("XMinioStorageFull", 507, False, StorageFullError),
         ("Whatever", 507, False, StorageFullError),
-        ("PermanentRedirect", 301, False, ConfigError),
-        ("AuthorizationHeaderMalformed", 400, False, ConfigError),
-        ("InvalidBucketName", 400, False, ConfigError),
-        ("NotImplemented", 501, False, ConfigError),
+        ("PermanentRedirect", 301, False, StorageRefusedError),
+        ("AuthorizationHeaderMalformed", 400, False, StorageRefusedError),
+        ("InvalidBucketName", 400, False, StorageRefusedError),
+        ("NotImplemented", 501, False, StorageRefusedError),
         ("SlowDown", 503, True, StorageUnavailableError),
         ("InternalError", 500, True, StorageUnavailableError),
         ("502", 502, True, StorageUnavailableError),
