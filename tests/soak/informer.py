@@ -63,6 +63,7 @@ class Load:
         self._random = random
         self._done = done
         self._jobs: dict[Key, str] = {}
+        self._disowned: set[Key] = set()
         self._pods: dict[str, tuple[Key, str]] = {}
         self._number = 0
 
@@ -75,6 +76,7 @@ class Load:
             (self._delete_pod, 3.0),
             (self._delete_job if key in self._jobs else self._make_job, 1.0),
             (self._change_job, 1.0),
+            (self._change_owner, 1.0),
         ]
         [(act, _)] = self._random.choices(acts, [weight for _, weight in acts])
         await act(key)
@@ -83,10 +85,18 @@ class Load:
     async def _make_job(self, key: Key) -> None:
         made = await self._cluster.create("Job", key.namespace, a_job(key), whole=True)
         self._jobs[key] = made["metadata"]["uid"]
+        self._disowned.discard(key)
 
     async def _change_job(self, key: Key) -> None:
         if key in self._jobs:
             await self._cluster.patch("Job", key.namespace, key.name, self._note())
+
+    async def _change_owner(self, key: Key) -> None:
+        """Somebody takes the owner of a Job away, or gives it back."""
+        if key in self._jobs:
+            owners = a_job(key)["metadata"]["ownerReferences"] if key in self._disowned else None
+            await self._cluster.patch("Job", key.namespace, key.name, {"metadata": {"ownerReferences": owners}})
+            self._disowned ^= {key}
 
     async def _delete_job(self, key: Key) -> None:
         await self._cluster.delete("Job", key.namespace, key.name, uid=self._jobs.pop(key))
