@@ -92,8 +92,8 @@ def test_an_evicted_pod_is_replaced_for_free(scene: Scene) -> None:
     scene.run_pod(replacement)
     resumed = training(6, attempt=2, resumed_from_step=5)
     scene.supervisors.report(scene.namespace, "evicted", Progress(training=resumed))
-    status = scene.until(lambda: (s := scene.status("evicted"))["attempt"] == 2 and s)
-    assert status["state"] == "Running"
+    # The report may be heard before the pod is seen to have found its node.
+    status = scene.until(lambda: (s := scene.status("evicted"))["attempt"] == 2 and s["state"] == "Running" and s)
     assert status["restarts"]["disruptions"] == 1
 
 
