@@ -77,6 +77,7 @@ def test_a_kill_between_record_claim_and_first_save_costs_nothing(place: Place, 
 def test_a_living_holder_is_named(place: Place) -> None:
     # Given a run that was killed without a word, and somebody who still gives signs for it
     assert place.run(elsewhere(place, "first")).code == 0
+    (place.folder / "store" / "done.json").unlink()
     file = place.folder / "store" / "alive.json"
     sign = {**json.loads(file.read_text()), "namespace": "team", "host": "node-7", "ended": ""}
     file.write_text(json.dumps(sign))
