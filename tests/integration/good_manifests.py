@@ -126,6 +126,7 @@ spec:
     activeDeadlineSeconds: 86400
     ttlSecondsAfterFinished: 0
     progressDeadlineSeconds: 600
+    storageDeadlineSeconds: 600
     terminationGracePeriodSeconds: 60
 """
 

@@ -125,6 +125,7 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint", {"checkpoint": {"uri": None}}),
     ("export", {"export": {"atEnd": False}}),
     ("runPolicy.progressDeadlineSeconds", {"runPolicy": {"progressDeadlineSeconds": 60}}),
+    ("runPolicy.storageDeadlineSeconds", {"runPolicy": {"storageDeadlineSeconds": 60}}),
     ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": {"terminationGracePeriodSeconds": 301}}),
     ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": None}),
 ]

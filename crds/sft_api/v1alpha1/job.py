@@ -31,10 +31,11 @@ IMMUTABLE_SPEC_FIELDS = (
     "checkpoint",
     "export",
     "runPolicy.progressDeadlineSeconds",
+    "runPolicy.storageDeadlineSeconds",
     "runPolicy.terminationGracePeriodSeconds",
 )
 """Dotted paths below ``spec`` that never change: a Job's pod template cannot, a run's numbers must not, and the
-supervisor reads its deadline once."""
+supervisor and the trainer read their deadlines once."""
 
 
 def _processes(spec: "SFTJobSpec") -> int:
