@@ -5,7 +5,8 @@ Layout below ``checkpoint.uri``::
     run.json                                    whose place it is (``place``)
     alive.json                                  put each minute by who trains there (``place``)
     done.json                                   the run is complete (``place``)
-    attempts/00003.json                         claimed by a conditional create at every start of the group
+    attempts/00003.json                         claimed by a conditional create at every start of the group; says how
+                                                the attempts before it ended
     checkpoints/step-00001200-a00003/*.bin      raw tensor bytes, written once, never overwritten
     checkpoints/step-00001200-a00003/*.idx      which tensor's bytes lie where, with the digest of every piece
     checkpoints/step-00001200-a00003/manifest.json   written last: without it the folder does not count
@@ -25,6 +26,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
 
+from .progress import Incident
+
 FORMAT_VERSION = 2
 """Format 1, which is still read, had the index in the manifest itself."""
 ATTEMPTS_PREFIX = "attempts/"
@@ -33,6 +36,9 @@ MANIFEST_NAME = "manifest.json"
 STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"
 """Of ``RunState.metrics``: the lower, the better the checkpoint."""
+
+_CARRIED = 20
+_CARRIED_CHARACTERS = 500
 
 _ATTEMPT_KEY = re.compile(r"attempts/(\d{5,})\.json")
 _FOLDER = re.compile(r"step-(\d{8,})-a(\d{5,})")
@@ -95,6 +101,15 @@ class AttemptClaim(StoredModel):
     claim_id: str
     host: str
     time: datetime
+    incidents: tuple[Incident, ...] = ()
+    """How the attempts of the same object before this one ended: nobody may have asked the pods while they lived."""
+
+
+def carried(*told: Iterable[Incident]) -> tuple[Incident, ...]:
+    """The incidents that a claim carries: the newest of all that were ``told``, each once, as it was told last."""
+    known = {incident.id: incident for incidents in told for incident in incidents}
+    newest = sorted(known.values(), key=lambda incident: incident.time)[-_CARRIED:]
+    return tuple(incident.model_copy(update={"message": incident.message[:_CARRIED_CHARACTERS]}) for incident in newest)
 
 
 class RunState(StoredModel):

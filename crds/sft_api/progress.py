@@ -134,6 +134,12 @@ class Incident(ReportModel):
     lost_steps: int = 0
 
 
+class EarlierIncidents(ReportModel):
+    """How the attempts before ended, as far as the supervisor and the claims of earlier attempts know."""
+
+    incidents: list[Incident] = Field(default_factory=list, max_length=100)
+
+
 class Progress(ReportModel):
     """Answer of ``GET /v1/progress``."""
 

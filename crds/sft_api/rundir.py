@@ -4,6 +4,8 @@
 ``activity/rank-<r>.json`` every worker writes an ``Activity`` at every change of phase, and while it gets further
 ``errors/rank-<r>.json`` a worker writes a ``WorkerError`` when it ends with one
 ``report.json``          index 0's supervisor leaves its last ``Progress`` when it ends
+``incidents.json``       how the attempts before ended (``EarlierIncidents``): index 0's supervisor writes its own
+                         before each start, rank 0 adds those that earlier claims tell of
 ``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
 """
 
@@ -14,6 +16,7 @@ from pydantic import BaseModel
 
 PROGRESS_FILE = "progress.json"
 REPORT_FILE = "report.json"
+INCIDENTS_FILE = "incidents.json"
 ACTIVITY_FOLDER = "activity"
 ERRORS_FOLDER = "errors"
 STOP_FILE = "stop"

@@ -92,6 +92,7 @@ def run_job(
                     display,
                     LogTail(files.log) if verbose else None,
                     max_restarts=job.spec.run_policy.max_restarts,
+                    start=start,
                 )
                 returncode = follower.follow(interruptions)
             finally:
@@ -121,11 +122,21 @@ def run_job(
 class Follower:
     """Watches a supervisor until it ends, shows what is new, and judges whether the run may go on."""
 
-    def __init__(self, supervisor: Supervisor, display: Display, tail: LogTail | None, *, max_restarts: int) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        display: Display,
+        tail: LogTail | None,
+        *,
+        max_restarts: int,
+        start: datetime,
+    ) -> None:
+        """``start`` of the command."""
         self._supervisor = supervisor
         self._display = display
         self._tail = tail
         self._max_restarts = max_restarts
+        self._start = start
         self._said: set[str] = set()
         self.progress = Progress()
         """The last report."""
@@ -153,7 +164,9 @@ class Follower:
                 self._display.say(line, dim=True)
         if progress is None:
             return
-        self.progress = progress
+        # Claims carry what ended attempts of earlier commands on this machine: it is theirs.
+        incidents = [incident for incident in progress.incidents if incident.time >= self._start]
+        progress = self.progress = progress.model_copy(update={"incidents": incidents})
         self.restarts = count_incidents(self.restarts, progress.incidents)
         training = progress.training
         if training.phase not in (Phase.COMPLETE, Phase.FAILED):  # then more is said at the end

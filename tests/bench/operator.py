@@ -18,9 +18,10 @@ cpu_ms_per_job_minute   of a minute of training, with its polls and status write
 writes_per_job          requests of the operator that change something, from its own counters, over the whole life
 steady_cores            processor seconds a second over jobs that only train
 rss_mb                  most memory ever resident, in megabytes
-resync_s                from the start of an operator over jobs that train until it has asked each of their trainers
+resync_s                from the start of an operator over the live jobs until it has asked each of their trainers
 
-The parts also tell: p50 of the first; cpu_ms_per_job of a whole life without its minute of training; writes_<kind>;
+The parts also tell: p50 of the first; crowd_all_asked_s, the same time over the crowd, most of which the API server
+needs to write its pods; cpu_ms_per_job of a whole life without its minute of training; writes_<kind>;
 figures_age_s, the oldest figures that a reader finds in any status at the end.
 """
 
@@ -142,7 +143,7 @@ def measure_crowd(stage: Stage, jobs: int, pods_each: int, seconds: float) -> Fi
     time.sleep(_SETTLE_SECONDS)
     cores = _steady_cores(operator, seconds)
     until_all(stage.scene, "Running", jobs, 60)
-    return {"cores": cores, "rss_mb": peak_memory_mb(operator.process.pid), "resync_s": resync}
+    return {"cores": cores, "rss_mb": peak_memory_mb(operator.process.pid), "all_asked_s": resync}
 
 
 def _resync(stage: Stage, jobs: int) -> tuple[float, OperatorProcess]:

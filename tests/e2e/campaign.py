@@ -29,6 +29,8 @@ class Scenario:
     loses_pod: bool = False
     saves_first: bool = False
     """The workers are asked to stop, and save the step they are at: nothing at all may be lost."""
+    failures: int | None = None
+    """So many are counted in the end; None when it is not looked at."""
 
 
 SCENARIOS = (
@@ -37,6 +39,7 @@ SCENARIOS = (
     Scenario("pod-lost", disturbances.lose_pod, loses_pod=True),
     Scenario("first-pod-evicted", disturbances.evict_first_pod, loses_pod=True, saves_first=True),
     Scenario("operator-killed", disturbances.kill_operator, restarts=False),
+    Scenario("operator-away", disturbances.crash_and_lose_while_nobody_looks, failures=1),
     Scenario("suspended", disturbances.suspend_and_resume, saves_first=True),
     Scenario("api-server-restarted", disturbances.restart_api_server, restarts=False),
     Scenario("reapplied", disturbances.reapply, saves_first=True),
@@ -125,6 +128,8 @@ def _judge_restarts(stage: Stage, scenario: Scenario, result: Result) -> None:
     if scenario.restarts != (len(attempts) > 1):
         result.problems.append(f"{len(attempts)} attempts")
     restarts = stage.status(scenario.name).get("restarts") or {}
+    if scenario.failures is not None and restarts.get("failures", 0) != scenario.failures:
+        result.problems.append(f"{restarts.get('failures', 0)} failures counted, not {scenario.failures}: {restarts}")
     if scenario.loses_pod and (failures := restarts.get("failures")):
         result.problems.append(f"{failures} failures: a pod that somebody takes away is no fault of the run")
     result.lost_steps = int(restarts.get("lostSteps") or 0)

@@ -61,6 +61,31 @@ def kill_operator(stage: Stage, name: str) -> None:
     )
 
 
+def crash_and_lose_while_nobody_looks(stage: Stage, name: str) -> None:
+    """While there is no operator a worker crashes, and then the pod is lost whose supervisor had written it down."""
+    _scale_operator(stage, 0)
+    kill_worker(stage, name)
+    _wait_for_attempt(stage, name, 2)
+    stage.kubectl("delete", "pod", pod_name(stage, name, 0), "--grace-period=0", "--force", "--wait=false")
+    _wait_for_attempt(stage, name, 3)
+    _scale_operator(stage, 1)
+
+
+def _scale_operator(stage: Stage, replicas: int) -> None:
+    where = f"--namespace={OPERATOR_NAMESPACE}"
+    stage.cluster.kubectl("scale", "deployment/sft-operator", f"--replicas={replicas}", where)
+    stage.cluster.kubectl("rollout", "status", "deployment/sft-operator", "--timeout=120s", where)
+    if replicas == 0:
+        stage.cluster.kubectl(
+            "wait", "--for=delete", "pods", "--selector=app.kubernetes.io/name=sft-operator", "--timeout=60s", where
+        )
+
+
+def _wait_for_attempt(stage: Stage, name: str, attempt: int) -> None:
+    claim = stage.folder(name) / "attempts" / f"{attempt:05d}.json"
+    stage.wait_for(name, f"attempt {attempt}", claim.exists, seconds=180)
+
+
 def suspend_and_resume(stage: Stage, name: str) -> None:
     """spec.suspend: true until the pods are gone, then false."""
     stage.kubectl("patch", "sftjob", name, "--type=merge", '--patch={"spec":{"suspend":true}}')

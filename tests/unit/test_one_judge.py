@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -51,7 +52,7 @@ class Played:
 
 def with_sft_run(incidents: Sequence[Incident], max_restarts: int, *, at_once: bool) -> tuple[Verdict, RestartsStatus]:
     supervisor = Played(incidents, at_once=at_once)
-    follower = Follower(cast("Supervisor", supervisor), PlainDisplay(), None, max_restarts=max_restarts)
+    follower = Follower(cast("Supervisor", supervisor), PlainDisplay(), None, max_restarts=max_restarts, start=NOW)
     follower.follow(Interruptions())
     return (follower.given_up.message if follower.given_up else "", supervisor.told), follower.restarts
 
@@ -116,3 +117,13 @@ def test_the_verdict_and_its_sentence_are_the_same(
     assert there == (with_advice(last.failure, here) if here else "")
     shown = {"last_message", "counted"}
     assert local.model_dump(exclude=shown) == cluster.model_dump(exclude=shown)
+
+
+def test_what_ended_earlier_attempts_counts_in_the_cluster_and_not_against_another_sft_run() -> None:
+    incidents = history(*[OOM] * 2)
+    earlier = [
+        each.model_copy(update={"time": NOW - timedelta(hours=1), "id": f"before-{each.id}"}) for each in incidents
+    ]
+
+    assert with_sft_run([*earlier, *incidents], 10, at_once=True)[1].failures == 2
+    assert in_the_cluster([*earlier, *incidents], 10, at_once=True)[1].failures == 4

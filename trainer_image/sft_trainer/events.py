@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from sft_api.checkpoints import CheckpointId
+from sft_api.progress import Incident
 from sft_api.v1alpha1.status import CheckpointsStatus
 
 from .errors import StopRequested
@@ -71,6 +72,8 @@ class Claimed:
     attempt: int
     total_steps: int
     """Of the whole run."""
+    incidents: tuple[Incident, ...] = ()
+    """How earlier attempts of the same object ended; on the process that writes."""
 
 
 @dataclass(frozen=True)

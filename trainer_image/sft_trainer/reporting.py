@@ -5,15 +5,17 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_api.progress import Activity, Phase, TrainingProgress
+from pydantic import ValidationError
+
+from sft_api.progress import Activity, EarlierIncidents, Incident, Phase, TrainingProgress
 from sft_api.report import duration, finite
-from sft_api.rundir import ACTIVITY_FOLDER, PROGRESS_FILE, write_atomically
+from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_atomically
 from sft_api.v1alpha1 import ExportStatus
 
 from .events import (
@@ -53,6 +55,7 @@ class Reporter:
         self._waits_for = ""
         """What this process waits for now."""
         self._path = run_dir / PROGRESS_FILE
+        self._incidents_path = run_dir / INCIDENTS_FILE
         self._writes = writes
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._last_log = 0.0
@@ -121,6 +124,18 @@ class Reporter:
                 self._last_alive = now
                 self.phase(phase, detail)
 
+    def earlier_incidents(self) -> list[Incident]:
+        """How the attempts before ended, as this process's supervisor knows it; index 0's does."""
+        try:
+            return EarlierIncidents.model_validate_json(self._incidents_path.read_bytes()).incidents
+        except (FileNotFoundError, ValidationError):
+            return []
+
+    def tell_incidents(self, incidents: Sequence[Incident]) -> None:
+        """Tell the supervisor how the attempts before ended, before it hears of this one."""
+        if self._writes:
+            write_atomically(self._incidents_path, EarlierIncidents(incidents=list(incidents)))
+
     def say(self, message: str, *values: object) -> None:
         """Write to the log, where this process reports for all."""
         if self._writes:
@@ -178,6 +193,7 @@ class Reporting(Listener):
         self._stepped = False
 
     def on_claim(self, event: Claimed, control: Control) -> None:
+        self._reporter.tell_incidents(event.incidents)
         self._reporter.update(attempt=event.attempt, total_steps=event.total_steps)
 
     def on_resume(self, event: Resumed, control: Control) -> None:

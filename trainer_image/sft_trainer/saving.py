@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
-from sft_api.progress import Phase
+from sft_api.progress import Incident, Phase
 from sft_api.report import duration
 from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
@@ -66,11 +66,14 @@ class Saving:
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
 
-    def claim_attempt(self, accept: Callable[[], None] = lambda: None) -> int:
-        """Claim the next attempt of this run, which ``accept`` may refuse; a collective call."""
+    def claim_attempt(self, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = ()) -> int:
+        """Claim the next attempt of this run, which ``accept`` may refuse; a collective call.
+
+        The claim carries the leader's ``incidents``: how earlier attempts ended.
+        """
         self._wait_for(Phase.LOADING, "claiming the attempt")
         try:
-            return self._manager.claim_attempt(self._config.job.uid, accept)
+            return self._manager.claim_attempt(self._config.job.uid, accept, incidents)
         finally:
             self._work_on()
 
@@ -108,6 +111,11 @@ class Saving:
     def checkpoints(self) -> CheckpointsStatus:
         """All that this process knows of; the first process knows all that there are after its first save."""
         return self._manager.status()
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """How earlier attempts ended, as the claim of this one carries it; the first process knows."""
+        return self._manager.incidents
 
     @property
     def in_flight(self) -> bool:

@@ -213,8 +213,9 @@ class Trainer:
             on_commit=lambda checkpoints: self.events.emit(Committed(self.step, checkpoints)),
         )
         self._watch()
-        self.attempt = self.saving.claim_attempt(lambda: check_record(self.config, self.store))
-        self.events.emit(Claimed(self.attempt, self.prepared.total_steps))
+        incidents = self.reporter.earlier_incidents()
+        self.attempt = self.saving.claim_attempt(lambda: check_record(self.config, self.store), incidents)
+        self.events.emit(Claimed(self.attempt, self.prepared.total_steps, self.saving.incidents))
 
     def _watch(self) -> None:
         """Register who hears of what happens from here on."""

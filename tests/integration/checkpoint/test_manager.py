@@ -6,12 +6,15 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from sft_api.checkpoints import CheckpointId, RunState, decode_manifest, encode_manifest
+from sft_api.checkpoints import CheckpointId, RunState, attempt_key, decode_manifest, encode_manifest
+from sft_api.failures import FailureClass
+from sft_api.progress import Incident
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
@@ -304,6 +307,32 @@ def test_another_object_goes_on_from_the_newest_and_fences_the_one_before(store:
         save(first, 25)
     save(other, 30, keep=KeepPolicy(last=2))
     assert folders(store) == ["step-00000030-a00002", "step-00000020-a00001"], "what the run has is kept and removed"
+
+
+def test_a_claim_carries_how_the_attempts_before_ended(store: Store) -> None:
+    def crashed(number: int, message: str = "it broke") -> Incident:
+        time = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=number)
+        return Incident(id=f"s-{number}", time=time, failure=FailureClass.WORKER_CRASHED, message=message)
+
+    def carried_by(uid: str, *known: Incident) -> list[tuple[str, int]]:
+        manager = CheckpointManager(store, here())
+        manager.claim_attempt(uid, incidents=known)
+        return [(incident.id, incident.lost_steps) for incident in manager.incidents]
+
+    assert carried_by("job-a") == []
+    assert carried_by("job-a", crashed(1)) == [("s-1", 0)]
+    # What it cost was not known before.
+    cost = crashed(1).model_copy(update={"lost_steps": 7})
+    assert carried_by("job-a", crashed(2), cost) == [("s-1", 7), ("s-2", 0)]
+    assert carried_by("job-a") == [("s-1", 7), ("s-2", 0)]
+    assert carried_by("job-b") == [], "another object counts for itself"
+
+    many = [crashed(number, "x" * 4096) for number in range(100)]
+    assert carried_by("job-b", *many) == [(f"s-{number}", 0) for number in range(80, 100)]
+    assert len(store.read(attempt_key(6))) < 20_000
+
+    store.put(attempt_key(6), b"half of a cla")
+    assert carried_by("job-b", crashed(1)) == [("s-1", 0)]
 
 
 def test_checkpoints_of_other_numbers_are_neither_counted_nor_removed(store: Store) -> None:

@@ -79,6 +79,15 @@ class Ring:
         return value
 
 
+def carry_incidents() -> None:
+    """Rank 0's part of a claim: what ended earlier attempts, from run directory and last claim, into both."""
+    here, claim = RUN_DIR / "incidents.json", FOLDER / "claim.json"
+    told = [json.loads(file.read_text())["incidents"] for file in (claim, here) if file.exists()]
+    incidents = list({incident["id"]: incident for incidents in told for incident in incidents}.values())
+    for file in (claim, here):
+        write_json(file, {"incidents": incidents})
+
+
 def tell(phase: str, detail: str, step: int) -> None:
     write_json(RUN_DIR / "activity" / f"rank-{RANK}.json", {"phase": phase, "detail": detail, "step": step})
 
@@ -126,6 +135,8 @@ def main() -> None:
     start = len(starts.read_text().splitlines())
     saved = FOLDER / "checkpoint"
     step = resumed = int(saved.read_text()) if saved.exists() else 0
+    if RANK == 0:
+        carry_incidents()
 
     def report(phase: str, detail: str = "") -> None:
         tell(phase, detail, step)

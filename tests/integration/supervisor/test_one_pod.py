@@ -69,6 +69,27 @@ def test_a_crash_restarts_all_workers_from_the_checkpoint(group: Group) -> None:
     assert int(first["SFT_GENERATION"]) < int(second["SFT_GENERATION"])
 
 
+def test_what_ended_an_attempt_is_still_told_when_its_supervisor_is_lost(group: Group) -> None:
+    # Given a crash that nobody has read of
+    group.steps = 10_000
+    group.faults = [{"rank": 0, "start": 1, "step": 5, "do": "signal SIGKILL"}]
+    first = group.start()
+    wait_for(lambda: "start 2\n" in first.log, first)
+
+    # When the pod is lost, and another one goes on
+    first.signal(signal.SIGKILL)
+    first.wait()
+    second = group.start()
+    progress = second.wait_for_step(6)
+
+    # Then it tells of it, and what it cost
+    (incident,) = progress.incidents
+    assert (incident.failure, incident.step, incident.attempt) == (FailureClass.WORKER_CRASHED, 5, 1)
+    assert incident.recovered_time is not None
+    assert incident.lost_steps == 1
+    assert 'sft_trainer_restarts_total{failure="WorkerCrashed"} 1.0' not in second.get("/metrics")
+
+
 def test_the_cause_is_told_not_its_consequence(group: Group) -> None:
     group.processes = 3
     group.faults = [{"rank": 2, "start": 1, "step": 2, "do": "fail DataError,11"}]

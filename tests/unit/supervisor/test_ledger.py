@@ -244,3 +244,15 @@ def test_the_judge_is_told_what_was_killed_from_outside() -> None:
 
     restarts = count_incidents(RestartsStatus(), book.incidents)
     assert (restarts.failures, restarts.repeated) == (5, None)
+
+
+def test_what_an_earlier_supervisor_wrote_down_is_told_once_and_before_ones_own() -> None:
+    before, book = Ledger(run="before", judged_first=False), ledger()
+    fail(before, at(5))
+    fail(book, at(6), minute=1)
+
+    book.adopt(before.incidents)
+    book.adopt(book.incidents)
+
+    assert [incident.id for incident in book.incidents] == ["before-1", "run-1"]
+    assert book.counts[FailureClass.WORKER_CRASHED] == 1, "the metric of this process"

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
+from sft_api.progress import Incident
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer.boxes import Box
@@ -97,6 +98,8 @@ class CheckpointManager:
         self.attempt = 0
         self.skipped: tuple[Skipped, ...] = ()
         """Checkpoints that were refused when one was looked for."""
+        self.incidents: tuple[Incident, ...] = ()
+        """How earlier attempts of the same object ended, once one is claimed; on the leader only."""
         self._job_uid = ""
         self._group = CheckpointGroup(topology, timeout, on_wait)
         self._protocol = Protocol(store)
@@ -111,14 +114,26 @@ class CheckpointManager:
         self._committed: set[int] = set()
         self._known: tuple[CheckpointStatus, ...] = ()
 
-    def claim_attempt(self, job_uid: str, accept: Callable[[], None] = lambda: None) -> int:
+    def claim_attempt(
+        self,
+        job_uid: str,
+        accept: Callable[[], None] = lambda: None,
+        incidents: Sequence[Incident] = (),
+    ) -> int:
         """Claim the next attempt and drop what crashed writers left unfinished. Collective.
 
         From here on an older group can neither commit nor remove anything, whichever object started it. ``accept`` is
-        asked on the leader once the attempt is claimed, before anything is removed; it may raise.
+        asked on the leader once the attempt is claimed, before anything is removed; it may raise. ``incidents`` are
+        those that the leader knows of earlier attempts: the claim carries them on, as ``incidents`` of this object.
         """
         self._job_uid = job_uid
-        self.attempt = self._group.on_leader(lambda: self._protocol.claim(job_uid, accept))
+
+        def claim() -> int:
+            claimed = self._protocol.claim(job_uid, accept, incidents)
+            self.incidents = claimed.incidents
+            return claimed.attempt
+
+        self.attempt = self._group.on_leader(claim)
         return self.attempt
 
     def on_leader(self, compute: Callable[[], T]) -> T:

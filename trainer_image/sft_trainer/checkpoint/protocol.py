@@ -3,8 +3,10 @@
 import logging
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+
+from pydantic import ValidationError
 
 from sft_api.checkpoints import (
     CHECKPOINTS_PREFIX,
@@ -13,10 +15,12 @@ from sft_api.checkpoints import (
     CheckpointId,
     Manifest,
     attempt_key,
+    carried,
     encode_manifest,
     missing_or_wrong,
 )
 from sft_api.numbers import Numbers, NumbersError
+from sft_api.progress import Incident
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
@@ -41,19 +45,43 @@ class Protocol:
         self._verified: dict[CheckpointId, tuple[Manifest, CheckpointStatus]] = {}
         self._perhaps_committed: set[CheckpointId] = set()
 
-    def claim(self, job_uid: str, accept: Callable[[], None] = lambda: None) -> int:
+    def claim(
+        self, job_uid: str, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = ()
+    ) -> AttemptClaim:
         """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished.
 
-        ``accept`` may raise in between, before anything is removed.
+        ``accept`` may raise in between, before anything is removed. ``incidents`` are those that are known here: the
+        claim carries them on, with those of the claim before it where that is of the same object.
         """
         number = self._first_free()
-        while not self._store.create(attempt_key(number), _claim(number, job_uid)):
+        while not self._store.create(attempt_key(number), _encoded(claim := self._claim(number, job_uid, incidents))):
             number += 1
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
         accept()
         self._drop_unfinished_uploads()
         self._remove_unfinished_folders(number)
-        return number
+        return claim
+
+    def _claim(self, number: int, job_uid: str, incidents: Sequence[Incident]) -> AttemptClaim:
+        return AttemptClaim(
+            attempt=number,
+            job_uid=job_uid,
+            claim_id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            time=datetime.now(UTC),
+            incidents=carried(self._told_by_claim(number - 1, job_uid), incidents),
+        )
+
+    def _told_by_claim(self, number: int, job_uid: str) -> tuple[Incident, ...]:
+        """What the claim of attempt ``number`` carries, if it is of the same object and can be read."""
+        if number < 1:
+            return ()
+        try:
+            claim = AttemptClaim.model_validate_json(self._store.read(attempt_key(number)))
+        except (StorageNotFoundError, ValidationError) as error:
+            logger.warning("What attempt %d was told of those before it is lost: %s", number, error)
+            return ()
+        return claim.incidents if claim.job_uid == job_uid else ()
 
     def _remove_unfinished_folders(self, attempt: int) -> None:
         """Remove what earlier attempts saved without coming to a manifest: a full volume needs the room now.
@@ -164,12 +192,5 @@ class Protocol:
         logger.info("Removed checkpoint folder %s", identity.folder)
 
 
-def _claim(number: int, job_uid: str) -> bytes:
-    claim = AttemptClaim(
-        attempt=number,
-        job_uid=job_uid,
-        claim_id=uuid.uuid4().hex,
-        host=socket.gethostname(),
-        time=datetime.now(UTC),
-    )
+def _encoded(claim: AttemptClaim) -> bytes:
     return claim.model_dump_json(by_alias=True).encode()

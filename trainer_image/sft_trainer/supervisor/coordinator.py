@@ -5,11 +5,11 @@ import hmac
 import time
 from datetime import UTC, datetime
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from sft_api.ports import free_port
-from sft_api.progress import BEFORE_TRAINING, Phase, Progress, TrainingProgress
-from sft_api.rundir import PROGRESS_FILE, REPORT_FILE, write_atomically
+from sft_api.progress import BEFORE_TRAINING, EarlierIncidents, Phase, Progress, TrainingProgress
+from sft_api.rundir import INCIDENTS_FILE, PROGRESS_FILE, REPORT_FILE, write_atomically
 
 from .clock import AwakeClock
 from .group import HELD_SECONDS, Group
@@ -36,6 +36,8 @@ class Coordinator:
         self._changed = asyncio.Event()
         self._progress_file = settings.run_dir / PROGRESS_FILE
         self._progress_version: tuple[int, int] | None = None
+        self._adopted = 0
+        """The attempt with whose claim came what earlier supervisors wrote down."""
         self._reported: TrainingProgress | None = None
         """By the workers of this generation."""
         self.group = Group(
@@ -146,10 +148,13 @@ class Coordinator:
 
     def leave_report(self) -> None:
         """Write the last report where it can be read after the end: nobody may have asked since things happened."""
+        self._leave(REPORT_FILE, self.progress())
+
+    def _leave(self, name: str, document: BaseModel) -> None:
         try:
-            write_atomically(self._settings.run_dir / REPORT_FILE, self.progress())
+            write_atomically(self._settings.run_dir / name, document)
         except OSError as problem:
-            self._output.say(f"the last report could not be written: {problem}")
+            self._output.say(f"{name} could not be written: {problem}")
 
     async def answer(self, request: Request) -> Response | None:
         """The answer to ``request`` when it is one of index 0's, else None."""
@@ -192,6 +197,7 @@ class Coordinator:
             self._reported = None
             nodes, processes = self._settings.nodes, self._settings.processes
             self._output.say(f"start {order.generation.number} of the workers: {processes} in each of {nodes} pod(s)")
+            self._leave(INCIDENTS_FILE, EarlierIncidents(incidents=self.group.ledger.incidents))
         elif order.kind is OrderKind.IDLE:
             self._output.say(f"ending the group: {order.reason}")
 
@@ -208,9 +214,21 @@ class Coordinator:
             self._output.say(f"{self._progress_file} is not a progress report: {problem}")
             return
         self._progress_version = version
+        if training.attempt > self._adopted:
+            self._adopted = training.attempt
+            self._adopt_incidents()
         self._reported = training
         self.group.observe(training, now)
         self.group.ledger.observe(training, datetime.now(UTC))
+
+    def _adopt_incidents(self) -> None:
+        """Take in what rank 0 found in the claims of earlier attempts."""
+        try:
+            earlier = EarlierIncidents.model_validate_json((self._settings.run_dir / INCIDENTS_FILE).read_bytes())
+        except (OSError, ValidationError) as problem:
+            self._output.say(f"how earlier attempts ended is not known: {problem}")
+            return
+        self.group.ledger.adopt(earlier.incidents)
 
     def _new_generation(self) -> Generation:
         # Time makes it new for workers of pods that nobody here has heard of.

@@ -6,7 +6,7 @@ ends what no restart mends, and by that very judgement a run whose reports nobod
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -119,6 +119,12 @@ class Ledger:
         self._readings = 0
         pause = pause_seconds(self._failures_without_progress) * (0.75 + 0.5 * self._jitter())
         return Retry(pause, held=self._judged_first or repeats)
+
+    def adopt(self, earlier: Iterable[Incident]) -> None:
+        """Take in what supervisors before this one wrote down of the same job: nobody may have read it of them."""
+        known = {incident.id for incident in self.incidents}
+        self.incidents[:0] = [incident for incident in earlier if incident.id not in known]
+        del self.incidents[:-KEPT_INCIDENTS]
 
     def _gets_no_further(self) -> str | None:
         """The verdict on the incidents of this supervisor; how many may be, only the absent reader knows."""
