@@ -1,8 +1,6 @@
 """``sft export``: the model in a checkpoint of a job as a Hugging Face folder, without GPUs and without a cluster."""
 
 import os
-import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +32,7 @@ from .console import result, say
 from .errors import UserError
 from .local import FILE_SCHEME, local_checkpoints, missing_logins, overwritten
 from .problems import sentences
-
-_SECONDS_BETWEEN_LINES = 10.0
+from .told import Counted, Told
 
 
 def export_job(
@@ -145,7 +142,7 @@ def _export(
 
     exported = exported_alone(config, files, store, manifest, fetch, warn)
     export_checkpoint(
-        exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=_Counted(_Told("read and written"))
+        exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=Counted(Told("read and written"))
     )
 
 
@@ -153,37 +150,5 @@ def _fetched(uri: str, kind: Literal["model", "tokenizer"], s3: S3Settings) -> P
     """Where the files of ``uri`` are on this machine; what is downloaded is told."""
     if not uri.startswith(("file://", "pvc://")):
         say(f"Fetching {uri} ...", dim=True)
-    told = _Told(f"of {uri} fetched")
+    told = Told(f"of {uri} fetched")
     return localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind=kind, on_progress=told)
-
-
-class _Told:
-    """Says now and then, by any thread, how far something is."""
-
-    def __init__(self, what: str) -> None:
-        """``what`` is said after the bytes so far."""
-        self._what = what
-        self._last = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            if time.monotonic() - self._last < _SECONDS_BETWEEN_LINES:
-                return
-            self._last = time.monotonic()
-        say(f"{count / 2**20:,.0f} MiB {self._what}", dim=True)
-
-
-class _Counted:
-    """Adds up what each call was told, and passes it on."""
-
-    def __init__(self, told: _Told) -> None:
-        self._told = told
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._bytes += count
-            total = self._bytes
-        self._told(total)

@@ -62,8 +62,13 @@ def prepare(
     )
 
 
+def runs_folder(working_folder: Path) -> Path:
+    """Where all runs of a folder are, each by its name."""
+    return working_folder / "sft-runs"
+
+
 def _folder(working_folder: Path, job: SFTJob) -> Path:
-    return working_folder / "sft-runs" / job.metadata.name
+    return runs_folder(working_folder) / job.metadata.name
 
 
 def local_checkpoints(working_folder: Path, job: SFTJob) -> str:

@@ -204,6 +204,84 @@ def export(
     export_job(job, step=step, best=best, to=to, checkpoints=checkpoints, uid=uid)
 
 
+@cli.group()
+@debug_option
+def checkpoints() -> None:
+    """Look at the checkpoints of a run, compare their bytes, remove old ones.
+
+    PLACE is a URI (s3://, file:///, pvc:// where it is mounted), a folder, the manifest of the job, the name of a run
+    in sft-runs, or - for an object of a cluster: kubectl get sftjob NAME -o yaml | sft checkpoints list -
+    """
+
+
+place_argument = click.argument("place", metavar="PLACE")
+text_or_json = click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+
+
+@checkpoints.command("list")
+@place_argument
+@job_option
+@text_or_json
+@debug_option
+def list_(place: str, name: str | None, output: str) -> None:
+    """Show whose run it is, and every checkpoint: step, size, losses, which is the best, which are none and why.
+
+    Manifests, sizes and indexes are read, and no tensors: verify reads these.
+    """
+    _start_the_trainer()
+    from .checkpoints import list_checkpoints
+
+    list_checkpoints(place, name=name, output=output)
+
+
+@checkpoints.command()
+@place_argument
+@job_option
+@click.option("--step", type=click.IntRange(min=0), help="Checkpoints of this step only.")
+@click.option("--newest", is_flag=True, help="The newest one only.")
+@text_or_json
+@debug_option
+def verify(place: str, name: str | None, step: int | None, newest: bool, output: str) -> None:
+    """Read every byte of checkpoints and compare it with its digest.
+
+    Of all, unless --step or --newest say which. File and tensor of what is damaged are named; the exit code is 10 when
+    anything is.
+    """
+    _start_the_trainer()
+    from .checkpoints import verify_checkpoints
+
+    sys.exit(verify_checkpoints(place, name=name, step=step, newest=newest, output=output))
+
+
+@checkpoints.command()
+@place_argument
+@job_option
+@click.option("--keep-last", metavar="N", type=click.IntRange(min=1), help="The newest N stay.")
+@click.option(
+    "--keep-best", metavar="N", type=click.IntRange(min=1), help="The N with the lowest evaluation loss stay."
+)
+@click.option("--unfinished", is_flag=True, help="What interrupted saves left goes.")
+@click.option("--yes", is_flag=True, help="Remove it; without it is only shown what would go.")
+@debug_option
+def prune(
+    place: str, name: str | None, keep_last: int | None, keep_best: int | None, unfinished: bool, yes: bool
+) -> None:
+    """Remove old checkpoints, and what interrupted saves left.
+
+    The newest one always stays, and the one that a complete run ended with. Those that cannot be verified are neither
+    counted nor removed. While a run trains in the place only --unfinished is done, of earlier attempts.
+    """
+    if keep_last is None and keep_best is None and not unfinished:
+        raise click.UsageError("say what stays (--keep-last, --keep-best) or that --unfinished saves go")
+    _start_the_trainer()
+    from sft_trainer.checkpoint.catalog import KeepPolicy
+
+    from .checkpoints import prune_checkpoints
+
+    keep = None if keep_last is None and keep_best is None else KeepPolicy(last=keep_last or 1, best=keep_best or 0)
+    prune_checkpoints(place, name=name, keep=keep, unfinished=unfinished, yes=yes)
+
+
 def main() -> None:
     """Entry point of ``sft`` and ``kubectl-sft``."""
     gc.disable()  # Most commands end before garbage matters, and building the API's models collects it often.

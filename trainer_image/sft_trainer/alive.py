@@ -101,24 +101,52 @@ def watch(
     first = read_beat(store)
     if first is None or (isinstance(first, Beat) and (first.ended or first.uid == config.job.uid)):
         return
-    holder = str(first) if isinstance(first, Beat) else "somebody"
-    waited = 0.0
-    while waited < seconds:
+    holder = name_of(first)
+
+    def tell(waited: float) -> None:
         reporter.phase(
             Phase.STARTING,
             f"{holder} trained in {store.uri} and did not say that it ended: it is watched for a sign of life, "
             f"{waited:.0f} of {seconds:.0f} s",
         )
+
+    found, waited = next_sign(store, first, tell, seconds=seconds, sleep=sleep)
+    if found is not None:
+        raise PlaceInUseError(
+            f"{store.uri} is in use: {found if isinstance(found, Beat) else holder} trains there now. Delete or "
+            "suspend that job and start this one again, which then goes on from its last checkpoint; or give this "
+            "one another metadata.name and checkpoint.uri"
+        )
+    if waited >= seconds:
+        reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, seconds, store.uri)
+
+
+def next_sign(
+    store: Store,
+    first: Beat | bytes | None,
+    tell: Callable[[float], None],
+    *,
+    seconds: float,
+    sleep: Callable[[float], None],
+) -> tuple[Beat | bytes | None, float]:
+    """Watch for a sign of life other than ``first``, for so many ``seconds``; that sign, and how long it took.
+
+    No sign: nobody gave one, or somebody said meanwhile that it ended. ``tell`` is told how long it has been watched.
+    """
+    waited = 0.0
+    while waited < seconds:
+        tell(waited)
         pause = min(_LOOK_SECONDS, seconds - waited)
         sleep(pause)
         waited += pause
         now = read_beat(store)
-        if now is None or (isinstance(now, Beat) and now.ended):
-            return
+        if (now is None and first is not None) or (isinstance(now, Beat) and now.ended):
+            break
         if now != first:
-            raise PlaceInUseError(
-                f"{store.uri} is in use: {now if isinstance(now, Beat) else holder} trains there now. Delete or "
-                "suspend that job and start this one again, which then goes on from its last checkpoint; or give this "
-                "one another metadata.name and checkpoint.uri"
-            )
-    reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, seconds, store.uri)
+            return now, waited
+    return None, waited
+
+
+def name_of(sign: Beat | bytes | None) -> str:
+    """Who gave that sign of life."""
+    return str(sign) if isinstance(sign, Beat) else "somebody"

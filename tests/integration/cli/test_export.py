@@ -206,7 +206,7 @@ def test_what_is_fetched_is_told(
         return Path(tiny_inputs.model)
 
     monkeypatch.setattr("sft_cli.export.localise", localise)
-    monkeypatch.setattr("sft_cli.export._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("sft_cli.told._SECONDS_BETWEEN_LINES", 0.0)
     places = {"uri": "s3://bucket/model", "tokenizerUri": "s3://bucket/tokenizer"}
     monkeypatch.setattr("sft_cli.export.check_same_run", lambda *_: None)
 

@@ -4,6 +4,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -36,6 +37,16 @@ from sft_trainer.errors import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Pruning:
+    """What stays of the checkpoints of a run, and what goes."""
+
+    staying: list[CheckpointStatus]
+    """Newest first."""
+    going: dict[CheckpointId, dict[str, int]]
+    """Folders, newest first, with their files and their bytes."""
+
+
 class Protocol:
     """Everything here is I/O on one store by one process; nothing is collective."""
 
@@ -58,7 +69,7 @@ class Protocol:
             number += 1
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
         accept()
-        self._drop_unfinished_uploads()
+        self.drop_unfinished_uploads()
         self._remove_unfinished_folders(number)
         return claim
 
@@ -96,7 +107,8 @@ class Protocol:
         except TrainingError as error:
             logger.warning("Unfinished checkpoints of earlier attempts were not removed: %s", error)
 
-    def _drop_unfinished_uploads(self) -> None:
+    def drop_unfinished_uploads(self) -> None:
+        """Drop what multipart uploads left that nobody goes on with."""
         try:
             if dropped := self._store.abort_incomplete_uploads(CHECKPOINTS_PREFIX):
                 logger.info("Dropped %d unfinished uploads of earlier attempts", dropped)
@@ -148,19 +160,40 @@ class Protocol:
         numbers than ``newest`` has: before there were records, several runs could save in one place.
         """
         self._catalog.check_newest(newest.attempt, job_uid)
+        pruning = self.pruning(keep, newest, lambda unfinished: unfinished < newest)
+        self.remove(pruning)
+        return pruning.staying
+
+    def pruning(
+        self, keep: KeepPolicy | None, newest: CheckpointId | None, is_over: Callable[[CheckpointId], bool]
+    ) -> Pruning:
+        """What ``prune`` would remove; nothing is removed, and nobody's claim is looked at.
+
+        ``keep``: None lets no checkpoint go. ``newest`` says whose checkpoints are meant; None: those of the newest one
+        that can be verified. ``is_over`` tells of a folder without a manifest whether nobody writes it any more.
+        """
         folders = self._catalog.folders()
         verified: dict[CheckpointId, CheckpointStatus] = {}
         for identity, files in folders.items():
             status = self._status(identity, files) if MANIFEST_NAME in files else None
-            if status is not None and self._of_one_run(identity, newest):
-                verified[identity] = status
-        staying = kept_by(keep, list(verified.values()))
+            if status is not None:
+                newest = newest or identity
+                if self._of_one_run(identity, newest):
+                    verified[identity] = status
+        known = list(verified.values())
+        staying = known if keep is None else kept_by(keep, known)
         stays = {CheckpointId(entry.attempt, entry.step) for entry in staying}
-        for identity, files in folders.items():
-            unfinished = MANIFEST_NAME not in files and identity < newest
-            if unfinished or (identity in verified and identity not in stays):
-                self._remove(identity, files)
-        return staying
+        going = {
+            identity: files
+            for identity, files in folders.items()
+            if (identity in verified and identity not in stays) or (MANIFEST_NAME not in files and is_over(identity))
+        }
+        return Pruning(staying, going)
+
+    def remove(self, pruning: Pruning) -> None:
+        """Remove what goes."""
+        for identity, files in pruning.going.items():
+            self._remove(identity, files)
 
     def _of_one_run(self, one: CheckpointId, newest: CheckpointId) -> bool:
         """Whether two checkpoints that were verified have the same numbers."""

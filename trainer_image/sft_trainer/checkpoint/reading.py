@@ -215,6 +215,12 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
 
 def _verified(store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes) -> torch.Tensor:
     """The values of one piece, whose bytes are what the index says."""
+    raw, entry = verified_bytes(store, prefix, index, row, on_bytes), index.tensors[index.tensor[row]]
+    return torch.frombuffer(bytearray(raw), dtype=DTYPES[entry.dtype]).reshape(index.place(row).sizes)
+
+
+def verified_bytes(store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes) -> bytes:
+    """The bytes of one piece; CheckpointCorruptError, which names file and tensor, when they are not as written."""
     entry = index.tensors[index.tensor[row]]
     key, start, length = f"{prefix}{index.files[index.file[row]]}", int(index.start[row]), int(index.length[row])
     try:
@@ -226,4 +232,4 @@ def _verified(store: Store, prefix: str, index: Index, row: int, on_bytes: OnByt
     if hashlib.sha256(raw).digest() != index.digests[row].tobytes():
         raise CheckpointCorruptError(f"{key}: bytes {start} to {start + length} of {entry} do not match their digest")
     on_bytes(len(raw))
-    return torch.frombuffer(bytearray(raw), dtype=DTYPES[entry.dtype]).reshape(index.place(row).sizes)
+    return raw

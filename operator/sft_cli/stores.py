@@ -1,0 +1,56 @@
+"""Which place of checkpoints is meant: a URI, a folder, a manifest, an object of a cluster, or a run of this folder."""
+
+import re
+from pathlib import Path
+
+from sft_api.checkpoints import CHECKPOINTS_PREFIX, checkpoint_id
+from sft_api.v1alpha1.job import SFTJob
+from sft_trainer.checkpoint.opening import open_store
+from sft_trainer.checkpoint.store import S3Settings, Store
+
+from .errors import UserError
+from .local import FILE_SCHEME, local_checkpoints, runs_folder
+from .manifest import STANDARD_INPUT, ManifestError, load_manifest
+
+_URI = re.compile(r"(?:s3|pvc|file)://.+")
+_MANIFESTS = (".yaml", ".yml", ".json")
+
+
+def store_of(place: str, name: str | None, working_folder: Path) -> Store:
+    """The store that ``place`` means; ``name`` chooses one of several SFTJobs. Raises UserError."""
+    path = Path(place)
+    if _URI.fullmatch(place):
+        return open_store(_run_of(place.rstrip("/")))
+    if path == STANDARD_INPUT or (path.is_file() and path.suffix.lower() in _MANIFESTS):
+        try:
+            job = load_manifest(path, name)
+        except ManifestError as error:
+            raise UserError(*error.problems) from error
+        return open_store(_run_of(_place_of(job, working_folder)), S3Settings.from_spec(job.spec.checkpoint.s3))
+    if path.is_dir():
+        return open_store(_run_of(f"{FILE_SCHEME}{path.resolve()}"))
+    run = runs_folder(working_folder) / place
+    if "/" not in place and run.is_dir():
+        return open_store(f"{FILE_SCHEME}{run}")
+    raise UserError(
+        f"{place} is no URI, folder or manifest, and there is no {run}: give s3://, pvc:// or file:///, the manifest "
+        f"of the job, or for an object of a cluster: kubectl get sftjob {path.name} -o yaml | sft checkpoints list -"
+    )
+
+
+def _place_of(job: SFTJob, working_folder: Path) -> str:
+    """Where ``job`` saves: what its status says, which only an object of a cluster has, else as ``sft run`` does."""
+    checkpoints = job.status.checkpoints
+    if job.spec.checkpoint.uri is None and checkpoints is not None and checkpoints.latest is not None:
+        return checkpoints.latest.uri.partition(f"/{CHECKPOINTS_PREFIX}")[0]
+    return (job.spec.checkpoint.uri or local_checkpoints(working_folder, job)).rstrip("/")
+
+
+def _run_of(uri: str) -> str:
+    """``uri`` itself, unless it is that of one checkpoint."""
+    parent, _, folder = uri.rpartition("/")
+    identity = checkpoint_id(folder)
+    if identity is None:
+        return uri
+    run = parent.removesuffix(f"/{CHECKPOINTS_PREFIX}".rstrip("/"))
+    raise UserError(f"{uri} is one checkpoint: give the place of its run, {run}, and for verify --step {identity.step}")

@@ -1,0 +1,92 @@
+"""What lies in a place, for people: every folder with what it is, and every byte of a checkpoint compared."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
+from sft_trainer.checkpoint.catalog import Catalog, Skipped
+from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.reading import READ_THREADS, open_index, verified_bytes
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.errors import ConfigError
+
+_INDEXES_AT_ONCE = 4
+"""One may take hundreds of megabytes."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One folder below ``checkpoints/``."""
+
+    id: CheckpointId
+    size: int
+    """Bytes of all its files."""
+    manifest: Manifest | None
+    """None where there is none, and where it cannot be read."""
+    problem: str = ""
+    """Why it cannot be gone on from; empty when it can, as far as manifest, sizes and index tell."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it is no checkpoint yet, and perhaps never one: a save that goes on, or was interrupted."""
+        return self.problem == UNFINISHED
+
+
+UNFINISHED = "it has no manifest: a save that goes on, or was interrupted"
+
+
+def folders_of(store: Store) -> list[Folder]:
+    """Every checkpoint folder in ``store``, newest first. Reads manifests and indexes, and no tensors."""
+    catalog = Catalog(store)
+
+    def look(one: tuple[CheckpointId, dict[str, int]]) -> Folder:
+        identity, files = one
+        size = sum(files.values())
+        if MANIFEST_NAME not in files:
+            return Folder(identity, size, None, UNFINISHED)
+        found = catalog.inspect(identity, files)
+        if isinstance(found, Skipped):
+            return Folder(identity, size, None, found.reason)
+        try:
+            open_index(store, found)
+        except (CheckpointCorruptError, ConfigError) as error:
+            return Folder(identity, size, found, str(error))
+        return Folder(identity, size, found)
+
+    with ThreadPoolExecutor(_INDEXES_AT_ONCE, thread_name_prefix="look") as pool:
+        return list(pool.map(look, catalog.folders().items()))
+
+
+def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None) -> list[str]:
+    """What is wrong with a checkpoint, every byte of which is read; a sentence for each piece, file and tensor named.
+
+    Pieces are read several at a time. Storage errors are no verdict: they are raised as they are.
+    """
+    if folder.problem or folder.manifest is None:
+        return [folder.problem]
+    prefix = folder.id.prefix
+    try:
+        index, _ = open_index(store, folder.manifest)
+    except (CheckpointCorruptError, ConfigError) as error:
+        return [str(error)]
+
+    def read(row: int) -> str:
+        try:
+            verified_bytes(store, prefix, index, row, on_bytes)
+        except CheckpointCorruptError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="verify") as pool:
+        reads = [pool.submit(read, row) for row in range(len(index.tensor))]
+        try:
+            return [problem for one in reads if (problem := one.result())]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def is_gone(store: Store, folder: Folder) -> bool:
+    """Whether the checkpoint was removed since it was found, as a run that trains there removes old ones."""
+    return MANIFEST_NAME not in Catalog(store).folders().get(folder.id, {})
