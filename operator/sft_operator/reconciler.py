@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +19,7 @@ from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
 from .decisions.look import Snapshot, look
 from .decisions.news import News, build_event
-from .decisions.result import Action, ChangeJob, CreateChildren, Delete, FindJob, GiveUpPod, HealChildren
+from .decisions.result import Action, ChangeJob, CreateChildren, Delete, FindJob, GiveUpPod, HealChildren, Result
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .decisions.telling import BREATH_SECONDS
 from .metrics import OperatorMetrics
@@ -78,7 +78,21 @@ class Reconciler:
         result = look(seen, self._settings)
         self._picture.remember(key, result.memory)
         self._asking.put(key, result.questions)
-        looks = [await self._act(key, action) for action in result.actions]
+        looks: list[float | None] = []
+        faults: list[Exception] = []
+        for action in result.actions:
+            try:
+                looks.append(await self._act(key, action))
+            except (ApiError, TimeoutError) as error:
+                # Perhaps a policy or a webhook for just that: what else there is to do and to say waits for neither.
+                faults.append(error)
+        again = await self._say(key, seen, result, looks)
+        for fault in faults:
+            raise fault
+        return again
+
+    async def _say(self, key: Key, seen: Snapshot, result: Result, looks: Iterable[float | None]) -> float | None:
+        """Write and tell what the look says; the seconds after which to look again. ``looks``: as wanted after acts."""
         if seen.manifest is None or result.status is None:
             # What was done is looked at before it is told.
             return min((seconds for seconds in (*looks, result.again) if seconds is not None), default=None)

@@ -290,12 +290,12 @@ class _Look:
 
     def _give_up_stuck(self) -> None:
         observed, now, clock = self._observed, self._now, self._clock
-        if (wait := self._memory.next_give_up - clock) > 0:
-            self._look_in(wait)
-            return
         patience = self._settings.stuck_pod_seconds
         overdue = overdue_since(self._memory.overdue, observed, now=now, clock=clock)
         self._remember(overdue=overdue)
+        if (wait := self._memory.next_give_up - clock) > 0:
+            self._look_in(wait)
+            return
         for pod in stuck_pods(observed, overdue, patience=patience, clock=clock):
             self._actions.append(GiveUpPod(pod, give_up_patch(pod, now)))
         self._look_in(seconds_to_stuck(observed, overdue, patience=patience, now=now, clock=clock), later=1.0)

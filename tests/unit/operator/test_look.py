@@ -468,6 +468,17 @@ def test_a_pod_that_does_not_end_is_given_up_after_its_time() -> None:
     assert [action.pod.uid for action in decided(later).actions if isinstance(action, GiveUpPod)] == ["pod-0"]
 
 
+def test_the_time_of_a_stuck_pod_runs_while_the_api_server_is_left_alone_with_others() -> None:
+    stuck = running(pods=(make_pod(0, deletion=-600), make_pod(1)))
+    patience = SETTINGS.stuck_pod_seconds
+    waiting = decided(seen(stuck, healing=healed_lately(), next_give_up=1000 + patience))
+
+    then = decided(replace(seen(stuck, clock=1000 + patience), memory=waiting.memory))
+
+    assert "GiveUpPod" not in kinds(waiting)
+    assert "GiveUpPod" in kinds(then)
+
+
 def test_a_look_changes_nothing_and_says_the_same_again() -> None:
     snapshot = seen(running(), report=report(training(3)))
     before = repr(snapshot)

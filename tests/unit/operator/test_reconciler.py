@@ -20,6 +20,7 @@ from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import CHECKPOINT_URI_ANNOTATION, CONFIG_DIGEST_ANNOTATION, config_map_name
 from sft_operator.picture.picture import Key, Picture
 from sft_operator.reconciler import Reconciler
+from sft_operator.workqueue import RetryLater
 from tests.unit.operator.make import NOW, Object, at, child_manifest, job_manifest, pod_manifest, stamp
 
 KEY = Key("team", "tulu")
@@ -365,6 +366,25 @@ def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
 
     assert world.api.done("patch", "Pod") == 2, "once for each pod"
     assert world.api.done("delete", "Pod") == 0
+
+
+@pytest.mark.parametrize("error", [ApiError(403, "Forbidden", "no"), TimeoutError()], ids=["refused", "no answer"])
+@pytest.mark.parametrize("past_its_time", [False, True])
+def test_what_cannot_be_done_keeps_nothing_else_from_being_done_and_said(error: Exception, past_its_time: bool) -> None:
+    # Given a run that has ended, and whose Job, which runs still, may not be deleted
+    world = World()
+    manifest = job_manifest(runPolicy={"ttlSecondsAfterFinished": 60 if past_its_time else 3600})
+    world.api.keep("SFTJob", {**manifest, "status": {"state": "Complete", "completionTime": stamp(-61)}})
+    world.api.keep("Job", child_manifest())
+    world.api.refuses = lambda verb, kind: error if (verb, kind) == ("delete", "Job") else None
+
+    # When the operator looks
+    with pytest.raises(RetryLater):  # it tries that again
+        world.look()
+
+    # Then the rest was done, and said
+    assert world.api.done("delete", "SFTJob") == past_its_time
+    assert world.api.done("patch", "SFTJob") == 1
 
 
 @pytest.mark.parametrize(
