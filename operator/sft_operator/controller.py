@@ -211,6 +211,8 @@ class Operator:
                 changed |= await self._list(kind, first=first)
         except (ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("listing failed: %s", error)
+            # What it has brought is no news to whoever tells it next.
+            self._look_again(changed)
             return False
         # Changed: also those of which nothing is left, whose memories must go.
         for key in changed.union(self._picture.all_keys()):

@@ -7,7 +7,7 @@ Nothing that comes over the wire ends a watch for good, and nothing makes it spi
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,6 +90,8 @@ class Informer:
         self._version: int | None = None
         """Up to which a watch of ours has told of everything. Only lists and bookmarks say so: should lines ever come
         out of order, the last event before a break would not."""
+        self._untold: set[Key] = set()
+        """Keys for which lists that broke off have brought something new: it is no news to the list after that."""
 
     async def list(self) -> Listed:
         """Take in all that is; the watch begins there when it has no better place.
@@ -97,7 +99,9 @@ class Informer:
         Raises ``ApiError``, ``aiohttp.ClientError``, ``TimeoutError``.
         """
         listing, version = await self._take_all()
-        listed = Listed(version, listing.end(version, self._version), listing.news, listing.newest)
+        changed = self._untold | listing.end(version, self._version)
+        self._untold = set()
+        listed = Listed(version, changed, listing.news, listing.newest)
         if self._version is None:
             self._version = version
             self._seen(self._kind, "BOOKMARK", {"metadata": {"resourceVersion": str(version)}})
@@ -105,9 +109,8 @@ class Informer:
 
     async def _take_all(self) -> tuple[Listing, int]:
         if self._streams:
-            listing = self._begin()
             try:
-                return listing, await self._take_stream(listing)
+                return await self._take(self._take_stream)
             except ApiError as error:
                 if error.passing:
                     raise
@@ -116,14 +119,23 @@ class Informer:
                 # Proxies may hold back what is no whole answer.
                 logger.warning("the list of %ss: %s; now by pages", self._kind, str(error) or repr(error))
         for tries_left in reversed(range(_TRIES_OF_A_LISTING)):
-            listing = self._begin()
             try:
-                pages = self._cluster.scan(self._kind, self._namespace, listing.take, labels=self._labels)
-                return listing, await pages
+                return await self._take(self._take_pages)
             except ApiError as error:
                 if error.code != 410 or not tries_left:  # it expired between two pages
                     raise
         raise AssertionError("the last try has raised or returned")
+
+    async def _take(self, how: Callable[[Listing], Awaitable[int]]) -> tuple[Listing, int]:
+        listing = self._begin()
+        try:
+            return listing, await how(listing)
+        except BaseException:
+            self._untold |= listing.changed
+            raise
+
+    async def _take_pages(self, listing: Listing) -> int:
+        return await self._cluster.scan(self._kind, self._namespace, listing.take, labels=self._labels)
 
     async def _take_stream(self, listing: Listing) -> int:
         """All objects as the events with which a watch begins; the version at which that was all of them."""

@@ -17,7 +17,8 @@ class Listing:
         self._kind = kind
         self._present: set[str] = set()
         self._pods: Counter[Key] = Counter()
-        self._changed: set[Key] = set()
+        self.changed: set[Key] = set()
+        """Keys for which an object in it is new, also when it breaks off."""
         self.news = 0
         """Objects that no watch had told of, or not in that version."""
         self.newest = 0
@@ -33,7 +34,7 @@ class Listing:
             self._pods[key] += 1
         before = self._picture.held_version(self._kind, key, uid)
         if self._picture.take_in(self._kind, key, uid, manifest):
-            self._changed.add(key)
+            self.changed.add(key)
         version = self._picture.held_version(self._kind, key, uid)
         if version > before:
             self.news += 1
@@ -45,4 +46,4 @@ class Listing:
         ``told_from`` is the version from which the watch may tell everything again, ``version`` when there is none.
         """
         again = version if told_from is None else told_from
-        return self._changed | self._picture.end_listing(self._kind, self._present, self._pods, version, again)
+        return self.changed | self._picture.end_listing(self._kind, self._present, self._pods, version, again)

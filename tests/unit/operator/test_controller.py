@@ -152,6 +152,35 @@ def test_a_listing_has_what_is_gone_looked_at_as_well() -> None:
     asyncio.run(scenario())
 
 
+def test_what_was_listed_is_looked_at_although_the_next_kind_cannot_be_listed() -> None:
+    """Its watch may tell of it later, and nobody listens: it is known by then."""
+
+    async def scenario() -> None:
+        operator = Operator(Settings(), "http://nowhere", cast(aiohttp.ClientSession, None))
+        connect(operator, ApiWithoutPods())
+        looked_at: list[Key] = []
+        operator._queue.add = lambda key, delay_seconds=0.0: looked_at.append(key)  # type: ignore[method-assign]
+
+        assert not await operator._list_all()
+
+        assert looked_at == [Key("team", "tulu")]
+        await operator._progress.close()
+
+    asyncio.run(scenario())
+
+
+class ApiWithoutPods:
+    """It lists one SFTJob and its Job, and no pods."""
+
+    watch = SlowApi.watch
+
+    async def scan(self, kind: str, _: str | None, take: Callable[[Object], None], **__: Any) -> int:
+        if kind == "Pod":
+            raise ApiError(503, "ServiceUnavailable", "overload")
+        take(job_manifest() if kind == KIND else child_manifest())
+        return 100
+
+
 class EmptyApi:
     """Nothing is left."""
 

@@ -165,6 +165,30 @@ def test_a_list_that_does_not_come_as_a_stream_comes_in_pages(how: str) -> None:
     assert asked_for_once is (how in ("refused", "unknown")), "what was refused is not asked for again"
 
 
+@pytest.mark.parametrize("pages", ["whole", "refused"])
+def test_what_a_list_that_breaks_off_has_brought_is_looked_at_once_it_is_whole(pages: str) -> None:
+    lists = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "sendInitialEvents" not in request.query:
+            if pages == "refused":
+                return status(503, "overload")
+            return web.json_response({"metadata": {"resourceVersion": "40"}, "items": [pod("one", 9)]})
+        lists.append(1)
+        end = [end_of_list(40)] if len(lists) > 1 else []
+        return await stream(request, ("ADDED", pod("one", 9)), *end)
+
+    async def scenario(cluster: Cluster) -> None:
+        informer = Follower(cluster).informer
+        if pages == "refused":
+            with pytest.raises(ApiError, match="overload"):
+                await informer.list()
+        assert (await informer.list()).changed == {KEY}
+        assert (await informer.list()).changed == set()
+
+    against(answer, scenario)
+
+
 def test_an_overloaded_server_is_not_asked_for_pages_as_well() -> None:
     asked = []
 
