@@ -1,8 +1,9 @@
 """Pure: the one judge of restarts. What counts against a run, and when it has failed too often.
 
 The supervisor of index 0 reports incidents, and starts the group again. Whoever follows the run counts and judges: in
-the cluster the operator, which also sees lost pods, and without one ``sft run``. What was counted stands in
-``RestartsStatus.counted``: each thing counts once, in however many looks, and by whichever process.
+the cluster the operator, which also sees lost pods, and without one ``sft run``; only a supervisor whose reports nobody
+has read for ten failures asks the same function itself. What was counted stands in ``RestartsStatus.counted``: each
+thing counts once, in however many looks, and by whichever process.
 """
 
 from collections.abc import Callable, Iterable

@@ -16,13 +16,15 @@ p95_apply_to_job_s      from the API server's answer to the user until a watch t
 cpu_ms_per_job_start    processor time of the operator until all Jobs are there, per job
 cpu_ms_per_job_minute   of a minute of training, with its polls and status writes
 writes_per_job          requests of the operator that change something, from its own counters, over the whole life
-steady_cores            processor seconds a second over jobs that only train
+steady_cores            processor seconds a second over the --live-jobs jobs, which only train
 rss_mb                  most memory ever resident, in megabytes
 resync_s                from the start of an operator over the live jobs until it has asked each of their trainers
 
-The parts also tell: p50 of the first; crowd_all_asked_s, the same time over the crowd, most of which the API server
-needs to write its pods; cpu_ms_per_job of a whole life without its minute of training; writes_<kind>;
-figures_age_s, the oldest figures that a reader finds in any status at the end.
+The parts also tell: p50 of the first; cpu_ms_per_job of a whole life without its minute of training, with what a start
+costs once all Jobs are there; writes_<kind>; figures_age_s, the oldest figures that a reader finds in any status at the
+end. Of the crowd, for which no goal is named but that of memory, so that these are not among the worst:
+crowd_all_asked_s, the same time as resync_s, most of which the API server needs to write its pods; crowd_cores,
+processor seconds a second while all its pods are listed again.
 """
 
 from __future__ import annotations
