@@ -33,6 +33,7 @@ FORMAT_VERSION = 2
 ATTEMPTS_PREFIX = "attempts/"
 CHECKPOINTS_PREFIX = "checkpoints/"
 MANIFEST_NAME = "manifest.json"
+INDEX_SUFFIX = ".idx"
 STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"
 """Of ``RunState.metrics``: the lower, the better the checkpoint."""

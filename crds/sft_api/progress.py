@@ -93,6 +93,8 @@ class TrainingProgress(ReportModel):
     remaining_seconds: float | None = None
     skipped_steps: int = 0
     """Steps without an update because loss or gradients were not finite."""
+    skipped_checkpoints: int = 0
+    """Those that this attempt could not go on from: damaged, or without a manifest. Warnings say why."""
     checkpoints: CheckpointsStatus = Field(default_factory=CheckpointsStatus)
     export: ExportStatus | None = None
     storage_outage: StorageOutage | None = None

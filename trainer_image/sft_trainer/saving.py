@@ -73,9 +73,17 @@ class Saving:
         """
         self._wait_for(Phase.LOADING, "claiming the attempt")
         try:
-            return self._manager.claim_attempt(self._config.job.uid, accept, incidents)
+            attempt = self._manager.claim_attempt(self._config.job.uid, accept, incidents)
         finally:
             self._work_on()
+        self._tell_skipped()
+        return attempt
+
+    def _tell_skipped(self) -> None:
+        if skipped := self._manager.skipped:
+            self._reporter.update(skipped_checkpoints=len(skipped))
+        for each in skipped:
+            self._reporter.warn(f"checkpoint {each.folder} is not used: {each.reason}")
 
     def resume(self, boxes: Sequence[Box], accept: Callable[[RunState], None] = lambda run: None) -> Manifest | None:
         """Fill ``boxes`` from the newest verified checkpoint of this run; None when there is none.
@@ -91,8 +99,7 @@ class Saving:
         self._wait_for(Phase.LOADING, "reading the checkpoint")
         manifest = self._manager.load_newest(boxes, accepted)
         self._work_on()
-        for skipped in self._manager.skipped:
-            self._reporter.warn(f"checkpoint {skipped.folder} is damaged, the one before it is used: {skipped.reason}")
+        self._tell_skipped()
         if manifest is not None:
             self._resumed_from = manifest.id
         return manifest

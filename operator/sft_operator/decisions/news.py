@@ -33,6 +33,7 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
     if (start := _goes_on_from(before, after)) is not None:
         note = f"continues from step {start.step}, which attempt {start.attempt} saved in {start.uri}"
         told.append(News("Normal", "Continues", note))
+    told += [News("Warning", "TrainerWarning", text) for text in after.warnings if text not in before.warnings]
     problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
     if after.state and after.state != before.state and not _is_passed(before, after):

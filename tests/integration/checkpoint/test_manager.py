@@ -309,6 +309,24 @@ def test_another_object_goes_on_from_the_newest_and_fences_the_one_before(store:
     assert folders(store) == ["step-00000030-a00002", "step-00000020-a00001"], "what the run has is kept and removed"
 
 
+def test_a_whole_save_without_a_manifest_is_said(store: Store) -> None:
+    first = started(store)
+    for step in (10, 20, 30):
+        save(first, step)
+    store.delete([CheckpointId(1, 30).manifest_key, CheckpointId(1, 20).manifest_key])
+    index = next(entry.key for entry in store.list(CheckpointId(1, 20).prefix) if entry.key.endswith(".idx"))
+    store.delete([index])  # as of a save that was cut off in the middle
+
+    after = started(store)
+    manifest = loaded_by(after)
+
+    assert manifest is not None
+    assert manifest.step == 10
+    (said,) = after.skipped
+    assert str(said).startswith("step-00000030-a00001: it has no manifest, though all else of it was there")
+    assert folders(store) == ["step-00000010-a00001"]
+
+
 def test_a_claim_carries_how_the_attempts_before_ended(store: Store) -> None:
     def crashed(number: int, message: str = "it broke") -> Incident:
         time = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=number)

@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_p
 
     # Then the one before it is used, and the numbers are the same
     assert ended.code == 0, ended.said
-    warning = "checkpoint step-00000060-a00001 is damaged, the one before it is used: "
+    warning = "checkpoint step-00000060-a00001 is not used: "
     assert any(text.startswith(warning) and "do not match their digest" in text for text in ended.status["warnings"])
     assert f"Warning: {warning}" in ended.said
     assert (ended.status["attempt"], ended.latest) == (2, LONG["training"]["steps"])

@@ -54,6 +54,16 @@ def test_trouble_is_a_warning_once() -> None:
     assert news(first, second) == []
 
 
+def test_a_warning_of_the_trainer_is_an_event_once() -> None:
+    skipped = "checkpoint step-00000060-a00001 is not used: its manifest is gone"
+    before = compute_status(make_job(), SFTJobStatus(), running(report=report(training(5))), NOW)
+    first = compute_status(make_job(), before, running(report=report(training(6, warnings=[skipped]))), NOW)
+    second = compute_status(make_job(), first, running(report=report(training(7, warnings=[skipped]))), NOW)
+
+    assert news(before, first) == [("Warning", "TrainerWarning", skipped)]
+    assert news(first, second) == []
+
+
 def test_restarts_and_disruptions_are_news() -> None:
     before = SFTJobStatus(state="Running", restarts=RestartsStatus())
     failed = SFTJobStatus(state="Running", restarts=RestartsStatus(failures=1, last_reason="Hang", last_message="m"))

@@ -97,7 +97,7 @@ class CheckpointManager:
         self.store = store
         self.attempt = 0
         self.skipped: tuple[Skipped, ...] = ()
-        """Checkpoints that were refused when one was looked for."""
+        """Checkpoints that are not used, newest first: refused, or without a manifest (which only the leader knows)."""
         self.incidents: tuple[Incident, ...] = ()
         """How earlier attempts of the same object ended, once one is claimed; on the leader only."""
         self._job_uid = ""
@@ -131,6 +131,7 @@ class CheckpointManager:
         def claim() -> int:
             claimed = self._protocol.claim(job_uid, accept, incidents)
             self.incidents = claimed.incidents
+            self._report(tuple(self._protocol.without_manifest))
             return claimed.attempt
 
         self.attempt = self._group.on_leader(claim)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from sft_api.checkpoints import (
     CHECKPOINTS_PREFIX,
+    INDEX_SUFFIX,
     MANIFEST_NAME,
     AttemptClaim,
     CheckpointId,
@@ -23,7 +24,7 @@ from sft_api.checkpoints import (
 from sft_api.numbers import Numbers, NumbersError
 from sft_api.progress import Incident
 from sft_api.v1alpha1.status import CheckpointStatus
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, kept_by, status_of
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, kept_by, status_of
 from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import (
@@ -35,6 +36,11 @@ from sft_trainer.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+_NO_MANIFEST = (
+    "it has no manifest, though all else of it was there: its save was cut off at the very end, or somebody removed "
+    "the manifest"
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Protocol:
         self._catalog = Catalog(store)
         self._verified: dict[CheckpointId, tuple[Manifest, CheckpointStatus]] = {}
         self._perhaps_committed: set[CheckpointId] = set()
+        self.without_manifest: list[Skipped] = []
+        """Whole saves without a manifest that were found at the claim, and removed."""
 
     def claim(
         self, job_uid: str, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = ()
@@ -103,6 +111,9 @@ class Protocol:
         try:
             for identity, files in self._catalog.folders().items():
                 if MANIFEST_NAME not in files and identity.attempt < attempt:
+                    if any(name.endswith(INDEX_SUFFIX) for name in files):
+                        # The last that is written before it.
+                        self.without_manifest.append(Skipped(identity.folder, _NO_MANIFEST))
                     self._remove(identity, files)
         except TrainingError as error:
             logger.warning("Unfinished checkpoints of earlier attempts were not removed: %s", error)

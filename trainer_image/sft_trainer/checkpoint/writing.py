@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sft_api.checkpoints import StoredFile, StoredIndex
+from sft_api.checkpoints import INDEX_SUFFIX, StoredFile, StoredIndex
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from sft_trainer.checkpoint.group import CheckpointGroup, Failure, raise_first
 from sft_trainer.checkpoint.index import DIGEST_BYTES, Index, StoredTensor, encode_index, merged, padded
@@ -61,7 +61,7 @@ def _finish(parts: Sequence[Index | Failure], store: Store, prefix: str, commit:
     except CheckpointCorruptError as error:
         # Nothing was damaged yet: the ranks disagree about who holds what.
         raise CheckpointSaveError(f"what the ranks hold is no whole state: {error}") from error
-    name = f"index-{secrets.token_hex(4)}.idx"
+    name = f"index-{secrets.token_hex(4)}{INDEX_SUFFIX}"
     with store.open_write(f"{prefix}{name}", len(raw)) as stream:
         stream.write(raw)
     contents = Contents(

@@ -45,6 +45,7 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
         ("model_flops_utilization", "Share of the peak FLOP/s used", training.model_flops_utilization),
         ("tokens_seen", "Tokens trained on, context included", training.tokens_seen),
         ("skipped_steps", "Steps without an update because of non-finite values", training.skipped_steps),
+        ("skipped_checkpoints", "Checkpoints that this attempt found damaged or cut off", training.skipped_checkpoints),
         ("steps_at_risk", "Steps since the last durable checkpoint", training.steps_at_risk),
         ("checkpoint_step", "Step of the newest committed checkpoint", latest.step if latest else None),
         ("checkpoint_age_seconds", "Age of the newest committed checkpoint", age),
