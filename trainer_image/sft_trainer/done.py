@@ -22,7 +22,7 @@ from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError, StorageNotFoundError, TrainingError
 from .events import Control, Ended, Listener, Outcome
-from .export.record import ExportRecord, is_finished, refuse_other_run
+from .export.record import ExportRecord, index_of, is_finished, refuse_other_run
 from .fetch import cache_directory, localise
 from .reporting import Reporter
 from .revisions import pinned
@@ -100,7 +100,13 @@ def _exports(
     target = open_store(uri, s3)
     digest = config.numbers().digest
     refuse_other_run(target, config.job.name, digest)
-    wanted = ExportRecord(name=config.job.name, digest=digest, checkpoint=CheckpointId(done.attempt, done.step).folder)
+    wanted = ExportRecord(
+        name=config.job.name,
+        digest=digest,
+        checkpoint=CheckpointId(done.attempt, done.step).folder,
+        # Without its checkpoint a model that is there is taken for its own.
+        index=index_of(found) if isinstance(found, Manifest) else "",
+    )
     if not is_finished(target, wanted):
         if isinstance(found, Skipped):
             return None

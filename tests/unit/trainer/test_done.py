@@ -94,6 +94,26 @@ def test_an_export_that_is_not_whole_is_made_anew(
 
 
 @pytest.mark.usefixtures("final")
+def test_a_model_of_an_earlier_checkpoint_of_the_same_name_is_not_this_run_s(
+    config: TrainerConfig, source: Path, tmp_path: Path
+) -> None:
+    # Given a run whose checkpoints were removed after its export, and that was trained again
+    again(config, tmp_path)
+    export = tmp_path / "store" / "export"
+    before = content(export)
+    for folder in ("checkpoints", "attempts"):
+        shutil.rmtree(tmp_path / "store" / folder)
+    numbers = config.numbers().as_record()
+    made = checkpoint(trained(source, seed=8), LocalStore(tmp_path / "store"), 6, numbers=numbers)
+    assert made.id == CheckpointId(1, 6)
+
+    again(config, tmp_path)
+
+    changed = {name for name, raw in content(export).items() if raw != before[name]}
+    assert changed == {"model.safetensors", RECORD}
+
+
+@pytest.mark.usefixtures("final")
 def test_when_all_is_gone_nothing_is_trained_in_silence(config: TrainerConfig, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store" / "checkpoints")
     sentence = r"is complete since step 6, but neither its last checkpoint nor its export in .*/export can be used \(s"

@@ -13,7 +13,7 @@ from sft_trainer.checkpoint.store import StoredObject, WriteStream
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
 from sft_trainer.export.record import MARK, RECORD
 from tests.exports import content, export, exported
-from tests.unit.trainer.exporting import SMALL, make_model
+from tests.unit.trainer.exporting import SMALL, checkpoint, make_model, trained
 from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
 
 
@@ -64,6 +64,29 @@ def test_what_was_finished_is_not_written_again(tmp_path: Path, source: Path, st
     assert not any(key.startswith(("model-00001", "model-00002")) for key in target.told)
     assert target.told[-2:] == ["config.json", f"-{MARK}"]
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
+def test_a_run_that_was_trained_again_in_an_emptied_place_is_exported_again(tmp_path: Path, source: Path) -> None:
+    # Given the model of a run, and the same run trained once more, say on rows that changed: the folder of its
+    # checkpoint has the same name
+    exports = []
+    for seed in (1, 2):
+        store = LocalStore(tmp_path / f"store-{seed}")
+        exports.append(exported(store, checkpoint(trained(source, seed), store), source))
+    first, second = exports
+    assert first.manifest.id == second.manifest.id
+    for number, what in enumerate(exports):
+        export(what, LocalStore(tmp_path / f"undisturbed-{number}"))
+    export(first, LocalStore(tmp_path / "out"))
+
+    # When it is exported to the same place
+    export(second, LocalStore(tmp_path / "out"))
+
+    # Then the new model is there, and stays
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed-1") != content(tmp_path / "undisturbed-0")
+    target = Watched(tmp_path / "out")
+    export(second, target)
+    assert target.told == []
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "complete"])

@@ -29,6 +29,8 @@ class ExportRecord(StoredModel):
     """Of the numbers of the run."""
     checkpoint: str
     """Its folder."""
+    index: str = ""
+    """SHA-256 of its index, which has a digest of every piece; empty where it has none, or is gone."""
     files: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Bytes of each file of weights, once all are there."""
 
@@ -39,10 +41,15 @@ class ExportRecord(StoredModel):
             digest = Numbers.read(manifest.run.numbers).digest
         except NumbersError:
             digest = manifest.run.config_digest
-        return cls(name=name, digest=digest, checkpoint=manifest.id.folder)
+        return cls(name=name, digest=digest, checkpoint=manifest.id.folder, index=index_of(manifest))
 
     def encoded(self) -> bytes:
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1).encode() + b"\n"
+
+
+def index_of(manifest: Manifest) -> str:
+    """The digest of the index of a checkpoint; empty where its format has none."""
+    return manifest.index.sha256 if manifest.index else ""
 
 
 def read_export(target: Store) -> ExportRecord | None:
@@ -68,9 +75,15 @@ def refuse_other_run(target: Store, name: str, digest: str) -> None:
 
 
 def is_finished(target: Store, wanted: ExportRecord) -> bool:
-    """Whether the model that ``wanted`` names lies in ``target``, whole as far as sizes tell."""
+    """Whether the model that ``wanted`` names lies in ``target``, whole as far as sizes tell.
+
+    A run that was removed and trained again has checkpoints of the same names: they are told apart by their indices,
+    where ``wanted`` has one.
+    """
     found = read_export(target)
-    if found is None or not found.files or found.model_copy(update={"files": {}}) != wanted:
+    if found is None or not found.files:
+        return False
+    if found.model_copy(update={"files": {}}) != wanted.model_copy(update={"index": wanted.index or found.index}):
         return False
     try:
         present = {entry.key: entry.size for entry in target.list("model")}
