@@ -19,7 +19,7 @@ from sft_api.checkpoints import CheckpointId, RunState
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.store import Store, WriteStream
+from sft_trainer.checkpoint.store import Store, StoredObject, WriteStream
 from sft_trainer.errors import PeerLostError, StorageFullError, TrainingError
 from tests.integration.checkpoint import ranks
 from tests.topologies import here
@@ -126,6 +126,29 @@ def test_without_a_process_group_it_is_the_same_checkpoint(tmp_path: Path) -> No
     (saved, _) = ranks.run(2, tmp_path, save_here, store, 2, False)
     process = ranks.start(load_here, store)
     assert ranks.answer(*process) == (2, saved, [])
+
+
+class PiecesOnly(LocalStore):
+    """Of a rank that is given its part of the index."""
+
+    def read(self, key: str) -> bytes:
+        raise AssertionError(f"{key} is read by more than one rank")
+
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        assert key.endswith(".bin"), f"{key} is read by more than one rank"
+        return super().read_range(key, offset, length)
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        raise AssertionError(f"{prefix} is listed by more than one rank")
+
+
+def load_where_one_reads(folder: Path) -> tuple[int, Numbers, list[str]]:
+    return load_here(LocalStore(folder) if dist.get_rank() == 0 else PiecesOnly(folder))
+
+
+def test_manifest_and_index_are_read_by_one_rank(tmp_path: Path) -> None:
+    saved, _ = ranks.run(2, tmp_path, save_here, LocalStore(tmp_path / "store"), 2, False)
+    assert ranks.run(3, tmp_path, load_where_one_reads, tmp_path / "store") == [(2, saved, [])] * 3
 
 
 def test_damage_that_one_rank_sees_makes_all_fall_back(tmp_path: Path) -> None:

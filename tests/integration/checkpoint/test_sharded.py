@@ -157,3 +157,24 @@ def look_after_a_forward() -> tuple[bool, bool, int]:
 
 def test_a_forward_and_a_step_change_no_place(tmp_path: Path) -> None:
     assert ranks.run(3, tmp_path, look_after_a_forward) == [(True, True, 1)] * 3
+
+
+def count_collectives() -> tuple[int, int]:
+    """Those of taking all boxes after a forward, and of gathering one tensor."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model, optimizer, names = build("qwen3", 2, 2)
+    for box in model_boxes(model, names, here()):
+        box.write(torch.full_like(box.local, 0.1))
+    ids = torch.arange(4)
+    with torch.no_grad():
+        model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:])
+    with CommDebugMode() as taking:
+        boxes_of(model, optimizer, names, 2)
+    with CommDebugMode() as gathering:
+        next(model.parameters()).full_tensor()  # type: ignore[attr-defined]
+    return taking.get_total_counts(), gathering.get_total_counts()
+
+
+def test_boxes_are_taken_without_the_others(tmp_path: Path) -> None:
+    assert ranks.run(2, tmp_path, count_collectives) == [(0, 1)] * 2

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Iterator
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,21 @@ def test_boundaries_are_tensors_beside_the_tokens() -> None:
         assert bin_.boundaries.ends.dtype == torch.int32
         assert bin_.boundaries.ends.tolist() == [0, *np.cumsum(lengths).tolist()]
         assert bin_.to(torch.device("meta")).boundaries.ends.is_meta
+
+
+def test_what_a_gpu_will_fetch_is_pinned_by_the_thread(monkeypatch: pytest.MonkeyPatch, feeds: list[Feed]) -> None:
+    # Given a thread that says which device it opened, and what it pinned
+    done: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((current_thread().name, device)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: done.append((current_thread().name, 0)) or tensor)
+
+    # When the first steps are prepared for a GPU
+    feeds.append(Feed(shares(Numbers()), first=0, total=2, device=torch.device("cuda", 3)))
+    given = list(feeds[0])
+
+    # Then the thread opened that device alone, and pinned every tensor of all bins
+    assert done[0] == ("feed", torch.device("cuda", 3))
+    assert done[1:] == [("feed", 0)] * 5 * sum(len(share.bins) for share in given)
 
 
 def test_what_is_pinned_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,3 +32,34 @@ def test_only_strategies_know_how_parameters_are_sharded() -> None:
 def test_only_few_speak_to_other_processes() -> None:
     speaking = {name for name in who_imports("torch.distributed") if not name.startswith("strategies/")}
     assert speaking == {"alike.py", "checkpoint/group.py", "distributed.py", "topology.py"}
+
+
+_OF_SHARDED_TENSORS = {"full_tensor", "to_local", "redistribute", "device_mesh", "placements", "from_local"}
+
+
+def test_nobody_else_asks_a_tensor_for_its_part() -> None:
+    asking = {
+        name
+        for name, tree in FILES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in _OF_SHARDED_TENSORS
+    }
+    assert asking == {"strategies/fsdp/boxes.py", "strategies/fsdp/sharding.py"}
+
+
+def test_ranks_are_numbers_in_names_and_words_only() -> None:
+    # Whatever reads a rank might decide by it: those that do are few, and each is looked at.
+    reading: dict[str, set[str]] = {}
+    for name, tree in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("rank", "local_rank"):
+                reading.setdefault(name, set()).add(ast.unparse(node))
+    # A supervisor knows ranks as processes that it starts.
+    found = {name: texts for name, texts in reading.items() if not name.startswith(("supervisor/", "topology.py"))}
+    assert found == {
+        "__main__.py": {"ranks.rank"},  # the name of the file with what went wrong
+        "checkpoint/group.py": {"self.topology.rank"},  # whose error it is
+        "checkpoint/writing.py": {"group.topology.rank"},  # the name of a file
+        "distributed.py": {"ranks.rank", "ranks.local_rank"},  # forms the group, before there is a topology
+        "trainer.py": {"ranks.rank"},  # the name of the file with what it does
+    }
