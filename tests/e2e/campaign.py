@@ -88,7 +88,11 @@ def run_undisturbed(stage: Stage, name: str = "undisturbed") -> dict[int, dict[s
     rising = [step for step in seen if 0 < step < STEPS]
     if len(rising) < 2:
         raise AssertionError(f"status.progress.step did not rise while the job ran, seen: {sorted(seen)}")
-    return step_records(stage.folder(name))
+    records = step_records(stage.folder(name))
+    # What all others are compared with: a curve that lacks steps would find nothing to differ.
+    if lacking := sorted({*range(1, STEPS + 1)} - set(records)):
+        raise AssertionError(f"the undisturbed run has no records of {len(lacking)} steps, the first is {lacking[0]}")
+    return records
 
 
 def first_step_seconds(stage: Stage, name: str) -> float:

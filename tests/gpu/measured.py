@@ -300,6 +300,8 @@ def save_and_load(scene: Scene, figures: Figures) -> None:
         saved = next(seen.time for seen in steps if seen.saved >= every)
         figures.add({f"{shape}_save_seconds": saved - times.get(every, times[order[-1]])})
         run, steps = followed(scene, "saving", config, lambda seen: bool(seen) and seen[-1].step > every)
+        if steps[0].step < every:
+            raise RuntimeError(f"the run began at step {steps[0].step}, and has a checkpoint of step {every}")
         figures.add({f"{shape}_resumed_after_seconds": run.seconds, f"{shape}_resumed_at_step": steps[0].step})
     except OutOfTimeError as reason:
         figures.add({f"{shape}_save": "no_time_left"})

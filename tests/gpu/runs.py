@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sft_api.trainer_config import TrainerConfig
-from tests.parity.checks import sft_run
+from tests.parity.checks import sft_run, worst
 from tests.parity.runs import manifest, resolve, step_records
 
 from .figures import Figure
@@ -111,7 +111,7 @@ def resumed(place: Place, steps: int, every: int, kill_after: int) -> dict[str, 
     if len(attempts) != 2:
         raise AssertionError(f"the killed run has {len(attempts)} attempts instead of 2")
     errors = [abs(a / b - 1) for a, b in zip(*losses, strict=True)]
-    soon = max(errors[: kill_after + 10])
+    soon = worst(errors[: kill_after + 10])
     require("losses of the resumed run: error", soon, 0 if place.device.type == "cpu" else 1e-2)
     log = (place.folder / "killed" / "sft.log").read_text()
     if "could not be page-locked" in log or "saved while training waits" in log:

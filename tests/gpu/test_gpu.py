@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
+import torch
 
 from sft_api.generate import ROOT
 from tests.gpu import __main__ as command
 from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
+from tests.gpu.watched import nothing_is_waited_for
 from tests.waiting import wait_until
 
 
@@ -119,6 +123,16 @@ def test_a_check_that_fails_crashes_or_hangs_hides_no_other(tmp_path: Path) -> N
     assert ended[4].figures == {"answer": 42.0}
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes())
+
+
+@pytest.mark.parametrize("read", [methodcaller("item"), methodcaller("tolist"), float, bool, torch.nonzero])
+def test_a_launch_that_reads_a_value_is_found_on_a_cpu_too(read: Callable[[torch.Tensor], object]) -> None:
+    there = torch.ones(1)
+    with pytest.raises(RuntimeError, match="the host reads"), nothing_is_waited_for(torch.device("cpu")):
+        read(there)
+    assert there.tolist() == [1.0]
+    with nothing_is_waited_for(torch.device("cpu")):
+        assert (there + 1).shape == (1,)
 
 
 def test_no_check_is_begun_when_the_time_is_up(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -42,10 +42,15 @@ class _NothingIsRead(TorchDispatchMode):
 
 
 @contextmanager
-def _nothing_is_waited_for(device: torch.device) -> Iterator[None]:
+def nothing_is_waited_for(device: torch.device) -> Iterator[None]:
     """Raise where the host waits for ``device``; on a CPU only where it would read a value."""
     if device.type != "cuda":
-        with _NothingIsRead():
+
+        def tolist(tensor: torch.Tensor) -> NoReturn:
+            raise RuntimeError(f"the host reads values of the device: {tuple(tensor.shape)}")
+
+        # On a CPU it is no operator.
+        with _NothingIsRead(), patch.object(torch.Tensor, "tolist", tolist):
             yield
         return
     torch.cuda.set_sync_debug_mode("error")
@@ -63,7 +68,7 @@ def main() -> None:
 
     def watched_launch(run: trainer.Trainer) -> Launched:
         watched, at_once = len(lines) >= _UNWATCHED, run.strategy._at_once  # type: ignore[attr-defined]
-        with _nothing_is_waited_for(run.device) if watched else nullcontext():
+        with nothing_is_waited_for(run.device) if watched else nullcontext():
             launched = launch(run)
         lines.append(json.dumps({"step": launched.number, "at_once": at_once, "watched": watched}))
         if launched.number == stop:

@@ -44,7 +44,7 @@ def main() -> int:
     for name, error in errors.items():
         print(f"{name}={error:.3g}")
     masks = mask_mismatches()
-    worst = max(errors.values())
+    worst = checks.worst(errors.values())
     print(f"max_rel_error={worst:.3g}")
     print(f"mask_mismatches={masks}")
     print(f"resume_mismatch={resume_mismatch}")

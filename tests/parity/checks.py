@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,18 @@ from .runs import capture, manifest, resolve, step_records
 Gradients = list[dict[str, torch.Tensor]]
 
 
+def worst(errors: Iterable[float]) -> float:
+    """The largest; NaN where there is one: it is larger than any, and ``max`` may overlook it."""
+    found = list(errors)
+    return next((error for error in found if math.isnan(error)), max(found))
+
+
 def relative_error(actual: Gradients, expected: Gradients) -> float:
     """Distance of the gradient (of all parameters, as one vector) from what is expected, relative to its length.
 
     The largest of all steps. By parameter it would measure rounding: where large terms cancel, fp32 is off by 1e-6.
     """
-    return max(
+    return worst(
         (
             sum((one[name] - other[name]).double().square().sum() for name in other)
             / sum(gradient.double().square().sum() for gradient in other.values())
@@ -44,7 +51,7 @@ def relative_error(actual: Gradients, expected: Gradients) -> float:
 def loss_error(store: Path, expected: list[float]) -> float:
     """Largest relative error of the recorded losses."""
     losses = [record["loss"] for record in step_records(store).values()]
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    return worst(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def against_reference(inputs: Path, work: Path, *, packing: str, processes: int, steps: int) -> dict[str, float]:
@@ -71,7 +78,7 @@ def against_reference(inputs: Path, work: Path, *, packing: str, processes: int,
     return {
         "loss": loss_error(work / "store", [step.loss for step in expected]),
         "gradients": relative_error(captured, [step.gradients for step in expected]),
-        "norm": max(
+        "norm": worst(
             abs(record["gradNorm"] - step.grad_norm) / step.grad_norm
             for record, step in zip(step_records(work / "store").values(), expected, strict=True)
         ),
@@ -126,14 +133,15 @@ def killed_and_resumed(inputs: Path, work: Path, *, processes: int, steps: int, 
     attempts = list((disturbed / "store" / "attempts").iterdir())
     if len(attempts) != 2:
         raise AssertionError(f"the disturbed run has {len(attempts)} attempts instead of 2")
-    return kill_after, _differences(straight / "store", disturbed / "store", steps)
+    return kill_after, differences(straight / "store", disturbed / "store", steps)
 
 
-def _differences(one: Path, other: Path, steps: int) -> int:
+def differences(one: Path, other: Path, steps: int) -> int:
+    """How many of the records of ``steps`` steps and of the exported tensors differ, or are not there."""
     first, second = step_records(one), step_records(other)
     compared = ("loss", "gradNorm", "learningRate", "tokens", "trainedTokens", "epoch")
     different = sum(
-        any(first.get(step, {}).get(key) != second.get(step, {"": 0}).get(key) for key in compared)
+        step not in first or step not in second or any(first[step][key] != second[step][key] for key in compared)
         for step in range(1, steps + 1)
     )
     digests = [hashlib.sha256((store / "export" / "model.safetensors").read_bytes()).digest() for store in (one, other)]

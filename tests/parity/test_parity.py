@@ -1,9 +1,12 @@
 """The short form of ``make parity``; masks and killed runs have tests of their own in the suites."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity import checks
 from tests.parity.__main__ import LIMIT
@@ -17,8 +20,36 @@ def test_loss_gradients_and_norm_equal_a_plain_loop(
 
     figures = checks.against_reference(inputs, tmp_path, packing=packing, processes=processes, steps=2)
 
-    assert max(figures.values()) <= LIMIT, figures
+    assert checks.worst(figures.values()) <= LIMIT, figures
 
 
 def test_accumulated_gradients_equal_those_of_one_micro_batch(tiny_inputs: Any, tmp_path: Path) -> None:
     assert checks.accumulation(tiny_inputs.model.parent, tmp_path) <= LIMIT
+
+
+def test_what_is_not_a_number_is_no_small_error() -> None:
+    right, wrong = (
+        [{"a": torch.ones(2)}, {"a": torch.ones(2)}],
+        [{"a": torch.ones(2)}, {"a": torch.full((2,), math.nan)}],
+    )
+    assert checks.relative_error(right, right) == 0
+    assert math.isnan(checks.relative_error(wrong, right))
+    assert math.isnan(checks.worst([1e-7, math.nan, 1.0]))
+    assert checks.worst([1e-7, 1.0]) == 1
+
+
+def test_a_record_that_is_missing_or_not_a_number_is_a_difference(tmp_path: Path) -> None:
+    def store(name: str, *losses: float) -> Path:
+        for folder in ("metrics", "export"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        (tmp_path / name / "export" / "model.safetensors").write_bytes(b"weights")
+        numbers = dict.fromkeys(("gradNorm", "learningRate", "tokens", "trainedTokens", "epoch"), 1)
+        lines = [json.dumps({"step": step, "loss": loss, **numbers}) for step, loss in enumerate(losses, 1)]
+        (tmp_path / name / "metrics" / "steps-a00001.jsonl").write_text("\n".join(lines))
+        return tmp_path / name
+
+    whole, nothing, odd = store("whole", 3.0, 2.0), store("nothing"), store("odd", 3.0, math.nan)
+    assert checks.differences(whole, whole, 2) == 0
+    assert checks.differences(whole, nothing, 2) == 2
+    assert checks.differences(nothing, nothing, 2) == 2
+    assert checks.differences(odd, odd, 2) == 1
