@@ -72,6 +72,10 @@ gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that nee
 e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost bad-jobs ..." for some)
 	$(PYTHON) -m tests.e2e $(SCENARIOS)
 
+.PHONY: chaos
+chaos: setup ## Something at random happens to a job on the real node every 20 to 40 seconds (SEED="1 2 3", MINUTES=5 for each)
+	$(PYTHON) -m tests.chaos $(if $(SEED),--seeds $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))
+
 .PHONY: e2e-kueue
 e2e-kueue: setup ## The operator beside Kueue itself, built once (SCENARIOS="preemption ..." for some)
 	$(PYTHON) -m tests.kueue $(SCENARIOS)

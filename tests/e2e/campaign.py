@@ -73,19 +73,19 @@ def quickstart(stage: Stage, name: str, **spec: Any) -> dict[str, Any]:
     return stage.manifest(name, training=training, checkpoint=checkpoint, **spec)
 
 
-def run_undisturbed(stage: Stage, name: str = "undisturbed") -> dict[int, dict[str, Any]]:
+def run_undisturbed(stage: Stage, name: str = "undisturbed", steps: int = STEPS) -> dict[int, dict[str, Any]]:
     """Step records of a run that nothing happens to; its status must rise while it runs."""
-    stage.apply(quickstart(stage, name))
+    stage.apply(quickstart(stage, name, training={"steps": steps}))
     seen = set()
 
     def watch() -> bool:
         seen.add(stage.step(name))
         return stage.status(name).get("state") in ("Complete", "Failed")
 
-    stage.wait_for(name, "end of the run", watch, seconds=400)
+    stage.wait_for(name, "end of the run", watch, seconds=100 + steps)
     if stage.status(name)["state"] != "Complete":
         raise AssertionError(f"the undisturbed run failed\n{stage.explain(name)}")
-    rising = [step for step in seen if 0 < step < STEPS]
+    rising = [step for step in seen if 0 < step < steps]
     if len(rising) < 2:
         raise AssertionError(f"status.progress.step did not rise while the job ran, seen: {sorted(seen)}")
     records = step_records(stage.folder(name))
