@@ -282,6 +282,18 @@ def prune(
     prune_checkpoints(place, name=name, keep=keep, unfinished=unfinished, yes=yes)
 
 
+@cli.command()
+@click.argument("name")
+@click.option("-n", "--namespace", help="Of the job; that of the context by default.")
+@click.option("--context", help="Of the kubeconfig; the current one by default.")
+@debug_option
+def retry(name: str, namespace: str | None, context: str | None) -> None:
+    """Have the SFTJob NAME, which has failed on the cluster, begin again from its newest checkpoint."""
+    from .retry import retry as ask
+
+    click.echo(ask(name, namespace, context))
+
+
 def main() -> None:
     """Entry point of ``sft`` and ``kubectl-sft``."""
     gc.disable()  # Most commands end before garbage matters, and building the API's models collects it often.

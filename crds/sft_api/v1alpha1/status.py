@@ -172,6 +172,9 @@ class SFTJobStatus(ApiModel):
     warnings: Annotated[list[Text], Field(max_length=20)] = Field(
         default_factory=list, description="What the user should know about data and settings."
     )
+    retried: Annotated[str, Field(max_length=256)] = Field(
+        default="", description="Value of the annotation sftjob.dev/retry for which the job began again last."
+    )
     job_ref: Text = Field(default="", description="Name of the Job that runs the pods.")
     pods_ready: Text = Field(default="", description="Ready pods of all, for example 2/2.")
     start_time: Timestamp | None = Field(default=None, description="When the job was first accepted.")

@@ -10,6 +10,8 @@ import msgspec
 
 from sft_api.v1alpha1 import KIND
 
+from ..names import RETRY_ANNOTATION
+
 Spec = TypeVar("Spec")
 Status = TypeVar("Status")
 
@@ -27,6 +29,10 @@ class _Metadata(TypedDict, total=False):
     ownerReferences: Any
 
 
+# Others may be large: kubectl keeps all that was applied in one.
+_OurAnnotations = TypedDict("_OurAnnotations", {RETRY_ANNOTATION: Any}, total=False)  # type: ignore[misc]
+
+
 class _OurMetadata(TypedDict, total=False):
     name: Any
     namespace: Any
@@ -36,6 +42,7 @@ class _OurMetadata(TypedDict, total=False):
     creationTimestamp: Any
     deletionTimestamp: Any
     labels: Any
+    annotations: _OurAnnotations
     finalizers: Any
 
 

@@ -15,7 +15,17 @@ from ..picture.memory import Memory, Patched, Shown, changed
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from .backoff import seconds_to_next_word
-from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
+from .changes import (
+    change_job,
+    goes_on,
+    has_just_ended,
+    is_finished,
+    plan_changes,
+    retry_wanted,
+    retry_word,
+    run_places,
+    time_to_live,
+)
 from .healing import plan_healing
 from .pauses import doubled
 from .places import PlaceNotAllowed
@@ -34,7 +44,7 @@ from .result import (
 )
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
-from .status import INVALID_SPEC, completed_status, compute_status, follow, read_status, refused_status
+from .status import INVALID_SPEC, completed_status, compute_status, follow, read_status, refused_status, retried_status
 from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
 from .telling import tell
 
@@ -110,6 +120,8 @@ class _Look:
 
         # Ended: clean up, and leave everything else as it is.
         self._previous = previous = self._read_status()
+        if word := retry_wanted(self._manifest, previous):
+            return self._retry(word)
         if is_finished(previous):
             return self._say(self._ended())
 
@@ -146,6 +158,19 @@ class _Look:
         if child and not child.deleting and "orphan" not in (self._manifest["metadata"].get("finalizers") or ()):
             self._delete("Job", child.name, child.uid)
 
+    def _retry(self, word: str) -> Result:
+        """Begin again once nothing of what has failed is left."""
+        observed = self._observed
+        self._remember(kueue=None, healing=None)
+        if observed.job and not observed.job.deleting:
+            self._delete("Job", observed.job.name, observed.job.uid)
+        self._give_up_stuck()
+        if observed.job or observed.earlier_pods:
+            self._look_in(_DELETE_AGAIN_SECONDS)
+            return self._result()
+        _, terms = self._read_spec()
+        return self._say(retried_status(terms, self._previous, word, self._now))
+
     def _ended(self) -> SFTJobStatus:
         previous, observed = self._previous, self._observed
         self._remember(kueue=None, healing=None)
@@ -172,9 +197,11 @@ class _Look:
         self._look_in(seconds_to_complete(observed, now), later=1.0)
         self._look_in(seconds_to_next_word(observed, now))
         _, export_uri = self._places(job)
+        # What stands there before the run fails does not ask that it begins again.
+        previous = self._previous.model_copy(update={"retried": retry_word(self._manifest)})
         if job is None:
-            return follow(terms, self._previous, observed, now, export_uri=export_uri)
-        return compute_status(job, self._previous, observed, now, export_uri=export_uri)
+            return follow(terms, previous, observed, now, export_uri=export_uri)
+        return compute_status(job, previous, observed, now, export_uri=export_uri)
 
     # What to ask
 

@@ -30,6 +30,8 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Warning", "Restarting", f"{new.last_reason}: {new.last_message}"))
     elif new.disruptions > old.disruptions:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
+    if before.state == "Failed" and after.retried != before.retried:
+        told.append(News("Normal", "Retried", after.message))
     if (start := _goes_on_from(before, after)) is not None:
         note = f"continues from step {start.step}, which attempt {start.attempt} saved in {start.uri}"
         told.append(News("Normal", "Continues", note))

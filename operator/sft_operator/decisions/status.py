@@ -119,6 +119,27 @@ def completed_status(previous: SFTJobStatus, observed: Observed, generation: int
     return status.model_copy(update={"observed_generation": generation, "steps_at_risk": at_risk})
 
 
+def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetime) -> SFTJobStatus:
+    """The status of a run that has failed and begins again because of ``word``: nothing counts against it any more.
+
+    What it cost so far, and where it saved, stays; so do the keys of what was counted, which must not count again.
+    """
+    restarts = previous.restarts or RestartsStatus()
+    situation = Situation("Preparing", "Retried", "begins again, from the newest checkpoint if there is one")
+    update = {
+        "state": situation.state,
+        "message": situation.message,
+        "observed_generation": terms.generation,
+        "retried": word,
+        "restarts": restarts.model_copy(update={"failures": 0, "repeated": None, "recovery_seconds": None}),
+        "job_ref": "",
+        "pods_ready": "",
+        "completion_time": None,
+        "conditions": _conditions(previous, terms, situation, now),
+    }
+    return previous.model_copy(update=update)
+
+
 def _as_far_as_read(terms: Terms, situation: Situation) -> Situation:
     """``situation``, with what cannot be read of the spec until the run has ended."""
     if not terms.unreadable or situation.completed:

@@ -19,6 +19,7 @@ from ..names import (
     CONFIG_DIGEST_ANNOTATION,
     EXPORT_URI_ANNOTATION,
     FOLLOWED_LABELS_ANNOTATION,
+    RETRY_ANNOTATION,
     KUEUE_LABELS,
     QUEUE_LABEL,
     SUSPENDED_ANNOTATION,
@@ -67,6 +68,8 @@ def sft_job(manifest: Mapping[str, Any]) -> Manifest:
     kept = {name: item for name, item in metadata.items() if name not in unread}
     kept |= {name: text(metadata.get(name)) for name in ("name", "namespace", "uid", "resourceVersion")}
     kept["labels"] = texts(metadata.get("labels"))
+    if word := text(part(metadata, "annotations").get(RETRY_ANNOTATION)):
+        kept["annotations"] = {RETRY_ANNOTATION: word}
     kept["generation"] = integer(metadata.get("generation"), highest=2**63 - 1) or 0
     finalizers = metadata.get("finalizers")
     kept["finalizers"] = [text(name) for name in finalizers] if isinstance(finalizers, list) else []

@@ -83,7 +83,7 @@ def test_of_an_sftjob_only_that_is_not_read_which_nobody_reads() -> None:
         "creationTimestamp": stamp(0),
         "deletionTimestamp": stamp(1),
         "finalizers": ["orphan"],
-        "annotations": {"a": "b"},
+        "annotations": {"a": "b", "sftjob.dev/retry": "now"},
         "managedFields": [{"fieldsV1": {"f:spec": {}}}],
     }
 
@@ -92,7 +92,8 @@ def test_of_an_sftjob_only_that_is_not_read_which_nobody_reads() -> None:
 
     for found in (event["object"], answer):
         assert found.keys() == manifest.keys()
-        assert manifest["metadata"].keys() - found["metadata"].keys() == {"annotations", "managedFields"}
+        assert manifest["metadata"].keys() - found["metadata"].keys() == {"managedFields"}
+        assert found["metadata"]["annotations"] == {"sftjob.dev/retry": "now"}
         assert sft_job(found) == sft_job(manifest)
 
 

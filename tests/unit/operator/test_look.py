@@ -111,6 +111,50 @@ def test_of_what_is_going_the_job_goes_unless_it_is_to_stay(
     assert (result.status, result.questions) == (None, ())
 
 
+FAILED: Object = {"state": "Failed", "completionTime": stamp(0), "restarts": {"failures": 3, "counted": ["a"]}}
+
+
+def asked_again(word: str) -> Object:
+    manifest = job_manifest(runPolicy={"ttlSecondsAfterFinished": 60})
+    manifest["metadata"]["annotations"] = {"sftjob.dev/retry": word}
+    return manifest
+
+
+def test_what_has_failed_begins_again_for_each_word_once_nothing_of_it_is_left() -> None:
+    failed = running(job=make_child(conditions={"Failed": ("x", "")}))
+    manifest = asked_again("please")
+
+    begun = decided(seen(failed, manifest=manifest, status=FAILED))
+    assert (begun.actions, begun.status) == ((Delete("Job", "tulu", JOB_UID),), None)
+    left = decided(seen(Observed(earlier_pods=(make_pod(0),)), manifest=manifest, status=FAILED, seconds=90))
+    assert (left.actions, left.status) == ((), None)
+    gone = decided(seen(manifest=manifest, status=FAILED, seconds=90))
+    assert (gone.actions, state(gone)) == ((), "Preparing")
+    assert gone.status is not None
+    assert gone.status.restarts is not None
+    assert (gone.status.completion_time, gone.status.restarts.failures) == (None, 0)
+    assert gone.status.restarts.counted == ["a"]
+    assert [item.reason for item in gone.news] == ["Retried"]
+    assert gone.document is not None
+
+    after = decided(seen(manifest=manifest, status=gone.document, seconds=91))
+    assert kinds(after) == ["CreateChildren"]
+
+
+@pytest.mark.parametrize("status", [FAILED | {"retried": "please"}, FAILED | {"state": "Complete"}])
+def test_what_has_begun_again_for_a_word_or_is_complete_does_not_for_the_same(status: Object) -> None:
+    result = decided(seen(manifest=asked_again("please"), status=status))
+
+    assert (result.actions, state(result)) == ((), status["state"])
+
+
+def test_a_word_that_stands_there_before_a_job_fails_is_taken_note_of() -> None:
+    result = decided(seen(running(), manifest=asked_again("early"), healing=healed_lately(), **ASKED))
+
+    assert result.status is not None
+    assert result.status.retried == "early"
+
+
 def test_what_was_deleted_is_deleted_again_only_when_nothing_tells_that_it_goes() -> None:
     manifest = job_manifest()
     manifest["metadata"]["deletionTimestamp"] = stamp(0)
