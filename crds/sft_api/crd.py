@@ -24,6 +24,7 @@ _COLUMNS = (
     ("At-Risk", "integer", ".status.stepsAtRisk", False),
     ("Disruptions", "integer", ".status.restarts.disruptions", False),
     ("Eval-Loss", "number", ".status.progress.evalLoss", False),
+    ("Goodput", "integer", ".status.goodput.percent", False),
     ("Message", "string", ".status.message", False),
 )
 

@@ -1,5 +1,6 @@
 """Pure planning: from a spec to the numbers the run uses where the spec leaves them open."""
 
+from .goodput import Devices
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.status import PlanStatus
 
@@ -18,6 +19,14 @@ def _round_up(value: int, multiple: int) -> int:
 def declared_processes(spec: SFTJobSpec) -> int:
     """Processes that ``spec`` asks for."""
     return spec.compute.nodes * spec.compute.effective_processes_per_node
+
+
+def devices_of(spec: SFTJobSpec) -> Devices:
+    """What the time of ``spec`` is counted in: its GPUs, or its processes where it has none."""
+    compute = spec.compute
+    if compute.gpus_per_node:
+        return Devices("GPUs", compute.gpus_per_node, compute.nodes)
+    return Devices("Processes", compute.effective_processes_per_node, compute.nodes)
 
 
 def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:

@@ -11,6 +11,7 @@ from pydantic import Field
 from .failures import FailureClass
 from .times import Time
 from .v1alpha1.base import ReportModel
+from .v1alpha1.goodput import SpentSeconds
 from .v1alpha1.status import CheckpointsStatus, ExportStatus
 
 PROGRESS_PORT = 8471
@@ -102,6 +103,8 @@ class TrainingProgress(ReportModel):
     curve_uri: str | None = Field(default=None, max_length=2048)
     """The picture of the losses, once there is one."""
     warnings: list[str] = Field(default_factory=list)
+    spent: SpentSeconds = Field(default_factory=SpentSeconds)
+    """Of this attempt."""
     update_time: Time = Field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -157,6 +160,8 @@ class Progress(ReportModel):
     """Supervisors that have joined."""
     training: TrainingProgress = Field(default_factory=TrainingProgress)
     incidents: list[Incident] = Field(default_factory=list, max_length=100)
+    spent: SpentSeconds | None = None
+    """Of all starts by this supervisor; None from trainers of before it was told."""
 
 
 class CommittedCheckpoint(ReportModel):
@@ -187,6 +192,8 @@ class TerminationMessage(ReportModel):
     """All that are kept, newest first: what was reported before may have been pruned since."""
     export_uri: str | None = Field(default=None, max_length=500)
     curve_uri: str | None = Field(default=None, max_length=500)
+    spent: SpentSeconds | None = None
+    """As in ``Progress``."""
 
 
 class WorkerError(ReportModel):

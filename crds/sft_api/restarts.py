@@ -104,6 +104,7 @@ def count_incidents(
                 update={
                     "lost_steps": restarts.lost_steps + max(0, incident.lost_steps),
                     "recovery_seconds": round(max(0.0, seconds), 1),
+                    "total_recovery_seconds": round(restarts.total_recovery_seconds + max(0.0, seconds), 1),
                 }
             )
     return restarts.model_copy(update={"counted": list(known)})

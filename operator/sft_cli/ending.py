@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, is_retryable
+from sft_api.goodput import Devices, account
 from sft_api.plan import Plan
 from sft_api.progress import Incident, Phase, Progress, TerminationMessage
 from sft_api.report import progress_status
@@ -89,7 +90,9 @@ def ending_of(
     return Ending(failure, f"the supervisor ended with exit code {returncode} and left no message")
 
 
-def run_status(plan: Plan, progress: Progress, restarts: RestartsStatus, ending: Ending, times: Times) -> SFTJobStatus:
+def run_status(
+    plan: Plan, progress: Progress, restarts: RestartsStatus, ending: Ending, times: Times, *, devices: Devices
+) -> SFTJobStatus:
     """``status`` of a run on this machine that has ended, as the operator would write it."""
     training = progress.training
     state, reason = _state(ending.failure)
@@ -106,6 +109,13 @@ def run_status(plan: Plan, progress: Progress, restarts: RestartsStatus, ending:
         checkpoints=training.checkpoints,
         steps_at_risk=training.steps_at_risk,
         restarts=restarts if restarts.last_time else None,
+        goodput=account(
+            None,
+            devices,
+            gpu_seconds=devices.all * (times.end - times.start).total_seconds(),
+            until=times.end,
+            spent=progress.spent,
+        ),
         plan=plan,
         export=training.export,
         warnings=training.warnings[:MAX_WARNINGS],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from sft_api.goodput import Devices
 from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
@@ -74,6 +75,11 @@ def _folder(working_folder: Path, job: SFTJob) -> Path:
 def local_checkpoints(working_folder: Path, job: SFTJob) -> str:
     """Where checkpoints go when ``job`` does not say."""
     return f"{FILE_SCHEME}{_folder(working_folder, job)}"
+
+
+def local_devices(config: TrainerConfig) -> Devices:
+    """What the time of a run on this machine is counted in: one GPU, or none, for every process."""
+    return Devices("GPUs" if config.spec.compute.gpus_per_node else "Processes", config.plan.processes, 1)
 
 
 def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:

@@ -98,7 +98,7 @@ def cli() -> None:
     type=click.Choice(["text", "yaml", "json"]),
     default="text",
     show_default=True,
-    help="text: how it ended, in four lines; yaml and json: the whole status, and plain progress even on a terminal.",
+    help="text: how it ended, in a few lines; yaml and json: the whole status, and plain progress even on a terminal.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the log of supervisor and workers too.")
 @debug_option

@@ -28,7 +28,7 @@ from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
-from .local import LocalRun, prepare
+from .local import LocalRun, local_devices, prepare
 from .logs import LogTail, last_lines
 from .machine import visible_gpus
 from .summary import summary
@@ -104,7 +104,9 @@ def run_job(
                 given_up=follower.given_up,
             )
     times = Times(start, follower.first_step, datetime.now(UTC))
-    status = run_status(run.config.plan, follower.progress, follower.restarts, ending, times)
+    status = run_status(
+        run.config.plan, follower.progress, follower.restarts, ending, times, devices=local_devices(run.config)
+    )
     lines = summary(
         status,
         ending,
@@ -307,6 +309,7 @@ _OF_A_CLUSTER: dict[str, Any] = {
     "observed_generation": True,
     "conditions": {"__all__": {"observed_generation"}},
     "restarts": {"counted", "repeated", "replaced_pods"},
+    "goodput": {"marks"},
 }
 
 

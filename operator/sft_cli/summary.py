@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from sft_api.failures import FailureClass
+from sft_api.goodput import CAUSES
 from sft_api.report import duration
 from sft_api.v1alpha1.status import CheckpointStatus, ProgressStatus, SFTJobStatus
 
@@ -10,6 +11,7 @@ from .ending import Ending, advice
 from .local import FILE_SCHEME
 
 _LABEL_COLUMNS = 12
+_LEAST_SHOWN = 0.1
 
 
 def summary(
@@ -17,7 +19,7 @@ def summary(
 ) -> tuple[str, ...]:
     """How the run ``name`` ended after ``seconds``, its loss, what it left, and what comes next.
 
-    ``command`` is the one that goes on with it. Complete runs get four lines.
+    ``command`` is the one that goes on with it.
     """
     steps = status.progress.summary if status.progress and status.progress.summary else "0"
     loss = _loss(status.progress)
@@ -26,6 +28,7 @@ def summary(
             ("Complete", f"{name}: {_done(status, steps, seconds)}"),
             ("Loss", loss or "no step was made"),
             ("Model", _model(status)),
+            ("Time", _time(status)),
             ("Next", f"{_use(status)}-o yaml says more"),
         ]
     elif ending.failure is FailureClass.INTERRUPTED:
@@ -34,6 +37,7 @@ def summary(
             ("Loss", loss),
             ("Checkpoint", _checkpoint(status)),
             ("Next", f"the same command {_goes_on(status)}:\n  {command}"),
+            ("Time", _time(status)),
         ]
     else:
         rank = f" on rank {ending.rank}" if ending.rank is not None else ""
@@ -43,6 +47,7 @@ def summary(
             ("Checkpoint", _checkpoint(status)),
             ("Next", f"{advice(status, ending)}\n  {command}"),
             ("Log", str(log)),
+            ("Time", _time(status)),
         ]
     return tuple(f"{label:<{_LABEL_COLUMNS}}{text}" for label, text in lines if text)
 
@@ -65,6 +70,23 @@ def _loss(progress: ProgressStatus | None) -> str:
 
 def _change(subject: str, before: float | None, after: float) -> str:
     return f"{subject}{before:.4f} → {after:.4f}" if before is not None else f"{subject}{after:.4f}"
+
+
+def _time(status: SFTJobStatus) -> str:
+    """Where the time went: a line a cause, the largest first; those of less than a tenth of a second are left out."""
+    goodput = status.goodput
+    if goodput is None or goodput.gpu_seconds <= 0:
+        return ""
+    of = "GPU" if goodput.counted == "GPUs" else "process"
+    parts = [(name, getattr(goodput.lost_gpu_seconds, cause)) for cause, name in CAUSES.items()]
+    parts.append(("steps that are not saved", goodput.unsaved_gpu_seconds))
+    rows = [("steps that count", goodput.productive_gpu_seconds)]
+    rows += sorted((row for row in parts if row[1] >= _LEAST_SHOWN), key=lambda row: -row[1])
+    table = "".join(
+        f"\n{'':<{_LABEL_COLUMNS}}{seconds:>10,.1f} {100 * seconds / goodput.gpu_seconds:>3.0f}%  {name}"
+        for name, seconds in rows
+    )
+    return f"{goodput.gpu_seconds:,.1f} {of} seconds{table}"
 
 
 def _model(status: SFTJobStatus) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from sft_api.goodput import LOST_CAUSES
 from sft_api.times import parse_time
 
 from .picture.observed import Manifest
@@ -28,6 +29,25 @@ _FIGURES = (
     ("sft_job_steps_at_risk", "Steps that losing all pods now would cost.", ("stepsAtRisk",)),
     ("sft_job_lost_steps", "Steps computed twice because of restarts.", ("restarts", "lostSteps")),
     ("sft_job_attempt", "Attempt that runs, or ran last.", ("attempt",)),
+)
+
+# The same of what only grows.
+_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "sft_job_gpu_seconds",
+        "GPUs (processes, where there are none) times the seconds pods were bound to them.",
+        ("goodput", "gpuSeconds"),
+    ),
+    (
+        "sft_job_productive_gpu_seconds",
+        "Those in steps of the curve that a checkpoint holds.",
+        ("goodput", "productiveGpuSeconds"),
+    ),
+    (
+        "sft_job_recovery_seconds",
+        "From failures and lost pods to the next new step.",
+        ("restarts", "totalRecoverySeconds"),
+    ),
 )
 
 
@@ -64,17 +84,20 @@ class OperatorMetrics:
         self._answers(verb, kind, code).inc()
 
 
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
 class JobCollector(Collector):
     """Metrics of the jobs, read from their status at every scrape: nothing to keep, nothing to forget."""
 
     def __init__(self, manifests: Callable[[], Iterable[Manifest]]) -> None:
         self._manifests = manifests
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
+    def describe(self) -> Iterable[Family]:
         """Nothing is known before the first scrape."""
         return ()
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """All series of all jobs."""
         labels = ("namespace", "name")
         jobs = [
@@ -93,7 +116,20 @@ class JobCollector(Collector):
             time = parse_time(_at(status, ("checkpoints", "latest", "time")))
             if time:
                 checkpoint.add_metric(job, time.timestamp())
-        yield from (states, restarts, checkpoint)
+        lost = CounterMetricFamily(
+            "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", labels=(*labels, "cause")
+        )
+        for job, status in jobs:
+            for cause, part in LOST_CAUSES.items():
+                if (seconds := _number(_at(status, ("goodput", "lostGpuSeconds", part)))) is not None:
+                    lost.add_metric((*job, cause), seconds)
+        yield from (states, restarts, checkpoint, lost)
+        for name, meaning, path in _COUNTERS:
+            counter = CounterMetricFamily(name, meaning, labels=labels)
+            for job, status in jobs:
+                if (value := _number(_at(status, path))) is not None:
+                    counter.add_metric(job, value)
+            yield counter
         for name, meaning, path in _FIGURES:
             family = GaugeMetricFamily(name, meaning, labels=labels)
             for job, status in jobs:

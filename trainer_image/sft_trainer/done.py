@@ -76,7 +76,7 @@ def end_again(
         **{
             name: getattr(progress, name)
             for name in TrainingProgress.model_fields
-            if name not in ("warnings", "phase", "phase_detail", "storage_outage", "update_time")
+            if name not in ("warnings", "phase", "phase_detail", "storage_outage", "spent", "update_time")
         }
         | {"resumed_from_step": done.step, "export": exports, "remaining_seconds": None}
     )

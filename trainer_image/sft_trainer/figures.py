@@ -8,7 +8,7 @@ from sft_api.report import finite
 
 from .data.batches import Step
 
-_TOTALS = ("examples_seen", "tokens_seen", "trained_tokens_seen", "first_loss", "first_eval_loss")
+_TOTALS = ("examples_seen", "tokens_seen", "trained_tokens_seen", "step_seconds", "first_loss", "first_eval_loss")
 """Fields of a ``RunState`` by the same names."""
 _SHOWN = ("step", "loss", "first_loss", "eval_loss", "first_eval_loss", "tokens_seen", "trained_tokens_seen")
 """Fields of a ``TrainingProgress`` by the same names."""
@@ -22,6 +22,8 @@ class Figures:
     examples_seen: int = 0
     tokens_seen: int = 0
     trained_tokens_seen: int = 0
+    step_seconds: float = 0.0
+    """What these steps took, whichever attempts made them; those that were made again count once."""
     loss: float | None = None
     """Of the last step."""
     first_loss: float | None = None
@@ -50,8 +52,8 @@ class Figures:
         """Fields of the ``TrainingProgress`` that shows them."""
         return {name: getattr(self, name) for name in _SHOWN}
 
-    def after(self, number: int, step: Step, loss: float) -> "Figures":
-        """With ``step``, which has that number, and its mean ``loss``."""
+    def after(self, number: int, step: Step, loss: float, seconds: float) -> "Figures":
+        """With ``step``, which has that number and took ``seconds``, and its mean ``loss``."""
         shown = finite(loss)
         return replace(
             self,
@@ -59,6 +61,7 @@ class Figures:
             examples_seen=self.examples_seen + step.examples,
             tokens_seen=self.tokens_seen + step.tokens,
             trained_tokens_seen=self.trained_tokens_seen + step.trained_tokens,
+            step_seconds=self.step_seconds + seconds,
             loss=shown,
             first_loss=shown if number == 1 else self.first_loss,
         )

@@ -134,6 +134,9 @@ def _termination_log() -> Path | None:
 
 def termination_json(end: TerminationMessage) -> str:
     """``end`` as JSON of at most 4096 bytes, its message cut where needed."""
+    bare = end.model_copy(update={"message": ""}).model_dump_json(by_alias=True, exclude_none=True)
+    if len(bare.encode()) > MAX_TERMINATION_BYTES:
+        end = end.model_copy(update={"spent": None})
     text = end.model_dump_json(by_alias=True, exclude_none=True)
     while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0:
         # A character takes one to six bytes in JSON: cut the least that can be enough, and look again.

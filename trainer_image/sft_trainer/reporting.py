@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sft_api.progress import Activity, EarlierIncidents, Incident, Phase, TrainingProgress
 from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_atomically
-from sft_api.v1alpha1 import ExportStatus
+from sft_api.v1alpha1 import ExportStatus, SpentSeconds
 
 from .events import (
     Claimed,
@@ -30,6 +30,7 @@ from .events import (
     Listener,
     Outcome,
     Resumed,
+    SaveBegins,
     SaveEnded,
     Started,
     StepDone,
@@ -39,6 +40,17 @@ log = logging.getLogger("sft_trainer")
 
 _LOG_EVERY_SECONDS = 2.0
 _ALIVE_EVERY_SECONDS = 1.0
+_PARTS = {
+    Phase.WAITING: "starting",
+    Phase.STARTING: "starting",
+    Phase.DOWNLOADING: "starting",
+    Phase.TOKENIZING: "starting",
+    Phase.LOADING: "starting",
+    Phase.SAVING: "saving",
+    Phase.EVALUATING: "evaluating",
+    Phase.EXPORTING: "exporting",
+}
+"""Of ``SpentSeconds``. What passes in other phases is told by steps, or is waiting."""
 _ACTIVITY = frozenset({"phase", "phase_detail", "step"})
 """Fields of the progress that say what this process does."""
 
@@ -60,17 +72,37 @@ class Reporter:
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._last_log = 0.0
         self._last_alive = 0.0
+        self._spent = SpentSeconds()
+        self._since = time.monotonic()
+        """When it was told last what is being done: what that takes is added up."""
         self._lock = threading.RLock()
         """Threads that download or upload report too."""
 
     def update(self, **fields: Any) -> None:
         """Change fields of the progress and publish it."""
         with self._lock:
-            self.progress = self.progress.model_copy(update={**fields, "update_time": datetime.now(UTC)})
+            self._pass_time()
+            changes = {**fields, "spent": self._spent, "update_time": datetime.now(UTC)}
+            self.progress = self.progress.model_copy(update=changes)
             if self._writes:
                 write_atomically(self._path, self.progress)
             if not _ACTIVITY.isdisjoint(fields):
                 self._tell_activity()
+
+    def spend(self, **seconds: float) -> None:
+        """Have these parts of what was spent told with the next word."""
+        with self._lock:
+            self._spent = self._spent.model_copy(update=seconds)
+
+    def _pass_time(self) -> None:
+        """Add the seconds since the last word to what was done then. Steps tell themselves what they took."""
+        now = time.monotonic()
+        seconds, self._since = max(0.0, now - self._since), now
+        part = _PARTS.get(self.progress.phase)
+        if part == "saving" and self.progress.storage_outage is not None:
+            part = "storage_outage"
+        if part:
+            self.spend(**{part: getattr(self._spent, part) + seconds})
 
     def _tell_activity(self) -> None:
         """Say what this process does: every change of it, else at most once a second, as steps may be short."""
@@ -152,6 +184,10 @@ class Reporter:
     def step(self, done: StepDone) -> None:
         """Publish one step."""
         self._step_seconds.append(done.seconds)
+        with self._lock:
+            # The first one passes while it is said that it is being prepared.
+            self._since = min(time.monotonic(), self._since + done.seconds)
+            self.spend(steps=self._spent.steps + done.seconds, curve_now=done.figures.step_seconds)
         median = statistics.median(self._step_seconds)
         tokens_per_second = done.tokens / done.seconds
         total = self.progress.total_steps
@@ -191,6 +227,10 @@ class Reporting(Listener):
         self._reporter = reporter
         self._total_steps = 0
         self._stepped = False
+        self._curve = 0.0
+        """Seconds of the steps of the curve."""
+        self._curve_at: dict[int, float] = {}
+        """The same, of each step that this attempt began to save."""
 
     def on_claim(self, event: Claimed, control: Control) -> None:
         self._reporter.tell_incidents(event.incidents)
@@ -199,6 +239,7 @@ class Reporting(Listener):
     def on_resume(self, event: Resumed, control: Control) -> None:
         for warning in event.warnings:
             self._reporter.warn(warning)
+        self._curve = event.figures.step_seconds
         self._reporter.update(
             **event.figures.progress(), resumed_from_step=event.checkpoint.step, checkpoints=event.checkpoints
         )
@@ -206,10 +247,12 @@ class Reporting(Listener):
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
+        self._reporter.spend(curve_began=self._curve, curve_saved=self._curve, curve_now=self._curve)
         self._go_on(event.step)
 
     def on_step(self, event: StepDone, control: Control) -> None:
         self._stepped = True
+        self._curve = event.figures.step_seconds
         self._reporter.step(event)
 
     def on_evaluating(self, event: Evaluating, control: Control) -> None:
@@ -224,11 +267,17 @@ class Reporting(Listener):
         self._reporter.say("evaluation after step %s: loss %.4f", event.step, event.loss)
         self._go_on(event.step)
 
+    def on_save_begins(self, event: SaveBegins, control: Control) -> None:
+        self._curve_at[event.step] = self._curve
+
     def on_save(self, event: SaveEnded, control: Control) -> None:
         if not event.final:
             self._go_on(event.step)
 
     def on_commit(self, event: Committed, control: Control) -> None:
+        latest = event.checkpoints.latest
+        if latest is not None and latest.step in self._curve_at:
+            self._reporter.spend(curve_saved=self._curve_at[latest.step])
         self._reporter.update(checkpoints=event.checkpoints)
 
     def on_export_begins(self, event: ExportBegins, control: Control) -> None:

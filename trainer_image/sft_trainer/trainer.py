@@ -326,7 +326,7 @@ class Trainer:
         step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
         seconds = launched.began.seconds_until(launched.figures.ready)
-        self.figures = self.figures.after(launched.number, step, loss)
+        self.figures = self.figures.after(launched.number, step, loss, seconds)
         done = StepDone(
             step=launched.number,
             loss=loss,

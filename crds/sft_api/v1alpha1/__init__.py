@@ -1,6 +1,7 @@
 """Version v1alpha1 of the API."""
 
 from .base import ApiModel, ReportModel, Rule
+from .goodput import GoodputStatus, LostGpuSeconds, SpentSeconds
 from .job import (
     API_VERSION,
     GROUP,
@@ -66,7 +67,9 @@ __all__ = [
     "ExportSpec",
     "ExportStatus",
     "FsdpSpec",
+    "GoodputStatus",
     "KeepSpec",
+    "LostGpuSeconds",
     "ModelSpec",
     "ObjectMeta",
     "OptimizerSpec",
@@ -83,6 +86,7 @@ __all__ = [
     "SFTJobSpec",
     "SFTJobStatus",
     "ScheduleSpec",
+    "SpentSeconds",
     "StrategySpec",
     "TrainSource",
     "TrainingSpec",

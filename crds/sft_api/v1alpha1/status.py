@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .base import ApiModel
+from .goodput import GoodputStatus
 
 Text = Annotated[str, Field(max_length=4096)]
 Timestamp = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
@@ -109,6 +110,7 @@ class RestartsStatus(ApiModel):
     last_message: Text = Field(default="", description="Its message: what happened, and what to change.")
     lost_steps: int = Field(default=0, description="Steps computed twice because of restarts.")
     recovery_seconds: float | None = Field(default=None, description="From the last failure to the next new step.")
+    total_recovery_seconds: float = Field(default=0.0, description="The same, of all failures and lost pods so far.")
     last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
     repeated: RepeatedFailure | None = Field(
         default=None, description="The last failures that were the run's own, as long as they are of one kind."
@@ -167,6 +169,7 @@ class SFTJobStatus(ApiModel):
         default=None, description="Steps since the last durable checkpoint: what a preemption would cost now."
     )
     restarts: RestartsStatus | None = Field(default=None, description="What went wrong so far, and what it cost.")
+    goodput: GoodputStatus | None = Field(default=None, description="Where the time of the GPUs went.")
     plan: PlanStatus | None = Field(default=None, description="What was decided where the spec left it open.")
     export: ExportStatus | None = Field(default=None, description="The exported model.")
     warnings: Annotated[list[Text], Field(max_length=20)] = Field(

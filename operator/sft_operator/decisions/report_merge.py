@@ -94,7 +94,9 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
     first_step = shifted(training.update_time, -later_steps * (training.median_step_seconds or 0.0))
     if happened and first_step > happened:
-        update["recovery_seconds"] = round((first_step - happened).total_seconds(), 1)
+        seconds = round((first_step - happened).total_seconds(), 1)
+        update["recovery_seconds"] = seconds
+        update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + seconds, 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from sft_api.goodput import Devices
+from sft_api.plan import devices_of
 from sft_api.v1alpha1 import S3Spec, SFTJob
 from sft_api.v1alpha1.runtime import RunPolicy
 
@@ -33,6 +35,8 @@ class Terms:
     active_deadline_seconds: int | None
     s3: S3Spec | None = None
     """``checkpoint.s3``; None when that cannot be read."""
+    devices: Devices | None = None
+    """What its time is counted in; None when that cannot be read."""
     kueue_labels: Mapping[str, str] = field(default_factory=dict)
     """Those of ``KUEUE_LABELS`` that it has."""
     unreadable: str = ""
@@ -50,6 +54,7 @@ def run_terms(job: SFTJob) -> Terms:
         max_restarts=policy.max_restarts,
         active_deadline_seconds=policy.active_deadline_seconds,
         s3=job.spec.checkpoint.s3,
+        devices=devices_of(job.spec),
         kueue_labels=_kueue_labels(job.metadata.labels),
     )
 

@@ -16,6 +16,7 @@ from sft_api.v1alpha1.status import ConditionType, State
 
 from ..picture.observed import Manifest, Observed
 from .changes import is_finished
+from .goodput import account_pods
 from .queue import HELD_BACK
 from .report_merge import at_rest, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
@@ -109,7 +110,11 @@ def follow(
             "completion_time": timestamp(situation.completed) if situation.completed else None,
         }
     )
-    return status.model_copy(update={"conditions": _conditions(previous, terms, situation, now)})
+    status = status.model_copy(update={"conditions": _conditions(previous, terms, situation, now)})
+    # Time passes in every look. It is counted with other news: nothing is forgotten until then.
+    if terms.devices is None or status == previous:
+        return status
+    return status.model_copy(update={"goodput": account_pods(status.goodput, terms.devices, observed, now)})
 
 
 def completed_status(previous: SFTJobStatus, observed: Observed, generation: int) -> SFTJobStatus:

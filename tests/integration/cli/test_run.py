@@ -107,7 +107,7 @@ def test_a_real_run_trains_evaluates_and_exports(job: Path) -> None:
     assert status["plan"]["globalBatchTokens"] == 512
     assert status["progress"]["firstLoss"] > status["progress"]["loss"] > 0
     again = subprocess.run([SFT, "run", str(job)], capture_output=True, text=True, check=False)
-    result, loss, model, following = again.stdout.splitlines()
+    result, loss, model, *_, following = again.stdout.splitlines()
     assert result == "Complete    tiny: 3/3 steps, all of them done before; --fresh trains anew"
     first, last, held_out = (status["progress"][name] for name in ("firstLoss", "loss", "evalLoss"))
     curve = f"{job.parent}/sft-runs/tiny/curve.svg"

@@ -122,14 +122,16 @@ def test_a_run_to_its_end(runs: Runs) -> None:
     assert "worker says hello" in log.read_text()
 
 
-def test_a_complete_run_ends_in_four_lines(runs: Runs) -> None:
+def test_a_complete_run_ends_in_few_lines(runs: Runs) -> None:
     code, out, err = runs.run(output="text")
 
     assert code == 0, err
-    result, loss, model, following = out.splitlines()
+    result, loss, model, time, *table, following = out.splitlines()
     assert re.fullmatch(r"Complete    tiny: 4/4 steps in \d+s", result)
     assert loss == "Loss        4.0000 → 1.0000"
     assert model == f"Model       {runs.folder}/sft-runs/tiny/export"
+    assert re.fullmatch(r"Time        [0-9.]+ process seconds", time)
+    assert all(re.fullmatch(r" {12} *[0-9.]+ +\d+%  [a-z, ]+", row) for row in table)
     assert following.startswith("Next        load it with from_pretrained")
     assert "Complete" not in err
 

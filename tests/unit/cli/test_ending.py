@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from sft_api.failures import FailureClass
+from sft_api.goodput import Devices
 from sft_api.plan import make_plan
 from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
 from sft_api.restarts import count_incidents
@@ -14,6 +15,7 @@ from sft_cli.ending import Ending, Times, advice, ending_of, run_status
 from .jobs import job
 
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+DEVICES = Devices("Processes", 2, 1)
 TIMES = Times(START, START + timedelta(seconds=5), START + timedelta(seconds=60))
 PLAN = make_plan(job().spec)
 CHECKPOINT = CheckpointStatus(
@@ -32,7 +34,9 @@ TRAINING = TrainingProgress(
 
 def status(ending: Ending, incidents: list[Incident] | None = None) -> SFTJobStatus:
     restarts = count_incidents(RestartsStatus(), incidents or [])
-    return run_status(PLAN, Progress(training=TRAINING, incidents=incidents or []), restarts, ending, TIMES)
+    return run_status(
+        PLAN, Progress(training=TRAINING, incidents=incidents or []), restarts, ending, TIMES, devices=DEVICES
+    )
 
 
 def conditions(of: SFTJobStatus) -> dict[str, tuple[str, str]]:

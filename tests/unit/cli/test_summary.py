@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_api.failures import FailureClass
+from sft_api.v1alpha1 import GoodputStatus, LostGpuSeconds
 from sft_api.v1alpha1.status import (
     CheckpointsStatus,
     CheckpointStatus,
@@ -103,3 +104,24 @@ def test_a_failed_run_says_what_failed_and_what_to_do() -> None:
         "  sft run job.yaml",
         "Log         /c/logs/1.log",
     ]
+
+
+def test_where_the_time_went() -> None:
+    goodput = GoodputStatus(
+        counted="Processes",
+        gpu_seconds=200,
+        productive_gpu_seconds=150,
+        lost_gpu_seconds=LostGpuSeconds(starting=30, repeated_steps=8, saving=0.05, waiting=11.95),
+    )
+    text = "\n".join(lines(Ending(None), progress=progress(loss=1.0), goodput=goodput))
+
+    assert (
+        """
+Time        200.0 process seconds
+                 150.0  75%  steps that count
+                  30.0  15%  starting and loading
+                  11.9   6%  waiting, recovery
+                   8.0   4%  steps that were lost
+"""
+        in text
+    )

@@ -8,6 +8,7 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import CommittedCheckpoint, TerminationMessage
+from sft_api.v1alpha1 import SpentSeconds
 from sft_trainer.launch import termination_json
 from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
 from sft_trainer.supervisor.clock import AwakeClock
@@ -119,10 +120,18 @@ def test_the_termination_message_fits_whatever_it_says() -> None:
         checkpoints=[CommittedCheckpoint(folder="step-99999999-a99999", time=datetime.now(UTC), size_bytes=10**15)]
         * 10,
         export_uri="s3://" + "x" * 495,
+        spent=SpentSeconds(**dict.fromkeys(SpentSeconds.model_fields, 123456789.123)),
     )
     text = termination_json(end)
 
     assert len(text.encode()) <= 4096
+    longest = end.model_copy(
+        update={
+            "curve_uri": "s3://" + "y" * 495,
+            "checkpoints": [end.checkpoints[0].model_copy(update={"eval_loss": 1 / 3})] * 10,
+        }
+    )
+    assert len(termination_json(longest).encode()) <= 4096
     read = TerminationMessage.model_validate_json(text)
     assert read.failure is FailureClass.UNKNOWN
     assert read.message.startswith("\N{SNOWMAN}\n\N{SNOWMAN}")

@@ -72,7 +72,7 @@ class Run(Trainer):
 
     def do(self, step: int, **figures: Any) -> None:
         self.step = step
-        self.figures = self.figures.after(step, Step((), 2, 30, 10), figures.get("loss", 1.0))
+        self.figures = self.figures.after(step, Step((), 2, 30, 10), figures.get("loss", 1.0), 0.0)
         done = step_done(step, **figures, figures=self.figures)
         self.events.emit(done)
         self.events.emit(Logged(step, done.record()))

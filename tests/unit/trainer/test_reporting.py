@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.progress import Phase, TrainingProgress
+from sft_api.checkpoints import CheckpointId
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase, StorageOutage, TrainingProgress
 from sft_api.report import checkpoints_status
 from sft_api.rundir import PROGRESS_FILE
+from sft_api.v1alpha1 import SpentSeconds
 from sft_api.v1alpha1.status import CheckpointStatus, ExportStatus
 from sft_trainer import reporting
 from sft_trainer.errors import StopRequested
@@ -23,6 +26,9 @@ from sft_trainer.events import (
     ExportBegins,
     ExportEnded,
     Listeners,
+    Resumed,
+    SaveBegins,
+    SaveEnded,
     Started,
 )
 from sft_trainer.figures import Figures
@@ -136,3 +142,70 @@ def test_reading_weights_tells_its_tensors(tmp_path: Path) -> None:
     strategy = build(tmp_path)
     load_weights(strategy.boxes("trained"), strategy.model.names, tmp_path, on_tensor=told.append)
     assert told == [*range(1, len([*reference.parameters()]) + 1)]
+
+
+def test_what_was_done_is_added_up_and_steps_count_for_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: clock[0])
+    reporter = Reporter(tmp_path, writes=True)
+    listeners = Listeners([Reporting(reporter)], Control())
+
+    def after(seconds: float, *events: Any) -> None:
+        clock[0] += seconds
+        for event in events:
+            listeners.emit(event)
+
+    # Ten seconds until the loop begins, and three to the end of the first step, which itself took two
+    after(10, Started(0, 4))
+    after(3, step_done(1, seconds=2.0, figures=Figures(1, step_seconds=2.0)))
+    after(1, step_done(2, seconds=1.0, figures=Figures(2, step_seconds=3.0)))
+    after(0, Evaluating(2))
+    after(4, Evaluated(2, 1.5, {}, Figures(2, step_seconds=3.0)))
+    after(0, SaveBegins(2, final=False))
+    reporter.phase(Phase.SAVING)
+    after(5, SaveEnded(2, final=False, saved=True))
+    after(1, step_done(3, seconds=1.0, figures=Figures(3, step_seconds=4.0)))
+    after(0, Committed(3, checkpoints_status([saved_at(2)])))
+    reporter.update(storage_outage=OUTAGE)
+    reporter.phase(Phase.SAVING, "waiting for the store")
+    clock[0] += 7
+    reporter.phase(Phase.EXPORTING)
+    after(6, Ended(3))
+    assert written(tmp_path).spent == SpentSeconds(
+        starting=11.0,
+        steps=4.0,
+        evaluating=4.0,
+        saving=5.0,
+        storage_outage=7.0,
+        exporting=6.0,
+        curve_began=0.0,
+        curve_saved=3.0,
+        curve_now=4.0,
+    )
+
+
+def test_an_attempt_goes_on_with_the_seconds_of_its_checkpoint(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, writes=True)
+    listeners = Listeners([Reporting(reporter)], Control())
+    figures = Figures(20, step_seconds=50.0)
+    listeners.emit(Resumed(CheckpointId(1, 20), figures, checkpoints_status([]), []))
+    listeners.emit(Started(20, 40))
+    listeners.emit(step_done(21, seconds=2.0, figures=Figures(21, step_seconds=52.0)))
+    spent = written(tmp_path).spent
+    assert (spent.curve_began, spent.curve_saved, spent.curve_now, spent.steps) == (50, 50, 52, 2)
+
+
+def saved_at(step: int) -> CheckpointStatus:
+    return CheckpointStatus(
+        step=step, attempt=1, uri=f"s3://b/{step}", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True
+    )
+
+
+OUTAGE = StorageOutage(
+    since="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
+    ends="2026-01-01T01:00:00Z",  # type: ignore[arg-type]
+    failure=FailureClass.STORAGE_UNAVAILABLE,
+    message="away",
+)

@@ -122,6 +122,7 @@ class Coordinator:
             members=len(group.members),
             training=training.model_copy(update=changes),
             incidents=group.ledger.incidents,
+            spent=group.spent,
         )
 
     def _find_hang(self, now: float) -> str | None:

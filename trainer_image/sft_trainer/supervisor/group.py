@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from sft_api.failures import FailureClass
+from sft_api.goodput import SPENT, followed_by
 from sft_api.progress import Phase, TerminationMessage, TrainingProgress
+from sft_api.v1alpha1 import SpentSeconds
 
 from .causes import first_cause
 from .ledger import GiveUp, Ledger, termination
@@ -55,6 +57,12 @@ class _Part:
     lost: dict[int, Failure] = field(default_factory=dict)
     first_interrupted: float | None = None
     stop_was_asked: bool = False
+    spent: SpentSeconds | None = None
+    """As its rank 0 told it last; None before it has said anything."""
+    untold: float = 0.0
+    """Seconds from its start of which rank 0 has not told: imports, and what is looked at before them."""
+    hung: float = 0.0
+    """Seconds."""
     verdict: Failure | None = None
     """Set when the group as a whole was ended: it hung, or had nothing to save when it was asked to stop."""
 
@@ -84,6 +92,8 @@ class Group:
         self.starts = 0
         self.highest_generation = 0
         """That any member has heard of, from this index 0 or one before it."""
+        self._spent = SpentSeconds()
+        """Of the generations that have ended."""
         self._incarnation = incarnation
         self._grace = grace_seconds
         self._lost_after = lost_after
@@ -155,6 +165,13 @@ class Group:
         if training.phase is Phase.TRAINING and training.step != self.training.step:
             self.stepped = now
         self.training = training
+        part = self._part
+        if part is None:
+            return
+        if part.spent is None or part.spent.curve_began is None:
+            told = sum(getattr(training.spent, name) for name in SPENT)
+            part.untold = max(0.0, now - part.started - told)
+        part.spent = training.spent
 
     def advance(self, now: float) -> bool:
         """Follow from what is known; True when the order has changed."""
@@ -173,6 +190,7 @@ class Group:
         """The running generation makes no progress."""
         if self._part is not None and self.order.kind is OrderKind.RUN:
             message = f"{what}; the stacks of all ranks are in the pods' logs"
+            self._part.hung = max(0.0, (self._wall_clock() - self.training.update_time).total_seconds())
             self._part.verdict = Failure(
                 failure=FailureClass.HANG, message=message, time=self._wall_clock(), step=self.training.step
             )
@@ -185,6 +203,16 @@ class Group:
             part.verdict = Failure(
                 failure=FailureClass.INTERRUPTED, message=message, time=self._wall_clock(), step=self.training.step
             )
+
+    @property
+    def spent(self) -> SpentSeconds:
+        """Of all generations so far."""
+        part = self._part
+        if part is None:
+            return self._spent
+        here = part.spent or SpentSeconds()
+        update = {"starting": here.starting + part.untold, "hanging": here.hanging + part.hung}
+        return followed_by(self._spent, here.model_copy(update=update))
 
     # What follows
 
@@ -259,6 +287,7 @@ class Group:
         if cause is None:
             cause = Failure(failure=FailureClass.UNKNOWN, message="the workers were stopped", time=self._wall_clock())
         asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
+        self._spent = self.spent
         verdict = self.ledger.record(cause, disruption=cause.unreachable or asked, training=self.training)
         self._part = None
         if isinstance(verdict, GiveUp):
@@ -278,7 +307,7 @@ class Group:
 
     def _exit(self, end: TerminationMessage, now: float) -> None:
         self._exit_since = now
-        self.order = self._make_order(OrderKind.EXIT, end=end)
+        self.order = self._make_order(OrderKind.EXIT, end=end.model_copy(update={"spent": self.spent}))
 
     # Book-keeping
 

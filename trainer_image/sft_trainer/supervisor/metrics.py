@@ -8,7 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from sft_api.failures import FailureClass
+from sft_api.goodput import SPENT
 from sft_api.progress import Phase, Progress, TrainingProgress
+from sft_api.v1alpha1 import SpentSeconds
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -65,6 +67,11 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
     restarted = CounterMetricFamily("sft_trainer_restarts", "Ends of the group, by failure", labels=["failure"])
     for failure, count in restarts.items():
         restarted.add_metric([failure.value], count)
+    spent = CounterMetricFamily(
+        "sft_trainer_spent_seconds", "Seconds of the group by what it did, since this pod began", labels=["activity"]
+    )
+    for activity in SPENT:
+        spent.add_metric([activity], getattr(progress.spent or SpentSeconds(), activity))
     registry = CollectorRegistry()
-    registry.register(_Families([*families, phase, restarted]))
+    registry.register(_Families([*families, phase, restarted, spent]))
     return generate_latest(registry)

@@ -272,7 +272,9 @@ class Node:
         else:
             message = f"asked to stop; the workers ended with {last.failure}: {last.message}"
         if self._coordinator is not None:
-            self._end = termination(FailureClass.INTERRUPTED, message, self._coordinator.group.training)
+            group = self._coordinator.group
+            end = termination(FailureClass.INTERRUPTED, message, group.training)
+            self._end = end.model_copy(update={"spent": group.spent})
         else:
             self._end = TerminationMessage(
                 failure=FailureClass.INTERRUPTED, message=message, step=last.step if last else 0

@@ -1,0 +1,121 @@
+"""How long pods were bound to GPUs: by timestamps, whoever looks and however often."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from sft_api.goodput import Devices
+from sft_api.progress import Progress, TerminationMessage
+from sft_api.v1alpha1 import GoodputStatus, SFTJobStatus, SpentSeconds
+from sft_operator.decisions.goodput import account_pods
+from sft_operator.decisions.status import read_status, write_status
+from sft_operator.picture.observed import Observed, Pod, Report
+from tests.unit.operator.make import at, make_child, make_pod, stamp, training
+from tests.unit.operator.statuses import status_of
+
+EIGHT = Devices("GPUs", 8, 2)
+
+
+def bound(seconds: float) -> list[dict[str, Any]]:
+    """Conditions of a pod that got its node then."""
+    return [{"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp(seconds)}]
+
+
+def pods(*since: float, **fields: Any) -> tuple[Pod, ...]:
+    return tuple(make_pod(index, conditions=bound(seconds), **fields) for index, seconds in enumerate(since))
+
+
+def seconds_of(observed: Observed, *looks: float, devices: Devices = EIGHT) -> float:
+    """GPU seconds after looks at these times, each of which reads what the one before has written."""
+    goodput: GoodputStatus | None = None
+    for look in looks:
+        goodput = account_pods(goodput, devices, observed, at(look))
+        written = write_status(SFTJobStatus(goodput=goodput))
+        goodput = read_status({"status": written}).goodput
+    assert goodput is not None
+    return goodput.gpu_seconds
+
+
+def test_pods_without_a_node_cost_nothing() -> None:
+    assert account_pods(None, EIGHT, Observed(job=make_child(), pods=(make_pod(0), make_pod(1))), at(0)) is None
+
+
+@pytest.mark.parametrize("looks", [(0,), (-50, -20, 0), (-99.5, -99.1, -3.3, -0.7, 0), (-500, 0)])
+def test_however_often_somebody_looks(looks: tuple[float, ...]) -> None:
+    observed = Observed(job=make_child(), pods=pods(-100, -90))
+    assert seconds_of(observed, *looks) == 8 * (100 + 90)
+
+
+def test_a_pod_that_has_ended_costs_nothing_more() -> None:
+    ended = make_pod(0, phase="Failed", exit_code=31, finished=-40, conditions=bound(-100))
+    running = make_pod(0, uid="new", conditions=bound(-30))
+    observed = Observed(job=make_child(), pods=(ended, running))
+    assert seconds_of(observed, -60, 0) == seconds_of(observed, 0) == 8 * (60 + 30)
+    assert seconds_of(observed, -10, 0, 0) == 8 * 90
+
+
+def test_one_that_went_is_counted_up_to_its_end() -> None:
+    gone = make_pod(0, deletion=-50, conditions=bound(-100))
+    assert seconds_of(Observed(job=make_child(), gone_pods=(gone,)), -60, 0) == 8 * 80
+    lost = make_pod(0, phase="Failed", conditions=[*bound(-100), _disrupted(-30)])
+    assert seconds_of(Observed(job=make_child(), pods=(lost,)), -60, 0, 500) == 8 * 70
+
+
+def _disrupted(seconds: float) -> dict[str, Any]:
+    return {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": stamp(seconds)}
+
+
+def test_processes_are_counted_where_there_are_no_gpus() -> None:
+    status = status_of(
+        Observed(job=make_child(), pods=pods(-100)), compute={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 3}
+    )
+    assert status.goodput is not None
+    assert (status.goodput.counted, status.goodput.gpu_seconds) == ("Processes", 300)
+
+
+def reported(step: int, update: float, spent: SpentSeconds, *, pod: str = "pod-0") -> Report:
+    told = training(step).model_copy(update={"update_time": at(update)})
+    return Report(Progress(training=told, spent=spent), at(0), pod)
+
+
+def test_what_passed_since_the_last_word_is_not_taken_for_waiting() -> None:
+    spent = SpentSeconds(starting=40, steps=50, curve_began=0, curve_saved=30, curve_now=50)
+    observed = Observed(job=make_child(), pods=pods(-100, -100), report=reported(5, -10, spent))
+    goodput = account_pods(None, EIGHT, observed, at(0))
+    assert goodput is not None
+    assert goodput.gpu_seconds == 16 * 90
+    assert (goodput.productive_gpu_seconds, goodput.unsaved_gpu_seconds) == (16 * 30, 16 * 20)
+    assert (goodput.lost_gpu_seconds.starting, goodput.lost_gpu_seconds.waiting) == (16 * 40, 0)
+
+
+def test_the_last_words_of_a_pod_are_taken_once() -> None:
+    first, second = (
+        SpentSeconds(steps=50, curve_began=0, curve_saved=50, curve_now=50),
+        SpentSeconds(steps=20, curve_began=50, curve_saved=70, curve_now=70),
+    )
+    words = TerminationMessage(attempt=1, step=5, spent=first)
+    ended = make_pod(0, uid="old", phase="Failed", exit_code=31, words=words, finished=-50, conditions=bound(-110))
+    living = make_pod(0, uid="new", conditions=bound(-40))
+    alone = Devices("GPUs", 8, 1)
+    observed = Observed(job=make_child(), pods=(ended, living), report=reported(9, 0, second, pod="new"))
+    goodput = None
+    for look in (0, 1, 2):
+        goodput = account_pods(goodput, alone, observed, at(0) + timedelta(seconds=look))
+    assert goodput is not None
+    assert goodput.productive_gpu_seconds == 8 * 70
+    assert goodput.lost_gpu_seconds.repeated_steps == 0
+
+
+def test_time_alone_is_no_news() -> None:
+    """A status that says the same is not written again only because time has passed."""
+    observed = Observed(job=make_child(), pods=pods(-100, -100))
+    first = status_of(observed)
+    again = status_of(observed, first, seconds=20)
+    assert again == first
+    # With the next news all of it is there
+    later = status_of(Observed(job=make_child(), pods=pods(-100, -100, ready=False)), first, seconds=20)
+    assert later.goodput is not None
+    assert later.goodput.gpu_seconds == 16 * 120
