@@ -46,14 +46,6 @@ def write_manifest(folder: Path) -> Path:
     return manifest
 
 
-def evaluation_losses(store: Path) -> dict[int, float]:
-    """Held-out loss by step, from the step records in the checkpoint store."""
-    records = [
-        json.loads(line) for file in sorted(store.glob("metrics/*.jsonl")) for line in file.read_text().splitlines()
-    ]
-    return {record["step"]: record["evalLoss"] for record in records if "evalLoss" in record}
-
-
 def show(questions: list[str], wanted: list[str], before: list[str], after: list[str]) -> None:
     """A question as it was answered before and after, and every one that is still answered wrongly."""
     print(f"\nQuestion:         {questions[0]}\nBefore training:  {before[0][:60]!r}\nAfter training:   {after[0]!r}")
@@ -99,10 +91,9 @@ def main() -> int:
     status: dict[str, Any] = json.loads(run.stdout)
     export = Path(status["export"]["uri"].removeprefix("file://"))
     after = answers(export, questions)
-    losses = evaluation_losses(FOLDER / "run")
-    first, last = losses[min(losses)], losses[max(losses)]
+    first, last = status["progress"]["firstEvalLoss"], status["progress"]["evalLoss"]
     drop = 1 - last / first
-    difference = abs(held_out_loss(export, made.eval) - status["progress"]["evalLoss"])
+    difference = abs(held_out_loss(export, made.eval) - last)
     correct_before, correct_after = (
         sum(given == right for given, right in zip(given_answers, wanted, strict=True))
         for given_answers in (before, after)

@@ -44,6 +44,7 @@ def test_the_demo_learns_its_task_and_says_so(tmp_path: Path) -> None:
     assert int(last["correct_before"]) == 0
     assert int(last["correct_after"]) >= 16
     assert float(last["export_loss_difference"]) <= 1e-4
+    assert float(last["eval_loss_before"]) > 6, "of the model before training: near the logarithm of 2,048 tokens"
     assert float(last["eval_loss_drop"]) > 0.5
     assert f"The model: {folder}/run/export" in lines
     assert f"The curve: {folder}/run/curve.svg" in lines
