@@ -173,6 +173,7 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
     checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
     interval = duration(checkpoint.every_seconds)
     saves = f"every {interval}" + (f" or {counted(checkpoint.every_steps, 'step')}" if checkpoint.every_steps else "")
+    best = f" and the best {checkpoint.keep.best}" if checkpoint.keep.best else ""
     decisions = [
         Decision(
             "checkpoints in",
@@ -182,7 +183,7 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         ),
         Decision(
             "checkpoints",
-            f"{saves}, the last {checkpoint.keep.last} kept",
+            f"{saves}, the last {checkpoint.keep.last}{best} kept",
             _origin(checkpoint, "every_seconds", "every_steps", "keep"),
             "checkpoint.everySeconds, .everySteps, .keep",
         ),

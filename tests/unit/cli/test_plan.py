@@ -45,7 +45,7 @@ def test_what_the_manifest_gives_is_marked_so() -> None:
             "schedule": {"type": "linear", "warmupSteps": 10},
             "evaluation": {"everySteps": 100, "beforeTraining": True},
         },
-        checkpoint={"uri": "file:///c", "everySteps": 50},
+        checkpoint={"uri": "file:///c", "everySteps": 50, "keep": {"best": 1}},
         export={"atEnd": False},
     )
 
@@ -55,7 +55,7 @@ def test_what_the_manifest_gives_is_marked_so() -> None:
     assert shown["gradient accumulation"].value == "4"
     assert shown["schedule"].value == "linear, warm-up 10 steps"
     assert shown["evaluation"].value == "before, every 100 steps and at the end"
-    assert shown["checkpoints"].value == "every 10m0s or 50 steps, the last 2 kept"
+    assert shown["checkpoints"].value == "every 10m0s or 50 steps, the last 2 and the best 1 kept"
     assert shown["export"].value == "none"
 
 
