@@ -199,9 +199,8 @@ def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline
         folder = work / shape.name
         parts = len(shapes) - number
         until = time.monotonic() + (deadline - time.monotonic()) / parts
-        facts = _prepared(shape, work, folder, options.device, until)
+        facts = _prepared(shape, work, folder, options.device, until, figures)
         if facts is None:
-            figures.add({f"{shape.name}_inputs": "failed"})
             continue
         scene = Scene(shape, facts["parameters"], folder / "model", work / "rows.jsonl", folder, on_gpu, effort, until)
         compare(
@@ -214,8 +213,13 @@ def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline
         shutil.rmtree(folder / "model", ignore_errors=True)
 
 
-def _prepared(shape: Any, work: Path, folder: Path, device: str, deadline: float) -> dict[str, Any] | None:
-    """Make the model of ``shape`` in a process that may use the GPU; its parameters, and lengths of the documents."""
+def _prepared(
+    shape: Any, work: Path, folder: Path, device: str, deadline: float, figures: Figures
+) -> dict[str, Any] | None:
+    """Make the model of ``shape`` in a process that may use the GPU; its parameters, and lengths of the documents.
+
+    None where that failed or there was no time for it, which ``figures`` then say.
+    """
     from .isolated import Outcome, last_lines, run_isolated
 
     facts: dict[str, Any] = {}
@@ -240,6 +244,8 @@ def _prepared(shape: Any, work: Path, folder: Path, device: str, deadline: float
         if outcome.verdict == "failed":
             for line in last_lines(work / "checks", outcome.name):
                 say(f"    {line}")
+        if outcome.verdict != "ok":
+            figures.add({f"{shape.name}_inputs": outcome.verdict})
         facts.update(outcome.figures or {})
 
     folder.mkdir()

@@ -14,6 +14,8 @@ import torch
 
 from sft_api.generate import ROOT
 from tests.gpu import __main__ as command
+from tests.gpu.figures import Figures
+from tests.gpu.inputs import SMALL
 from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
 from tests.gpu.watched import nothing_is_waited_for
 from tests.waiting import wait_until
@@ -141,3 +143,12 @@ def test_no_check_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
     run_isolated([("late", dict)], tmp_path, deadline=time.monotonic(), limit=5.0, at_once=1, on_end=ended.append)
 
     assert [outcome.verdict for outcome in ended] == ["no_time_left"]
+
+
+def test_a_model_for_which_there_is_no_time_has_not_failed(tmp_path: Path) -> None:
+    figures = Figures()
+
+    assert command._prepared(SMALL, tmp_path, tmp_path / "small", "cpu", time.monotonic(), figures) is None
+
+    assert figures.with_value("no_time_left") == ["small_inputs"]
+    assert figures.with_value("failed") == []
