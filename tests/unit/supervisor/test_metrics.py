@@ -1,11 +1,15 @@
 """What Prometheus scrapes."""
 
+import inspect
+import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 from sft_api.failures import FailureClass
+from sft_api.generate import ROOT
 from sft_api.progress import Phase, Progress, TrainingProgress
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
+from sft_trainer.supervisor import metrics
 from sft_trainer.supervisor.metrics import render
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -43,3 +47,17 @@ def test_every_figure_that_is_known() -> None:
     ):
         assert line in lines
     assert "eval_loss" not in text
+
+
+def test_every_metric_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "states.md").read_text()
+    source = inspect.getsource(metrics)
+    gauges = re.findall(r'^ +\("(\w+)", "', source, re.MULTILINE)
+    families = [
+        f"{name}_total" if kind == "Counter" else name
+        for kind, name in re.findall(r'(Gauge|Counter)MetricFamily\(\s*"sft_trainer_(\w+)"', source)
+    ]
+
+    assert "step" in gauges
+    assert "restarts_total" in families
+    assert not [name for name in [*gauges, *families] if f"`sft_trainer_{name}`" not in page]
