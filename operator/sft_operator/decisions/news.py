@@ -13,6 +13,8 @@ _ON_THE_WAY = ("Preparing", "Queued", "Starting", "Suspending")
 """States that every job passes, as it does the first time that it runs: the status shows them, events would only be
 noise."""
 
+_LONGEST_NOTE_BYTES = 1000
+
 
 class News(NamedTuple):
     """One thing worth telling."""
@@ -71,7 +73,8 @@ def build_event(job: Manifest, item: News, *, instance: str, unique: str, now: d
         "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         "type": item.type,
         "reason": item.reason[:128],
-        "note": item.note[:1000],
+        # The API server's limit of 1024 counts bytes.
+        "note": item.note.encode()[:_LONGEST_NOTE_BYTES].decode(errors="ignore"),
         "action": "Reconcile",
         "reportingController": MANAGER,
         "reportingInstance": instance[:128],

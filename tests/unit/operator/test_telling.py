@@ -103,6 +103,9 @@ def test_an_event_points_at_the_sftjob_and_stays_within_limits() -> None:
     assert event["regarding"]["uid"] == "sft-uid"
     assert event["type"] == "Normal"
     assert len(event["note"]) == 1000
+    # Words in other alphabets as well: the API server counts bytes.
+    foreign = item._replace(note="x" + "\u00fc" * 4000)
+    assert build_event(job_manifest(), foreign, instance="pod-1", unique="abc", now=NOW)["note"] == "x" + "\u00fc" * 499
     assert event["metadata"] == {"name": "tulu.abc", "namespace": "team"}
     assert event["eventTime"] == "2026-01-01T12:00:00.000000Z"
 
