@@ -22,6 +22,19 @@ from .config import load_settings
 from .controller import run
 
 
+class OneLine(logging.Formatter):
+    """Messages hold words of tenants, who could write lines of their own into the log, or colour it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line of ``record``; tracebacks follow it as they are."""
+        line = super().formatMessage(record)
+        return line if line.isprintable() else "".join(_printed(character) for character in line)
+
+
+def _printed(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the operator; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sft_operator", description="Operator for SFTJobs.")
@@ -35,9 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         settings = load_settings(options.config).model_copy(
             update={name: value for name, value in given.items() if value is not None}
         )
-        logging.basicConfig(
-            level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-        )
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(level=settings.log_level, handlers=[handler])
         fit_status({})  # walks the schema: not while the first job waits
         # Of what a look makes hardly anything is a cycle, and all that was imported stays.
         gc.freeze()
