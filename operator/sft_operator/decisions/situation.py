@@ -191,9 +191,8 @@ def _earlier(pods: tuple[Pod, ...]) -> str:
     more = f" and {len(pods) - _SHOWN_PODS} more" if len(pods) > _SHOWN_PODS else ""
     message = f"waiting for the end of {len(pods)} pod(s) of an earlier Job of this name: {', '.join(names)}{more}"
     lasting = sum(pod.deletion is None for pod in pods)
-    return (
-        f"{message}; {lasting} not yet asked to end: if that stays so, delete what holds them" if lasting else message
-    )
+    advice = f"{lasting} not yet asked to end: if that stays so, delete the Job that they belong to, or them"
+    return f"{message}; {advice}" if lasting else message
 
 
 def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:

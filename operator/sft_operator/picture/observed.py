@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from sys import intern
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_api.progress import Progress, TerminationMessage
 from sft_api.times import LATEST, parse_time, shifted
@@ -19,6 +19,7 @@ from ..names import (
     CONFIG_DIGEST_ANNOTATION,
     EXPORT_URI_ANNOTATION,
     FOLLOWED_LABELS_ANNOTATION,
+    JOB_LABEL,
     KUEUE_LABELS,
     QUEUE_LABEL,
     RETRY_ANNOTATION,
@@ -34,6 +35,8 @@ Manifest = dict[str, Any]
 
 
 _GROUPS = {"Job": "batch", KIND: GROUP}
+_JOB_NAME_LABEL, _JOB_UID_LABEL = "batch.kubernetes.io/job-name", "batch.kubernetes.io/controller-uid"
+"""On every pod of a Job, by the Job controller."""
 _LONGEST_TERMINATION_MESSAGE = 4096
 """As the kubelet cuts it."""
 
@@ -59,6 +62,26 @@ def has_controller(manifest: Mapping[str, Any]) -> bool:
 def owner_uid(manifest: Mapping[str, Any], kind: str) -> str | None:
     """Uid of the controlling owner of that kind."""
     return text(controller(manifest, kind).get("uid")) or None
+
+
+class PodOwner(NamedTuple):
+    """The Job that made a pod; empty when none did."""
+
+    name: str
+    uid: str
+
+
+def pod_owner(manifest: Mapping[str, Any]) -> PodOwner:
+    """The Job that is the controlling owner of a pod, or was its owner when it was deleted with ``--cascade=orphan``.
+
+    Such pods run on under the names of ours, in our Service: a new group has to wait for their end.
+    """
+    reference = controller(manifest, "Job")
+    if not reference and not has_controller(manifest):
+        labels = part(manifest, "metadata", "labels")
+        name, uid = text(labels.get(_JOB_NAME_LABEL)), text(labels.get(_JOB_UID_LABEL))
+        return PodOwner(name, uid) if uid and labels.get(JOB_LABEL) == name else PodOwner("", "")
+    return PodOwner(text(reference.get("name")), text(reference.get("uid")))
 
 
 def sft_job(manifest: Mapping[str, Any]) -> Manifest:
@@ -145,7 +168,7 @@ class Pod:
             name=text(metadata.get("name")),
             uid=text(metadata.get("uid")),
             # Words that many pods have are interned: tens of thousands of pods are held.
-            job_uid=intern(owner_uid(manifest, "Job") or "") or None,
+            job_uid=intern(pod_owner(manifest).uid) or None,
             index=integer(annotations.get("batch.kubernetes.io/job-completion-index")),
             phase=intern(text(status.get("phase"))) or "Pending",
             reason=text(status.get("reason")),

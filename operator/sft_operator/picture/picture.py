@@ -23,6 +23,7 @@ from .observed import (
     Observed,
     Pod,
     controller,
+    pod_owner,
     sft_job,
 )
 from .strays import Strays
@@ -84,7 +85,7 @@ def key_of(kind: str, manifest: Manifest) -> Key | None:
     """The SFTJob an object belongs to, or None for a stranger's."""
     metadata = part(manifest, "metadata")
     name, namespace = text(metadata.get("name")), text(metadata.get("namespace"))
-    owner = name if kind == KIND else _owner(manifest, KIND if kind == "Job" else "Job")
+    owner = name if kind == KIND else _owner(manifest, KIND) if kind == "Job" else pod_owner(manifest).name
     if kind == "Job" and owner != name:
         return None  # a copy that someone made: ours has the name of its SFTJob
     return Key(namespace, owner) if owner and namespace and uid_of(manifest) else None

@@ -178,6 +178,35 @@ def test_what_merely_wears_our_labels_is_not_held() -> None:
     assert (picture.entry(KEY).pods, picture.entry(KEY).job) == ({}, None)
 
 
+def test_pods_that_a_job_has_left_behind_are_known_until_they_end() -> None:
+    picture = full_picture()
+    picture.remove("Job", versioned(child_manifest(), 40))
+    left = {
+        "sftjob.dev/job": "tulu",
+        "batch.kubernetes.io/job-name": "tulu",
+        "batch.kubernetes.io/controller-uid": "job-uid",
+    }
+
+    def orphan(index: int, version: int) -> dict[str, Any]:
+        pod = versioned(pod_manifest(index), version)
+        return {**pod, "metadata": {**pod["metadata"], "ownerReferences": [], "labels": left}}
+
+    for index in (0, 1):
+        picture.store("Pod", orphan(index, 41 + index))
+    assert [pod.index for pod in picture.observed(KEY).earlier_pods] == [0, 1]
+
+    # A complete list shows them still, also to an operator that has never seen their Job.
+    take_listing(picture, "Pod", [orphan(0, 41), orphan(1, 42)], version=50)
+    assert [pod.index for pod in picture.observed(KEY).earlier_pods] == [0, 1]
+    fresh = Picture()
+    fresh.store("SFTJob", job_manifest())
+    take_listing(fresh, "Pod", [orphan(0, 41), orphan(1, 42)], version=50)
+    assert [pod.index for pod in fresh.observed(KEY).earlier_pods] == [0, 1]
+
+    assert picture.remove("Pod", orphan(0, 60)) == KEY
+    assert [pod.index for pod in picture.observed(KEY).earlier_pods] == [1]
+
+
 def test_the_label_of_a_pod_of_ours_does_not_matter() -> None:
     picture = full_picture()
     pod = versioned(pod_manifest(0, ready=False), 30)
