@@ -74,6 +74,7 @@ class _PodStatus(TypedDict, total=False):
 
 class _JobSpec(TypedDict, total=False):
     completions: Any
+    parallelism: Any
     suspend: Any
     activeDeadlineSeconds: Any
 

@@ -98,10 +98,21 @@ def change_job(terms: Terms, status: SFTJobStatus, observed: Observed) -> Change
     if not goes_on(observed):
         return Changes()
     patch = job_patch(terms, child, observed.queueing)
+    if spec := _changed_size(terms, child):
+        patch = {**patch, "spec": {**patch.get("spec", {}), **spec}}
     limit = terms.active_deadline_seconds
     if child.active_deadline_seconds != limit:
         patch = {**patch, "spec": {**patch.get("spec", {}), "activeDeadlineSeconds": limit}}
     return Changes(patch_job=patch or None)
+
+
+def _changed_size(terms: Terms, child: ChildJob) -> Manifest:
+    """What gives the group its size again: with fewer pods (``kubectl scale``) the others wait for ever."""
+    nodes = terms.nodes
+    if child.parallelism is None or child.parallelism == child.nodes == nodes:
+        return {}
+    # Kubernetes lets the number of indexes change only together with that of the pods.
+    return {"completions": nodes, "parallelism": nodes}
 
 
 def run_places(

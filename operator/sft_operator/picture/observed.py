@@ -222,6 +222,8 @@ class ChildJob:
     """Uid of the SFTJob that owns it."""
     nodes: int = 1
     """Indexes, each of which is to have one pod."""
+    parallelism: int | None = None
+    """Pods that may run at once: as many, unless somebody has changed it."""
     suspended: bool = False
     suspended_by_us: bool = False
     """This operator has suspended it, and may resume it; who else did resumes it himself."""
@@ -254,6 +256,7 @@ class ChildJob:
             uid=text(metadata.get("uid")),
             owner_uid=owner_uid(manifest, KIND),
             nodes=integer(spec.get("completions"), lowest=1) or 1,
+            parallelism=integer(spec.get("parallelism")),
             suspended=spec.get("suspend") is True,
             active_deadline_seconds=integer(spec.get("activeDeadlineSeconds"), highest=2**63 - 1),
             created=parse_time(metadata.get("creationTimestamp")),

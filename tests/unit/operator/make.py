@@ -73,10 +73,11 @@ def child_manifest(
     defaulted: bool = False,
     owner: str = "sft-uid",
     version: str = "7",
+    pods: tuple[int, int] | None = None,
 ) -> Object:
-    """A batch Job; ``conditions`` maps the types that hold to reason and message. ``marked``: we suspended it.
+    """A batch Job of ``pods`` indexes and pods at once; ``conditions`` maps the types that hold to reason and message.
 
-    ``defaulted``: its labels for Kueue are a webhook's, not its SFTJob's.
+    ``marked``: we suspended it. ``defaulted``: its labels for Kueue are a webhook's, not its SFTJob's.
     """
     for_kueue = {**({"kueue.x-k8s.io/queue-name": queue} if queue else {}), **(labels or {})}
     status: Object = {
@@ -106,7 +107,7 @@ def child_manifest(
             },
             "ownerReferences": [_owner("sftjob.dev/v1alpha1", "SFTJob", owner)],
         },
-        "spec": {"suspend": suspend},
+        "spec": {"suspend": suspend, **({"completions": pods[0], "parallelism": pods[1]} if pods else {})},
         "status": status,
     }
 

@@ -50,6 +50,11 @@ def test_the_network_policy_can_be_left_to_the_administrator() -> None:
         ({}, {"suspend": True}, None),
         ({"suspend": True}, {"suspend": True}, None),
         ({"runPolicy": {"activeDeadlineSeconds": 9}}, {}, {"activeDeadlineSeconds": 9}),
+        # Nobody else decides how many pods a run has: with fewer they would wait for each other for ever.
+        ({}, {"pods": (2, 2)}, None),
+        ({}, {"pods": (2, 0)}, {"completions": 2, "parallelism": 2}),
+        ({}, {"pods": (1, 1)}, {"completions": 2, "parallelism": 2}),
+        ({"compute": {"nodes": 3}}, {"pods": (4, 4)}, {"completions": 3, "parallelism": 3}),
         # Nothing is changed in a Job that has ended.
         ({"suspend": True}, {"conditions": {"Complete": ("", "")}}, None),
         ({"suspend": True}, {"conditions": {"FailureTarget": ("", "")}}, None),
