@@ -198,8 +198,10 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
 
 
 def preempted_words(observed: Observed) -> str:
-    """Why Kueue takes the place back."""
+    """Why a Job that the user wants to run was suspended: Kueue takes its place back, or somebody has done it."""
     workload = observed.queueing.workload if observed.queueing else None
+    if workload is None and observed.job and observed.job.queue is None and not observed.job.suspended_by_us:
+        return f"not this operator has suspended the Job {observed.job.name}; the pods save their state"
     evicted = workload.conditions.get("Evicted") if workload else None
     if evicted and evicted.status and evicted.message:
         return f"{evicted.message}; the pods save their state"

@@ -346,6 +346,13 @@ def test_a_preemption_is_told_in_kueues_words_and_counted() -> None:
     assert status.restarts.last_message.startswith("Preempted to accommodate job dear")  # type: ignore[union-attr]
 
 
+def test_a_job_without_a_queue_is_not_said_to_be_stopped_by_one() -> None:
+    status = compute_status(make_job(), RUNNING, running(job=make_child(suspend=True)), NOW)
+
+    assert status.state == "Suspending"
+    assert status.message == "not this operator has suspended the Job tulu; the pods save their state"
+
+
 def test_a_run_that_an_administrator_has_stopped_is_counted_as_a_disruption() -> None:
     stopped = make_queueing(workload=workload_manifest(active=False))
     observed = running(job=make_child(suspend=True, **QUEUED), pods=(), queueing=stopped)
