@@ -247,10 +247,11 @@ def test_pods_that_see_other_places_are_found_out(tmp_path: Path, source: Path, 
 
 
 def test_remains_of_an_export_that_was_killed_are_dropped(tmp_path: Path, source: Path, steps: Any) -> None:
-    # Given an export that was killed in the middle of its weights, and files of others beside and below it
+    # Given exports that were killed in the middle of a file, and files of others beside and below them
     store, (_, manifest) = steps
     target = LocalStore(tmp_path / "out")
-    for key in ("model.safetensors", "model-00001-of-00002.safetensors", MARK, "mine.bin", "jobs/a/model.safetensors"):
+    weights = ("model.safetensors", "model-00001-of-00002.safetensors")
+    for key in (*weights, MARK, "training-run.json", "config.json", "mine.bin", "jobs/a/model.safetensors"):
         target.open_write(key).write(b"x")
 
     export(exported(store, manifest, source), target)

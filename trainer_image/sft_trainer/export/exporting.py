@@ -134,9 +134,9 @@ def _begin(
 
 
 def _drop_earlier_uploads(target: Store) -> None:
-    """Drop weights that an export of this model began and did not finish: nobody else ever would."""
+    """Drop files that an export of this model began and did not finish: nobody else ever would."""
     try:
-        for prefix in ("model.safetensors", "model-0", MARK):
+        for prefix in ("model.safetensors", "model-0", MARK, RECORD, CONFIG):
             target.abort_incomplete_uploads(prefix)
     except (AccessDeniedError, ConfigError) as error:
         # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
