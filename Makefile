@@ -92,8 +92,12 @@ soak-informer: setup ## The picture of the cluster under watches that are cut, s
 .PHONY: bench
 bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of a checkpoint, cost of a job to the operator
 	$(PYTHON) -m tests.bench.throughput .venv-bench/bin/python
-	$(PYTHON) -m tests.bench.checkpoint
+	$(PYTHON) -m tests.bench.checkpoint --rounds 1
 	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
+
+.PHONY: bench-checkpoint
+bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio, in a quarter of an hour (ARGUMENTS="--rounds 1 ...")
+	$(PYTHON) -m tests.bench.checkpoint $(ARGUMENTS)
 
 .PHONY: bench-before
 bench-before: setup ## Tokens/s beside an earlier commit's worktree, in pairs (BEFORE=folder, after make setup there)

@@ -173,7 +173,8 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
     checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
     interval = duration(checkpoint.every_seconds)
     saves = f"every {interval}" + (f" or {counted(checkpoint.every_steps, 'step')}" if checkpoint.every_steps else "")
-    best = f" and the best {checkpoint.keep.best}" if checkpoint.keep.best else ""
+    best = f", the best {checkpoint.keep.best}" if checkpoint.keep.best else ""
+    each = f", those of every {counted(checkpoint.keep.every_steps, 'step')}" if checkpoint.keep.every_steps else ""
     decisions = [
         Decision(
             "checkpoints in",
@@ -183,7 +184,7 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         ),
         Decision(
             "checkpoints",
-            f"{saves}, the last {checkpoint.keep.last}{best} kept",
+            f"{saves}; kept: the last {checkpoint.keep.last}{best}{each}",
             _origin(checkpoint, "every_seconds", "every_steps", "keep"),
             "checkpoint.everySeconds, .everySteps, .keep",
         ),

@@ -1,11 +1,19 @@
-"""How long saves and loads take, and how long they keep training waiting.
+"""What a checkpoint costs: the time that training loses, and the speed of transfers beside that of bare requests.
 
-    python -m tests.bench.checkpoint [--parameters 50_000_000] [--store folder|s3|URI] [--repeats 5]
+    python -m tests.bench.checkpoint [--hidden 768] [--rounds 3] [--store s3|folder] [--folder TMP] [--server-nice 0]
 
-Saves 12 bytes a parameter (fp32 weights and both moments of AdamW) from one process. ``s3`` starts versitygw over a
-temporary folder; a URI is used as it is, with the AWS environment of the shell. The stall of an asynchronous save is
-measured twice: the call itself, and the whole: a loop of steps with saves in it minus the same loop without.
-Prints medians as key=value.
+A model of a hundred million parameters is trained by the strategy of the trainer itself, on as many threads as a worker
+of this machine has, and saved with both moments of AdamW: 12 bytes a parameter. ``s3`` is versitygw over a temporary
+folder, on the same processors.
+
+``stall_ratio``: the seconds by which steps with one asynchronous save among them take longer than as many without, from
+the call until the save is committed, by the seconds of a synchronous save. Windows of steps alternate (without, with,
+with, without), and each one with is compared with those beside it.
+``upload_ratio``: bytes a second of a synchronous save, by those of its bytes put by as many threads in the same parts,
+with nothing hashed and nothing signed but the headers. ``resume_read_ratio``: of a load that verifies, by those of
+parallel GETs of the same bytes in ranges of as much as a piece may have. Alternating as well (bare, ours, ours, bare).
+
+Prints medians as key=value, and the lowest and the highest of the ratios.
 """
 
 from __future__ import annotations
@@ -15,112 +23,297 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import boto3
 import torch
+import torch.distributed as dist
+from botocore.config import Config
+from transformers import AutoConfig
 
 from sft_api.checkpoints import RunState
-from sft_trainer.boxes import WEIGHT, Box, Rectangle
+from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.opening import open_store
+from sft_trainer.checkpoint.pieces import FILES_PER_RANK, MAX_PIECE_BYTES
+from sft_trainer.checkpoint.reading import READ_THREADS
+from sft_trainer.checkpoint.s3 import part_size
 from sft_trainer.checkpoint.store import S3Settings, Store
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import EVERYTHING
+from tests.bins import random_bin
 from tests.cluster.object_store import object_store
+from tests.cluster.processes import Supervisor
+from tests.parity.runs import manifest, resolve
 from tests.topologies import here
 
+BUCKET = "bench"
+BARE_THREADS = 16
+VOCABULARY = 16_384
 
-def state(parameters: int) -> list[Box]:
-    """Layers of at most 16 Mi parameters each, as in a transformer."""
-    boxes = []
-    for number, start in enumerate(range(0, parameters, 2**24)):
-        rows = max(1, min(2**24, parameters - start) // 1024)
-        place = Rectangle((0, 0), (rows, 1024))
-        for kind in (WEIGHT, "exp_avg", "exp_avg_sq"):
-            boxes.append(Box(f"layer.{number}", kind, place.sizes, place, torch.randn(rows, 1024)))
-    return boxes
+
+class Training:
+    """Steps of a model on random tokens."""
+
+    def __init__(self, folder: Path, hidden: int, layers: int, tokens: int) -> None:
+        config = AutoConfig.for_model(
+            "qwen3",
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+            head_dim=64,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=True,
+        )
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(folder)
+        job = manifest(folder, folder.with_name("store"), model={"uri": f"file://{folder}"})
+        self._strategy = FsdpStrategy(resolve(job), build_on_meta(folder), EVERYTHING, ALONE, torch.device("cpu"), None)
+        for box in self._strategy.boxes("trained"):
+            box.write(torch.randn(box.place.sizes) * 0.02)
+        self._strategy.loaded()
+        self._bin = random_bin(1, *[128] * (tokens // 128), vocabulary=VOCABULARY)
+
+    def boxes(self) -> list[Box]:
+        """All that is saved."""
+        return self._strategy.boxes("trained") + self._strategy.boxes("optimizer")
+
+    def step(self) -> None:
+        self._strategy.forward_backward([self._bin], len(self._bin.labels))
+        norm = self._strategy.grad_norm()
+        self._strategy.apply(1e-5, 1.0, norm, torch.isfinite(norm))
+        float(norm)
+
+    def steps(self, count: int) -> float:
+        """Seconds of so many."""
+        return seconds_of(lambda: [self.step() for _ in range(count)])
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 @contextmanager
-def a_store(name: str) -> Iterator[Store]:
-    if "://" in name:
-        yield open_store(name, S3Settings(os.environ.get("AWS_ENDPOINT_URL_S3")))
+def a_store(kind: str, folder: Path, nice: int) -> Iterator[tuple[Store, int | None]]:
+    """The store, and the process of its server."""
+    if kind == "folder":
+        yield open_store(f"file://{folder}/saved"), None
         return
-    with tempfile.TemporaryDirectory() as folder:
-        if name == "folder":
-            yield open_store(f"file://{folder}")
-            return
-        with object_store(Path(folder)) as server:
-            os.environ.update(server.environment())
-            boto3.client("s3").create_bucket(Bucket="bench")
-            yield open_store("s3://bench/run", S3Settings(server.endpoint, server.region, force_path_style=True))
+    with object_store(folder / "server") as server:
+        os.environ.update(server.environment())
+        client().create_bucket(Bucket=BUCKET)
+        process = Supervisor(folder / "server").pid("versitygw")
+        assert process is not None
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        settings = S3Settings(server.endpoint, server.region, force_path_style=True)
+        yield open_store(f"s3://{BUCKET}/run", settings), process
 
 
-def step_loop(steps: int, weight: torch.Tensor) -> float:
-    """Seconds of ``steps`` steps of arithmetic, as training would do them."""
-    began = time.perf_counter()
-    for _ in range(steps):
-        weight = (weight @ weight).tanh_()
-    return time.perf_counter() - began
+def client() -> Any:
+    """One that hashes nothing and signs headers only."""
+    config = Config(
+        s3={"addressing_style": "path", "payload_signing_enabled": False},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        max_pool_connections=BARE_THREADS,
+    )
+    return boto3.client("s3", config=config)
+
+
+def bare_put(raw: bytearray, pool: ThreadPoolExecutor) -> None:
+    """The bytes as as many objects as a rank has files, in parts of the same size."""
+    s3 = client()
+    share = -(-len(raw) // FILES_PER_RANK)
+    part = part_size(share)
+
+    def put(key: str, upload: str, number: int, start: int, end: int) -> dict[str, Any]:
+        body = raw[start:end]
+        answer = s3.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=number, Body=body)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    uploads = []
+    for first in range(0, len(raw), share):
+        key, end = f"bare/{first}", min(first + share, len(raw))
+        upload = s3.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+        starts = range(first, end, part)
+        parts = [
+            pool.submit(put, key, upload, number, start, min(start + part, end))
+            for number, start in enumerate(starts, 1)
+        ]
+        uploads.append((key, upload, parts))
+
+    def complete(key: str, upload: str, parts: list[Any]) -> None:
+        done = {"Parts": [part.result() for part in parts]}
+        s3.complete_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload, MultipartUpload=done)
+
+    with ThreadPoolExecutor(FILES_PER_RANK) as completing:
+        list(completing.map(lambda upload: complete(*upload), uploads))
+
+
+def bare_get(pool: ThreadPoolExecutor) -> int:
+    """The same bytes back, in ranges; how many there were."""
+    s3 = client()
+    objects = s3.list_objects_v2(Bucket=BUCKET, Prefix="bare/")["Contents"]
+
+    def get(key: str, start: int) -> int:
+        span = f"bytes={start}-{start + MAX_PIECE_BYTES - 1}"
+        return len(s3.get_object(Bucket=BUCKET, Key=key, Range=span)["Body"].read())
+
+    reads = [
+        pool.submit(get, entry["Key"], start) for entry in objects for start in range(0, entry["Size"], MAX_PIECE_BYTES)
+    ]
+    return sum(read.result() for read in reads)
+
+
+def processor_seconds(process: int | None) -> float:
+    """That it has taken so far."""
+    if process is None:
+        return 0.0
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Bench:
+    training: Training
+    manager: CheckpointManager
+    server: int | None
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    number: int = 0
+
+    def note(self, name: str, value: float) -> None:
+        self.figures.setdefault(name, []).append(value)
+        print(f"# {name} {value:.3f}", flush=True)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.figures[name])
+
+    def save(self, *, asynchronous: bool) -> None:
+        self.number += 1
+        boxes, keep = self.training.boxes(), KeepPolicy(last=1)
+        self.manager.save(self.number, boxes, RunState(), asynchronous=asynchronous, keep=keep)
+
+    def saved(self) -> None:
+        """A synchronous save, timed."""
+        worked, served = time.process_time(), processor_seconds(self.server)
+        self.note("save_sync_seconds", seconds_of(lambda: self.save(asynchronous=False)))
+        self.note("save_sync_processor_seconds", time.process_time() - worked)
+        self.note("save_sync_server_processor_seconds", processor_seconds(self.server) - served)
+
+    def steps_with_save(self, at_least: int) -> tuple[int, float]:
+        """How many steps there were until an asynchronous save was committed, and their seconds with it."""
+        began = time.perf_counter()
+        self.save(asynchronous=True)
+        called = time.perf_counter()
+        steps = 0
+        while steps < at_least or self.manager.in_flight:
+            self.training.step()
+            steps += 1
+        seconds = time.perf_counter() - began
+        outcome = self.manager.wait()
+        assert outcome is not None
+        self.note("save_async_call_seconds", called - began)
+        self.note("save_async_seconds", outcome.seconds)
+        return steps, seconds
+
+    def stalls(self, steps: int) -> None:
+        """Windows of at least ``steps`` steps without, with, with, and without a save."""
+        before = self.training.steps(steps)
+        windows = [self.steps_with_save(steps) for _ in range(2)]
+        after = self.training.steps(steps)
+        for plain, (count, seconds) in zip((before, after), windows, strict=True):
+            self.note("step_seconds", plain / steps)
+            self.note("stall_seconds", seconds - count * plain / steps)
+
+    def transfers(self, raw: bytearray, pool: ThreadPoolExecutor) -> None:
+        """Saves and loads beside bare requests for the same bytes, when there is a server."""
+        loaded = [replace(box, local=torch.zeros_like(box.local)) for box in self.training.boxes()]
+        if self.server is not None:
+            for ours in (False, True, True, False):
+                work = partial(self.save, asynchronous=False) if ours else partial(bare_put, raw, pool)
+                self.note("put_seconds" if ours else "bare_put_seconds", seconds_of(work))
+        with ThreadPoolExecutor(READ_THREADS) as readers:
+            for ours in (False, True, True, False):
+                if ours:
+                    self.note("load_seconds", seconds_of(lambda: self.manager.load_newest(loaded)))
+                elif self.server is not None:
+                    self.note("bare_get_seconds", seconds_of(lambda: bare_get(readers)))
+        pairs = zip(loaded, self.training.boxes(), strict=True)
+        assert all(torch.equal(read.local, box.read()) for read, box in pairs)
+
+    def ratio(self, name: str, above: str, below: str) -> None:
+        """Of every pair that was taken beside one another."""
+        for one, other in zip(self.figures[above], self.figures[below], strict=True):
+            self.note(name, one / other)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=50_000_000)
-    parser.add_argument("--store", default="folder")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=512, help="of a step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=("transfers", "stalls"), default=("transfers", "stalls"))
+    parser.add_argument("--store", choices=("s3", "folder"), default="s3")
+    parser.add_argument("--folder", type=Path, help="where the store's bytes go; a temporary folder when absent")
+    parser.add_argument("--server-nice", type=int, default=0, help="priority of the server, whose place is elsewhere")
     options = parser.parse_args()
-    boxes = state(options.parameters)
-    size = sum(box.local.nbytes for box in boxes)
-    loaded = [replace(box, local=torch.empty_like(box.local)) for box in boxes]
-    weight = torch.randn(512, 512)
-    with a_store(options.store) as store:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as name,
+        a_store(options.store, Path(name), options.server_nice) as (store, server),
+        ThreadPoolExecutor(BARE_THREADS) as pool,
+    ):
+        training = Training(Path(name) / "model", options.hidden, options.layers, options.tokens)
+        training.steps(2)
+        size = sum(box.local.nbytes for box in training.boxes())
         manager = CheckpointManager(store, here())
         manager.claim_attempt("bench")
-        keep = KeepPolicy(last=1)
-        sync, cpu, load, call, total, stall = [], [], [], [], [], []
-        number = 0
-        for _ in range(options.repeats):
-            worked = time.process_time()
-            outcome = manager.save(number := number + 1, boxes, RunState(), asynchronous=False, keep=keep)
-            cpu.append(time.process_time() - worked)
-            assert outcome is not None
-            sync.append(outcome.seconds)
-
-            began = time.perf_counter()
-            manager.load_newest(loaded)
-            load.append(time.perf_counter() - began)
-
-            # About as many steps as one save takes, so that the loop sees all of it.
-            steps = max(1, int(outcome.seconds / (step_loop(20, weight) / 20)))
-            plain = step_loop(steps, weight)
-            began = time.perf_counter()
-            manager.save(number := number + 1, boxes, RunState(), asynchronous=True, keep=keep)
-            call.append(time.perf_counter() - began)
-            step_loop(steps, weight)
-            stall.append(time.perf_counter() - began - plain)
-            outcome = manager.wait()
-            assert outcome is not None
-            total.append(outcome.seconds)
-    assert all(torch.equal(read.local, box.local) for read, box in zip(loaded, boxes, strict=True))
-
-    print(f"store={options.store}")
-    print(f"parameters={options.parameters}")
-    print(f"mebibytes={size / 2**20:.0f}")
-    for name, seconds in (
-        ("save_sync", sync),
-        ("save_sync_cpu", cpu),
-        ("load", load),
-        ("save_async_call", call),
-        ("save_async_stall", stall),
-        ("save_async_total", total),
-    ):
-        print(f"{name}_seconds={statistics.median(seconds):.3f}")
-    print(f"save_mebibytes_per_second={size / 2**20 / statistics.median(sync):.0f}")
-    print(f"load_mebibytes_per_second={size / 2**20 / statistics.median(load):.0f}")
+        bench = Bench(training, manager, server)
+        print(f"store={options.store}")
+        print(f"folder={options.folder or tempfile.gettempdir()}")
+        print(f"server_nice={options.server_nice}")
+        print(f"parameters={sum(box.local.numel() for box in training.boxes()) // 3}")
+        print(f"mebibytes={size / 2**20:.0f}")
+        print(f"threads={torch.get_num_threads()}")
+        print(f"processors={len(os.sched_getaffinity(0))}")
+        print(f"load={os.getloadavg()[0]:.1f}", flush=True)
+        first, _ = bench.steps_with_save(1)
+        print(f"first_save_async_call_seconds={bench.figures['save_async_call_seconds'][0]:.3f}", flush=True)
+        bench.figures.clear()
+        steps = max(4, first)
+        raw = bytearray(os.urandom(2**20)) * (size // 2**20)
+        for _ in range(options.rounds):
+            bench.saved()
+            if "transfers" in options.parts:
+                bench.transfers(raw, pool)
+            if "stalls" in options.parts:
+                bench.stalls(steps)
+    sync = bench.median("save_sync_seconds")
+    for lost in bench.figures.get("stall_seconds", []):
+        bench.note("stall_ratio", lost / sync)
+    if "bare_put_seconds" in bench.figures:
+        bench.ratio("upload_ratio", "bare_put_seconds", "put_seconds")
+        bench.ratio("resume_read_ratio", "bare_get_seconds", "load_seconds")
+    print(f"steps_of_a_window={steps}")
+    print(f"save_mebibytes_per_second={size / 2**20 / sync:.0f}")
+    for figure, values in bench.figures.items():
+        print(f"{figure}={statistics.median(values):.3f}  # {min(values):.3f} to {max(values):.3f}, {len(values)}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

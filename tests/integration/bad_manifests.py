@@ -92,6 +92,18 @@ RULES = [
         "checkpoint.keep.best needs data.eval: the best is the one with the lowest evaluation loss",
     ),
     Bad(
+        "kept for ever and never saved",
+        "spec",
+        {"checkpoint": "{keep: {everySteps: 100}}"},
+        "checkpoint.keep.everySteps must be a multiple of checkpoint.everySteps, the steps that are saved",
+    ),
+    Bad(
+        "kept for ever between two saves",
+        "spec",
+        {"checkpoint": "{everySteps: 40, keep: {everySteps: 100}}"},
+        "checkpoint.keep.everySteps must be a multiple of checkpoint.everySteps, the steps that are saved",
+    ),
+    Bad(
         "evaluation of nothing",
         "spec",
         {"training": "{evaluation: {everySteps: 10}}"},

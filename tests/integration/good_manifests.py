@@ -116,7 +116,7 @@ spec:
          credentialsSecretRef: s3-keys}
     everySteps: 200
     everySeconds: 300
-    keep: {last: 3, best: 1}
+    keep: {last: 3, best: 1, everySteps: 1000}
     async: false
     resume: {policy: never}
   export: {atEnd: true, uri: pvc://models/every-field}

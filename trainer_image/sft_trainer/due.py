@@ -67,9 +67,11 @@ class SavesWhenDue(Listener):
         # replace its good checkpoints by what broke it.
         if step >= self._total_steps or self._skipping:
             return False
-        # Training does not wait for a slow upload, unless it would lose what may be the best checkpoint.
-        best = self._checkpoint.keep.best > 0 and self._evaluated_at == step
-        return best or not self._in_flight
+        # Training does not wait for a slow upload, unless it would lose the best checkpoint, or one to keep.
+        keep = self._checkpoint.keep
+        best = keep.best > 0 and self._evaluated_at == step
+        kept = keep.every_steps is not None and step % keep.every_steps == 0
+        return best or kept or not self._in_flight
 
 
 class StopsWhenAsked(Listener):

@@ -200,7 +200,7 @@ class Saving:
                 boxes,
                 run,
                 asynchronous=self._config.spec.checkpoint.asynchronous and not final,
-                keep=KeepPolicy(last=keep.last, best=keep.best),
+                keep=KeepPolicy(last=keep.last, best=keep.best, every_steps=keep.every_steps),
                 beside=beside,
             )
         except TrainingError as error:

@@ -139,6 +139,18 @@ class SFTJobSpec(ApiModel):
             lambda self: self.checkpoint.keep.best == 0 or len(self.data.eval) > 0,
         ),
         Rule(
+            "!has(self.checkpoint.keep.everySteps) || (has(self.checkpoint.everySteps) && "
+            "self.checkpoint.keep.everySteps % self.checkpoint.everySteps == 0)",
+            "checkpoint.keep.everySteps must be a multiple of checkpoint.everySteps, the steps that are saved",
+            lambda self: (
+                self.checkpoint.keep.every_steps is None
+                or (
+                    self.checkpoint.every_steps is not None
+                    and self.checkpoint.keep.every_steps % self.checkpoint.every_steps == 0
+                )
+            ),
+        ),
+        Rule(
             "!(has(self.training.evaluation.everySteps) || self.training.evaluation.beforeTraining) || "
             "(has(self.data.eval) && size(self.data.eval) > 0)",
             "training.evaluation needs data.eval: name the data to evaluate on",

@@ -263,6 +263,11 @@ class KeepSpec(ApiModel):
     best: Annotated[int, Field(ge=0, le=100)] = Field(
         default=0, description="Besides them, so many with the lowest evaluation loss; each evaluation is then saved."
     )
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Besides them, for ever, each that was saved at a multiple of so many steps; a multiple of "
+        "checkpoint.everySteps.",
+    )
 
 
 class ResumeSpec(ApiModel):

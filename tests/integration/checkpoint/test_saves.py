@@ -221,16 +221,16 @@ def save_until_killed(store: Store) -> None:
     manager = started(store)
     save(manager, 10)
     written = 0
-    plain = WriteStream.write
+    plain = WriteStream.lend
 
-    def write(stream: WriteStream, data: Any) -> int:
+    def lend(stream: WriteStream, data: Any) -> int:
         nonlocal written
         written += plain(stream, data)
         if written > 20 * 2**20:
             os.kill(os.getpid(), signal.SIGKILL)
         return len(data)
 
-    WriteStream.write = write  # type: ignore[method-assign]
+    WriteStream.lend = lend  # type: ignore[method-assign]
     manager.save(20, boxes(state(20) | {"big": torch.ones(10 * 2**20)}), RunState(), asynchronous=True)
     manager.wait()
 

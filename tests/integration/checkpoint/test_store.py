@@ -78,6 +78,29 @@ def test_a_buffer_may_be_reused_after_each_write(store: Store) -> None:
     assert store.read("x.bin") == b"a" * 9 * MiB + b"b" * 9 * MiB
 
 
+@pytest.mark.parametrize("size", [40_001, 3 * MiB + 5])
+def test_what_is_lent_arrives_whole(store: Store, size: int) -> None:
+    """Many small pieces of memory in a part, and few large ones that end in the middle of parts."""
+    data = os.urandom(20 * MiB)
+    with store.open_write("x.bin", len(data)) as stream:
+        for start in range(0, len(data), size):
+            stream.lend(memoryview(data)[start : start + size])
+    assert stream.size == len(data)
+    assert store.read("x.bin") == data
+
+
+def test_memory_is_filled_from_anywhere(store: Store) -> None:
+    store.put("x.bin", b"0123456789")
+    memory = bytearray(4)
+    assert store.read_into("x.bin", 3, memoryview(memory)) == 4
+    assert memory == b"3456"
+    assert store.read_into("x.bin", 8, memoryview(memory)) == 2, "the object ends"
+    assert memory[:2] == b"89"
+    assert store.read_into("x.bin", 8, memoryview(b"")) == 0
+    with pytest.raises(ObjectNotFoundError):
+        store.read_into("no/such.bin", 0, memoryview(memory))
+
+
 def test_any_contiguous_buffer_can_be_written(store: Store) -> None:
     with store.open_write("x.bin") as stream:
         for data in (b"", np.empty((0, 3), np.float32).data, np.arange(4, dtype=np.int16).data, bytearray(b"end")):

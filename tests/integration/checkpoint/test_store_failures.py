@@ -136,6 +136,38 @@ def test_uploads_without_checksum_headers(s3_server: S3Server) -> None:
         assert [entry.size for entry in store.list("")] == [9 * MiB, 5]
 
 
+def test_parts_are_sent_from_where_they_lie_and_not_hashed_for_their_signature(s3_store: S3Store) -> None:
+    # Given a look at what goes to the server
+    data = memoryview(os.urandom(20 * MiB))
+    sent: list[tuple[str, Any]] = []
+
+    def look(request: Any, **_: Any) -> None:
+        sent.append((request.headers["X-Amz-Content-SHA256"].decode(), request.body))
+
+    client, _ = s3_store._connected()
+    client.meta.events.register_last("before-send.s3.UploadPart", look)
+    client.meta.events.register_last("before-send.s3.PutObject", look)
+
+    # When large memory is lent, and something small is put
+    with s3_store.open_write("x.bin", len(data)) as stream:
+        stream.lend(data)
+    s3_store.put("index", b"the digests of all pieces")
+
+    # Then the parts are that memory, and what has their digests is signed with its content
+    *parts, (signed, _) = sent
+    assert [hashed for hashed, _ in parts] == ["UNSIGNED-PAYLOAD"] * 3
+    assert all(view.obj is data.obj for _, body in parts for view in body)
+    assert len(signed) == 64
+    assert s3_store.read("x.bin") == data
+
+    # And what nobody has a digest of is signed as well
+    sent.clear()
+    with s3_store.open_write("y.bin", len(data)) as stream:
+        stream.write(data)
+    assert [len(hashed) for hashed, _ in sent] == [64] * 3
+    assert s3_store.read("y.bin") == data
+
+
 def test_an_upload_aborted_by_a_newer_attempt_fails(s3_store: S3Store) -> None:
     s3_store.retry_seconds = 0.5  # both servers answer 500 to a part of an upload that is gone
     stream = s3_store.open_write("checkpoints/x.bin")

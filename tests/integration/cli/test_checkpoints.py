@@ -213,14 +213,14 @@ def test_what_is_not_there_and_what_is_unfinished(run: LocalStore) -> None:
 
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_no_damage(run: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    identity, read_range = CheckpointId(1, 2), LocalStore.read_range
+    identity, read_into = CheckpointId(1, 2), LocalStore.read_into
 
-    def gone(self: LocalStore, key: str, offset: int, length: int) -> bytes:
+    def gone(self: LocalStore, key: str, offset: int, buffer: memoryview) -> int:
         if key.startswith(identity.prefix) and key.endswith(".bin"):
             run.delete([entry.key for entry in run.list(identity.prefix)])
-        return read_range(self, key, offset, length)
+        return read_into(self, key, offset, buffer)
 
-    monkeypatch.setattr(LocalStore, "read_range", gone)
+    monkeypatch.setattr(LocalStore, "read_into", gone)
     done = sft("verify", run.uri)
     assert done.exit_code == 0, done.output
     assert "step-00000002-a00001 was removed meanwhile" in done.stderr

@@ -25,7 +25,7 @@ def test_what_the_manifest_leaves_open_is_default_or_computed() -> None:
     assert (shown["learning rate"].value, shown["learning rate"].origin) == ("1e-05", Origin.DEFAULT)
     assert shown["schedule"].value == "cosine, warm-up 3% of the steps"
     assert (shown["precision"].value, shown["precision"].origin) == ("bf16", Origin.COMPUTED)
-    assert shown["checkpoints"].value == "every 10m0s, the last 2 kept"
+    assert shown["checkpoints"].value == "every 10m0s; kept: the last 2"
     assert "evaluation" not in shown
 
 
@@ -45,7 +45,7 @@ def test_what_the_manifest_gives_is_marked_so() -> None:
             "schedule": {"type": "linear", "warmupSteps": 10},
             "evaluation": {"everySteps": 100, "beforeTraining": True},
         },
-        checkpoint={"uri": "file:///c", "everySteps": 50, "keep": {"best": 1}},
+        checkpoint={"uri": "file:///c", "everySteps": 50, "keep": {"best": 1, "everySteps": 500}},
         export={"atEnd": False},
     )
 
@@ -55,7 +55,8 @@ def test_what_the_manifest_gives_is_marked_so() -> None:
     assert shown["gradient accumulation"].value == "4"
     assert shown["schedule"].value == "linear, warm-up 10 steps"
     assert shown["evaluation"].value == "before, every 100 steps and at the end"
-    assert shown["checkpoints"].value == "every 10m0s or 50 steps, the last 2 and the best 1 kept"
+    kept = "the last 2, the best 1, those of every 500 steps"
+    assert shown["checkpoints"].value == f"every 10m0s or 50 steps; kept: {kept}"
     assert shown["export"].value == "none"
 
 

@@ -154,7 +154,9 @@ def test_an_evaluation_is_saved_where_the_best_checkpoints_are_kept(tmp_path: Pa
 def test_a_save_is_put_off_while_the_last_one_is_being_uploaded(tmp_path: Path) -> None:
     events = {2: "upload", 3: "upload"}
     assert told(tmp_path, events, checkpoint={"everySteps": 2}) == ["save 4", "evaluate 6", "save 6 at the end"]
-    # But not the one of what may be the best, nor the last one.
+    # But not one that is to be kept for ever, nor that of what may be the best, nor the last one.
+    kept = {"everySteps": 2, "keep": {"everySteps": 2}}
+    assert told(tmp_path, events, checkpoint=kept) == ["save 2", "save 4", "evaluate 6", "save 6 at the end"]
     training = {"steps": 6, "evaluation": {"everySteps": 3}}
     checkpoint = {"keep": {"best": 1}}
     assert told(tmp_path, {3: "upload", 6: "upload"}, training=training, checkpoint=checkpoint) == [

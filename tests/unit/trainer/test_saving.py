@@ -165,3 +165,19 @@ def test_reading_a_checkpoint_shows_that_it_lives(run: Run, tmp_path: Path) -> N
     assert again.saving.resume(again.boxes) is not None
     assert again.reporter.progress.phase is Phase.LOADING
     assert again.reporter.progress.phase_detail.startswith("reading the checkpoint: 0 MiB")
+
+
+def test_what_is_kept_is_what_the_job_says(tmp_path: Path) -> None:
+    # Given a job that keeps every fourth step for ever
+    keep = {"last": 1, "everySteps": 4}
+    config = resolve(manifest(tmp_path, tmp_path / "store", checkpoint={"everySteps": 2, "async": False, "keep": keep}))
+    store, reporter = LocalStore(tmp_path / "store"), Reporter(tmp_path, writes=True)
+    saving = Saving(config, store, reporter, device=torch.device("cpu"), topology=ALONE)
+    saving.claim_attempt()
+
+    # When it saves every second one
+    for step in range(2, 15, 2):
+        assert saving.save(step, whole({"weight": torch.ones(2)}), RunState(cursor=step))
+
+    # Then the newest stays, and those
+    assert [entry.step for entry in saving.checkpoints.kept] == [14, 12, 8, 4]

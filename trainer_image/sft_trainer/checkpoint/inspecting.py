@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
-from sft_trainer.checkpoint.reading import READ_THREADS, open_index, verified_bytes
+from sft_trainer.checkpoint.reading import READ_THREADS, Buffers, open_index, verified_bytes
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import ConfigError
@@ -71,9 +71,11 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
     except (CheckpointCorruptError, ConfigError) as error:
         return [str(error)]
 
+    buffers = Buffers()
+
     def read(row: int) -> str:
         try:
-            verified_bytes(store, prefix, index, row, on_bytes)
+            verified_bytes(store, prefix, index, row, on_bytes, buffers)
         except CheckpointCorruptError as error:
             return str(error)
         return ""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
-from sft_trainer.checkpoint.store import ProbeResult, StoredObject, WriteStream, check_key
+from sft_trainer.checkpoint.store import ProbeResult, StoredObject, WriteStream, check_key, filled
 from sft_trainer.errors import (
     AccessDeniedError,
     StorageFullError,
@@ -149,6 +149,12 @@ class LocalStore:
         with self._reading(path), path.open("rb") as file:
             file.seek(offset)
             return file.read(length)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        path = self._file(key)
+        with self._reading(path), path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            return filled(buffer, file.readinto)
 
     def open_read(self, key: str) -> io.BufferedReader:
         path = self._file(key)

@@ -5,6 +5,7 @@ read. Nothing is ever unpickled.
 """
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -197,8 +198,11 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
     for box in boxes:
         by_tensor.setdefault((box.name, box.kind), []).append(box)
 
+    # One for each thread, for all that it reads: fresh memory costs more than the copy into it.
+    buffers = Buffers()
+
     def read(row: int) -> None:
-        values, place = _verified(store, prefix, index, row, on_bytes), index.place(row)
+        values, place = _verified(store, prefix, index, row, on_bytes, buffers), index.place(row)
         for box in by_tensor[index.tensors[index.tensor[row]].key]:
             if (part := box.place.overlap(place)) is not None:
                 box.write(values[part.within(place)], part)
@@ -213,23 +217,42 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
             raise
 
 
-def _verified(store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes) -> torch.Tensor:
-    """The values of one piece, whose bytes are what the index says."""
-    raw, entry = verified_bytes(store, prefix, index, row, on_bytes), index.tensors[index.tensor[row]]
-    return torch.frombuffer(bytearray(raw), dtype=DTYPES[entry.dtype]).reshape(index.place(row).sizes)
+class Buffers(threading.local):
+    """Memory of a thread for a piece at a time, as large as the largest one so far."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> torch.Tensor:
+        """The first ``size`` bytes."""
+        if size > self._memory.nbytes:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
 
 
-def verified_bytes(store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes) -> bytes:
+def _verified(
+    store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes, buffers: Buffers | None = None
+) -> torch.Tensor:
+    """The values of one piece, whose bytes are what the index says; in ``buffers``, until the thread reads another."""
+    entry = index.tensors[index.tensor[row]]
+    raw = verified_bytes(store, prefix, index, row, on_bytes, buffers or Buffers())
+    return raw.view(DTYPES[entry.dtype]).reshape(index.place(row).sizes)
+
+
+def verified_bytes(
+    store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes, buffers: Buffers
+) -> torch.Tensor:
     """The bytes of one piece; CheckpointCorruptError, which names file and tensor, when they are not as written."""
     entry = index.tensors[index.tensor[row]]
     key, start, length = f"{prefix}{index.files[index.file[row]]}", int(index.start[row]), int(index.length[row])
+    raw = buffers.of(length)
     try:
-        raw = store.read_range(key, start, length)
+        count = store.read_into(key, start, raw.numpy().data)
     except ObjectNotFoundError as error:
         raise CheckpointCorruptError(str(error)) from error
-    if len(raw) != length:
+    if count != length:
         raise CheckpointCorruptError(f"{key} ends in the middle of {entry}")
-    if hashlib.sha256(raw).digest() != index.digests[row].tobytes():
+    if hashlib.sha256(raw.numpy().data).digest() != index.digests[row].tobytes():
         raise CheckpointCorruptError(f"{key}: bytes {start} to {start + length} of {entry} do not match their digest")
-    on_bytes(len(raw))
+    on_bytes(length)
     return raw

@@ -5,13 +5,13 @@ import io
 import os
 import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, retrying, translated
+from sft_trainer.checkpoint.s3_upload import MOST_PARTS, Body, MultipartStream
 from sft_trainer.checkpoint.store import (
     READ_BLOCK,
     ProbeResult,
@@ -20,6 +20,7 @@ from sft_trainer.checkpoint.store import (
     StoredObject,
     WriteStream,
     check_key,
+    filled,
 )
 from sft_trainer.errors import ConfigError
 
@@ -27,8 +28,6 @@ T = TypeVar("T")
 
 PART_SIZE = 8 * 2**20
 """Smallest part. S3 allows no smaller than 5 MiB, and 10,000 parts an object."""
-MOST_PARTS = 10_000
-_PARTS_IN_FLIGHT = 4
 _UPLOAD_THREADS = 16
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 60
@@ -105,20 +104,34 @@ class S3Store:
             session = botocore.session.get_session()
             # The descriptions of the API are megabytes of JSON: read once for all stores of the process.
             session.register_component("data_loader", _descriptions())
-            return boto3.session.Session(botocore_session=session).client(
-                "s3",
-                endpoint_url=self.settings.endpoint,
-                region_name=self.settings.region,
-                config=Config(
-                    s3={"addressing_style": "path" if self.settings.force_path_style else "auto"},
-                    request_checksum_calculation=self.settings.checksum,
-                    response_checksum_validation=self.settings.checksum,
-                    connect_timeout=_CONNECT_SECONDS,
-                    read_timeout=_READ_SECONDS,
-                    retries={"total_max_attempts": 1},  # our own retries know the time that is left
-                    max_pool_connections=2 * _UPLOAD_THREADS,
-                ),
+            s3 = {"addressing_style": "path" if self.settings.force_path_style else "auto"}
+            config = Config(
+                s3=s3,
+                request_checksum_calculation=self.settings.checksum,
+                response_checksum_validation=self.settings.checksum,
+                connect_timeout=_CONNECT_SECONDS,
+                read_timeout=_READ_SECONDS,
+                retries={"total_max_attempts": 1},  # our own retries know the time that is left
+                max_pool_connections=2 * _UPLOAD_THREADS,
             )
+            client = boto3.session.Session(botocore_session=session).client(
+                "s3", endpoint_url=self.settings.endpoint, region_name=self.settings.region, config=config
+            )
+            unsigned = config.merge(Config(s3={**s3, "payload_signing_enabled": False}))
+
+            def sign_headers_only(request: Any, **_: Any) -> None:
+                # A checkpoint's bytes are hashed for its index already, which is signed as a whole.
+                if isinstance(request.data, Body) and request.data.hashed:
+                    request.context["client_config"] = unsigned
+
+            def send_in_one_go(request: Any, **_: Any) -> None:
+                # A file would be read and sent in blocks of 16 KiB.
+                if isinstance(request.body, Body):
+                    request.body = request.body.views
+
+            client.meta.events.register("before-sign.s3.UploadPart", sign_headers_only)
+            client.meta.events.register("before-send.s3.UploadPart", send_in_one_go)
+            return client
         except Exception as error:  # botocore raises many classes for bad settings
             raise translated(error, self.place("")) from error
 
@@ -166,6 +179,18 @@ class S3Store:
             return b""
         return self._get(check_key(key), Range=f"bytes={offset}-{offset + length - 1}")
 
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        if not buffer.nbytes:
+            return 0
+        span = f"bytes={offset}-{offset + buffer.nbytes - 1}"
+
+        def call(client: Any) -> int:
+            body = self._call(client, "get_object", check_key(key), {"Range": span})["Body"]
+            with body:
+                return filled(buffer, body.readinto)
+
+        return self._retrying(key, call)
+
     def _get(self, key: str, **arguments: Any) -> bytes:
         def call(client: Any) -> bytes:
             # Reading belongs inside the retry: connections break in the middle of a body, too.
@@ -202,7 +227,7 @@ class S3Store:
         self.request("put_object", check_key(key), Body=data)
 
     def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
-        return _MultipartStream(self, check_key(key), part_size(size_hint))
+        return MultipartStream(self, check_key(key), part_size(size_hint))
 
     def list(self, prefix: str) -> list[StoredObject]:
         def call(client: Any) -> list[StoredObject]:
@@ -250,78 +275,3 @@ class S3Store:
             self.request("abort_multipart_upload", key, UploadId=upload)
         except (UploadGone, ObjectNotFoundError):
             return
-
-
-class _MultipartStream(WriteStream):
-    """Parts are uploaded in parallel while the next one fills; small objects go in one request."""
-
-    def __init__(self, store: S3Store, key: str, part_bytes: int) -> None:
-        super().__init__()
-        self._store = store
-        self._key = key
-        self._part_bytes = part_bytes
-        self._buffer = bytearray()
-        self._upload = ""
-        self._in_flight: deque[Future[dict[str, Any]]] = deque()
-        self._parts: list[dict[str, Any]] = []
-
-    def _send(self, data: memoryview) -> None:
-        while data.nbytes:
-            if len(self._buffer) == self._part_bytes:
-                self._send_part()
-            room = self._part_bytes - len(self._buffer)
-            self._buffer += data[:room]
-            data = data[room:]
-
-    def _send_part(self) -> None:
-        """Hand the buffer to the upload threads; wait while enough parts are on their way."""
-        if not self._upload:
-            self._upload = self._store.create_upload(self._key)
-        number = len(self._parts) + len(self._in_flight) + 1
-        if number > MOST_PARTS:
-            raise ConfigError(
-                f"{self._store.place(self._key)} needs more than {MOST_PARTS} parts of {self._part_bytes} bytes; "
-                "open the stream with the expected size"
-            )
-        body, self._buffer = self._buffer, bytearray()
-        self._in_flight.append(self._store.submit(lambda: self._upload_part(number, body)))
-        while len(self._in_flight) >= _PARTS_IN_FLIGHT:
-            self._parts.append(self._in_flight.popleft().result())
-
-    def _upload_part(self, number: int, body: bytearray) -> dict[str, Any]:
-        answer = self._store.request("upload_part", self._key, UploadId=self._upload, PartNumber=number, Body=body)
-        return {"PartNumber": number, **{name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer}}
-
-    def _finish(self) -> None:
-        if not self._upload:
-            self._store.put(self._key, bytes(self._buffer))
-            return
-        self._send_part()
-        while self._in_flight:
-            self._parts.append(self._in_flight.popleft().result())
-        try:
-            self._store.request(
-                "complete_multipart_upload",
-                self._key,
-                UploadId=self._upload,
-                MultipartUpload={"Parts": self._parts},
-            )
-        except UploadGone as gone:
-            self._accept_if_complete(gone)
-
-    def _accept_if_complete(self, gone: UploadGone) -> None:
-        """The first answer to the completing request may have been lost: then the object is there."""
-        if not gone.retried:
-            raise gone
-        if self._store.request("head_object", self._key)["ContentLength"] != self.size:
-            raise gone
-
-    def _discard(self) -> None:
-        for future in self._in_flight:
-            future.cancel()
-        for future in self._in_flight:
-            if not future.cancelled():
-                future.exception()  # a part that arrives after the abort would stay, unseen and paid for
-        self._buffer = bytearray()
-        if self._upload:
-            self._store.abort_upload(self._key, self._upload)

@@ -7,7 +7,7 @@ threads and after a fork, and raise the classes of ``sft_trainer.errors`` only.
 import io
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,13 +82,23 @@ class WriteStream(ABC):
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append ``data``, which may be overwritten as soon as this returns. Returns the bytes taken."""
+        return self._take(data, self._send)
+
+    def lend(self, data: bytes | bytearray | memoryview) -> int:
+        """Append ``data``, which must stay as it is until the stream is closed or aborted: it need not be copied.
+
+        Its digest is kept by who lends it, and the store need not compute another.
+        """
+        return self._take(data, self._send_lent)
+
+    def _take(self, data: bytes | bytearray | memoryview, send: Callable[[memoryview], None]) -> int:
         if not self._open:
             raise ValueError("write to a closed stream")
         view = memoryview(data)
         if view.nbytes == 0:
             return 0
         view = view.cast("B")
-        self._send(view)
+        send(view)
         self._size += view.nbytes
         return view.nbytes
 
@@ -128,6 +138,9 @@ class WriteStream(ABC):
     @abstractmethod
     def _send(self, data: memoryview) -> None: ...
 
+    def _send_lent(self, data: memoryview) -> None:
+        self._send(data)
+
     @abstractmethod
     def _finish(self) -> None: ...
 
@@ -153,6 +166,9 @@ class Store(Protocol):
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset``; fewer only where the object ends."""
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` with the bytes from ``offset``; how many there were, fewer only where the object ends."""
 
     def open_read(self, key: str) -> io.BufferedReader:
         """The object as a seekable stream, read block by block."""
@@ -181,6 +197,14 @@ def check_key(key: str) -> str:
     if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\\" in key or "\0" in key:
         raise ConfigError(f"{key!r} is no key: it must be a relative path without empty or dotted segments")
     return key
+
+
+def filled(buffer: memoryview, readinto: Callable[[memoryview], int | None]) -> int:
+    """Fill ``buffer`` from a file's ``readinto``, which may give less at a time; how many bytes there were."""
+    start = 0
+    while start < buffer.nbytes and (count := readinto(buffer[start:])):
+        start += count
+    return start
 
 
 class RangeReader(io.RawIOBase):

@@ -115,7 +115,7 @@ def _write_file(
             digest = hashlib.sha256()
             for block in _blocks(piece.values):
                 digest.update(block)
-                stream.write(block)
+                stream.lend(block)
                 on_bytes(block.nbytes)
             digests.append(digest.digest())
     return digests
