@@ -137,13 +137,18 @@ class Picture:
         return self._let_go(kind, manifest) if key is None else self.take_in(kind, key, uid_of(manifest), manifest)
 
     def _let_go(self, kind: str, manifest: Manifest) -> Key | None:
-        """A Job may have been ours, and have lost the owner that says so: it is held no longer."""
+        """A Job may have been ours, and have lost the owner that says so: it is held no longer.
+
+        Also when it is not held: what it was before may be told later.
+        """
+        if kind != "Job":
+            return None
         metadata, uid, version = part(manifest, "metadata"), uid_of(manifest), version_of(manifest)
+        self._deleted[kind][uid] = max(version, self._deleted[kind].get(uid, 0))
         key = Key(text(metadata.get("namespace")), text(metadata.get("name")))
-        if kind != "Job" or not 0 < self.held_version(kind, key, uid) < version:
+        if not 0 < self.held_version(kind, key, uid) < version:
             return None
         self._drop(key, self._entries[key], kind, uid)
-        self._deleted[kind][uid] = version
         return key
 
     def take_in(self, kind: str, key: Key, uid: str, manifest: Manifest) -> Key | None:
@@ -212,7 +217,7 @@ class Picture:
         """Take in that an object was deleted; the key to look at again."""
         key, uid = key_of(kind, manifest), uid_of(manifest)
         if key is None:
-            return None
+            return self._let_go(kind, manifest)
         self._deleted[kind][uid] = version_of(manifest)
         entry = self.entry(key)
         entry.unreadable.pop((kind, uid), None)

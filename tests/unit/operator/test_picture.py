@@ -48,6 +48,29 @@ def test_strangers_with_our_labels_are_not_ours() -> None:
     assert picture.observed(KEY) == Observed(earlier_pods=pods)
 
 
+def without_owner(version: int) -> dict[str, Any]:
+    manifest = versioned(child_manifest(), version)
+    return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": []}}
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "not held"])
+@pytest.mark.parametrize("last", ["MODIFIED", "DELETED"])
+def test_a_job_that_has_lost_its_owner_does_not_come_back_by_a_word_of_before(last: str, held: bool) -> None:
+    """Lines of two watches, of which one began again, may come in another order than they were written in."""
+    picture = full_picture()
+    if not held:
+        picture.store("Job", without_owner(20))
+
+    found = picture.store("Job", without_owner(30)) if last == "MODIFIED" else picture.remove("Job", without_owner(30))
+
+    assert found == (KEY if held else None)
+    assert picture.store("Job", versioned(child_manifest(), 25)) is None
+    assert picture.observed(KEY).job is None
+    # Given back to it, it is ours again.
+    picture.store("Job", versioned(child_manifest(), 31))
+    assert picture.observed(KEY).job is not None
+
+
 def test_older_versions_change_nothing_back() -> None:
     picture = full_picture()
 
