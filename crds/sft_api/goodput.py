@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 from pydantic.alias_generators import to_camel
 
 from .times import timestamp
-from .v1alpha1.goodput import GoodputMarks, GoodputStatus, LostGpuSeconds, SpentSeconds
+from .v1alpha1.goodput import Activities, GoodputMarks, GoodputStatus, LostGpuSeconds, SpentSeconds
 
-SPENT = ("starting", "steps", "saving", "evaluating", "exporting", "hanging", "storage_outage")
-"""Parts of ``SpentSeconds`` that add up to what a group did."""
-_LOST = ("starting", "saving", "evaluating", "exporting", "hanging", "storage_outage")
+_LOST = tuple(Activities.model_fields)
 """Parts that are called alike in what is reported and in what is lost."""
+SPENT = ("steps", *_LOST)
+"""Parts of ``SpentSeconds`` that add up to what a group did."""
 
 
 class Devices(NamedTuple):

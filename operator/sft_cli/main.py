@@ -289,9 +289,10 @@ def prune(
 @debug_option
 def retry(name: str, namespace: str | None, context: str | None) -> None:
     """Have the SFTJob NAME, which has failed on the cluster, begin again from its newest checkpoint."""
+    from .console import result
     from .retry import retry as ask
 
-    click.echo(ask(name, namespace, context))
+    result(ask(name, namespace, context))
 
 
 def main() -> None:

@@ -5,11 +5,9 @@ import subprocess
 from datetime import UTC, datetime
 from typing import Any
 
-from sft_api.v1alpha1.job import GROUP, PLURAL
+from sft_api.v1alpha1.job import GROUP, PLURAL, RETRY_ANNOTATION
 
 from .errors import UserError
-
-RETRY_ANNOTATION = f"{GROUP}/retry"
 
 
 def retry(name: str, namespace: str | None, context: str | None) -> str:

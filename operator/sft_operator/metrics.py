@@ -109,6 +109,9 @@ class JobCollector(Collector):
         checkpoint = GaugeMetricFamily(
             "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
         )
+        lost = CounterMetricFamily(
+            "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", labels=(*labels, "cause")
+        )
         for job, status in jobs:
             states.add_metric((*job, text(status.get("state")) or "Unknown"), 1.0)
             for kind in ("failures", "disruptions"):
@@ -116,22 +119,15 @@ class JobCollector(Collector):
             time = parse_time(_at(status, ("checkpoints", "latest", "time")))
             if time:
                 checkpoint.add_metric(job, time.timestamp())
-        lost = CounterMetricFamily(
-            "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", labels=(*labels, "cause")
-        )
-        for job, status in jobs:
             for cause, part in LOST_CAUSES.items():
                 if (seconds := _number(_at(status, ("goodput", "lostGpuSeconds", part)))) is not None:
                     lost.add_metric((*job, cause), seconds)
         yield from (states, restarts, checkpoint, lost)
-        for name, meaning, path in _COUNTERS:
-            counter = CounterMetricFamily(name, meaning, labels=labels)
-            for job, status in jobs:
-                if (value := _number(_at(status, path))) is not None:
-                    counter.add_metric(job, value)
-            yield counter
-        for name, meaning, path in _FIGURES:
-            family = GaugeMetricFamily(name, meaning, labels=labels)
+        figures: list[tuple[CounterMetricFamily | GaugeMetricFamily, tuple[str, ...]]] = [
+            *((CounterMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _COUNTERS),
+            *((GaugeMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _FIGURES),
+        ]
+        for family, path in figures:
             for job, status in jobs:
                 if (value := _number(_at(status, path))) is not None:
                     family.add_metric(job, value)

@@ -19,9 +19,6 @@ FOLLOWED_LABELS_ANNOTATION = f"{GROUP}/queue-labels"
 """On a Job: those of ``KUEUE_LABELS`` that its SFTJob had when they were followed last, as JSON. What a webhook has
 added to the Job (Kueue's own: the LocalQueue ``default``) is no wish of the user, nor is it taken back."""
 
-RETRY_ANNOTATION = f"{GROUP}/retry"
-"""On an SFTJob that has failed: begin again. Each new value counts once (``status.retried``)."""
-
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended"
 """On a Job or a Workload: this operator has stopped it, and may let it go on. What others stopped is theirs."""
 

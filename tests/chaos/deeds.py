@@ -7,18 +7,17 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.cluster.node import ctr
 from tests.cluster.processes import Supervisor
 from tests.e2e import disturbances
 from tests.e2e.stage import Stage
+from tests.worker_processes import descendants, is_worker
 
 _CHILDREN = ("services", "configmaps", "networkpolicies")
-_WORKER = [b"-m", b"sft_trainer"]
 
 
 class NothingToHarm(Exception):
@@ -144,24 +143,9 @@ def _container(stage: Stage, name: str, dice: random.Random) -> int:
 
 
 def _worker(container: int) -> int:
-    for pid in _descendants(container):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if command[1:3] == _WORKER:
-            return pid
+    for pid in filter(is_worker, descendants(container)):
+        return pid
     raise NothingToHarm("no worker runs")
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in map(int, children):
-        yield child
-        yield from _descendants(child)
 
 
 def _freeze(pid: int, seconds: float) -> None:

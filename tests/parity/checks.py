@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.optim import learning_rate
 from sft_trainer.preparation import prepare
 from sft_trainer.reporting import Reporter
+from tests.worker_processes import descendants, is_worker
 
 from .reference import reference_steps
 from .runs import capture, manifest, resolve, step_records
@@ -198,7 +199,7 @@ def _kill_worker(run: "subprocess.Popen[bytes]", folder: Path, step: int, victim
     """SIGKILL to one of the workers once ``step`` is reported."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and run.poll() is None:
-        workers = [pid for pid in _descendants(run.pid) if _is_worker(pid)]
+        workers = [pid for pid in descendants(run.pid) if is_worker(pid)]
         if len(workers) > victim and _step_of(workers[victim]) >= step:
             os.kill(workers[victim], signal.SIGKILL)
             return
@@ -215,26 +216,9 @@ def _step_of(worker: int) -> int:
     return step
 
 
-def _is_worker(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"sft_trainer"]
-    except OSError:
-        return False
-
-
 def _variable(pid: int, name: str) -> str | None:
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
     return next((e.partition(b"=")[2].decode() for e in entries if e.startswith(f"{name}=".encode())), None)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in map(int, children):
-        yield child
-        yield from _descendants(child)

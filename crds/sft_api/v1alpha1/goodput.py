@@ -9,16 +9,21 @@ from .base import ApiModel
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class SpentSeconds(ApiModel):
-    """Seconds of the whole group by what it did, added up over the starts that a report knows of."""
+class Activities(ApiModel):
+    """What a group does besides steps."""
 
     starting: Seconds = Field(default=0.0, description="Imports, downloads, tokenising, loading, up to the first step.")
-    steps: Seconds = Field(default=0.0, description="All steps, also those that were lost later.")
     saving: Seconds = Field(default=0.0, description="Training waited for a save.")
     evaluating: Seconds = Field(default=0.0, description="Evaluations.")
     exporting: Seconds = Field(default=0.0, description="The export at the end.")
     hanging: Seconds = Field(default=0.0, description="Hangs, until they were noticed.")
     storage_outage: Seconds = Field(default=0.0, description="Training waited for a store that was away or refused.")
+
+
+class SpentSeconds(Activities):
+    """Seconds of the whole group by what it did, added up over the starts that a report knows of."""
+
+    steps: Seconds = Field(default=0.0, description="All steps, also those that were lost later.")
     curve_began: Seconds | None = Field(
         default=None, description="Seconds of the steps of the curve before the first of these starts."
     )
@@ -26,16 +31,10 @@ class SpentSeconds(ApiModel):
     curve_now: Seconds = Field(default=0.0, description="Seconds of the steps of the curve up to the last step.")
 
 
-class LostGpuSeconds(ApiModel):
+class LostGpuSeconds(Activities):
     """GPU seconds that are in no step of the curve, by cause."""
 
-    starting: Seconds = Field(default=0.0, description="Imports, downloads, tokenising, loading, up to the first step.")
     repeated_steps: Seconds = Field(default=0.0, description="Steps that were lost when the run went back.")
-    saving: Seconds = Field(default=0.0, description="Training waited for a save.")
-    evaluating: Seconds = Field(default=0.0, description="Evaluations.")
-    exporting: Seconds = Field(default=0.0, description="The export at the end.")
-    hanging: Seconds = Field(default=0.0, description="Hangs, until they were noticed.")
-    storage_outage: Seconds = Field(default=0.0, description="Training waited for a store that was away or refused.")
     waiting: Seconds = Field(
         default=0.0, description="All else: images, pods that wait for others, recovery, what happens between steps."
     )

@@ -17,6 +17,9 @@ KIND = "SFTJob"
 PLURAL = "sftjobs"
 
 JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
+RETRY_ANNOTATION = f"{GROUP}/retry"
+"""On an SFTJob that has failed: begin again. Each new value counts once (``status.retried``)."""
+
 JOB_NAME_MESSAGE = (
     "metadata.name must be at most 50 lower-case letters, digits and -, starting with a letter: it names a Service "
     "and the pods"

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 import msgspec
 
 from sft_api.v1alpha1 import KIND
-
-from ..names import RETRY_ANNOTATION
+from sft_api.v1alpha1.job import RETRY_ANNOTATION
 
 Spec = TypeVar("Spec")
 Status = TypeVar("Status")

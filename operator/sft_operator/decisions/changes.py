@@ -8,12 +8,10 @@ from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
-from ..names import RETRY_ANNOTATION
 from ..picture.observed import ChildJob, Manifest, Observed
 from .queue import job_patch
 from .spec import Terms, run_terms, time_to_live_seconds
 
-MAX_RETRY_WORD = 256
 LOOK_BACK = timedelta(minutes=10)
 """So long after its end, also by an operator that has just started, the store is read for a run's last status."""
 
@@ -45,18 +43,6 @@ def desired_children(job: SFTJob, settings: Settings) -> list[Manifest]:
 def is_finished(status: SFTJobStatus) -> bool:
     """Whether the run has ended; only a user takes that back. A spec that was refused has not ended: it never ran."""
     return status.state in ("Complete", "Failed") and status.completion_time is not None
-
-
-def retry_word(manifest: Manifest) -> str:
-    """What the annotation says by which a user asks that a run that has failed begins again."""
-    word: str = (manifest["metadata"].get("annotations") or {}).get(RETRY_ANNOTATION, "")
-    return word[:MAX_RETRY_WORD]
-
-
-def retry_wanted(manifest: Manifest, status: SFTJobStatus) -> str | None:
-    """The word for which a run that has failed begins again: one that did not stand there when it failed."""
-    word = retry_word(manifest)
-    return word if word and word != status.retried and status.state == "Failed" and is_finished(status) else None
 
 
 def has_just_ended(status: SFTJobStatus, now: datetime) -> bool:

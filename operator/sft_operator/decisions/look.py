@@ -15,17 +15,7 @@ from ..picture.memory import Memory, Patched, Shown, changed
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from .backoff import seconds_to_next_word
-from .changes import (
-    change_job,
-    goes_on,
-    has_just_ended,
-    is_finished,
-    plan_changes,
-    retry_wanted,
-    retry_word,
-    run_places,
-    time_to_live,
-)
+from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, run_places, time_to_live
 from .healing import plan_healing
 from .pauses import doubled
 from .places import PlaceNotAllowed
@@ -42,6 +32,7 @@ from .result import (
     Question,
     Result,
 )
+from .retry import retry_wanted, retry_word
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
 from .status import INVALID_SPEC, completed_status, compute_status, follow, read_status, refused_status, retried_status

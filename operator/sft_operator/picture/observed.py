@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sft_api.progress import Progress, TerminationMessage
 from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import GROUP, KIND, CheckpointsStatus
+from sft_api.v1alpha1.job import RETRY_ANNOTATION
 
 from ..names import (
     CHECKPOINT_URI_ANNOTATION,
@@ -22,7 +23,6 @@ from ..names import (
     JOB_LABEL,
     KUEUE_LABELS,
     QUEUE_LABEL,
-    RETRY_ANNOTATION,
     SUSPENDED_ANNOTATION,
     TRAINER_CONTAINER,
 )

@@ -17,6 +17,7 @@ from tests.integration.run.hub import Hub, serve_hub
 from tests.integration.run.runs import Place
 from tests.parity.runs import manifest, resolve
 from tests.waiting import PATIENCE_SECONDS
+from tests.worker_processes import is_worker
 
 FIRST, SECOND = "1" * 40, "2" * 40
 
@@ -137,8 +138,4 @@ def test_a_hub_that_goes_away_does_not_stop_a_run_that_is_restarted(
 
 def workers(place: Place) -> list[int]:
     """Pids of the training processes."""
-    return [
-        pid
-        for pid in place.processes()
-        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"sft_trainer"]
-    ]
+    return list(filter(is_worker, place.processes()))

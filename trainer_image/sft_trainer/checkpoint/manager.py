@@ -8,7 +8,6 @@ steps, so a stale attempt may still commit in between; as the newest checkpoint 
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from sft_trainer.checkpoint.errors import (
     NoUsableCheckpointError,
 )
 from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.in_flight import InFlight
 from sft_trainer.checkpoint.index import StoredTensor
 from sft_trainer.checkpoint.pieces import Piece, cut, stored_tensor, written_by_this_rank
 from sft_trainer.checkpoint.protocol import Protocol
@@ -97,7 +97,7 @@ class CheckpointManager:
         self.store = store
         self.attempt = 0
         self.skipped: tuple[Skipped, ...] = ()
-        """Checkpoints that are not used, newest first: refused, or without a manifest (which only the leader knows)."""
+        """Checkpoints that are not used: without a manifest (of which only the leader knows), or refused."""
         self.incidents: tuple[Incident, ...] = ()
         """How earlier attempts of the same object ended, once one is claimed; on the leader only."""
         self._job_uid = ""
@@ -108,7 +108,7 @@ class CheckpointManager:
         self._on_warning = on_warning
         self._available_memory = available_memory
         self._told_no_room = False
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight[SaveOutcome] | None = None
         self._unreported: SaveOutcome | None = None
         self._superseded: AttemptSupersededError | None = None
         self._committed: set[int] = set()
@@ -257,7 +257,7 @@ class CheckpointManager:
             return SaveOutcome(step, error, size, seconds, stall if asynchronous else seconds)
 
         if asynchronous:
-            self._in_flight = _InFlight(work)
+            self._in_flight = InFlight(work)
             return None
         outcome = work()
         self._note(outcome)
@@ -375,29 +375,6 @@ def call_each(works: Sequence[Callable[[], None]]) -> None:
     """Call all of them, in their order."""
     for work in works:
         work()
-
-
-class _InFlight:
-    """One save in the background."""
-
-    def __init__(self, work: Callable[[], SaveOutcome]) -> None:
-        self._outcome: SaveOutcome | None = None
-
-        def run() -> None:
-            self._outcome = work()
-
-        # A daemon: when training ends with an error, the process must not linger for an upload.
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> SaveOutcome:
-        self._thread.join()
-        assert self._outcome is not None, "the saving thread died"  # noqa: S101 - its errors are in the outcome
-        return self._outcome
 
 
 def _next_verified(rest: Iterator[Manifest | Skipped] | None) -> _Found:
