@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class ObjectStore:
     secret_key: str
     region: str
     folder: Path
+    _serve: Callable[[str, bool], None] = field(repr=False, compare=False)
+
+    def serve(self, *, revoked: bool = False, read_only: bool = False) -> None:
+        """The server begins again on its port: as before, or without the keys, or refusing all that writes."""
+        self._serve(f"test{secrets.token_hex(8)}" if revoked else self.access_key, read_only)
 
     def environment(self) -> dict[str, str]:
         """The variables that boto3 and the trainer read."""
@@ -62,22 +67,28 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
     """Run one server on free ports until the block ends; it dies with this process too."""
     buckets = folder / "buckets"
     buckets.mkdir(parents=True)
-    port = free_port()
+    port, access_key, secret_key = free_port(), f"test{secrets.token_hex(8)}", secrets.token_hex(20)
+    endpoint = f"http://127.0.0.1:{port}"
+    supervisor = Supervisor(folder, die_with_parent=True)
+
+    def serve(known_key: str, read_only: bool) -> None:
+        # every address, because the bridge of the node may come up later; the keys are random
+        argv = [str(binary("versitygw")), "--quiet", "--keep-alive", f"--region={REGION}", f"--port=0.0.0.0:{port}"]
+        argv += ["--readonly"] * read_only + ["posix", str(buckets)]
+        keys = {"ROOT_ACCESS_KEY": known_key, "ROOT_SECRET_KEY": secret_key}
+        supervisor.start(Component("versitygw", argv, lambda: _answers(endpoint), environment=keys))
+
     store = ObjectStore(
-        endpoint=f"http://127.0.0.1:{port}",
+        endpoint=endpoint,
         pod_endpoint=f"http://{BRIDGE_ADDRESS}:{port}",
-        access_key=f"test{secrets.token_hex(8)}",
-        secret_key=secrets.token_hex(20),
+        access_key=access_key,
+        secret_key=secret_key,
         region=REGION,
         folder=buckets,
+        _serve=serve,
     )
-    # every address, because the bridge of the node may come up later; the keys are random
-    argv = [str(binary("versitygw")), "--quiet", "--keep-alive", f"--region={store.region}", f"--port=0.0.0.0:{port}"]
-    argv += ["posix", str(buckets)]
-    keys = {"ROOT_ACCESS_KEY": store.access_key, "ROOT_SECRET_KEY": store.secret_key}
-    supervisor = Supervisor(folder, die_with_parent=True)
     try:
-        supervisor.start(Component("versitygw", argv, lambda: _answers(store.endpoint), environment=keys))
+        store.serve()
         yield store
     finally:
         supervisor.stop("versitygw")

@@ -17,6 +17,12 @@ SAVE_EVERY = 10
 DISTURB_AFTER = 35
 
 Disturbance = Callable[[Stage, str], None]
+Begin = Callable[[Stage, dict[str, Any]], None]
+
+
+def apply(stage: Stage, job: dict[str, Any]) -> None:
+    """A run begins as users begin it."""
+    stage.apply(job)
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,8 @@ class Scenario:
     """``loses_pod``: the group waits for a replacement, rather than starting again inside living pods."""
 
     name: str
-    disturb: Disturbance
+    disturb: Disturbance = disturbances.nothing
+    begin: Begin = apply
     restarts: bool = True
     loses_pod: bool = False
     saves_first: bool = False
@@ -44,7 +51,10 @@ SCENARIOS = (
     Scenario("api-server-restarted", disturbances.restart_api_server, restarts=False),
     Scenario("reapplied", disturbances.reapply, saves_first=True),
     Scenario("failed-and-reapplied", disturbances.fail_and_reapply),
-    Scenario("complete-and-reapplied", disturbances.reapply_complete, restarts=False),
+    Scenario("expired-and-recreated", disturbances.expire_and_recreate, restarts=False),
+    Scenario("key-revoked", disturbances.revoke_key, restarts=False),
+    Scenario("bucket-read-only", disturbances.close_bucket, restarts=False),
+    Scenario("begun-by-hand", begin=disturbances.begin_by_hand, saves_first=True),
 )
 
 
@@ -105,7 +115,7 @@ def first_step_seconds(stage: Stage, name: str) -> float:
 def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str, Any]]) -> Result:
     """Start a job, do to it what the scenario says, and compare it with the undisturbed one."""
     name = scenario.name
-    stage.apply(quickstart(stage, name))
+    scenario.begin(stage, quickstart(stage, name))
     stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
     scenario.disturb(stage, name)
     state = stage.wait_for_end(name)

@@ -3,13 +3,20 @@
 import json
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 from tests.cluster import lifecycle
 from tests.cluster.processes import Supervisor
 from tests.cluster.state import default_folder
+from tests.integration.run.runs import Place
+from tests.integration.run.stores import credentials
 
-from .stage import OPERATOR_NAMESPACE, Stage
+from .stage import OPERATOR_NAMESPACE, Stage, merge
+
+BEGUN_BY_HAND_STEPS = 25
 
 _KILL_A_WORKER = """
 import os, signal
@@ -25,6 +32,10 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 else:
     raise SystemExit("no worker is running")
 """
+
+
+def nothing(stage: Stage, name: str) -> None:
+    """For runs that were disturbed before."""
 
 
 def kill_worker(stage: Stage, name: str) -> None:
@@ -111,12 +122,62 @@ def fail_and_reapply(stage: Stage, name: str) -> None:
     stage.kubectl("apply", "--filename=-", stdin=manifest)
 
 
-def reapply_complete(stage: Stage, name: str) -> None:
-    """A complete job is deleted, as its TTL does it, and made again, as GitOps does it."""
+def expire_and_recreate(stage: Stage, name: str) -> None:
+    """A complete job is deleted by its time to live, and made again, as GitOps does it."""
     manifest = applied(stage, name)
     stage.wait_for(name, "state Complete", lambda: stage.status(name).get("state") == "Complete", seconds=400)
-    stage.kubectl("delete", "sftjob", name)
+    patch = {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 0}}}
+    stage.kubectl("patch", "sftjob", name, "--type=merge", f"--patch={json.dumps(patch)}")
+    stage.kubectl("wait", "--for=delete", f"sftjob/{name}", "--timeout=60s")
     stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
+def revoke_key(stage: Stage, name: str) -> None:
+    """The store knows the job's key no more, and later again."""
+    _refuse_for_a_while(stage, name, revoked=True)
+
+
+def close_bucket(stage: Stage, name: str) -> None:
+    """The store lets nothing be written, and later again."""
+    _refuse_for_a_while(stage, name, read_only=True)
+
+
+def _refuse_for_a_while(stage: Stage, name: str, **how: bool) -> None:
+    """Until the status says so, and training has gone on for two saves."""
+    stage.store.serve(**how)
+    try:
+        stalled = stage.wait_for(
+            name,
+            "word that nothing can be saved",
+            lambda: _storage_outage(stage, name),
+            seconds=120,
+        )
+        assert "nothing can be saved since" in stalled["message"], stalled
+        step = stage.step(name)
+        stage.wait_for(name, f"step after {step + 20}", lambda: stage.step(name) > step + 20, seconds=120)
+        assert int(stage.status(name)["stepsAtRisk"]) > 20, stage.explain(name)
+    finally:
+        stage.store.serve()
+    stage.wait_for(name, "end of the outage", lambda: not _storage_outage(stage, name), seconds=120)
+
+
+def _storage_outage(stage: Stage, name: str) -> dict[str, Any] | None:
+    stalled = stage.condition(name, "Stalled")
+    return stalled if (stalled.get("status"), stalled.get("reason")) == ("True", "StorageOutage") else None
+
+
+def begin_by_hand(stage: Stage, job: dict[str, Any]) -> None:
+    """``sft run`` of the manifest on this machine until it trains, SIGTERM, and then kubectl apply."""
+    name = job["metadata"]["name"]
+    with tempfile.TemporaryDirectory() as folder:
+        here = Place(Path(folder), None, Path(folder) / "cache")
+        by_hand = merge(job, {"spec": {"checkpoint": {"s3": {"endpoint": stage.store.endpoint}}}})
+        running = here.start(by_hand, **credentials(stage.store))
+        here.wait_for_step(BEGUN_BY_HAND_STEPS, name)
+        # SIGINT is ignored by what a shell without job control runs in the background, as this campaign may be.
+        ended = here.interrupt(running, signal.SIGTERM)
+        assert ended.latest, ended.said
+    stage.apply(job)
 
 
 def applied(stage: Stage, name: str) -> str:

@@ -120,9 +120,9 @@ class Place:
                 f"step {step} was not reported ({error}): {process.communicate()[1][-4000:]}"
             ) from None
 
-    def interrupt(self, process: subprocess.Popen[str]) -> Ended:
-        """Ctrl-C."""
-        process.send_signal(signal.SIGINT)
+    def interrupt(self, process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> Ended:
+        """Ctrl-C, or another signal."""
+        process.send_signal(number)
         return self.finish(process)
 
     def processes(self) -> list[int]:
