@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sft_api.v1alpha1 import SFTJobSpec
 
-from .events import Asking, Control, Evaluated, Listener, Request, Started, StepDone
+from .events import Asking, Control, Evaluated, Evaluating, Listener, Request, Resumed, Started, StepDone
 from .saving import Saving
 
 
@@ -14,10 +14,21 @@ class EvaluatesWhenDue(Listener):
     def __init__(self, spec: SFTJobSpec) -> None:
         self._spec = spec
         self._total_steps = 0
+        self._evaluated_at: int | None = None
+        """Step of the checkpoint that the run goes on from, if it is one that was evaluated."""
+
+    def on_resume(self, event: Resumed, control: Control) -> None:
+        if event.figures.eval_loss is not None:
+            self._evaluated_at = event.checkpoint.step
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
-        if event.step == 0 and self._spec.training.evaluation.before_training:
+        if event.step == 0:
+            due = self._spec.training.evaluation.before_training
+        else:
+            # Who was asked to stop has left the evaluation of the step that it saved.
+            due = Request.EVALUATE in planned(self._spec, event.step) and event.step < self._total_steps
+        if due and event.step != self._evaluated_at:
             control.ask(Request.EVALUATE)
 
     def on_ask(self, event: Asking, control: Control) -> None:
@@ -81,6 +92,12 @@ class StopsWhenAsked(Listener):
         self._file = file
 
     def on_ask(self, event: Asking, control: Control) -> None:
+        self._look(control)
+
+    def on_evaluating(self, event: Evaluating, control: Control) -> None:
+        self._look(control)
+
+    def _look(self, control: Control) -> None:
         if self._file.exists():
             control.ask(Request.STOP)
 

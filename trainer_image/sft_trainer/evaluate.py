@@ -1,5 +1,6 @@
 """Token-weighted mean loss over the evaluation sets."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from .data.batches import Bin, Examples, empty_micro_batch, micro_batch
 from .data.feed import BinTensors, Feed
 from .data.packing import first_fit_decreasing
 from .distributed import sum_over_ranks
+from .late import LateFigures, steps_behind
 from .strategies import Strategy
 from .topology import Topology
 
@@ -58,20 +60,28 @@ def evaluate(
     device: torch.device,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
     adding_up: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> EvaluationResult:
+    leaving: Callable[[], LateFigures] | None = None,
+) -> EvaluationResult | None:
     """Evaluate all sets, their examples packed into bins of ``bin_tokens``; a collective call.
 
     ``on_batch(batches done, batches in all)`` is called after each batch of all processes; ``adding_up()`` is entered
-    while this one has no more to do and waits for the others.
+    while this one has no more to do and waits for the others. ``leaving()``, collective as well, is called after each
+    batch and says how many processes want to leave: the evaluation ends then on all of them, and gives None.
     """
     bins = EvaluationBins(sets, bin_tokens, topology)
     sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sets}
     names = bins.names
+    left: deque[LateFigures] = deque()
     with closing(Feed(bins, first=0, total=len(names), device=device)) as feed:
         # Every process runs as many forward passes as the others: they share collectives.
         for done, (name, bin_) in enumerate(zip(names, feed, strict=True), 1):
             sums[name] += strategy.forward_sums([bin_])
             on_batch(done, len(names))
+            if leaving is not None:
+                left.append(leaving())
+                # Read on all processes after the same batch, and on a GPU once it has another one to compute.
+                if len(left) > steps_behind(device) and any(left.popleft().read()):
+                    return None
     with adding_up():
         reduced = sum_over_ranks([total if topology.counts_loss else 0.0 for total in sums.values()], device)
     tokens = [int(examples.trained.sum(dtype=np.int64)) for examples in sets.values()]

@@ -45,6 +45,10 @@ class Control:
         """Have that done now. For what every process decides alike."""
         self._agreed.add(request)
 
+    def asks(self, request: Request) -> bool:
+        """Whether this process asks for that, which is not agreed on yet."""
+        return request in self._asked
+
     def asked(self) -> list[float]:
         """What this process asked for since the last call: a number for each kind, whose sum ``agree`` takes in."""
         asked, self._asked = self._asked, set()

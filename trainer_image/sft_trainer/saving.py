@@ -59,7 +59,8 @@ class Saving:
         self._bytes = 0
         self._lock = threading.Lock()
         self._last_save = time.monotonic()
-        self._resumed_from: CheckpointId | None = None
+        self._resumed: Manifest | None = None
+        """Of the checkpoint that the run goes on from, while nothing newer is to be said of its step."""
         self._outcome: SaveOutcome | None = None
         """How the last save failed, until that was acted on."""
         self.outage = Outage(config.spec.run_policy.storage_deadline_seconds)
@@ -101,17 +102,13 @@ class Saving:
         self._work_on()
         self._tell_skipped()
         if manifest is not None:
-            self._resumed_from = manifest.id
+            self._resumed = manifest
         return manifest
-
-    @property
-    def _resumed_at(self) -> int:
-        return self._resumed_from.step if self._resumed_from else 0
 
     def checkpoint_of(self, step: int) -> CheckpointId:
         """The checkpoint of ``step``, once this attempt has saved it or resumed from it."""
-        if self._resumed_from is not None and self._resumed_from.step == step:
-            return self._resumed_from
+        if self._resumed is not None and self._resumed.step == step:
+            return self._resumed.id
         return CheckpointId(self._manager.attempt, step)
 
     @property
@@ -149,14 +146,22 @@ class Saving:
         store the save is tried again later, with a newer step; the final one is waited for, until
         ``StorageDeadlineError``. Everything else ends the run.
         """
-        if step == self._resumed_at:
+        if self._is_saved(step, run):
             self.patiently(lambda: self._manager.on_leader(lambda: call_each(beside)), f"step {step}")
             return True
+        self._resumed = None
         while not self._save(step, boxes, run, final=final, beside=beside):
             if not final:
                 return False
             self._wait_out(f"step {step}")
         return True
+
+    def _is_saved(self, step: int, run: RunState) -> bool:
+        """Whether the run began at ``step``, or went on from its checkpoint, which knows of its evaluation if any."""
+        if self._resumed is None:
+            return step == 0
+        known = self._resumed.run.metrics.get("evalLoss")
+        return step == self._resumed.step and run.metrics.get("evalLoss") in (None, known)
 
     def patiently(self, work: Callable[[], None], what: str) -> None:
         """Do ``work``, again and again during an outage of the store. It is collective, and raises on all alike."""

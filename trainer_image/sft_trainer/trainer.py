@@ -359,10 +359,17 @@ class Trainer:
             device=self.device,
             on_batch=lambda done, batches: self.events.emit(Evaluating(self.step, done, batches)),
             adding_up=lambda: self._others("to add the evaluation up"),
+            leaving=self._leaving,
         )
+        if result is None:
+            self._stop()
         self.figures = self.figures.evaluated(result.loss)
         self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))
         self.events.emit(Evaluated(self.step, result.loss, result.losses, self.figures))
+
+    def _leaving(self) -> LateFigures:
+        """How many processes were asked to stop: an evaluation may take longer than they are given."""
+        return LateFigures(summed([float(self.control.asks(Request.STOP))], self.device))
 
     def _save(self, *, final: bool = False) -> None:
         begins = SaveBegins(self.step, final=final)

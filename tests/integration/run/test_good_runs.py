@@ -3,7 +3,9 @@
 import hashlib
 import json
 import math
+import os
 import shutil
+import signal
 import struct
 import zlib
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place, step_numbers
 from tests.integration.run.stores import credentials, s3_spec, upload
 from tests.waiting import wait_until
+from tests.worker_processes import is_worker
 
 BUCKET = "good-runs"
 
@@ -198,3 +201,37 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Pl
         event.step for event in EventAccumulator(str(place.store() / "tensorboard")).Reload().Scalars("train/loss")
     ]
     assert steps == list(range(1, LONG["training"]["steps"] + 1))
+
+
+def test_ctrl_c_within_an_evaluation_saves_and_the_evaluation_is_made_up_for(place: Place) -> None:
+    # Given a run that stands still at the beginning of an evaluation of many batches
+    data = {"eval": [{"uri": f"file://{place.inputs.train}", "name": "many", "split": "train[:300]"}]}
+    training = {"steps": 4, "maxTokensPerMicroBatch": 256, "evaluation": {"everySteps": 2}}
+    job = place.job(data=data, training=training, checkpoint={"keep": {"best": 1}})
+    report = place.store() / "run" / "progress.json"
+
+    def evaluates() -> bool:
+        return report.exists() and json.loads(report.read_text())["phase"] == "Evaluating"
+
+    process = place.start(job)
+    wait_until(lambda: evaluates() or process.poll() is not None)
+    (worker,) = filter(is_worker, place.processes())
+    os.kill(worker, signal.SIGSTOP)
+    assert evaluates(), "it was over before it could be interrupted"
+
+    # When it is asked to stop, and moves again
+    process.send_signal(signal.SIGINT)
+    wait_until((place.store() / "run" / "stop").exists)
+    os.kill(worker, signal.SIGCONT)
+    interrupted = place.finish(process)
+
+    # Then it leaves the evaluation, and the same command begins with it
+    assert interrupted.code == 30, interrupted.said
+    assert (interrupted.latest, interrupted.status["checkpoints"]["latest"].get("evalLoss")) == (2, None)
+    after = place.run(job)
+    assert after.code == 0, after.said
+    kept = {entry["step"]: entry for entry in after.status["checkpoints"]["kept"]}
+    assert all(kept[step]["evalLoss"] > 0 for step in (2, 4))
+    records = step_numbers(place.store())
+    assert sorted(records) == [1, 2, 3, 4]
+    assert all(records[step]["evalLoss"] > 0 for step in (2, 4))

@@ -10,6 +10,7 @@ import torch
 from sft_trainer import evaluate as evaluating
 from sft_trainer.data.feed import BinTensors, Feed
 from sft_trainer.evaluate import EvaluationBins, evaluate
+from sft_trainer.late import LateFigures
 from sft_trainer.topology import Topology
 from tests.unit.trainer.test_feed import Numbers
 from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
@@ -86,6 +87,29 @@ def test_bins_are_prepared_by_a_thread_no_more_than_two_ahead(
     assert threads == {"feed"}
     assert len(computes.bins) == 12
     assert max(computes.ahead) <= 2
+    assert not any(thread.name == "feed" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("device", "batches"), [("cpu", 3), ("cuda", 4)])
+def test_who_is_asked_to_stop_leaves_after_a_batch_and_its_thread_ends(
+    monkeypatch: pytest.MonkeyPatch, device: str, batches: int
+) -> None:
+    """On a GPU after the next one: it has something to compute while the host learns of it."""
+    monkeypatch.setattr(evaluating, "steps_behind", lambda _: 1 if device == "cuda" else 0)
+    asked = iter([0.0, 0.0, 2.0, 2.0, 2.0])
+    computes = Computes()
+
+    result = evaluate(
+        computes,  # type: ignore[arg-type]
+        {"a": Numbers(50), "b": Numbers(7)},
+        bin_tokens=16,
+        topology=process(0, 1),
+        device=CPU,
+        leaving=lambda: LateFigures(torch.tensor([next(asked)])),
+    )
+
+    assert result is None
+    assert len(computes.bins) == batches
     assert not any(thread.name == "feed" for thread in threading.enumerate())
 
 

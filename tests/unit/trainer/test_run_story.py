@@ -17,6 +17,7 @@ from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer import evaluate as evaluating
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.due import EvaluatesWhenDue
 from sft_trainer.errors import StopRequested, StorageFullError
 from sft_trainer.events import (
     Asking,
@@ -27,6 +28,7 @@ from sft_trainer.events import (
     Listeners,
     Outcome,
     Request,
+    Resumed,
     SaveBegins,
     SaveEnded,
     Started,
@@ -354,6 +356,7 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
     story.events = Listeners([Reporting(story.reporter)], story.control)
     monkeypatch.setattr(trainer, "join_group", forms_a_group)
     monkeypatch.setattr(evaluating, "sum_over_ranks", adds_up)
+    monkeypatch.setattr(trainer, "summed", lambda values, device: torch.tensor(values))
 
     # When it meets the others, and evaluates
     story._meet()
@@ -372,3 +375,50 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
     story.topology, story.figures = Topology(rank=0, local_rank=0, world_size=1), Figures()
     Trainer._evaluate(story)
     assert [phase for phase, _ in said] == [Phase.EVALUATING]
+
+
+@pytest.mark.parametrize(
+    ("step", "eval_loss", "asks"),
+    [(4, None, True), (4, 1.5, False), (3, None, False), (6, None, False)],
+    ids=["left", "evaluated", "not due", "the last one, evaluated anyway"],
+)
+def test_an_evaluation_that_was_left_is_made_up_for(
+    tmp_path: Path, step: int, eval_loss: float | None, asks: bool
+) -> None:
+    # Given evaluations every second step, and a checkpoint of one with or without its loss
+    story = Story(tmp_path, {}, training={"steps": 6, "evaluation": {"everySteps": 2}})
+    due = EvaluatesWhenDue(story.spec)
+    figures = Figures(step, eval_loss=eval_loss)
+
+    due.on_resume(Resumed(CheckpointId(1, step), figures, CheckpointsStatus(), []), story.control)
+    due.on_start(Started(step, 6), story.control)
+
+    assert story.control.asks(Request.EVALUATE) is asks
+
+
+def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an evaluation within which the word to stop is left
+    story = Story(tmp_path, {})
+    story.device = torch.device("cpu")
+    story.step, story.figures = 4, Figures(4)
+    story.prepared = SimpleNamespace(eval={"a": FakeExamples([400, 400, 400])})  # type: ignore[assignment]
+    computed = []
+
+    def forward_sums(bins: Any) -> torch.Tensor:
+        computed.append(bins)
+        if len(computed) == 2:
+            (tmp_path / "stop").touch()
+        return torch.ones((), dtype=torch.float64)
+
+    story.strategy.forward_sums = forward_sums  # type: ignore[method-assign]
+    story._claim()
+    monkeypatch.setattr(trainer, "summed", lambda values, device: torch.tensor(values))
+
+    # When it goes on, then it ends there, with its step saved
+    with pytest.raises(StopRequested, match="stopped after step 4, which is saved"):
+        Trainer._evaluate(story)
+    assert len(computed) == 2
+    assert story.told == ["save 4 at the end"]
+    assert story.figures.evaluated_at == -1

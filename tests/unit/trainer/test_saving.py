@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import RunState
+from sft_api.checkpoints import CheckpointId, RunState
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer.checkpoint.local import LocalStore
@@ -181,3 +181,31 @@ def test_what_is_kept_is_what_the_job_says(tmp_path: Path) -> None:
 
     # Then the newest stays, and those
     assert [entry.step for entry in saving.checkpoints.kept] == [14, 12, 8, 4]
+
+
+def test_a_step_that_is_evaluated_after_a_resume_is_saved_again_with_that(tmp_path: Path) -> None:
+    # Given a run that was asked to stop within the evaluation of the step that it saved
+    config = resolve(manifest(tmp_path, tmp_path / "store", checkpoint={"async": False}))
+    store, reporter = LocalStore(tmp_path / "store"), Reporter(tmp_path, writes=True)
+    boxes = whole({"weight": torch.ones(2)})
+
+    def state(evaluated: float | None) -> RunState:
+        metrics = {"loss": 1.0, "evalLoss": evaluated}
+        return RunState(cursor=4, numbers=config.numbers().as_record(), metrics=metrics)
+
+    def resumed() -> Saving:
+        saving = Saving(config, store, reporter, device=torch.device("cpu"), topology=ALONE)
+        saving.claim_attempt()
+        saving.resume(boxes)
+        return saving
+
+    resumed().save(4, boxes, state(None), final=True)
+
+    # When it goes on, first without an evaluation, then with one, then again without
+    for evaluated in (None, 2.5, None):
+        saving = resumed()
+        saving.save(4, boxes, state(evaluated), final=True)
+
+    # Then the one with it is a checkpoint of its own, and the one that counts
+    assert [(entry.step, entry.attempt, entry.eval_loss) for entry in saving.checkpoints.kept] == [(4, 3, 2.5)]
+    assert saving.checkpoint_of(4) == CheckpointId(attempt=3, step=4)
