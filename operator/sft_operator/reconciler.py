@@ -17,8 +17,9 @@ from .cluster.children import ChildError, Children, ConfigLostError, NameTakenEr
 from .cluster.client import ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
-from .decisions.look import Snapshot, look
+from .decisions.look import look
 from .decisions.news import News, build_event
+from .decisions.notes import Snapshot
 from .decisions.result import Action, ChangeJob, CreateChildren, Delete, FindJob, GiveUpPod, HealChildren, Result
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .decisions.telling import BREATH_SECONDS

@@ -25,7 +25,8 @@ from ..builders import (
 )
 from ..config import Settings
 from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, UID_LABEL, config_map_name
-from ..picture.observed import ChildJob, Manifest, Refusal, controller, has_controller, owner_uid
+from ..picture.observed import ChildJob, Manifest, Refusal
+from ..picture.owners import controller, has_controller, owner_uid
 from ..picture.untrusted import part
 from .client import ApiError, Cluster
 

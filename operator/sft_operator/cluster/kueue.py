@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ..decisions.queue import workload_patch
-from ..picture.observed import deletion_time, owner_uid
+from ..picture.observed import deletion_time
+from ..picture.owners import owner_uid
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing, Workload
 from .client import ApiError, Cluster

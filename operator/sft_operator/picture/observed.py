@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from sys import intern
-from typing import Any, NamedTuple
+from typing import Any
 
 from sft_api.progress import Progress, TerminationMessage
 from sft_api.times import LATEST, parse_time, shifted
-from sft_api.v1alpha1 import GROUP, KIND, CheckpointsStatus
+from sft_api.v1alpha1 import KIND, CheckpointsStatus
 from sft_api.v1alpha1.job import RETRY_ANNOTATION
 
 from ..names import (
@@ -20,7 +20,6 @@ from ..names import (
     CONFIG_DIGEST_ANNOTATION,
     EXPORT_URI_ANNOTATION,
     FOLLOWED_LABELS_ANNOTATION,
-    JOB_LABEL,
     KUEUE_LABELS,
     QUEUE_LABEL,
     SUSPENDED_ANNOTATION,
@@ -28,60 +27,11 @@ from ..names import (
 )
 from . import untrusted
 from .conditions import Condition, conditions_of
+from .owners import owner_uid, pod_owner
 from .untrusted import entries, integer, part, text, texts
 from .workload import Queueing
 
 Manifest = dict[str, Any]
-
-
-_GROUPS = {"Job": "batch", KIND: GROUP}
-_JOB_NAME_LABEL, _JOB_UID_LABEL = "batch.kubernetes.io/job-name", "batch.kubernetes.io/controller-uid"
-"""On every pod of a Job, by the Job controller."""
-_LONGEST_TERMINATION_MESSAGE = 4096
-"""As the kubelet cuts it."""
-
-
-def controller(manifest: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The reference to the controlling owner of that kind; empty when there is none.
-
-    Whoever may write an object may write its owners: they tell what to look at, not whom to trust.
-    """
-    for reference in entries(part(manifest, "metadata").get("ownerReferences")):
-        group = text(reference.get("apiVersion")).partition("/")[0]
-        if reference.get("kind") == kind and group == _GROUPS[kind] and reference.get("controller") is True:
-            return reference
-    return {}
-
-
-def has_controller(manifest: Mapping[str, Any]) -> bool:
-    """Whether anything, of whatever kind, is its controlling owner."""
-    references = entries(part(manifest, "metadata").get("ownerReferences"))
-    return any(reference.get("controller") is True for reference in references)
-
-
-def owner_uid(manifest: Mapping[str, Any], kind: str) -> str | None:
-    """Uid of the controlling owner of that kind."""
-    return text(controller(manifest, kind).get("uid")) or None
-
-
-class PodOwner(NamedTuple):
-    """The Job that made a pod; empty when none did."""
-
-    name: str
-    uid: str
-
-
-def pod_owner(manifest: Mapping[str, Any]) -> PodOwner:
-    """The Job that is the controlling owner of a pod, or was its owner when it was deleted with ``--cascade=orphan``.
-
-    Such pods run on under the names of ours, in our Service: a new group has to wait for their end.
-    """
-    reference = controller(manifest, "Job")
-    if not reference and not has_controller(manifest):
-        labels = part(manifest, "metadata", "labels")
-        name, uid = text(labels.get(_JOB_NAME_LABEL)), text(labels.get(_JOB_UID_LABEL))
-        return PodOwner(name, uid) if uid and labels.get(JOB_LABEL) == name else PodOwner("", "")
-    return PodOwner(text(reference.get("name")), text(reference.get("uid")))
 
 
 def sft_job(manifest: Mapping[str, Any]) -> Manifest:
@@ -100,8 +50,12 @@ def sft_job(manifest: Mapping[str, Any]) -> Manifest:
     return {"apiVersion": manifest.get("apiVersion"), "kind": manifest.get("kind"), "metadata": kept, **parts}
 
 
-_CONDITIONS = frozenset({"Ready", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget"})
+_CONDITIONS = frozenset(
+    {"Ready", "ContainersReady", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget"}
+)
 """Those of Jobs and pods that decide anything."""
+_LONGEST_TERMINATION_MESSAGE = 4096
+"""As the kubelet cuts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +103,8 @@ class Pod:
     waiting_message: str = ""
     started: datetime | None = None
     """Since when the container runs."""
+    has_answered: bool = False
+    """Its supervisor has answered the kubelet once, which asks now and then whether it still does."""
     terminated: Terminated | None = None
     replaced: int = 0
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
@@ -159,7 +115,8 @@ class Pod:
         metadata, spec, status = (part(manifest, name) for name in ("metadata", "spec", "status"))
         annotations = part(metadata, "annotations")
         containers = entries(status.get("containerStatuses"))
-        state = next((part(one, "state") for one in containers if one.get("name") == TRAINER_CONTAINER), {})
+        trainer = next((one for one in containers if one.get("name") == TRAINER_CONTAINER), {})
+        state = part(trainer, "state")
         waiting, ended = part(state, "waiting"), part(state, "terminated")
         deletion = deletion_time(metadata)
         grace = integer(metadata.get("deletionGracePeriodSeconds")) or 0
@@ -183,6 +140,7 @@ class Pod:
             waiting_reason=text(waiting.get("reason")),
             waiting_message=text(waiting.get("message")),
             started=parse_time(part(state, "running").get("startedAt")),
+            has_answered=trainer.get("started") is True,
             terminated=_terminated(ended) if ended else None,
             replaced=sum(
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
@@ -194,6 +152,25 @@ class Pod:
     def finished(self) -> bool:
         """Whether its containers have ended for good."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def silent(self) -> Condition | None:
+        """The kubelet's word that the supervisor, which had answered it before, does not any more; with since when."""
+        answers = self.conditions.get("ContainersReady")
+        lives = self.started is not None and self.has_answered and not self.finished and self.deletion is None
+        return answers if lives and answers is not None and not answers.status else None
+
+    @property
+    def cut_off(self) -> Condition | None:
+        """The word of the cluster that nothing is heard of the node; with since when.
+
+        The node lifecycle controller writes it into Ready alone; by the last word of the kubelet the containers ran.
+        What runs there may do so still, also when the pod was deleted: nobody is left to end it.
+        """
+        ready, containers = self.conditions.get("Ready"), self.conditions.get("ContainersReady")
+        ran = self.started is not None and not self.finished and containers is not None and containers.status
+        gated = ready is not None and ready.reason == "ReadinessGatesNotReady"
+        return ready if ran and ready is not None and not ready.status and not gated else None
 
 
 def _terminated(ended: Mapping[str, Any]) -> Terminated:
@@ -386,8 +363,13 @@ class Observed:
     @property
     def coordinator(self) -> Pod | None:
         """The newest live pod with index 0."""
-        live = [pod for pod in self.pods if pod.index == 0 and not pod.finished and pod.deletion is None]
+        live = [pod for pod in self.live_pods if pod.index == 0]
         return live[-1] if live else None
+
+    @property
+    def live_pods(self) -> tuple[Pod, ...]:
+        """Pods that run, or are about to, and were not asked to end; of what is cut off no pod has heard that."""
+        return tuple(pod for pod in self.pods if not pod.finished and (pod.deletion is None or pod.cut_off))
 
     @property
     def active_pods(self) -> tuple[Pod, ...]:

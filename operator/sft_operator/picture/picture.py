@@ -17,15 +17,8 @@ from typing import Any, NamedTuple
 from sft_api.v1alpha1 import KIND
 
 from .memory import Memory
-from .observed import (
-    ChildJob,
-    Manifest,
-    Observed,
-    Pod,
-    controller,
-    pod_owner,
-    sft_job,
-)
+from .observed import ChildJob, Manifest, Observed, Pod, sft_job
+from .owners import controller, pod_owner
 from .strays import Strays
 from .untrusted import integer, part, text
 

@@ -9,10 +9,10 @@ import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
-from sft_operator.decisions import look as look_module
-from sft_operator.decisions import telling
+from sft_operator.decisions import notes, telling
 from sft_operator.decisions.deeds import children_made, healed, refused
-from sft_operator.decisions.look import Snapshot, look
+from sft_operator.decisions.look import look
+from sft_operator.decisions.notes import Snapshot
 from sft_operator.decisions.result import (
     AskKueue,
     AskTrainer,
@@ -535,7 +535,7 @@ def test_a_status_is_parsed_once_and_written_out_only_when_it_may_be_shown(monke
     shown = decided(seen(running(), report=report(training(1))))
     snapshot = seen(running(), report=report(training(2)), status=shown.patch, written=999.0, healing=healed_lately())
     first = decided(snapshot)
-    for module, costly in ((look_module, "read_status"), (telling, "write_status")):
+    for module, costly in ((notes, "read_status"), (telling, "write_status")):
         monkeypatch.setattr(module, costly, lambda _: pytest.fail("for nothing"))
 
     again = decided(replace(snapshot, memory=first.memory))
