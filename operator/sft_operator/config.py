@@ -111,6 +111,10 @@ class Settings(SettingsModel):
     """Between two complete listings, which repair whatever a watch has lost."""
     stuck_pod_seconds: Seconds = 30
     """After the end of its grace period a pod that has not ended is taken for lost with its node."""
+    silent_supervisor_seconds: Seconds = 30
+    """So long after the kubelet's word that a supervisor does not answer, which comes after 15 s, it is replaced."""
+    eviction_seconds: Seconds = 60
+    """For so long an Eviction that is refused is tried again; then the pod is deleted as one that was disrupted."""
     progress_url: str = "http://{address}:{port}/v1/progress"
     """Where the supervisor of index 0 answers; ``{address}`` is the pod's IP, ``{namespace}``, ``{name}`` the job."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080

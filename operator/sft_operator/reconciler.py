@@ -20,7 +20,17 @@ from .decisions.deeds import children_made, giving_up_refused, healed, job_chang
 from .decisions.look import look
 from .decisions.news import News, build_event
 from .decisions.notes import Snapshot
-from .decisions.result import Action, ChangeJob, CreateChildren, Delete, FindJob, GiveUpPod, HealChildren, Result
+from .decisions.result import (
+    Action,
+    ChangeJob,
+    CreateChildren,
+    Delete,
+    FindJob,
+    GiveUpPod,
+    HealChildren,
+    RemovePod,
+    Result,
+)
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .decisions.telling import BREATH_SECONDS
 from .metrics import OperatorMetrics
@@ -137,6 +147,9 @@ class Reconciler:
             case GiveUpPod():
                 await self._give_up(key, action)
                 return None
+            case RemovePod():
+                await self._remove_pod(key, action)
+                return None
         return 0.0
 
     def _remember(self, key: Key, change: Callable[[Memory], Memory]) -> None:
@@ -225,6 +238,21 @@ class Reconciler:
             if error.code != 404:  # it has just ended
                 logger.warning("%s: pod %s cannot be given up: %s", key, pod.name, error)
                 self._remember(key, lambda memory: giving_up_refused(memory, clock=self._clock()))
+
+    async def _remove_pod(self, key: Key, action: RemovePod) -> None:
+        pod = action.pod
+        logger.warning("%s: pod %s on node %s is removed", key, pod.name, pod.node)
+        try:
+            if action.patch is None:
+                await self._cluster.evict(key.namespace, pod.name, uid=pod.uid, grace_seconds=action.grace_seconds)
+                return
+            await self._cluster.patch(
+                "Pod", key.namespace, pod.name, action.patch, subresource="status", strategic=True
+            )
+            await self._cluster.delete("Pod", key.namespace, pod.name, uid=pod.uid, grace_seconds=action.grace_seconds)
+        except ApiError as error:
+            # A disruption budget, or whatever else: it is tried again, and otherwise after a minute.
+            logger.warning("%s: pod %s cannot be removed: %s", key, pod.name, error)
 
     # What is said
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import lifecycle
+from tests.cluster.node import ctr
 from tests.cluster.processes import Supervisor
 from tests.cluster.state import default_folder
 from tests.integration.run.runs import Place
 from tests.integration.run.stores import credentials
+from tests.worker_processes import descendants
 
 from .stage import OPERATOR_NAMESPACE, Stage, merge
 
@@ -51,6 +53,16 @@ def delete_pod(stage: Stage, name: str) -> None:
 def lose_pod(stage: Stage, name: str) -> None:
     """Index 1 is gone at once, as when its node loses power: no SIGTERM, no last words."""
     stage.kubectl("delete", "pod", pod_name(stage, name, 1), "--grace-period=0", "--force", "--wait=false")
+
+
+def freeze_first_pod(stage: Stage, name: str) -> None:
+    """All processes of index 0 stand still for good: neither supervisor nor worker says anything, nor hears SIGTERM."""
+    pod = json.loads(stage.kubectl("get", "pod", pod_name(stage, name, 0), "-o", "json"))
+    container = pod["status"]["containerStatuses"][0]["containerID"].partition("://")[2]
+    first = next(int(line.split()[1]) for line in ctr("tasks", "ls").splitlines() if line.startswith(container))
+    # The supervisor first: it would notice that the others stop.
+    for pid in (first, *descendants(first)):
+        os.kill(pid, signal.SIGSTOP)
 
 
 def evict_first_pod(stage: Stage, name: str) -> None:

@@ -45,10 +45,11 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "resources": pod_resources(compute, pods.resources),
         # Until the supervisor first answers nothing else is asked: an image may start slowly from a busy disk.
         "startupProbe": {"httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 300},
-        "readinessProbe": {"httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 3},
-        # It answers whatever its workers do. One that is silent for two minutes can neither save nor restart them. Its
-        # end waits for the pod's grace period all the same: one of the probe's own counts only where a container is
-        # started again (kubelet 1.35, killPodWithSyncResult).
+        # The operator replaces one that it is told does not answer for long (decisions/silence.py).
+        "readinessProbe": {"httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3},
+        # For when no operator does. It answers whatever its workers do: one that is silent for two minutes can neither
+        # save nor restart them. Its end waits for the pod's grace period all the same: one of the probe's own counts
+        # only where a container is started again (kubelet 1.35, killPodWithSyncResult).
         "livenessProbe": {"httpGet": _HEALTH, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 12},
         # Without words of the supervisor's own (no such module, no such user) the log says most.
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -238,6 +238,22 @@ class Cluster:
             if error.code not in (404, 409):  # gone, or another object of the same name
                 raise
 
+    async def evict(self, namespace: str, name: str, *, uid: str, grace_seconds: int) -> None:
+        """Evict just that pod; nothing happens when it is gone. Code 429: a disruption budget forbids it."""
+        options = {"preconditions": {"uid": uid}, "gracePeriodSeconds": grace_seconds}
+        body: Manifest = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+            "deleteOptions": options,
+        }
+        url = f"{self._url('Pod', namespace, name)}/eviction"
+        try:
+            await self._request("evict", "Pod", "POST", url, body=body, is_read=False)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+
     def _url(self, kind: str, namespace: str | None, name: str = "") -> str:
         prefix, plural = _PATHS[kind]
         parts = [self.server, prefix, *(["namespaces", namespace] if namespace else []), plural]

@@ -17,8 +17,10 @@ from .healing import plan_healing
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
 from .places import PlaceNotAllowed
 from .questions import ask_kueue, ask_trainer, read_events, read_namespace, read_store
+from .removal import plan_removals
 from .result import AskTrainer, CreateChildren, GiveUpPod, HealChildren, Result
 from .retry import retry_wanted, retry_word
+from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
 from .spec import Terms
 from .status import INVALID_SPEC, completed_status, compute_status, follow, refused_status, retried_status
@@ -77,6 +79,7 @@ class _Look(Notes):
         wrong = wrong or self._change(job, terms)
         self._heal(terms)
         self._give_up_stuck()
+        self._remove_silent()
         self._wait_out_hiccups()
 
         # Say what is wrong with the spec, or where the run stands; of one that has just ended once its last words are
@@ -219,6 +222,19 @@ class _Look(Notes):
         for pod in stuck_pods(observed, overdue, patience=patience, clock=clock):
             self._actions.append(GiveUpPod(pod, give_up_patch(pod, now)))
         self._look_in(seconds_to_stuck(observed, overdue, patience=patience, now=now, clock=clock), later=1.0)
+
+    def _remove_silent(self) -> None:
+        """Replace pods whose supervisors answer nobody."""
+        observed, clock = self._observed, self._clock
+        patience, refused = self._settings.silent_supervisor_seconds, self._settings.eviction_seconds
+        silent = silent_since(self._memory.silent, observed, clock=clock)
+        gone = silent_pods(observed, silent, patience=patience, clock=clock)
+        known = self._memory.removals
+        planned = plan_removals(known, gone, SUPERVISOR_SILENT, patience=refused, now=self._now, clock=clock)
+        self._remember(silent=silent, removals=planned.removals)
+        self._actions += planned.actions
+        self._look_in(planned.wait)
+        self._look_in(seconds_to_silent(silent, patience=patience, clock=clock))
 
     # What to say
 

@@ -68,7 +68,9 @@ def ask_trainer(
     if pod is None or not pod.ip or not pod.started or observed.job is None or observed.job.suspended:
         # The next one is asked as soon as it has started, whatever the pace: that a run goes on is news.
         return Asked(changed(memory, polled_at=None, poll_due=None))
-    pause = settings.poll_seconds if previous.state == "Running" else settings.poll_seconds_starting
+    # Who does not answer its kubelet is asked at once whether it answers at all.
+    at_ease = previous.state == "Running" and not pod.silent
+    pause = settings.poll_seconds if at_ease else settings.poll_seconds_starting
     # Many jobs share what one operator can read, but no report gets older than half a minute.
     pause = max(pause, min(followed / settings.polls_per_second, _LONGEST_POLL_SECONDS))
     due = clock if memory.polled_at is None else memory.polled_at + pause

@@ -58,7 +58,16 @@ class GiveUpPod:
     patch: Manifest
 
 
-Action = CreateChildren | FindJob | ChangeJob | Delete | HealChildren | GiveUpPod
+@dataclass(frozen=True)
+class RemovePod:
+    """Have a pod go by Eviction; with a ``patch`` of its status that was refused for too long: it is deleted."""
+
+    pod: Pod
+    grace_seconds: int
+    patch: Manifest | None = None
+
+
+Action = CreateChildren | FindJob | ChangeJob | Delete | HealChildren | GiveUpPod | RemovePod
 
 
 @dataclass(frozen=True)

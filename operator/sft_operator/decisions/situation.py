@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from sft_api.failures import NO_RETRY_EXIT_CODES
-from sft_api.progress import PROGRESS_PORT, Phase, Progress
+from sft_api.progress import PROGRESS_PORT, Phase, Progress, TrainingProgress
 from sft_api.restarts import exhausted
 from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
@@ -17,6 +17,7 @@ from .backoff import waits
 from .failures import cause, with_advice
 from .problems import Problem, find_problem, refusal_problem
 from .queue import held_back, not_stopped, preempted_words
+from .silence import is_heard, out_of_sight, unheard_words
 from .spec import Terms
 
 FRESH = timedelta(seconds=60)
@@ -212,7 +213,7 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     problem = find_problem(observed, pods_wanted=wanted)
     if problem:
         return Situation(_state_in(problem, before), problem.reason, problem.message, problem.stalled)
-    live = [pod for pod in observed.active_pods if pod.deletion is None]
+    live = observed.live_pods
     ready = sum(pod.ready for pod in live)
     if len(live) < wanted and _has_just_begun(observed, now):
         return Situation(before, "PodsNotReady", f"{ready} of {wanted} pods are ready")
@@ -222,6 +223,8 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if report and report.version_mismatch:
         return Situation(before, "VersionMismatch", report.version_mismatch, stalled=True)
     training = report.training if report else None
+    if hidden := out_of_sight(observed):
+        return _behind(hidden, before, training, observed)
     if training and training.phase in _TRAINING:
         return Situation("Running", training.phase.value, training.phase_detail)
     if training is None and previous.state == "Running" and ready == len(live):
@@ -231,6 +234,15 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if training is None:
         return _silent(previous, before, observed, now)
     return Situation(before, training.phase.value, training.phase_detail)
+
+
+def _behind(hidden: Problem, before: State, training: TrainingProgress | None, observed: Observed) -> Situation:
+    """Of pods that are out of sight, with what index 0 says: none makes a step without the others."""
+    if training is None or not is_heard(observed):
+        return Situation(before, hidden.reason, unheard_words(observed, hidden))
+    if training.phase in _TRAINING:
+        return Situation("Running", hidden.reason, f"{hidden.message}; training goes on meanwhile")
+    return Situation(before, hidden.reason, "; ".join(filter(None, (hidden.message, training.phase_detail))))
 
 
 def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datetime) -> Situation:

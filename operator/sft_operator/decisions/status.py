@@ -20,6 +20,7 @@ from .goodput import account_pods
 from .queue import HELD_BACK
 from .report_merge import at_rest, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
+from .silence import OUT_OF_SIGHT
 from .situation import Situation, find_situation
 from .spec import Terms, run_terms
 
@@ -279,8 +280,13 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
         status.export,
         status.job_ref,
         status.completion_time,
-        [(item.type, item.status, item.reason if item.type == "Stalled" else "") for item in status.conditions],
+        [(item.type, item.status, item.reason if _tells(item) else "") for item in status.conditions],
     )
+
+
+def _tells(item: Condition) -> bool:
+    """Whether its reason is news."""
+    return item.type == "Stalled" or (item.type == "Running" and item.reason in OUT_OF_SIGHT)
 
 
 def merge_patch(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

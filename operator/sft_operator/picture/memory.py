@@ -77,6 +77,15 @@ class Healing:
 
 
 @dataclass(frozen=True)
+class Removal:
+    """Of one pod."""
+
+    began: float
+    next: float
+    """When it may be tried again."""
+
+
+@dataclass(frozen=True)
 class Patched:
     """The last change of the Job, which somebody else may undo."""
 
@@ -145,5 +154,9 @@ class Memory:
     overdue: Mapping[str, float] = field(default_factory=dict)
     """Since when pods have outlived their grace period, by uid."""
     next_give_up: float = 0.0
+    silent: Mapping[str, float] = field(default_factory=dict)
+    """Since when the supervisors of pods have been seen not to answer, by uid."""
+    removals: Mapping[str, Removal] = field(default_factory=dict)
+    """Of pods that are to go, by uid."""
     next_search: float = 0.0
     """When a Job that is not seen may be looked for again."""

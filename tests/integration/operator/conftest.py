@@ -57,6 +57,8 @@ def start_operator(
             "statusSeconds": 1,
             "statusSecondsStarting": 1,
             "stuckPodSeconds": 2,
+            "silentSupervisorSeconds": 1,
+            "evictionSeconds": 3,
             "progressUrl": supervisors.url,
             **settings,
         }

@@ -292,8 +292,8 @@ class Scene:
         answer = self.request("POST", self.path("pods", name, "binding"), binding)
         assert answer.accepted or answer.code == 409, answer.body
 
-    def run_pod(self, pod: Object, *, ready: bool = True) -> None:
-        """Play scheduler and kubelet: the container of ``pod`` runs."""
+    def run_pod(self, pod: Object, *, ready: bool = True, answers: bool | None = None) -> None:
+        """Play scheduler and kubelet: the container of ``pod`` runs, and its supervisor ``answers``; None: as ready."""
         now = _now()
         self.bind(pod)
         self.patch(
@@ -307,9 +307,16 @@ class Scene:
                     "startTime": now,
                     "conditions": [
                         {"type": "PodScheduled", "status": "True", "lastTransitionTime": now},
-                        {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": now},
+                        {"type": "Ready", "status": str(ready), "lastTransitionTime": now},
+                        {
+                            "type": "ContainersReady",
+                            "status": str(ready if answers is None else answers),
+                            "lastTransitionTime": now,
+                        },
                     ],
-                    "containerStatuses": [_container({"running": {"startedAt": now}}, ready)],
+                    "containerStatuses": [
+                        {**_container({"running": {"startedAt": now}}, ready), "started": answers is not None or ready}
+                    ],
                 }
             },
             "status",

@@ -166,6 +166,7 @@ def test_rights_are_few_and_named() -> None:
         ("networkpolicies", "delete"),
         ("events", "create"),
         ("pods", "delete"),
+        ("pods/eviction", "create"),
         ("pods/status", "patch"),
         ("workloads", "patch"),
     }

@@ -180,8 +180,10 @@ def pod_manifest(
     node: str | None = "node-a",
     version: str = "9",
     ready_since: float = -5,
+    answers: bool | None = None,
 ) -> Object:
-    """A pod; ``replaced`` are the failures and ignored failures of its index before it."""
+    """A pod; ``replaced`` are the failures and ignored failures of its index before it, ``answers``
+    whether its supervisor does to the kubelet, which has heard it before; None: as it is ready."""
     state: Object = {}
     if exit_code is not None:
         text = words.model_dump_json(by_alias=True) if isinstance(words, TerminationMessage) else words or ""
@@ -213,7 +215,10 @@ def pod_manifest(
         metadata["deletionTimestamp"] = stamp(deletion + 30)
         metadata["deletionGracePeriodSeconds"] = 30
     is_ready = "True" if ready and phase == "Running" else "False"
-    status_conditions = [{"type": "Ready", "status": is_ready, "lastTransitionTime": stamp(ready_since)}]
+    since = stamp(ready_since)
+    status_conditions = [{"type": "Ready", "status": is_ready, "lastTransitionTime": since}]
+    if answers is not None:
+        status_conditions.append({"type": "ContainersReady", "status": str(answers), "lastTransitionTime": since})
     return {
         "metadata": metadata,
         "spec": {"nodeName": node} if node else {},
@@ -223,7 +228,7 @@ def pod_manifest(
             "message": message,
             "podIP": "10.0.0.1",
             "conditions": [*status_conditions, *(conditions or [])],
-            "containerStatuses": [{"name": "trainer", "state": state}] if state else [],
+            "containerStatuses": [{"name": "trainer", "state": state, "started": "running" in state}] if state else [],
         },
     }
 
