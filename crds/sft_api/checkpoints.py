@@ -194,7 +194,8 @@ class ManifestError(ValueError):
     """A manifest that is damaged, contradicts itself, or comes from a newer version of the format."""
 
 
-def _digest(document: Mapping[str, Any]) -> str:
+def digest_of(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, however it is written."""
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -202,7 +203,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """JSON of ``manifest`` with its own digest in the field ``sha256``."""
     document = json.loads(manifest.model_dump_json(by_alias=True))
-    document["sha256"] = _digest(document)
+    document["sha256"] = digest_of(document)
     return json.dumps(document, separators=(",", ":")).encode()
 
 
@@ -221,7 +222,7 @@ def decode_document(raw: bytes) -> dict[str, Any]:
     if version not in (1, FORMAT_VERSION):
         raise ManifestError(f"the manifest has format version {version!r}, this program reads 1 and {FORMAT_VERSION}")
     stated = document.pop("sha256", None)
-    if stated != _digest(document):
+    if stated != digest_of(document):
         raise ManifestError("the manifest does not match its own digest: it was damaged or edited")
     return document
 

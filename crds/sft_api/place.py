@@ -11,13 +11,15 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
 
-from .checkpoints import Count, Sha256, StoredModel
+from .checkpoints import Count, Sha256, StoredModel, digest_of
 from .numbers import Numbers, NumbersError
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
 VERSION = 1
+_OWN_DIGEST = "sha256"
+"""Of all else in a record. Those of older versions have none."""
 
 
 Stored = TypeVar("Stored", bound=StoredModel)
@@ -85,8 +87,19 @@ def folder_name(name: str, numbers: Numbers) -> str:
 
 
 def encode_record(record: RunRecord) -> bytes:
-    """``record`` as JSON, for people too."""
-    return record.model_dump_json(by_alias=True, indent=1).encode() + b"\n"
+    """``record`` as JSON with its own digest, for people too."""
+    return _encoded(record)
+
+
+def encode_done(done: Done) -> bytes:
+    """``done`` as JSON with its own digest."""
+    return _encoded(done)
+
+
+def _encoded(stored: StoredModel) -> bytes:
+    document = json.loads(stored.model_dump_json(by_alias=True))
+    document[_OWN_DIGEST] = digest_of(document)
+    return json.dumps(document, indent=1).encode() + b"\n"
 
 
 def decode_record(raw: bytes) -> RunRecord:
@@ -113,6 +126,8 @@ def _decoded(raw: bytes, model: type[Stored]) -> Stored:
     version = document.get("version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > VERSION:
         raise RecordError(f"it is of version {version}, this program reads version {VERSION}")
+    if isinstance(document, dict) and document.pop(_OWN_DIGEST, None) not in (None, digest_of(document)):
+        raise RecordError("it does not match its own digest: it was damaged or edited")
     try:
         return model.model_validate(document)
     except ValidationError as error:

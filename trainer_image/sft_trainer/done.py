@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
-from sft_api.place import DONE_KEY, Done
+from sft_api.place import DONE_KEY, Done, encode_done
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.report import checkpoints_status
 from sft_api.trainer_config import TrainerConfig
@@ -48,8 +48,7 @@ class DoneFile(Listener):
             if isinstance(found, Skipped):
                 log.warning("%s is not written: %s", DONE_KEY, found)
             else:
-                done = Done(step=last.step, attempt=last.attempt)
-                self._store.put(DONE_KEY, done.model_dump_json(by_alias=True).encode())
+                self._store.put(DONE_KEY, encode_done(Done(step=last.step, attempt=last.attempt)))
         except TrainingError as error:
             # Who starts the run again finds the last checkpoint, no step to do, and writes it then.
             log.warning("%s was not written: %s", DONE_KEY, error)

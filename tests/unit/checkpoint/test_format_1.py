@@ -115,7 +115,7 @@ def changed(store: LocalStore, change: Callable[[Document], None]) -> None:
     document = json.loads(store.read(key))
     del document["sha256"]
     change(document)
-    document["sha256"] = checkpoints._digest(document)
+    document["sha256"] = checkpoints.digest_of(document)
     store.put(key, json.dumps(document).encode())
 
 

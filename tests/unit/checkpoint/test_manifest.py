@@ -48,7 +48,7 @@ def edited(change: Callable[[dict[str, Any]], None]) -> bytes:
     document = json.loads(encode_manifest(a_manifest()))
     del document["sha256"]
     change(document)
-    document["sha256"] = checkpoints._digest(document)
+    document["sha256"] = checkpoints.digest_of(document)
     return json.dumps(document).encode()
 
 
