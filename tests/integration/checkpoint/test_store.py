@@ -89,16 +89,21 @@ def test_what_is_lent_arrives_whole(store: Store, size: int) -> None:
     assert store.read("x.bin") == data
 
 
-def test_memory_is_filled_from_anywhere(store: Store) -> None:
+def test_memory_is_filled_from_a_range_bit_by_bit(store: Store) -> None:
     store.put("x.bin", b"0123456789")
-    memory = bytearray(4)
-    assert store.read_into("x.bin", 3, memoryview(memory)) == 4
-    assert memory == b"3456"
-    assert store.read_into("x.bin", 8, memoryview(memory)) == 2, "the object ends"
-    assert memory[:2] == b"89"
-    assert store.read_into("x.bin", 8, memoryview(b"")) == 0
-    with pytest.raises(ObjectNotFoundError):
-        store.read_into("no/such.bin", 0, memoryview(memory))
+    memory = memoryview(bytearray(4))
+    with store.open_range("x.bin", 1, 6) as stream:
+        assert stream.fill(memory) == 4
+        assert memory == b"1234"
+        assert stream.fill(memory[:0]) == 0
+        assert stream.fill(memory[:2]) == 2
+        assert memory == b"5634"
+    with store.open_range("x.bin", 8, 4) as stream:
+        assert stream.fill(memory) == 2, "the object ends"
+        assert memory[:2] == b"89"
+        assert stream.fill(memory) == 0
+    with store.open_range("no/such.bin", 0, 4) as stream, pytest.raises(ObjectNotFoundError):
+        stream.fill(memory)
 
 
 def test_any_contiguous_buffer_can_be_written(store: Store) -> None:

@@ -44,7 +44,7 @@ def test_missing_bucket(s3_server: S3Server) -> None:
 
 def test_wrong_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     if s3_server.name == "moto":  # moto accepts any key: its own refusal stands in for a server's
-        monkeypatch.setattr(S3Store, "_call", _refuse)
+        monkeypatch.setattr(S3Store, "call", _refuse)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     store = S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3)
     with pytest.raises(AccessDeniedError, match=r"s3://checkpoints/runs/a/.*check the access key"):
@@ -97,8 +97,8 @@ class Flaky(S3Store):
 
     lost: set[str]
 
-    def _call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
-        answer = super()._call(client, operation, key, arguments)
+    def call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        answer = super().call(client, operation, key, arguments)
         if operation in self.lost:
             self.lost.discard(operation)
             raise EndpointConnectionError(endpoint_url="lost")
@@ -180,13 +180,13 @@ def test_an_upload_aborted_by_a_newer_attempt_fails(s3_store: S3Store) -> None:
 
 
 def test_a_server_without_conditional_writes_is_noticed(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = S3Store._call
+    plain = S3Store.call
 
     def ignoring(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
         arguments = {name: value for name, value in arguments.items() if name != "IfNoneMatch"}
         return plain(store, client, operation, key, arguments)
 
-    monkeypatch.setattr(S3Store, "_call", ignoring)
+    monkeypatch.setattr(S3Store, "call", ignoring)
     store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=3)
     result = store.probe()
     assert not result.conditional_writes
@@ -198,7 +198,7 @@ def test_a_server_without_conditional_writes_is_noticed(s3_server: S3Server, mon
 def test_memory_of_an_upload_is_bounded(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given slow uploads, a writer of 160 MiB never has more than five parts of 8 MiB in memory."""
     alive, most, lock = 0, 0, threading.Lock()
-    plain = S3Store._call
+    plain = S3Store.call
 
     def slow(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
         nonlocal alive, most
@@ -212,7 +212,7 @@ def test_memory_of_an_upload_is_bounded(s3_store: S3Store, monkeypatch: pytest.M
             alive -= 1
         return {"ETag": "x"}
 
-    monkeypatch.setattr(S3Store, "_call", slow)
+    monkeypatch.setattr(S3Store, "call", slow)
     stream = s3_store.open_write("x.bin")
     block = b"x" * 4 * MiB
     for _ in range(40):

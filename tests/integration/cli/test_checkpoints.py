@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sft_cli.main import cli
 from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.s3 import S3Store
-from sft_trainer.checkpoint.store import S3Settings, Store
+from sft_trainer.checkpoint.store import RangeStream, S3Settings, Store
 from tests.cluster.object_store import ObjectStore
 from tests.integration.checkpoint.managers import a_file_of, folders, save, started, truncate
 from tests.integration.run.stores import credentials, s3_spec
@@ -213,14 +214,14 @@ def test_what_is_not_there_and_what_is_unfinished(run: LocalStore) -> None:
 
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_no_damage(run: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    identity, read_into = CheckpointId(1, 2), LocalStore.read_into
+    identity, open_range = CheckpointId(1, 2), LocalStore.open_range
 
-    def gone(self: LocalStore, key: str, offset: int, buffer: memoryview) -> int:
+    def gone(self: LocalStore, key: str, offset: int, length: int) -> AbstractContextManager[RangeStream]:
         if key.startswith(identity.prefix) and key.endswith(".bin"):
             run.delete([entry.key for entry in run.list(identity.prefix)])
-        return read_into(self, key, offset, buffer)
+        return open_range(self, key, offset, length)
 
-    monkeypatch.setattr(LocalStore, "read_into", gone)
+    monkeypatch.setattr(LocalStore, "open_range", gone)
     done = sft("verify", run.uri)
     assert done.exit_code == 0, done.output
     assert "step-00000002-a00001 was removed meanwhile" in done.stderr

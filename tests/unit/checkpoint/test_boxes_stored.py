@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ import torch
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredIndex
 from sft_trainer.boxes import Box
 from sft_trainer.checkpoint import pieces as pieces_module
+from sft_trainer.checkpoint import runs as runs_module
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.index import Index, encode_index
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.pieces import cut, stored_tensor, written_by_this_rank
 from sft_trainer.checkpoint.reading import load_boxes, open_index, read_boxes
+from sft_trainer.checkpoint.runs import Buffers
 from sft_trainer.checkpoint.staging import HostStaging
+from sft_trainer.checkpoint.store import RangeStream
 from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import ConfigError
 from tests.topologies import here
@@ -152,16 +156,51 @@ def test_boxes_of_any_shape_fill_boxes_of_any_other(store: LocalStore) -> None:
 def test_only_what_overlaps_is_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(8, 4)
     manifest = save(store, [part("w", tensor, (row, 0), (2, 4)) for row in range(0, 8, 2)])
-    read: list[int] = []
-    plain = LocalStore.read_into
-
-    def recorded(self: LocalStore, key: str, offset: int, buffer: memoryview) -> int:
-        read.append(offset)
-        return plain(self, key, offset, buffer)
-
-    monkeypatch.setattr(LocalStore, "read_into", recorded)
+    read = ranges_read(monkeypatch)
     load(store, manifest, [part("w", torch.zeros(8, 4), (3, 1), (2, 2))])
-    assert sorted(read) == [32, 64]
+    assert read == [(32, 64)], "two pieces, with one request"
+
+
+def test_what_lies_apart_is_read_apart_and_no_more_at_once_than_a_run(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {str(number): torch.randn(8) for number in range(9)}
+    manifest = save(store, whole(tensors))
+    monkeypatch.setattr(runs_module, "RUN_BYTES", 70)
+    read = ranges_read(monkeypatch)
+    loaded = filled({name: tensors[name] for name in "01235678"})
+    load(store, manifest, whole(loaded))
+    assert sorted(read) == [(0, 64), (64, 64), (160, 64), (224, 64)]
+    assert all(same_bits(loaded[name], tensors[name]) for name in loaded)
+
+
+def test_pieces_are_received_where_they_are_to_be(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"whole": torch.randn(5, 7), "scalar": torch.tensor(3.0), "bfloat16": torch.randn(33).bfloat16()}
+    cut_up = torch.randn(4, 4)
+    manifest = save(store, [*whole(tensors), *(part("w", cut_up, (row, 0), (2, 4)) for row in (0, 2))])
+
+    def other_memory(buffers: Buffers, size: int) -> torch.Tensor:
+        raise AssertionError(f"{size} bytes would be copied")
+
+    monkeypatch.setattr(Buffers, "of", other_memory)
+    loaded = filled(tensors)
+    put_together = torch.zeros(4, 4)
+    load(store, manifest, whole({**loaded, "w": put_together}))
+    assert all(same_bits(loaded[name], tensor) for name, tensor in tensors.items())
+    assert torch.equal(put_together, cut_up)
+
+
+def ranges_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Where the ranges begin that are read from now on, and how long they are."""
+    read: list[tuple[int, int]] = []
+    plain = LocalStore.open_range
+
+    def recorded(self: LocalStore, key: str, offset: int, length: int) -> AbstractContextManager[RangeStream]:
+        read.append((offset, length))
+        return plain(self, key, offset, length)
+
+    monkeypatch.setattr(LocalStore, "open_range", recorded)
+    return read
 
 
 def test_large_tensors_are_saved_in_pieces(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
-from sft_trainer.checkpoint.reading import READ_THREADS, Buffers, open_index, verified_bytes
+from sft_trainer.checkpoint.reading import READ_THREADS, open_index
+from sft_trainer.checkpoint.runs import Buffers, open_run, runs
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import ConfigError
@@ -73,17 +74,20 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
 
     buffers = Buffers()
 
-    def read(row: int) -> str:
-        try:
-            verified_bytes(store, prefix, index, row, on_bytes, buffers)
-        except CheckpointCorruptError as error:
-            return str(error)
-        return ""
+    def read(rows: range) -> list[str]:
+        problems = []
+        with open_run(store, prefix, index, rows, on_bytes) as run:
+            for row in rows:
+                try:
+                    run.read(row, buffers.of(int(index.length[row])))
+                except CheckpointCorruptError as error:
+                    problems.append(str(error))
+        return problems
 
     with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="verify") as pool:
-        reads = [pool.submit(read, row) for row in range(len(index.tensor))]
+        reads = [pool.submit(read, rows) for rows in runs(index)]
         try:
-            return [problem for one in reads if (problem := one.result())]
+            return [problem for one in reads for problem in one.result()]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -6,11 +6,11 @@ import io
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
-from sft_trainer.checkpoint.store import ProbeResult, StoredObject, WriteStream, check_key, filled
+from sft_trainer.checkpoint.store import ProbeResult, RangeStream, StoredObject, WriteStream, check_key, filled
 from sft_trainer.errors import (
     AccessDeniedError,
     StorageFullError,
@@ -97,6 +97,25 @@ class _FileStream(WriteStream):
         self._temporary.unlink(missing_ok=True)
 
 
+class _FileRange:
+    def __init__(self, store: "LocalStore", path: Path, offset: int) -> None:
+        self._store = store
+        self._path = path
+        self._offset = offset
+        self._file: io.FileIO | None = None
+
+    def fill(self, memory: memoryview) -> int:
+        with self._store.reading(self._path):
+            if self._file is None:
+                self._file = self._path.open("rb", buffering=0)
+                self._file.seek(self._offset)
+            return filled(memory, self._file.readinto)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 class LocalStore:
     """Objects as files below ``path``; the folder is created by the first write."""
 
@@ -131,7 +150,8 @@ class LocalStore:
         return ObjectNotFoundError(f"{path} is not there")
 
     @contextmanager
-    def _reading(self, path: Path) -> Iterator[None]:
+    def reading(self, path: Path) -> Iterator[None]:
+        """Errors of files become those of the store."""
         try:
             yield
         except FileNotFoundError as error:
@@ -141,24 +161,21 @@ class LocalStore:
 
     def read(self, key: str) -> bytes:
         path = self._file(key)
-        with self._reading(path):
+        with self.reading(path):
             return path.read_bytes()
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         path = self._file(key)
-        with self._reading(path), path.open("rb") as file:
+        with self.reading(path), path.open("rb") as file:
             file.seek(offset)
             return file.read(length)
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        path = self._file(key)
-        with self._reading(path), path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            return filled(buffer, file.readinto)
+    def open_range(self, key: str, offset: int, length: int) -> AbstractContextManager[RangeStream]:
+        return closing(_FileRange(self, self._file(key), offset))
 
     def open_read(self, key: str) -> io.BufferedReader:
         path = self._file(key)
-        with self._reading(path):
+        with self.reading(path):
             return path.open("rb")
 
     def create(self, key: str, data: bytes) -> bool:

@@ -1,11 +1,10 @@
 """Boxes out of a checkpoint folder: the leader reads the index, every rank the pieces that overlap its boxes.
 
-A piece's bytes are compared with their digest before they become a tensor, and only files that the manifest lists are
-read. Nothing is ever unpickled.
+A piece's bytes are compared with their digest before anybody is told that they were read, and only files that the
+manifest lists are read. Nothing is ever unpickled.
 """
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from sft_api.checkpoints import Manifest, ManifestError, decode_document
-from sft_trainer.boxes import Box
+from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.format1 import UPDATES, index_of_format_1
 from sft_trainer.checkpoint.group import CheckpointGroup
@@ -30,6 +29,7 @@ from sft_trainer.checkpoint.index import (
     widened,
 )
 from sft_trainer.checkpoint.pieces import stored_tensor
+from sft_trainer.checkpoint.runs import Buffers, open_run, runs
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import ConfigError
@@ -144,7 +144,11 @@ def _updates_of_format_1(store: Store, manifest: Manifest, index: Index) -> int:
             "program cannot go on from: go on with the version of the trainer that wrote it, or start anew with "
             "another checkpoint.uri"
         )
-    count = float(_verified(store, manifest.id.prefix, index, rows[0], lambda _: None))
+    row = rows[0]
+    memory = torch.empty(int(index.length[row]), dtype=torch.uint8)
+    with open_run(store, manifest.id.prefix, index, range(row, row + 1), lambda _: None) as run:
+        run.read(row, memory)
+    count = float(memory.view(DTYPES[index.tensors[index.tensor[row]].dtype]))
     if not 0 <= count <= manifest.step or count != int(count):
         raise CheckpointCorruptError(f"the optimizer cannot have made {count} updates in {manifest.step} steps")
     return int(count)
@@ -193,22 +197,29 @@ def _check_fits(index: Index, entry: StoredTensor) -> None:
 
 
 def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
-    """Read the pieces of ``index``, several at a time, and copy what overlaps into ``boxes``."""
+    """Read the pieces of ``index``, several at a time, into ``boxes``, which are undefined after an error."""
     by_tensor: dict[tuple[str, str], list[Box]] = {}
     for box in boxes:
         by_tensor.setdefault((box.name, box.kind), []).append(box)
-
-    # One for each thread, for all that it reads: fresh memory costs more than the copy into it.
     buffers = Buffers()
 
-    def read(row: int) -> None:
-        values, place = _verified(store, prefix, index, row, on_bytes, buffers), index.place(row)
-        for box in by_tensor[index.tensors[index.tensor[row]].key]:
-            if (part := box.place.overlap(place)) is not None:
-                box.write(values[part.within(place)], part)
+    def read(rows: range) -> None:
+        with open_run(store, prefix, index, rows, on_bytes) as run:
+            for row in rows:
+                entry, place = index.tensors[index.tensor[row]], index.place(row)
+                overlaps = ((box, box.place.overlap(place)) for box in by_tensor[entry.key])
+                parts = [(box, part) for box, part in overlaps if part is not None]
+                if (memory := _bytes_of(parts, place)) is not None:
+                    run.read(row, memory)
+                    continue
+                memory = buffers.of(int(index.length[row]))
+                run.read(row, memory)
+                values = memory.view(DTYPES[entry.dtype]).reshape(place.sizes)
+                for box, part in parts:
+                    box.write(values[part.within(place)], part)
 
     with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="load") as pool:
-        reads = [pool.submit(read, row) for row in range(len(index.tensor))]
+        reads = [pool.submit(read, rows) for rows in runs(index)]
         try:
             for one in reads:
                 one.result()
@@ -217,42 +228,12 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
             raise
 
 
-class Buffers(threading.local):
-    """Memory of a thread for a piece at a time, as large as the largest one so far."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, size: int) -> torch.Tensor:
-        """The first ``size`` bytes."""
-        if size > self._memory.nbytes:
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._memory[:size]
-
-
-def _verified(
-    store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes, buffers: Buffers | None = None
-) -> torch.Tensor:
-    """The values of one piece, whose bytes are what the index says; in ``buffers``, until the thread reads another."""
-    entry = index.tensors[index.tensor[row]]
-    raw = verified_bytes(store, prefix, index, row, on_bytes, buffers or Buffers())
-    return raw.view(DTYPES[entry.dtype]).reshape(index.place(row).sizes)
-
-
-def verified_bytes(
-    store: Store, prefix: str, index: Index, row: int, on_bytes: OnBytes, buffers: Buffers
-) -> torch.Tensor:
-    """The bytes of one piece; CheckpointCorruptError, which names file and tensor, when they are not as written."""
-    entry = index.tensors[index.tensor[row]]
-    key, start, length = f"{prefix}{index.files[index.file[row]]}", int(index.start[row]), int(index.length[row])
-    raw = buffers.of(length)
-    try:
-        count = store.read_into(key, start, raw.numpy().data)
-    except ObjectNotFoundError as error:
-        raise CheckpointCorruptError(str(error)) from error
-    if count != length:
-        raise CheckpointCorruptError(f"{key} ends in the middle of {entry}")
-    if hashlib.sha256(raw.numpy().data).digest() != index.digests[row].tobytes():
-        raise CheckpointCorruptError(f"{key}: bytes {start} to {start + length} of {entry} do not match their digest")
-    on_bytes(length)
-    return raw
+def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle) -> torch.Tensor | None:
+    """The memory in which the piece at ``place`` is to be, when that is one whole stretch of one box in this memory."""
+    if len(parts) != 1 or parts[0][1] != place:
+        return None
+    box, _ = parts[0]
+    target = box.local.detach()[place.within(box.place)]
+    if target.device.type != "cpu" or not target.is_contiguous():
+        return None
+    return target.reshape(-1).view(torch.uint8)

@@ -7,20 +7,22 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
 from typing import Any, TypeVar
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, retrying, translated
+from sft_trainer.checkpoint.s3_range import S3Range
 from sft_trainer.checkpoint.s3_upload import MOST_PARTS, Body, MultipartStream
 from sft_trainer.checkpoint.store import (
     READ_BLOCK,
     ProbeResult,
     RangeReader,
+    RangeStream,
     S3Settings,
     StoredObject,
     WriteStream,
     check_key,
-    filled,
 )
 from sft_trainer.errors import ConfigError
 
@@ -137,12 +139,14 @@ class S3Store:
 
     def request(self, operation: str, key: str, **arguments: Any) -> Any:
         """Call the client's ``operation`` on ``key`` with retries."""
-        return self._retrying(key, lambda client: self._call(client, operation, key, arguments))
+        return self.retrying(key, lambda client: self.call(client, operation, key, arguments))
 
-    def _call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+    def call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        """One request, without retries."""
         return getattr(client, operation)(Bucket=self.bucket, Key=f"{self.prefix}{key}", **arguments)
 
-    def _retrying(self, key: str, call: Callable[[Any], T]) -> T:
+    def retrying(self, key: str, call: Callable[[Any], T]) -> T:
+        """The result of ``call`` with the client, which is tried again after transient errors."""
         client, _ = self._connected()
         return retrying(lambda: call(client), self.place(key), self.retry_seconds)
 
@@ -179,27 +183,18 @@ class S3Store:
             return b""
         return self._get(check_key(key), Range=f"bytes={offset}-{offset + length - 1}")
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        if not buffer.nbytes:
-            return 0
-        span = f"bytes={offset}-{offset + buffer.nbytes - 1}"
-
-        def call(client: Any) -> int:
-            body = self._call(client, "get_object", check_key(key), {"Range": span})["Body"]
-            with body:
-                return filled(buffer, body.readinto)
-
-        return self._retrying(key, call)
+    def open_range(self, key: str, offset: int, length: int) -> AbstractContextManager[RangeStream]:
+        return closing(S3Range(self, check_key(key), offset, length))
 
     def _get(self, key: str, **arguments: Any) -> bytes:
         def call(client: Any) -> bytes:
             # Reading belongs inside the retry: connections break in the middle of a body, too.
-            body = self._call(client, "get_object", key, arguments)["Body"]
+            body = self.call(client, "get_object", key, arguments)["Body"]
             with body:
                 data: bytes = body.read()
             return data
 
-        return self._retrying(key, call)
+        return self.retrying(key, call)
 
     def open_read(self, key: str) -> io.BufferedReader:
         size = self.request("head_object", check_key(key))["ContentLength"]
@@ -240,7 +235,7 @@ class S3Store:
                 for entry in page.get("Contents", [])
             ]
 
-        return sorted(self._retrying(prefix, call), key=lambda entry: entry.key)
+        return sorted(self.retrying(prefix, call), key=lambda entry: entry.key)
 
     def delete(self, keys: Iterable[str]) -> None:
         # One request a key: the batch request needs a checksum that some servers do not know.
@@ -257,7 +252,7 @@ class S3Store:
             )
             return [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", [])]
 
-        uploads = self._retrying(prefix, call)
+        uploads = self.retrying(prefix, call)
         for key, upload in uploads:
             self.abort_upload(key.removeprefix(self.prefix), upload)
         return len(uploads)

@@ -8,6 +8,7 @@ import io
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -148,6 +149,13 @@ class WriteStream(ABC):
     def _discard(self) -> None: ...
 
 
+class RangeStream(Protocol):
+    """The bytes of a range, in their order."""
+
+    def fill(self, memory: memoryview) -> int:
+        """Fill ``memory`` with the next bytes; how many there were, fewer only where the object ends."""
+
+
 class Store(Protocol):
     """Objects under one URI.
 
@@ -167,8 +175,8 @@ class Store(Protocol):
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset``; fewer only where the object ends."""
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` with the bytes from ``offset``; how many there were, fewer only where the object ends."""
+    def open_range(self, key: str, offset: int, length: int) -> AbstractContextManager["RangeStream"]:
+        """``length`` bytes from ``offset``, into memory of the caller's, one after the other."""
 
     def open_read(self, key: str) -> io.BufferedReader:
         """The object as a seekable stream, read block by block."""

@@ -1,0 +1,91 @@
+"""Runs: pieces that lie one behind the other in a file, and are read by one request, compared with their digests."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
+from sft_trainer.checkpoint.index import Index
+from sft_trainer.checkpoint.store import RangeStream, Store
+from sft_trainer.checkpoint.writing import OnBytes
+
+RUN_BYTES = 32 * 2**20
+"""Of one request, unless a piece is larger: so much that a request costs nothing beside it, so little that all threads
+have something to read until the end."""
+_BLOCK = 512 * 2**10
+"""Hashed while it is still in the processor's cache."""
+
+
+def runs(index: Index) -> list[range]:
+    """The rows of ``index``, which lie in the order of the files, as runs of at most ``RUN_BYTES``."""
+    if not len(index.tensor):
+        return []
+    goes_on = (np.diff(index.file) == 0) & (index.start[1:] == index.start[:-1] + index.length[:-1])
+    found, first, size = [], 0, 0
+    for row, length in enumerate(index.length.tolist()):
+        if row > first and (not goes_on[row - 1] or size + length > RUN_BYTES):
+            found.append(range(first, row))
+            first, size = row, 0
+        size += length
+    return [*found, range(first, len(index.tensor))]
+
+
+class Run:
+    """Reads one run, each piece in its turn."""
+
+    def __init__(self, stream: RangeStream, prefix: str, index: Index, on_bytes: OnBytes) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._index = index
+        self._on_bytes = on_bytes
+
+    def read(self, row: int, memory: torch.Tensor) -> None:
+        """Fill ``memory``, bytes, with the next piece, which is that of ``row``.
+
+        CheckpointCorruptError, which names file and tensor, when they are not as written: ``memory`` has them then.
+        """
+        index = self._index
+        entry, key = index.tensors[index.tensor[row]], f"{self._prefix}{index.files[index.file[row]]}"
+        target, digest = memory.numpy().data, hashlib.sha256()
+        try:
+            for start in range(0, target.nbytes, _BLOCK):
+                block = target[start : start + _BLOCK]
+                if self._stream.fill(block) < block.nbytes:
+                    raise CheckpointCorruptError(f"{key} ends in the middle of {entry}")
+                digest.update(block)
+        except ObjectNotFoundError as error:
+            raise CheckpointCorruptError(str(error)) from error
+        if digest.digest() != index.digests[row].tobytes():
+            start = int(index.start[row])
+            end = start + target.nbytes
+            raise CheckpointCorruptError(f"{key}: bytes {start} to {end} of {entry} do not match their digest")
+        self._on_bytes(target.nbytes)
+
+
+@contextmanager
+def open_run(store: Store, prefix: str, index: Index, rows: range, on_bytes: OnBytes) -> Iterator[Run]:
+    """The run of ``rows`` of ``index``, one of ``runs``."""
+    first = rows[0]
+    key, length = f"{prefix}{index.files[index.file[first]]}", int(index.length[rows.start : rows.stop].sum())
+    with store.open_range(key, int(index.start[first]), length) as stream:
+        yield Run(stream, prefix, index, on_bytes)
+
+
+class Buffers(threading.local):
+    """Memory of a thread for a piece at a time, as large as the largest one so far.
+
+    For all that a thread reads: fresh memory costs more than a copy out of this.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> torch.Tensor:
+        """The first ``size`` bytes."""
+        if size > self._memory.nbytes:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
