@@ -11,7 +11,7 @@ was there) or ``_SOURCE_DEFAULTS``; every other one to ``NOT_NUMBERS``. See docs
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,6 +48,9 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "training.schedule.minRatio": 0,
     "training.precision": "bf16",
     "training.seed": 42,
+    "checkpoint.resume.from.uri": None,
+    "checkpoint.resume.from.step": None,
+    "checkpoint.resume.from.what": "weights",
 }
 _SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
     "split": None,
@@ -60,6 +63,16 @@ _SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
 }
 _BATCH = ("training.globalBatchSize", "training.globalBatchTokens")
 _MODEL, _SOURCES = "model.uri", "data.train"
+_ORIGIN = "checkpoint.resume.from.uri"
+_NO_POSITION = (
+    "training.steps",
+    "training.epochs",
+    "training.precision",
+    "training.optimizer.",
+    "training.schedule.",
+    "checkpoint.resume.from.",
+)
+"""What begins so decides neither which tokens a step sees nor with which random numbers."""
 
 NUMBERS = frozenset({*_DEFAULTS, _MODEL, f"{_SOURCES}[].uri", *(f"{_SOURCES}[].{name}" for name in _SOURCE_DEFAULTS)})
 """Every field below ``spec`` that counts."""
@@ -100,7 +113,7 @@ NOT_NUMBERS = frozenset(
         "checkpoint.everySeconds",
         "checkpoint.keep",
         "checkpoint.async",
-        "checkpoint.resume",
+        "checkpoint.resume.policy",
         "export.atEnd",
         "export.uri",
         "suspend",
@@ -160,10 +173,21 @@ class Numbers:
         canonical = json.dumps(self.as_record(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def position_differences(self, other: "Numbers") -> list[str]:
+        """``differences`` in what decides which tokens a step sees, and with which random numbers.
+
+        Where there are none, a step of one run stands at the same place of its data as that step of the other.
+        """
+        both = {*self.values, *other.values}
+        return self._differences(other, (path for path in both if not path.startswith(_NO_POSITION)))
+
     def differences(self, other: "Numbers") -> list[str]:
         """Every field that is another one in ``other``, with both values: this one's, then the other's."""
+        return self._differences(other, {*self.values, *other.values})
+
+    def _differences(self, other: "Numbers", paths: Iterable[str]) -> list[str]:
         found = []
-        for path in sorted({*self.values, *other.values}):
+        for path in sorted(paths):
             here, there = (numbers.values.get(path, _DEFAULTS.get(path)) for numbers in (self, other))
             if here != there:
                 found += _differences(path, here, there)
@@ -187,6 +211,8 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
     if given["model.tokenizerUri"] is not None:
         tokenizer = _uri(given["model.tokenizerUri"])
         given["model.tokenizerUri"] = None if tokenizer == model else tokenizer
+    if given[_ORIGIN] is not None:
+        given[_ORIGIN] = _uri(given[_ORIGIN])
     values = {path: _plain(value) for path, value in given.items() if value is not None}
     chosen = {path: value for path, value in values.items() if value != _DEFAULTS[path]}
     return {_MODEL: model, _SOURCES: [_source(source) for source in spec["data"]["train"]], **chosen}

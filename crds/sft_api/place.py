@@ -7,16 +7,17 @@ object, cluster or machine starts it.
 
 import json
 from datetime import datetime
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, Self, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
 
-from .checkpoints import Count, Sha256, StoredModel, digest_of
+from .checkpoints import CheckpointId, Count, Sha256, StoredModel, checkpoint_id, digest_of
 from .numbers import Numbers, NumbersError
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
+ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
 _OWN_DIGEST = "sha256"
 """Of all else in a record. Those of older versions have none."""
@@ -39,7 +40,8 @@ class RunRecord(StoredModel):
     numbers: dict[str, JsonValue]
     """The numbers themselves (``Numbers.as_record``), so that another run can be told what differs."""
     revisions: dict[str, str] = Field(default_factory=dict)
-    """By field below ``spec``: the commit of what lies on the hub, the digest of a bucket's listing for the rest."""
+    """By field below ``spec``: the commit of what lies on the hub, the digest of a bucket's listing for the rest; for
+    ``checkpoint.resume.from`` a ``Pin``."""
     namespace: str
     """Of who made it: told, not compared, like all that follows."""
     uid: str
@@ -79,6 +81,33 @@ class Done(StoredModel):
     step: Count
     attempt: Annotated[int, Field(ge=1)]
     """With the step, its last checkpoint."""
+
+
+class Pin(NamedTuple):
+    """Which checkpoint of another run this one began from, by its content."""
+
+    checkpoint: CheckpointId
+    sha256: str
+    """Of the bytes of its manifest, which has the digests of all the rest."""
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint.folder}@{self.sha256}"
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """What ``str`` gave; raises RecordError."""
+        folder, _, sha256 = text.partition("@")
+        identity = checkpoint_id(folder)
+        if identity is None or not sha256:
+            raise RecordError(f"its revision of {ORIGIN_FIELD} is no checkpoint: {text[:100]}")
+        return cls(identity, sha256)
+
+
+def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
+    """What to write into the manifest of a run with the numbers ``mine`` that goes on where another one, ``theirs``,
+    saved ``step`` in ``uri``: as YAML below ``spec``, in one line."""
+    what = "weights" if theirs.position_differences(mine) else "everything"
+    return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"
 
 
 def folder_name(name: str, numbers: Numbers) -> str:

@@ -10,7 +10,7 @@ from .numbers import Numbers
 from .plan import Plan, make_plan
 from .v1alpha1.base import ReportModel
 from .v1alpha1.job import SFTJob, SFTJobSpec
-from .v1alpha1.places import EXPORT_RULES, default_export
+from .v1alpha1.places import PLACE_RULES, default_export
 from .v1alpha1.runtime import MOST_RESTARTS
 
 CONFIG_PATH = "/etc/sft/config.json"
@@ -66,7 +66,7 @@ class TrainerConfig(ReportModel):
         placed = job.spec.model_copy(
             update={"checkpoint": job.spec.checkpoint.model_copy(update={"uri": checkpoint_uri})}
         )
-        for rule in EXPORT_RULES:
+        for rule in PLACE_RULES:
             if not rule.check(placed):
                 raise ValueError(f"spec: {rule.message}; checkpoints go to {checkpoint_uri}")
         return cls(

@@ -12,7 +12,7 @@ from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
-from sft_api.v1alpha1.places import EXPORT_RULES
+from sft_api.v1alpha1.places import PLACE_RULES
 
 from .errors import UserError
 from .words import counted
@@ -105,6 +105,8 @@ def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
             yield f"spec.data.{kind}[{index}].uri", source.uri
     if spec.checkpoint.uri:
         yield "spec.checkpoint.uri", spec.checkpoint.uri
+    if spec.checkpoint.resume.origin:
+        yield "spec.checkpoint.resume.from.uri", spec.checkpoint.resume.origin.uri
     if spec.export.uri:
         yield "spec.export.uri", spec.export.uri
 
@@ -126,7 +128,7 @@ def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
 
 
 def overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
-    """Which files of the job's own its export would be written over, also by way of a link; a sentence each."""
+    """Which of what the job is made of it would write into, also by way of a link; a sentence each."""
 
     def real(uri: str) -> str:
         return f"{FILE_SCHEME}{Path(uri.removeprefix(FILE_SCHEME)).resolve()}" if uri.startswith(FILE_SCHEME) else uri
@@ -136,15 +138,18 @@ def overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
         return part.model_copy(update={name: real(uri)}) if uri else part
 
     data = {"train": [placed(source) for source in spec.data.train], "eval": [placed(item) for item in spec.data.eval]}
+    resume = spec.checkpoint.resume
+    if resume.origin:
+        resume = resume.model_copy(update={"origin": placed(resume.origin)})
     here = spec.model_copy(
         update={
             "model": placed(placed(spec.model), "tokenizer_uri"),
             "data": spec.data.model_copy(update=data),
             "export": placed(spec.export),
-            "checkpoint": spec.checkpoint.model_copy(update={"uri": real(checkpoint_uri)}),
+            "checkpoint": spec.checkpoint.model_copy(update={"uri": real(checkpoint_uri), "resume": resume}),
         }
     )
-    for rule in EXPORT_RULES:
+    for rule in PLACE_RULES:
         if not rule.check(here):
             yield f"spec: {rule.message}; checkpoints go to {checkpoint_uri}"
 

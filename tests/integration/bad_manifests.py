@@ -220,6 +220,32 @@ RULES = [
         {"compute": '{nodeSelector: {pool: "big ones"}}'},
         "must be a label value: letters, digits, -, _ and .",
     ),
+    *(
+        Bad(
+            f"begins from its own place: {uri}",
+            "spec",
+            {"checkpoint": f"{{uri: s3://b/runs/one, resume: {{from: {{uri: '{uri}'}}}}}}"},
+            "checkpoint.uri must be neither checkpoint.resume.from.uri nor above or below it: that is the place of "
+            "another run; the same run goes on by itself",
+        )
+        for uri in ("s3://b/runs/one/", "s3://b/runs", "s3://b/runs/one/checkpoints")
+    ),
+    *(
+        Bad(
+            f"exports into the place it begins from: {checkpoint} {export}",
+            "spec",
+            {"checkpoint": f"{{resume: {{from: {{uri: s3://b/other}}}}{checkpoint}}}", "export": export},
+            "export.uri (export/ in checkpoint.uri when absent) must be neither checkpoint.resume.from.uri nor above "
+            "or below it: the export would be written into the place of the other run",
+        )
+        for checkpoint, export in (("", "{uri: s3://b/other/export}"), (", uri: s3://b/mine", "{uri: s3://b/}"))
+    ),
+    Bad(
+        "begins from a step before the first",
+        "spec.checkpoint.resume.from.step",
+        {"checkpoint": "{resume: {from: {uri: s3://b/other, step: 0}}}"},
+        "should be greater than or equal to 1",
+    ),
     Bad(
         "environment variable twice",
         "spec.compute",

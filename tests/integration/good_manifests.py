@@ -118,7 +118,7 @@ spec:
     everySeconds: 300
     keep: {last: 3, best: 1, everySteps: 1000}
     async: false
-    resume: {policy: never}
+    resume: {policy: never, from: {uri: pvc://models/other, step: 10, what: everything}}
   export: {atEnd: true, uri: pvc://models/every-field}
   suspend: true
   runPolicy:
@@ -173,7 +173,7 @@ NEIGHBOURS = manifest(
         "compute": "{env: [{name: LD_PRELOAD, value: libjemalloc.so}, {name: HOME, value: /tmp}, "
         "{name: PYTHONHASHSEED, value: '0'}, {name: PATHS, value: a}], cacheSize: 1Mi, "
         "resources: {requests: {cpu: 10m, memory: 64Mi, hugepages-2Mi: 2Mi}, limits: {hugepages-2Mi: 2Mi}}}",
-        "checkpoint": "{uri: s3://b/runs/one/}",
+        "checkpoint": "{uri: s3://b/runs/one/, resume: {from: {uri: s3://b/runs/on}}}",
         "export": "{uri: s3://b/runs/one/export}",
     }
 )

@@ -23,7 +23,8 @@ from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
 from .errors import StorageUnavailableError
 from .fetch import cache_directory, localise
-from .place import look, read_done
+from .origin import Origin
+from .place import look, nothing_saved, read_done
 from .process import begin, report_end
 from .reporting import Reporter
 from .revisions import pinned
@@ -40,7 +41,11 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     record = look(config, store)
     if read_done(store) is not None:
         return  # nothing is trained, and so no data is needed
-    config = pinned(config, record.revisions if record else {})
+    recorded = record.revisions if record else {}
+    if (origin := Origin.of(config, recorded)) is not None and nothing_saved(store):
+        reporter.phase(Phase.STARTING, f"looking at {origin.uri}")
+        origin.find()
+    config = pinned(config, recorded)
     spec = config.spec
     codec = cache(lambda: _codec(config, s3, reporter))
     sources: Sequence[DataSource] = [*spec.data.eval, *spec.data.train]

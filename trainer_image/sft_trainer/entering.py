@@ -44,7 +44,7 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     if done is not None:
         return Entered(found, done)
     watch(config, store, reporter)
-    anew = found is None and nothing_saved(store)
+    anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
     record = open_place(config, store, conditional=conditional, revisions=lambda: revisions(config))
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     siblings = told_of_siblings(config, lambda uri: open_store(uri, s3)) if anew else []

@@ -12,7 +12,17 @@ from datetime import UTC, datetime
 
 from sft_api.checkpoints import MANIFEST_NAME, Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
-from sft_api.place import DONE_KEY, RUN_KEY, Done, RecordError, RunRecord, decode_done, decode_record, encode_record
+from sft_api.place import (
+    DONE_KEY,
+    RUN_KEY,
+    Done,
+    RecordError,
+    RunRecord,
+    continued_from,
+    decode_done,
+    decode_record,
+    encode_record,
+)
 from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog
@@ -82,7 +92,7 @@ def _look(config: TrainerConfig, store: Store) -> tuple[RunRecord | None, bool]:
         return record, False
     if saved is None and nothing_saved(store):
         return record, True
-    raise ConfigError(_other_run(config, record, changes))
+    raise ConfigError(_other_run(config, record, changes) + _to_go_on(config, saved))
 
 
 def open_place(
@@ -171,6 +181,19 @@ def _other_run(config: TrainerConfig, record: RunRecord, changes: list[str]) -> 
     return (
         f"{config.checkpoint_uri} belongs to the run {record.name} with other settings ({', '.join(changes)}); it was "
         f"begun on {record.created:%Y-%m-%d} in namespace {record.namespace}: {_ELSE}, or restore the settings"
+    )
+
+
+def _to_go_on(config: TrainerConfig, saved: Manifest | None) -> str:
+    """How another run goes on where this place has ``saved``."""
+    if saved is None:
+        return ""
+    try:
+        paste = continued_from(config.checkpoint_uri, saved.step, Numbers.read(saved.run.numbers), config.numbers())
+    except NumbersError:
+        return ""
+    return (
+        f"; to go on after its step {saved.step} as another run, give that one a place of its own and, in spec, {paste}"
     )
 
 

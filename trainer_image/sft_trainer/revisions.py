@@ -1,17 +1,19 @@
 """What model and training data are now, so that every later start of a run trains on the same.
 
-What lies on the hub is pinned to a commit. Of a bucket only a digest of its listing can be kept: what changed there is
-told, and cannot be had back.
+What lies on the hub is pinned to a commit, the checkpoint of another run to its content. Of a bucket only a digest of
+its listing can be kept: what changed there is told, and cannot be had back.
 """
 
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
 
+from sft_api.place import ORIGIN_FIELD
 from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.store import S3Settings
 from .fetch import Kind, hub_commit, hub_error, listing
+from .origin import Origin
 
 _HUB = "hf://"
 
@@ -27,6 +29,8 @@ def revisions(config: TrainerConfig) -> dict[str, str]:
             found[field] = _commit(uri, kind)
         elif uri.startswith("s3://"):
             found[field] = _listed(uri, S3Settings.from_spec(config.spec.checkpoint.s3), kind)
+    if (origin := Origin.of(config, {})) is not None:
+        found[ORIGIN_FIELD] = str(origin.pin())
     return found
 
 

@@ -105,6 +105,22 @@ class Saving:
             self._resumed = manifest
         return manifest
 
+    def begin_from(
+        self, store: Store, find: Callable[[], Manifest], boxes: Sequence[Box], accept: Callable[[Manifest], None]
+    ) -> Manifest:
+        """Fill ``boxes`` from the checkpoint of another run in ``store`` that ``find`` finds on the leader.
+
+        Raises what ``find`` and ``accept`` raise, ``ConfigError`` when the boxes are not those of the checkpoint,
+        ``NoUsableCheckpointError`` when it is damaged. A collective call.
+        """
+        self._wait_for(Phase.LOADING, f"reading a checkpoint of another run in {store.uri}")
+        try:
+            manifest = self._manager.load_from(store, find, boxes, accept)
+        finally:
+            self._work_on()
+        self._reporter.say("this run begins with %s of the run in %s", manifest.id.folder, store.uri)
+        return manifest
+
     def checkpoint_of(self, step: int) -> CheckpointId:
         """The checkpoint of ``step``, once this attempt has saved it or resumed from it."""
         if self._resumed is not None and self._resumed.step == step:

@@ -41,5 +41,6 @@ def told_of_siblings(config: TrainerConfig, open_place: Callable[[str], Store]) 
     more = f" and {len(steps) - _SHOWN} more" if len(steps) > _SHOWN else ""
     return [
         f"this run starts from the model; there are checkpoints of jobs of this name with other settings, or of an "
-        f"earlier version, in {found}{more}: to go on from one, restore its settings and name it in checkpoint.uri"
+        f"earlier version, in {found}{more}: to go on as one of them, restore its settings and name it in "
+        "checkpoint.uri; to begin another run from one, name it in checkpoint.resume.from.uri"
     ]

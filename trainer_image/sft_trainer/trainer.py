@@ -7,12 +7,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from sft_api.checkpoints import RunState
+from sft_api.checkpoints import Manifest, RunState
 from sft_api.place import Done
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
@@ -56,6 +57,7 @@ from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .models.weights import load_weights
 from .optim import learning_rate
+from .origin import Origin
 from .place import check_record, of_another_start
 from .preparation import Prepared, prepare
 from .reporting import Reporter
@@ -230,37 +232,44 @@ class Trainer:
         self.strategy = build(self.config, blueprint, self._trainable, self.topology, self.device)
 
     def _resume_or_load(self) -> None:
+        self._base_digest = self.prepared.base_digest
         resumed = self.spec.checkpoint.resume.policy == "auto" and self._resume()
-        if resumed and self._saves_all:
+        loaded = resumed or self._begin_from_another()
+        if loaded and self._saves_all:
             return
-        boxes = self.strategy.boxes("base")
-        if not resumed:
-            self._base_digest = self.prepared.base_digest
-            boxes += self.strategy.boxes("trained")
-        self.reporter.phase(Phase.LOADING, f"reading the weights of {self.spec.model.uri}")
+        boxes = self.strategy.boxes("base") + ([] if loaded else self.strategy.boxes("trained"))
+        what = f"reading the weights of {self.spec.model.uri}"
+        self.reporter.phase(Phase.LOADING, what)
         load_weights(
             boxes,
             self.prepared.model.names,
             self.prepared.model_path,
-            on_tensor=lambda done: self.reporter.alive(
-                Phase.LOADING, f"reading the weights of {self.spec.model.uri}: {done} tensors"
-            ),
+            on_tensor=lambda done: self.reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
         )
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
-        manifest = self.saving.resume(self._boxes(), self._check_base)
-        if manifest is None:
+        if (manifest := self.saving.resume(self._boxes(), self._check_base)) is None:
             return False
-        self.strategy.updates = manifest.run.updates
-        self.step, self.figures = manifest.step, Figures.recorded(manifest)
         self._base_digest = manifest.run.base_digest
-        warnings = [
-            *of_another_start(self.config, manifest),
-            *resume_warnings(manifest, self._facts(), self.spec.model.uri),
-        ]
-        self.events.emit(Resumed(manifest.id, self.figures, self.saving.checkpoints, warnings))
+        self._go_on_after(manifest, Figures.recorded(manifest), of_another_start(self.config, manifest))
         return True
+
+    def _begin_from_another(self) -> bool:
+        if (origin := Origin.of(self.config, self._place.revisions)) is None:
+            return False
+        boxes = self._boxes() if origin.goes_on else self.strategy.boxes("trained")
+        manifest = origin.read(self.saving, boxes, self._check_base, self.prepared.total_steps)
+        if origin.goes_on:
+            # What its steps took, the run tells that made them.
+            self._go_on_after(manifest, replace(Figures.recorded(manifest), step_seconds=0.0), [])
+        return True
+
+    def _go_on_after(self, manifest: Manifest, figures: Figures, warnings: list[str]) -> None:
+        self.strategy.updates = manifest.run.updates
+        self.step, self.figures = manifest.step, figures
+        warnings += resume_warnings(manifest, self._facts(), self.spec.model.uri)
+        self.events.emit(Resumed(manifest.id, figures, self.saving.checkpoints, warnings))
 
     def _check_base(self, run: RunState) -> None:
         if not self._saves_all:

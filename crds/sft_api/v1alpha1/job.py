@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
-from .places import EXPORT_RULES
+from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
 from .workload import DataSpec, ModelSpec, TrainingSpec
@@ -162,7 +162,7 @@ class SFTJobSpec(ApiModel):
                 or len(self.data.eval) > 0
             ),
         ),
-        *EXPORT_RULES,
+        *PLACE_RULES,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules that keep the export of a run away from what the run was made of."""
+"""Rules that keep what a run writes away from what it was made of, and from another run."""
 
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,15 @@ def _export(spec: "SFTJobSpec") -> str | None:
     return spec.export.uri or (default_export(spec.checkpoint.uri) if spec.checkpoint.uri else None)
 
 
+def _origin(spec: "SFTJobSpec") -> str | None:
+    """The place of another run from which ``spec`` begins."""
+    origin = spec.checkpoint.resume.origin
+    return origin.uri if origin else None
+
+
 _CHECKPOINTS = "self.checkpoint.uri"
+_ORIGIN = "self.checkpoint.resume.from.uri"
+_HAS_ORIGIN = "has(self.checkpoint.resume.from)"
 _DEFAULT_EXPORT = f"{_CHECKPOINTS} + ({_CHECKPOINTS}.endsWith('/') ? '{EXPORT_FOLDER}' : '/{EXPORT_FOLDER}')"
 
 
@@ -48,7 +56,7 @@ def _spares_checkpoints(spec: "SFTJobSpec") -> bool:
     return spec.export.uri.rstrip("/") == default_export(checkpoints) or not overlap(spec.export.uri, checkpoints)
 
 
-EXPORT_RULES = (
+PLACE_RULES = (
     Rule(
         _for_export(
             f"!{overlap_in_cel('export', 'self.model.uri')} && (!has(self.model.tokenizerUri) || "
@@ -74,5 +82,19 @@ EXPORT_RULES = (
         "export.uri must be neither checkpoint.uri nor above or below it, but for its folder export: the export would "
         "be written among the checkpoints",
         _spares_checkpoints,
+    ),
+    Rule(
+        f"!{_HAS_ORIGIN} || " + _for_export(f"!{overlap_in_cel('export', _ORIGIN)}"),
+        "export.uri (export/ in checkpoint.uri when absent) must be neither checkpoint.resume.from.uri nor above or "
+        "below it: the export would be written into the place of the other run",
+        lambda spec: _spares(spec, _origin(spec)),
+    ),
+    Rule(
+        f"!{_HAS_ORIGIN} || !has({_CHECKPOINTS}) || !{overlap_in_cel(_CHECKPOINTS, _ORIGIN)}",
+        "checkpoint.uri must be neither checkpoint.resume.from.uri nor above or below it: that is the place of another "
+        "run; the same run goes on by itself",
+        lambda spec: (
+            spec.checkpoint.uri is None or not (origin := _origin(spec)) or not overlap(spec.checkpoint.uri, origin)
+        ),
     ),
 )

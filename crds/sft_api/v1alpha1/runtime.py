@@ -270,13 +270,35 @@ class KeepSpec(ApiModel):
     )
 
 
+class OriginSpec(ApiModel):
+    """A checkpoint of another run, from which this one begins."""
+
+    uri: StorageUri = Field(
+        description="checkpoint.uri of the other run, reached like this run's own; it is only read."
+    )
+    step: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Its checkpoint of that step; the newest verified one of when this run begins if absent.",
+    )
+    what: Literal["weights", "everything"] = Field(
+        default="weights",
+        description="weights: this run begins at step 0 with those weights; everything: it goes on after that step, "
+        "with the optimizer's state too, and needs the same data, batch and seed.",
+    )
+
+
 class ResumeSpec(ApiModel):
     """Where training starts."""
 
     policy: Literal["auto", "never"] = Field(
         default="auto",
         description="auto: from the newest verified checkpoint of this run, whichever start of it saved that; "
-        "never: from the model, also after a crash, a lost pod or a suspension, and only where no other has saved.",
+        "never: from its beginning, also after a crash, a lost pod or a suspension, and only where no other has saved.",
+    )
+    origin: OriginSpec | None = Field(
+        default=None,
+        alias="from",
+        description="A checkpoint of another run where this one begins; with the weights of the model if absent.",
     )
 
 

@@ -33,14 +33,19 @@ def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
     Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod, and
     ``PlaceNotAllowed`` when it is another namespace's in the platform's store.
     """
-    for field, uri in (("checkpoint", job.spec.checkpoint.uri), ("export", job.spec.export.uri)):
+    origin = job.spec.checkpoint.resume.origin
+    for field, uri in (
+        ("checkpoint.uri", job.spec.checkpoint.uri),
+        ("export.uri", job.spec.export.uri),
+        ("checkpoint.resume.from.uri", origin and origin.uri),
+    ):
         if uri and uri.startswith("file://"):
             raise ValueError(
-                f"spec.{field}.uri {uri} is a folder in the pod, which goes with it: in a cluster use "
+                f"spec.{field} {uri} is a folder in the pod, which goes with it: in a cluster use "
                 "s3://bucket/prefix or pvc://claim/path"
             )
         if uri and store:
-            check_place(f"spec.{field}.uri", uri, effective_s3(job, store), store, job.metadata.namespace)
+            check_place(f"spec.{field}", uri, effective_s3(job, store), store, job.metadata.namespace)
     checkpoint = job.spec.checkpoint.model_copy(update={"s3": effective_s3(job, store)})
     spec = job.spec.model_copy(update={"checkpoint": checkpoint})
     resolved = job.model_copy(update={"spec": spec})

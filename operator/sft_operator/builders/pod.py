@@ -149,6 +149,7 @@ def _claims(job: SFTJob) -> list[str]:
         spec.model.tokenizer_uri,
         *(source.uri for source in (*spec.data.train, *spec.data.eval)),
         spec.checkpoint.uri,
+        spec.checkpoint.resume.origin and spec.checkpoint.resume.origin.uri,
         spec.export.uri,
     ]
     return sorted({urlsplit(uri).netloc for uri in uris if uri and uri.startswith("pvc://")})

@@ -289,3 +289,15 @@ def test_what_was_recorded_before_version_1_says_what_differs() -> None:
 def test_a_record_that_cannot_be_read_says_so(record: dict[str, Any], sentence: str) -> None:
     with pytest.raises(NumbersError, match=sentence):
         Numbers.read(record)
+
+
+# Where a step stands
+
+
+def test_what_a_step_sees_is_the_same_until_data_batch_or_seed_change() -> None:
+    begun = Numbers.of(spec(training={"steps": 10}))
+    longer = {"steps": 20, "optimizer": {"learningRate": 1e-3}, "schedule": {"type": "constant"}, "precision": "fp32"}
+    origin = {"resume": {"from": {"uri": "s3://bucket/other", "what": "everything"}}}
+    assert begun.position_differences(Numbers.of(spec(training=longer, checkpoint=origin))) == []
+    other = Numbers.of(spec(training={"steps": 20, "seed": 7}))
+    assert begun.position_differences(other) == ["training.seed: 42 -> 7"]

@@ -6,9 +6,21 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import yaml
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.numbers import Numbers
-from sft_api.place import Done, RecordError, RunRecord, decode_done, decode_record, encode_done, encode_record
+from sft_api.place import (
+    Done,
+    Pin,
+    RecordError,
+    RunRecord,
+    continued_from,
+    decode_done,
+    decode_record,
+    encode_done,
+    encode_record,
+)
 
 NUMBERS = Numbers({"model.uri": "hf://org/model", "data.train": [{"uri": "hf://org/data"}], "training.seed": 7})
 
@@ -91,3 +103,18 @@ def test_name_and_numbers_count_and_nothing_else() -> None:
         'metadata.name: "tiny" -> "huge"',
         "training.seed: 7 -> 8",
     ]
+
+
+def test_a_pin_is_read_as_it_was_written() -> None:
+    pin = Pin(CheckpointId(attempt=2, step=1200), "c" * 64)
+    assert Pin.read(str(pin)) == pin
+    for text in ("", "step-00001200-a00002", "step-1@c", "step-00001200-a00002@"):
+        with pytest.raises(RecordError, match="is no checkpoint"):
+            Pin.read(text)
+
+
+@pytest.mark.parametrize(("field", "what"), [("training.steps", "everything"), ("training.seed", "weights")])
+def test_what_goes_on_elsewhere_is_told_as_yaml(field: str, what: str) -> None:
+    line = continued_from("s3://bucket/runs: a", 1200, NUMBERS, Numbers({**NUMBERS.values, field: 9}))
+    origin = {"uri": "s3://bucket/runs: a", "step": 1200, "what": what}
+    assert yaml.safe_load(line) == {"checkpoint": {"resume": {"from": origin}}}

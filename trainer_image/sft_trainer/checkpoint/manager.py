@@ -192,6 +192,24 @@ class CheckpointManager:
         self._known = (status_of(manifest, self.store.uri),)
         return manifest
 
+    def load_from(
+        self, store: Store, find: Callable[[], Manifest], boxes: Sequence[Box], accept: Callable[[Manifest], None]
+    ) -> Manifest:
+        """Fill ``boxes`` from the checkpoint of another run in ``store``, and no other one. Collective.
+
+        ``find`` is asked for it on the leader, ``accept`` on all; both may raise. Raises ConfigError when names, shapes
+        or dtypes do not fit, NoUsableCheckpointError when its bytes are damaged (the boxes are undefined then).
+        """
+        manifest = self._group.on_leader(find)
+        accept(manifest)
+        try:
+            return load_boxes(boxes, store, manifest, self._group, self._on_bytes)
+        except CheckpointCorruptError as error:
+            raise NoUsableCheckpointError(
+                f"{store.uri}: this run cannot begin from {manifest.id.folder}: {error}; name the step of another "
+                "checkpoint, or restore this one"
+            ) from error
+
     def _choose(
         self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Manifest | Skipped] | None
     ) -> ResumeChoice | None:

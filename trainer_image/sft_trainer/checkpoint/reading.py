@@ -36,6 +36,7 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.names.canonical import VERSION
 
 READ_THREADS = 8
+_ADVICE = "resume from a checkpoint of the same model and settings, or start anew with another checkpoint.uri"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def load_boxes(
 
     def share_out() -> list[tuple[Index, Manifest]]:
         index, complete = open_index(store, manifest)
+        _check_nothing_left(index, wanted)
         return [(index.take(rows), complete) for rows in overlapping(index, wanted)]
 
     mine, complete = group.from_leader(share_out)
@@ -184,16 +186,25 @@ def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
 
 
 def _check_fits(index: Index, entry: StoredTensor) -> None:
-    advice = "resume from a checkpoint of the same model and settings, or start anew with another checkpoint.uri"
     number = index.numbers.get(entry.key)
     if number is None:
-        raise ConfigError(f"the checkpoint has no {entry}; {advice}")
+        raise ConfigError(f"the checkpoint has no {entry}; {_ADVICE}")
     stored = index.tensors[number]
     if stored != entry:
         raise ConfigError(
             f"{entry} has shape {list(stored.shape)} and {stored.dtype} in the checkpoint, {list(entry.shape)} and "
-            f"{entry.dtype} in this run; {advice}"
+            f"{entry.dtype} in this run; {_ADVICE}"
         )
+
+
+def _check_nothing_left(index: Index, wanted: Sequence[Wanted]) -> None:
+    """ConfigError when nobody wants a tensor of ``index`` of a kind that is wanted: it is of a larger model."""
+    keys = {entry.key for one in wanted for entry in one.tensors}
+    kinds = {kind for _, kind in keys}
+    left = [entry for entry in index.tensors if entry.kind in kinds and entry.key not in keys]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConfigError(f"the checkpoint has {left[0]}{more}, which the model of this run has not; {_ADVICE}")
 
 
 def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
