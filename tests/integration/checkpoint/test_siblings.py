@@ -41,7 +41,10 @@ def test_places_of_other_numbers_and_of_earlier_versions_are_named(store: Store)
     assert told.startswith(
         "this run starts from the model; there are checkpoints of jobs of this name with other settings"
     )
-    assert f"in {parent}/{other} (step 20), {parent}/parity-{UID} (step 7): to go on from one" in told
+    assert (
+        f"in {parent}/{other} (step 20), {parent}/parity-{UID} (step 7): to go on as one of them, restore its settings"
+        in told
+    )
 
 
 def test_nothing_is_said_where_there_is_nothing_or_where_the_user_has_chosen(store: Store) -> None:

@@ -111,7 +111,7 @@ def test_volumes_of_a_cluster_are_refused_wherever_they_stand() -> None:
                 "train": [{"uri": "hf://org/data"}, {"uri": "pvc://claim/b"}],
                 "eval": [{"uri": "pvc://claim/c", "name": "c"}],
             },
-            checkpoint={"uri": "pvc://claim/d"},
+            checkpoint={"uri": "pvc://claim/d", "resume": {"from": {"uri": "pvc://claim/f"}}},
             export={"uri": "pvc://claim/e"},
         )
     )
@@ -122,6 +122,7 @@ def test_volumes_of_a_cluster_are_refused_wherever_they_stand() -> None:
         "spec.data.train[1].uri",
         "spec.data.eval[0].uri",
         "spec.checkpoint.uri",
+        "spec.checkpoint.resume.from.uri",
         "spec.export.uri",
     ]
     assert all("file:///" in problem for problem in found)

@@ -9,7 +9,13 @@ import pytest
 
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.quantities import times
-from sft_operator.builders import build_config_map, build_job, build_network_policy, build_service
+from sft_operator.builders import (
+    build_config_map,
+    build_job,
+    build_network_policy,
+    build_service,
+    trainer_config,
+)
 from sft_operator.builders.config_map import default_checkpoint_uri
 from sft_operator.config import NetworkPolicySettings, PodSettings, Settings, StoreSettings
 from tests.unit.operator.make import make_job
@@ -269,7 +275,7 @@ def test_claims_of_all_uris_are_mounted_once_each() -> None:
             "train": [{"uri": "pvc://data/a"}, {"uri": "pvc://data/b"}],
             "eval": [{"uri": "pvc://eval/x", "name": "e"}],
         },
-        checkpoint={"uri": "pvc://models-v1/runs"},
+        checkpoint={"uri": "pvc://models-v1/runs", "resume": {"from": {"uri": "pvc://other/run"}}},
     )
     claims = {
         volume["name"]: volume["persistentVolumeClaim"]["claimName"]
@@ -282,7 +288,7 @@ def test_claims_of_all_uris_are_mounted_once_each() -> None:
         if mount["name"] in claims
     }
 
-    assert mounts == {name: f"/mnt/pvc/{name}" for name in ("models.v1", "models-v1", "data", "eval")}
+    assert mounts == {name: f"/mnt/pvc/{name}" for name in ("models.v1", "models-v1", "data", "eval", "other")}
 
 
 def test_scheduling_fields_pass_through_and_absent_ones_are_left_out() -> None:
@@ -403,6 +409,25 @@ def test_settings_of_the_spec_win_over_the_platforms_store() -> None:
     assert config.checkpoint_uri == "s3://own/x"
     assert config.spec.checkpoint.s3.endpoint is None
     assert config.spec.checkpoint.s3.region == "eu-1"
+
+
+@pytest.mark.parametrize(
+    ("uri", "sentence"),
+    [
+        (
+            "s3://platform/sft/another/run",
+            r"resume\.from\.uri .* lies in the platform's store, outside of this namespace",
+        ),
+        ("file:///runs/a", r"resume\.from\.uri file:///runs/a is a folder in the pod"),
+    ],
+)
+def test_a_run_begins_from_no_place_that_it_could_not_name_for_itself(uri: str, sentence: str) -> None:
+    store = StoreSettings(uri="s3://platform/sft")
+    job = make_job(checkpoint={"resume": {"from": {"uri": uri}}})
+    with pytest.raises(ValueError, match=sentence):
+        trainer_config(job, store)
+    own = make_job(checkpoint={"resume": {"from": {"uri": f"s3://platform/sft/{job.metadata.namespace}/run"}}})
+    assert trainer_config(own, store).spec.checkpoint.resume.origin
 
 
 def test_no_place_for_checkpoints_is_an_error_that_says_what_to_change() -> None:
