@@ -241,12 +241,6 @@ RULES = [
         for checkpoint, export in (("", "{uri: s3://b/other/export}"), (", uri: s3://b/mine", "{uri: s3://b/}"))
     ),
     Bad(
-        "begins from a step before the first",
-        "spec.checkpoint.resume.from.step",
-        {"checkpoint": "{resume: {from: {uri: s3://b/other, step: 0}}}"},
-        "should be greater than or equal to 1",
-    ),
-    Bad(
         "environment variable twice",
         "spec.compute",
         {"compute": "{env: [{name: A, value: a}, {name: B, value: b}, {name: A, value: a}]}"},
