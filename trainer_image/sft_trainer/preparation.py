@@ -13,6 +13,7 @@ from sft_api.small_data import small_data_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
+from .boxes import Box
 from .checkpoint.store import S3Settings
 from .data.batches import ExampleBatches, PackedBatches, StepSchedule
 from .data.stream import ExampleStream
@@ -25,6 +26,7 @@ from .models.causal_lm import CausalLM, build_on_meta
 from .models.digest import base_digest, companion_digests
 from .models.positions import check_positions
 from .models.probe import check_trains_on
+from .models.weights import load_weights
 from .reporting import Reporter
 
 
@@ -45,6 +47,17 @@ class Prepared:
     steps: StepSchedule
     total_steps: int
     epoch_size: int
+
+    def read_weights(self, boxes: Sequence[Box], uri: str, reporter: Reporter) -> None:
+        """Fill ``boxes`` from the files of the model, which came from ``uri``."""
+        what = f"reading the weights of {uri}"
+        reporter.phase(Phase.LOADING, what)
+        load_weights(
+            boxes,
+            self.model.names,
+            self.model_path,
+            on_tensor=lambda done: reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
+        )
 
 
 def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:

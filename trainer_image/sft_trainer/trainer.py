@@ -55,7 +55,6 @@ from .figures import Figures
 from .flops import ModelFlops
 from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
-from .models.weights import load_weights
 from .optim import learning_rate
 from .origin import Origin
 from .place import check_record, of_another_start
@@ -238,14 +237,7 @@ class Trainer:
         if loaded and self._saves_all:
             return
         boxes = self.strategy.boxes("base") + ([] if loaded else self.strategy.boxes("trained"))
-        what = f"reading the weights of {self.spec.model.uri}"
-        self.reporter.phase(Phase.LOADING, what)
-        load_weights(
-            boxes,
-            self.prepared.model.names,
-            self.prepared.model_path,
-            on_tensor=lambda done: self.reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
-        )
+        self.prepared.read_weights(boxes, self.spec.model.uri, self.reporter)
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")

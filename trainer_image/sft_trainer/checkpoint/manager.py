@@ -195,10 +195,10 @@ class CheckpointManager:
     def load_from(
         self, store: Store, find: Callable[[], Manifest], boxes: Sequence[Box], accept: Callable[[Manifest], None]
     ) -> Manifest:
-        """Fill ``boxes`` from the checkpoint of another run in ``store``, and no other one. Collective.
+        """Fill ``boxes`` from the checkpoint in ``store`` that ``find`` finds on the leader, no other. Collective.
 
-        ``find`` is asked for it on the leader, ``accept`` on all; both may raise. Raises ConfigError when names, shapes
-        or dtypes do not fit, NoUsableCheckpointError when its bytes are damaged (the boxes are undefined then).
+        Raises ConfigError when names, shapes or dtypes do not fit, NoUsableCheckpointError when its bytes are damaged
+        (the boxes are undefined then), and what ``find``, and ``accept`` on all, raise.
         """
         manifest = self._group.on_leader(find)
         accept(manifest)
