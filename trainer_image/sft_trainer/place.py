@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-from sft_api.checkpoints import MANIFEST_NAME, Manifest, RunState
+from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
 from sft_api.place import (
     DONE_KEY,
@@ -167,7 +167,7 @@ def _newest(store: Store) -> Manifest | None:
 
 def nothing_saved(store: Store) -> bool:
     """Whether there is no checkpoint, sound or not."""
-    return not any(MANIFEST_NAME in files for files in Catalog(store).folders().values())
+    return next(Catalog(store).candidates(), None) is None
 
 
 def _differences(config: TrainerConfig, record: RunRecord) -> list[str]:

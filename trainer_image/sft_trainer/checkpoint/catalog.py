@@ -27,6 +27,7 @@ from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
 from sft_trainer.checkpoint.store import Store
 
+_GONE = "its manifest is gone"
 MAX_MANIFEST_BYTES = 256 * 2**20
 """One of format 1 holds its index: 26 MB for 720 parameters in 64 shards."""
 
@@ -78,7 +79,7 @@ class Catalog:
         try:
             manifest = decode_manifest(self._store.read(identity.manifest_key))
         except ObjectNotFoundError:
-            return Skipped(identity.folder, "its manifest is gone")
+            return Skipped(identity.folder, _GONE)
         except ManifestError as error:
             return Skipped(identity.folder, str(error))
         if manifest.id != identity:
@@ -93,12 +94,24 @@ class Catalog:
         """Committed checkpoints, newest first, each with what its manifest and sizes say.
 
         ``step`` leaves out all but that step. Folders without a manifest are unfinished saves, no checkpoints, and not
-        mentioned.
+        mentioned. A listing alone does not say that there is none: it may not have heard of it yet.
         """
         for identity, files in self.folders().items():
-            if MANIFEST_NAME not in files or step not in (None, identity.step):
+            if step not in (None, identity.step):
                 continue
-            yield self.inspect(identity, files)
+            found = self.inspect(identity, files)
+            if MANIFEST_NAME in files or not (isinstance(found, Skipped) and found.reason == _GONE):
+                yield found
+
+    def is_committed(self, identity: CheckpointId, files: dict[str, int]) -> bool:
+        """Whether the folder has a manifest, of which the listing that found ``files`` may not have heard yet."""
+        if MANIFEST_NAME in files:
+            return True
+        try:
+            self._store.read(identity.manifest_key)
+        except ObjectNotFoundError:
+            return False
+        return True
 
     def newest_attempt(self) -> int:
         """The highest attempt claimed so far; 0 before the first."""

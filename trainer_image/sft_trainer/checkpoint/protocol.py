@@ -110,7 +110,7 @@ class Protocol:
         """
         try:
             for identity, files in self._catalog.folders().items():
-                if MANIFEST_NAME not in files and identity.attempt < attempt:
+                if identity.attempt < attempt and not self._catalog.is_committed(identity, files):
                     if any(name.endswith(INDEX_SUFFIX) for name in files):
                         # The last that is written before it.
                         self.without_manifest.append(Skipped(identity.folder, _NO_MANIFEST))
@@ -158,7 +158,7 @@ class Protocol:
             return
         try:
             files = self._catalog.folders().get(identity, {})
-            if files and MANIFEST_NAME not in files:
+            if files and not self._catalog.is_committed(identity, files):
                 self._remove(identity, files)
         except TrainingError as error:
             logger.warning("The files of a failed save were not removed, the next start does it: %s", error)
@@ -197,7 +197,8 @@ class Protocol:
         going = {
             identity: files
             for identity, files in folders.items()
-            if (identity in verified and identity not in stays) or (MANIFEST_NAME not in files and is_over(identity))
+            if (identity in verified and identity not in stays)
+            or (is_over(identity) and not self._catalog.is_committed(identity, files))
         }
         return Pruning(staying, going)
 
