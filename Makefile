@@ -76,6 +76,10 @@ e2e: setup ## Install the chart on a real node and disturb running jobs in every
 chaos: setup ## Something at random happens to a job on the real node every 20 to 40 seconds (SEED="1 2 3", MINUTES=5 for each)
 	$(PYTHON) -m tests.chaos $(if $(SEED),--seeds $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))
 
+.PHONY: kill-matrix
+kill-matrix: setup ## Kills at every phase of a run, an object store that fails in every way, 1,000 turned bytes (SEED=1, CASES="kill-rank0-commit ...", ARGUMENTS=--list)
+	$(PYTHON) -m tests.killmatrix $(if $(SEED),--seed $(SEED)) $(ARGUMENTS) $(CASES)
+
 .PHONY: e2e-kueue
 e2e-kueue: setup ## The operator beside Kueue itself, built once (SCENARIOS="preemption ..." for some)
 	$(PYTHON) -m tests.kueue $(SCENARIOS)
