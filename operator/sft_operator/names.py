@@ -22,6 +22,10 @@ added to the Job (Kueue's own: the LocalQueue ``default``) is no wish of the use
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended"
 """On a Job or a Workload: this operator has stopped it, and may let it go on. What others stopped is theirs."""
 
+RELEASED_ANNOTATION = f"{GROUP}/released"
+"""On a Job: its group was placed in part only, and has given its places back. How often in a row, when last, and when
+it tries again, as in ``decisions/gangs.py``."""
+
 CHECKPOINT_URI_ANNOTATION = f"{GROUP}/checkpoint-uri"
 EXPORT_URI_ANNOTATION = f"{GROUP}/export-uri"
 """On ConfigMap and Job: where this run saves and exports, which later settings of the operator do not change."""

@@ -17,6 +17,7 @@ from .cluster.children import ChildError, Children, ConfigLostError, NameTakenEr
 from .cluster.client import ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
+from .decisions.gangs import Rivals, half_placed_since, rivals_of
 from .decisions.look import look
 from .decisions.news import News, build_event
 from .decisions.notes import Snapshot
@@ -117,14 +118,18 @@ class Reconciler:
         return result.again
 
     def _snapshot(self, key: Key) -> Snapshot:
+        observed, now = self._picture.observed(key), self._now()
+        # All others are looked through for the few alone that have to give way to one another.
+        in_part = half_placed_since(observed) is not None
         return Snapshot(
             key,
             self._picture.manifest(key),
-            self._picture.observed(key),
+            observed,
             self._picture.memory(key),
-            now=self._now(),
+            now=now,
             clock=self._clock(),
             followed=self._asking.followed,
+            rivals=rivals_of(key, self._picture.jobs(), now) if in_part else Rivals(),
         )
 
     # What is done

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.parity.runs import step_records
 
-from . import disturbances
+from . import disturbances, half_placed
 from .stage import Stage
 
 STEPS = 300
@@ -46,6 +46,7 @@ SCENARIOS = (
     Scenario("pod-lost", disturbances.lose_pod, loses_pod=True),
     Scenario("first-pod-evicted", disturbances.evict_first_pod, loses_pod=True, saves_first=True),
     Scenario("pod-frozen", disturbances.freeze_first_pod, loses_pod=True),
+    Scenario("half-placed", half_placed.lose_a_place, begin=half_placed.begin),
     Scenario("operator-killed", disturbances.kill_operator, restarts=False),
     Scenario("operator-away", disturbances.crash_and_lose_while_nobody_looks, failures=1),
     Scenario("suspended", disturbances.suspend_and_resume, saves_first=True),

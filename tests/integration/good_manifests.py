@@ -127,6 +127,7 @@ spec:
     ttlSecondsAfterFinished: 0
     progressDeadlineSeconds: 600
     storageDeadlineSeconds: 600
+    startDeadlineSeconds: 60
     terminationGracePeriodSeconds: 60
 """
 

@@ -132,7 +132,7 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
 CHANGES_ALLOWED: list[dict[str, Any]] = [
     {"suspend": True},
     {"suspend": None},
-    {"runPolicy": {"maxRestarts": 20}},
+    {"runPolicy": {"maxRestarts": 20, "startDeadlineSeconds": 60}},
     {"runPolicy": {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}},
     {"runPolicy": {"activeDeadlineSeconds": None, "ttlSecondsAfterFinished": None}},
     {"training": {"microBatchSize": 1}, "compute": {"nodes": 1}, "export": {"atEnd": True}},

@@ -355,6 +355,12 @@ class RunPolicy(ApiModel):
         "step, then the larger of 180 and 20 median steps. Outside of training (loading, saving) any word of a worker "
         "counts for it, and the limit is at least 1800, or 600 where all workers wait for one another.",
     )
+    start_deadline_seconds: Seconds = Field(
+        default=300,
+        description="When some pods have been placed for so long and others find no room, at the start or after a "
+        "loss, all give their places back and try again after a pause that grows. Not in a queue: Kueue's "
+        "waitForPodsReady is for that.",
+    )
     storage_deadline_seconds: Seconds = Field(
         default=3600,
         description="The run fails when nothing could be saved for so long, because the store is away, full, or "

@@ -11,6 +11,7 @@ import aiohttp
 from sft_api.times import parse_time
 
 from ..decisions import questions
+from ..decisions.gangs import SCALE_UP
 from ..decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, ReadStore
 from ..metrics import OperatorMetrics
 from ..picture.memory import Memory
@@ -197,7 +198,7 @@ class Asking:
 
 
 class NewestWarnings:
-    """The newest warnings among events that are read one by one."""
+    """The newest warnings, and words of autoscalers, among events that are read one by one."""
 
     def __init__(self, now: datetime) -> None:
         self._now = now
@@ -205,7 +206,7 @@ class NewestWarnings:
 
     def take(self, event: Manifest) -> None:
         """Take in one event."""
-        if event.get("type") != "Warning":
+        if event.get("type") != "Warning" and text(event.get("reason")) not in SCALE_UP:
             return
         subject = part(event, "involvedObject")
         times = (event.get("lastTimestamp"), part(event, "series").get("lastObservedTime"), event.get("eventTime"))

@@ -13,6 +13,7 @@ from ..picture.memory import changed
 from ..picture.observed import Observed
 from .backoff import seconds_to_next_word
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
+from .gangs import take_turn
 from .healing import plan_healing
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
 from .places import PlaceNotAllowed
@@ -178,16 +179,20 @@ class _Look(Notes):
             return Wrong("NotConfigured", str(error))
         if self._changes_wait:
             return None
+        # Places that a group holds for nothing are given back; what somebody wishes comes first.
+        turn = take_turn(self._key, self._manifest, terms, self._observed, self._rivals, self._now)
+        self._look_in(turn.wait)
+        patch = changes.patch_job or turn.patch
         if changes.delete_job and child:
             self._delete("Job", child.name, child.uid)
-        elif not changes.create and not changes.patch_job and not changes.find_job:
+        elif not changes.create and not patch and not changes.find_job:
             self._remember(refusal=None, refusals=0)
         elif (wait := self._memory.next_creation - self._clock) > 0:
             self._look_in(wait)
         elif changes.create:
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
-        elif changes.patch_job and child:
-            self._patch(child, changes.patch_job)
+        elif patch and child:
+            self._patch(child, patch)
         elif changes.find_job:
             self._find_job(terms)
         return None

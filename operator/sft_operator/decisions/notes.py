@@ -1,6 +1,6 @@
 """What comes together during one look at one SFTJob, and what every duty of it does with that. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..picture.memory import Memory, Patched, Shown, changed
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from .changes import run_places
+from .gangs import Rivals
 from .pauses import doubled
 from .questions import Asked
 from .result import Action, ChangeJob, Delete, FindJob, Question
@@ -40,6 +41,8 @@ class Snapshot:
     """Seconds of a clock that is never set."""
     followed: int = 1
     """Jobs whose trainers this operator asks."""
+    rivals: Rivals = field(default_factory=Rivals)
+    """Of a job that is placed in part."""
 
 
 class Notes:
@@ -48,6 +51,7 @@ class Notes:
     def __init__(self, seen: Snapshot, manifest: Manifest, settings: Settings) -> None:
         self._key, self._manifest, self._observed = seen.key, manifest, seen.observed
         self._now, self._clock, self._followed = seen.now, seen.clock, seen.followed
+        self._rivals = seen.rivals
         self._settings = settings
         self._memory = seen.memory
         self._previous = SFTJobStatus()

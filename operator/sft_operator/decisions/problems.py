@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..picture.observed import ChildJob, Observed, Pod, Refusal, Warning
+from .gangs import unplaced_pods
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -27,6 +28,7 @@ _SERVER_AWAY = re.compile(
 )
 _KUBELET_BEHIND = re.compile(r"failed to sync \w+ cache|not registered")
 
+_ASKED_PODS = 3
 SLOW_START = timedelta(seconds=10)
 """A container that is being created for longer deserves a look at its events."""
 
@@ -67,6 +69,8 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
         return []
     if any(pod.phase == "Succeeded" for pod in observed.pods):
         return []  # the run is complete: pods leave one by one, and none is missing
+    if unplaced := unplaced_pods(observed):
+        return unplaced[:_ASKED_PODS]  # a node may be on its way
     if len(observed.active_pods) < pods_wanted:
         # Of one that its controller has not come to yet, in a burst of Jobs, there is nothing to read.
         return [job.uid] if job.started else []

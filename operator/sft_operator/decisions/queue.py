@@ -44,7 +44,7 @@ def asks_kueue(terms: Terms, child: ChildJob) -> bool:
         return False
     if terms.suspend:
         return True
-    return child.suspended and (child.queue is not None or not child.suspended_by_us)
+    return child.suspended and (child.queue is not None or not (child.suspended_by_us or child.released))
 
 
 def wants_stop(terms: Terms, child: ChildJob) -> bool:

@@ -15,6 +15,7 @@ from sft_api.v1alpha1.status import State
 from ..picture.observed import ChildJob, Observed, Pod, Terminated
 from .backoff import waits
 from .failures import cause, with_advice
+from .gangs import deadline_words, left_by_kueue, release_words
 from .problems import Problem, find_problem, refusal_problem
 from .queue import held_back, not_stopped, preempted_words
 from .silence import is_heard, out_of_sight, unheard_words
@@ -114,6 +115,9 @@ def _find(
         return _suspended(child, observed)
     if child is None or child.deleting:
         return _without_job(observed)
+    if child.suspended and child.released:
+        going = bool(observed.active_pods)
+        return Situation("Suspending" if going else "Queued", "HalfPlaced", release_words(terms, child))
     if child.suspended:
         return _held_back(previous, observed)
     return _active(terms, previous, observed, now)
@@ -212,7 +216,11 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
         return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
     problem = find_problem(observed, pods_wanted=wanted)
     if problem:
-        return Situation(_state_in(problem, before), problem.reason, problem.message, problem.stalled)
+        if left := left_by_kueue(terms, observed, now):
+            message = f"{problem.message}; {left}"
+            return Situation(_state_in(problem, before), problem.reason, message, True, "HalfPlaced")
+        message = "; ".join(filter(None, (problem.message, deadline_words(terms, observed))))
+        return Situation(_state_in(problem, before), problem.reason, message, problem.stalled)
     live = observed.live_pods
     ready = sum(pod.ready for pod in live)
     if len(live) < wanted and _has_just_begun(observed, now):

@@ -33,6 +33,7 @@ class Terms:
     suspend: bool
     max_restarts: int
     active_deadline_seconds: int | None
+    start_deadline_seconds: int
     s3: S3Spec | None = None
     """``checkpoint.s3``; None when that cannot be read."""
     devices: Devices | None = None
@@ -53,6 +54,7 @@ def run_terms(job: SFTJob) -> Terms:
         suspend=job.spec.suspend,
         max_restarts=policy.max_restarts,
         active_deadline_seconds=policy.active_deadline_seconds,
+        start_deadline_seconds=policy.start_deadline_seconds,
         s3=job.spec.checkpoint.s3,
         devices=devices_of(job.spec),
         kueue_labels=_kueue_labels(job.metadata.labels),
@@ -75,6 +77,7 @@ def lenient_terms(manifest: Manifest, child: ChildJob | None, unreadable: str) -
         suspend=spec.get("suspend") is True,
         max_restarts=RunPolicy().max_restarts if restarts is None else restarts,
         active_deadline_seconds=deadline or (child.active_deadline_seconds if child and given else None),
+        start_deadline_seconds=start_deadline_seconds(manifest),
         s3=_s3(part(spec, "checkpoint").get("s3")),
         kueue_labels=_kueue_labels(texts(metadata.get("labels"))),
         unreadable=unreadable,
@@ -88,6 +91,12 @@ def _kueue_labels(labels: Mapping[str, str]) -> dict[str, str]:
 def time_to_live_seconds(manifest: Manifest) -> int | None:
     """``ttlSecondsAfterFinished``, of a spec of which the rest need not be understood."""
     return _count(part(manifest, "spec", "runPolicy").get("ttlSecondsAfterFinished"))
+
+
+def start_deadline_seconds(manifest: Manifest) -> int:
+    """``startDeadlineSeconds``, of a spec of which the rest need not be understood."""
+    given = _count(part(manifest, "spec", "runPolicy").get("startDeadlineSeconds"))
+    return given or RunPolicy().start_deadline_seconds
 
 
 def _s3(value: object) -> S3Spec | None:

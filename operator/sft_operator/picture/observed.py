@@ -22,6 +22,7 @@ from ..names import (
     FOLLOWED_LABELS_ANNOTATION,
     KUEUE_LABELS,
     QUEUE_LABEL,
+    RELEASED_ANNOTATION,
     SUSPENDED_ANNOTATION,
     TRAINER_CONTAINER,
 )
@@ -204,6 +205,8 @@ class ChildJob:
     suspended: bool = False
     suspended_by_us: bool = False
     """This operator has suspended it, and may resume it; who else did resumes it himself."""
+    released: str = ""
+    """Why it is suspended, or was last: ``RELEASED_ANNOTATION``."""
     active_deadline_seconds: int | None = None
     created: datetime | None = None
     started: datetime | None = None
@@ -245,6 +248,7 @@ class ChildJob:
             export_uri=text(annotations.get(EXPORT_URI_ANNOTATION)) or None,
             config_digest=text(annotations.get(CONFIG_DIGEST_ANNOTATION)) or None,
             suspended_by_us=SUSPENDED_ANNOTATION in annotations,
+            released=text(annotations.get(RELEASED_ANNOTATION)),
             kueue_labels=_for_kueue(labels),
             followed_labels=_followed_labels(annotations),
             conditions=conditions_of(manifest, _CONDITIONS),
@@ -316,7 +320,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Warning:
-    """A warning event about the Job or one of its pods."""
+    """A warning event about the Job or one of its pods, or one that a node is on its way for it."""
 
     subject: str
     """For example Job/tulu or Pod/tulu-0-x7f2k."""

@@ -113,6 +113,12 @@ class Picture:
         """All keys."""
         return list(self._entries)
 
+    def jobs(self) -> Iterator[tuple[Key, Manifest, Observed]]:
+        """All SFTJobs that have a Job, with what belongs to them."""
+        for key, entry in self._entries.items():
+            if entry.manifest and entry.job:
+                yield key, entry.manifest.value, self.observed(key)
+
     def manifests(self) -> Iterator[Manifest]:
         """All SFTJobs."""
         for entry in self._entries.values():

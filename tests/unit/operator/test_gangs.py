@@ -1,0 +1,299 @@
+"""Groups that are placed in part: who gives its places back, when, and when it tries again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_operator.config import PodSettings, Settings
+from sft_operator.decisions.gangs import (
+    SETTLING,
+    Rival,
+    Rivals,
+    Turn,
+    half_placed_since,
+    pause_seconds,
+    release_of,
+    rivals_of,
+    take_turn,
+)
+from sft_operator.decisions.look import look
+from sft_operator.decisions.notes import Snapshot
+from sft_operator.decisions.problems import wants_events
+from sft_operator.decisions.result import ChangeJob, Result
+from sft_operator.decisions.status import follow
+from sft_operator.picture.memory import EventsPace, Healing, Memory
+from sft_operator.picture.observed import ChildJob, Observed, Pod, Warning
+from sft_operator.picture.picture import Key, Picture
+from tests.unit.operator.make import JOB_UID, Object, at, job_manifest, make_child, make_pod, make_terms, stamp
+
+KEY = Key("team", "tulu")
+DEADLINE = 300
+NO_ROOM = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+
+
+def waiting(index: int = 1, *, since: float = 0, message: str = NO_ROOM, reason: str = "Unschedulable") -> Pod:
+    """A pod that finds no room."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+    refused = [{**condition, "lastTransitionTime": stamp(since)}]
+    return make_pod(index, phase="Pending", node=None, ready=False, conditions=refused, created=since)
+
+
+def placed(index: int = 0, *, begun: float = 0, **fields: Any) -> Pod:
+    return make_pod(index, created=begun, ready=False, **fields)
+
+
+def half(**fields: Any) -> Observed:
+    return Observed(**{"job": make_child(), "pods": (placed(), waiting()), **fields})
+
+
+def manifest(created: float = 0) -> Object:
+    made = job_manifest()
+    made["metadata"]["creationTimestamp"] = stamp(created)
+    return made
+
+
+def turn(observed: Observed, seconds: float, rivals: Rivals | None = None, *, suspend: bool = False) -> Turn:
+    return take_turn(KEY, manifest(), make_terms(suspend=suspend), observed, rivals or Rivals(), at(seconds))
+
+
+def released(times: int = 1, *, at_second: float = 300, until: float = 330, **fields: Any) -> ChildJob:
+    said = {"times": times, "at": stamp(at_second), "until": stamp(until), "placed": 1}
+    return replace(make_child(suspend=True), released=json.dumps(said), **fields)
+
+
+# When the clock runs
+
+
+@pytest.mark.parametrize(
+    ("pods", "since"),
+    [
+        ((placed(begun=0), waiting(since=0)), 0),
+        ((placed(begun=50), waiting(since=0)), 50),
+        ((placed(begun=-500), waiting(since=70)), 70),
+        ((placed(begun=0), placed(1, begun=90), waiting(2, since=0)), 90),
+    ],
+    ids=["at-the-start", "placed-later", "after-a-loss", "one-more-was-placed"],
+)
+def test_a_group_is_half_placed_since_its_last_place_was_taken_and_one_found_none(
+    pods: tuple[Pod, ...], since: float
+) -> None:
+    assert half_placed_since(Observed(job=make_child(), pods=pods)) == at(since)
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [
+        Observed(job=make_child(), pods=(placed(), placed(1))),
+        Observed(job=make_child(), pods=(waiting(0), waiting(1))),
+        Observed(job=make_child(), pods=(make_pod(0, phase="Pending", waiting=("ContainerCreating", "")), waiting(1))),
+        Observed(job=make_child(), pods=(placed(), waiting(message='persistentvolumeclaim "data" not found'))),
+        Observed(job=make_child(), pods=(placed(), waiting(message="pod has unbound PersistentVolumeClaims"))),
+        Observed(job=make_child(), pods=(placed(), waiting(reason="SchedulingGated"))),
+        Observed(job=make_child(suspend=True), pods=(placed(), waiting())),
+        Observed(job=None, pods=()),
+    ],
+    ids=["all-placed", "none-placed", "image-is-pulled", "no-claim", "claim-unbound", "gated", "suspended", "no-job"],
+)
+def test_the_clock_stands_still_while_something_else_is_waited_for(observed: Observed) -> None:
+    assert half_placed_since(observed) is None
+
+
+@pytest.mark.parametrize("reason", ["TriggeredScaleUp", "Nominated"])
+def test_a_node_that_was_ordered_for_the_pod_begins_the_clock_anew(reason: str) -> None:
+    observed = half()
+    ordered = Warning(f"Pod/{observed.pods[1].name}", reason, "a node is on its way", at(200))
+
+    assert wants_events(observed, pods_wanted=2, now=at(60)) == [observed.pods[1].uid]
+    assert half_placed_since(replace(observed, warnings=(ordered,))) == at(200)
+    assert half_placed_since(replace(observed, warnings=(replace(ordered, subject="Pod/other"),))) == at(0)
+
+
+# Whose turn it is
+
+
+def test_after_its_deadline_it_gives_its_places_back() -> None:
+    assert turn(half(), DEADLINE - 1) == Turn(wait=1)
+
+    patch = turn(half(), DEADLINE).patch
+
+    assert patch is not None
+    assert patch["spec"] == {"suspend": True}
+    child = replace(make_child(suspend=True), released=patch["metadata"]["annotations"]["sftjob.dev/released"])
+    release = release_of(child)
+    assert release is not None
+    assert (release.times, release.at, release.placed) == (1, at(DEADLINE), 1)
+    assert timedelta(seconds=14) < release.until - release.at < timedelta(seconds=46)
+
+
+def rival(created: float, due: float = DEADLINE, name: str = "other") -> Rival:
+    return Rival(Key("team", name), stamp(created), at(due))
+
+
+@pytest.mark.parametrize(
+    ("others", "goes"),
+    [
+        ([], True),
+        ([rival(-50)], True),
+        ([rival(50)], False),
+        ([rival(-50), rival(50)], False),
+        ([rival(0, name="aaa")], True),
+        ([rival(0, name="zzz")], False),
+        ([rival(50, due=2 * DEADLINE - 1)], False),
+        ([rival(50, due=3 * DEADLINE)], True),
+    ],
+    ids=["alone", "older", "younger", "both", "as-old-but-first", "as-old", "younger-later", "younger-much-later"],
+)
+def test_the_youngest_goes_first(others: list[Rival], goes: bool) -> None:
+    decided = turn(half(), DEADLINE, Rivals(tuple(others)))
+
+    assert (decided.patch is not None) == goes
+    assert goes or decided.wait
+
+
+def test_one_after_the_other_and_none_before_what_was_given_back_can_have_been_taken() -> None:
+    assert turn(half(), DEADLINE, Rivals(settled=at(DEADLINE + 1))).patch is None
+    assert turn(half(), DEADLINE, Rivals(settled=at(DEADLINE))).patch is not None
+
+
+def test_an_older_one_does_not_wait_for_ever_for_a_younger_one_to_go() -> None:
+    younger = Rivals((rival(50),))
+
+    assert turn(half(), 2 * DEADLINE, younger).patch is None
+    assert turn(half(), 2 * DEADLINE + SETTLING.total_seconds(), younger).patch is not None
+
+
+def test_rivals_are_the_others_that_are_half_placed_and_what_they_have_given_back() -> None:
+    mine, theirs, free = KEY, Key("team", "b"), Key("team", "c")
+    ending = Observed(job=released(at_second=500), pods=(placed(),))
+    given = Observed(job=released(at_second=500))
+    jobs = [(mine, manifest(), half()), (theirs, manifest(20), half())]
+
+    assert rivals_of(mine, jobs, at(510)) == Rivals((Rival(theirs, stamp(20), at(DEADLINE)),))
+    assert rivals_of(mine, [(free, manifest(), ending)], at(510)).settled == at(530)
+    assert rivals_of(mine, [(free, manifest(), given)], at(510)).settled == at(520)
+
+
+def test_what_kueue_places_is_no_rival_and_gives_nothing_back() -> None:
+    queued = half(job=make_child(queue="gpus"))
+
+    assert turn(queued, 10 * DEADLINE) == Turn()
+    assert rivals_of(KEY, [(Key("team", "b"), manifest(), queued)], at(10)) == Rivals()
+
+
+# How it goes on
+
+
+def test_after_its_pause_it_tries_again_and_each_further_pause_is_longer() -> None:
+    child = released(until=330)
+
+    assert turn(Observed(job=child), 329) == Turn(wait=1)
+    assert turn(Observed(job=child), 330).patch == {"spec": {"suspend": False}}
+    again = half(job=replace(child, suspended=False))
+    patch = turn(again, 1000).patch
+    assert patch is not None
+    assert json.loads(patch["metadata"]["annotations"]["sftjob.dev/released"])["times"] == 2
+
+
+def test_pauses_grow_to_a_limit_and_differ_from_job_to_job() -> None:
+    means = [sum(pause_seconds(f"job-{n}", times) for n in range(300)) / 300 for times in (1, 2, 3, 8, 1000)]
+
+    for mean, wanted in zip(means, (30, 60, 120, 900, 900), strict=True):
+        assert 0.9 * wanted < mean < 1.1 * wanted
+    assert len({pause_seconds(f"job-{n}", 1) for n in range(20)}) == 20
+
+
+def test_once_all_are_there_it_is_forgotten_that_it_ever_had_to() -> None:
+    running = Observed(job=replace(released(), suspended=False), pods=(make_pod(0), make_pod(1)))
+
+    assert turn(running, 400).patch == {"metadata": {"annotations": {"sftjob.dev/released": None}}}
+    assert turn(replace(running, pods=(make_pod(0), make_pod(1, ready=False))), 400) == Turn()
+
+
+def test_what_the_user_suspends_stays_so_and_what_joins_a_queue_is_kueues_to_resume() -> None:
+    child = released(until=330)
+
+    assert turn(Observed(job=child), 1000, suspend=True) == Turn()
+    assert turn(half(), 1000, suspend=True) == Turn()
+    queued = replace(child, kueue_labels={"kueue.x-k8s.io/queue-name": "gpus"})
+    assert turn(Observed(job=queued), 1000).patch == {"metadata": {"annotations": {"sftjob.dev/released": None}}}
+
+
+@pytest.mark.parametrize("word", ["", "x", "[]", "{}", '{"at": 5, "until": []}', '{"at": "2026-01-01T12:00:00Z"}'])
+def test_what_is_suspended_for_an_unreadable_reason_of_ours_goes_on(word: str) -> None:
+    child = replace(make_child(suspend=True), released=word)
+
+    assert release_of(child) is None
+    assert turn(Observed(job=child), 0).patch == ({"spec": {"suspend": False}} if word else None)
+
+
+# The look
+
+
+def decided(observed: Observed, seconds: float, **remembered: Any) -> Result:
+    picture = Picture()
+    picture.store("SFTJob", manifest())
+    asked = {"events": EventsPace(in_mind=True), "healing": Healing(JOB_UID, 1e9, "Queued"), **remembered}
+    seen = Snapshot(KEY, picture.manifest(KEY), observed, Memory("sft-uid", **asked), now=at(seconds), clock=1000.0)
+    return look(seen, Settings(pods=PodSettings(image="trainer:1")))
+
+
+def test_a_look_releases_and_comes_back_when_it_is_time() -> None:
+    early, late = decided(half(), 290), decided(half(), 300)
+
+    assert [action for action in early.actions if isinstance(action, ChangeJob)] == []
+    assert early.again is not None
+    assert early.again <= 10
+    (change,) = [action for action in late.actions if isinstance(action, ChangeJob)]
+    assert change.patch["spec"] == {"suspend": True}
+
+
+# What is said
+
+
+def said(observed: Observed, seconds: float, previous: SFTJobStatus | None = None) -> SFTJobStatus:
+    return follow(make_terms(), previous or SFTJobStatus(), observed, at(seconds))
+
+
+def test_it_is_told_until_when_places_are_held_and_when_it_tries_again() -> None:
+    holding = said(half(), 60)
+    going = said(Observed(job=released(), pods=(placed(deletion=300),)), 301, holding)
+    gone = said(Observed(job=released(times=2)), 310, going)
+
+    assert holding.state == "Queued"
+    assert "give it back at 2026-01-01T12:05:00Z (spec.runPolicy.startDeadlineSeconds)" in holding.message
+    assert (going.state, gone.state) == ("Suspending", "Queued")
+    assert gone.message == (
+        "only 1 of 2 pods had found room within 300 s (spec.runPolicy.startDeadlineSeconds), 2 times in a row: they "
+        "have given their places back; tries again at 2026-01-01T12:05:30Z"
+    )
+
+
+def test_places_that_are_given_back_count_as_nothing() -> None:
+    trained = SFTJobStatus(state="Running", first_step_time=stamp(-400))
+    lost = said(half(), 60, trained)
+    pod = placed(deletion=300)
+
+    for observed in (
+        Observed(job=released(), pods=(pod,)),
+        Observed(job=released(), gone_pods=(pod,)),
+        Observed(job=replace(make_child(started=340), released=released().released), pods=(waiting(0), waiting(1))),
+    ):
+        lost = said(observed, 345, lost)
+
+    assert lost.restarts is not None
+    assert (lost.restarts.failures, lost.restarts.disruptions) == (0, 0)
+
+
+def test_a_group_that_kueue_leaves_half_placed_asks_for_somebody() -> None:
+    queued = half(job=make_child(queue="gpus"))
+
+    assert said(queued, 350).conditions[-1].status == "False"
+    stalled = said(queued, 361).conditions[-1]
+    assert (stalled.type, stalled.status, stalled.reason) == ("Stalled", "True", "HalfPlaced")
+    assert "is its waitForPodsReady on?" in stalled.message
