@@ -120,7 +120,7 @@ def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str
     scenario.begin(stage, quickstart(stage, name))
     stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
     scenario.disturb(stage, name)
-    state = stage.wait_for_end(name)
+    state = stage.wait_for_end(name, seconds=900)
     records = step_records(stage.folder(name))
     result = Result(name, state, curve_mismatch(records, expected))
     if state != "Complete":

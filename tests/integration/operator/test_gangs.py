@@ -19,6 +19,13 @@ def released(scene: Scene, name: str) -> str:
     return str(job["metadata"]["annotations"].get("sftjob.dev/released", ""))
 
 
+def end_once_asked_to(scene: Scene, pod: Object) -> None:
+    """Play a pod that saves and leaves when its Job is suspended."""
+    name = pod["metadata"]["name"]
+    scene.until(lambda: ((scene.get("pods", name) or {}).get("metadata") or {}).get("deletionTimestamp"))
+    scene.end_pod(pod, 30)
+
+
 def wait_for_ever(scene: Scene, name: str) -> None:
     """From now on: the test places one pod after the other, however long that takes."""
     changed = scene.patch("sftjobs", name, {"spec": {"runPolicy": FOR_EVER}})
@@ -37,7 +44,7 @@ def test_a_group_that_is_placed_in_part_gives_its_places_back_and_tries_again(sc
     scene.run_pod(younger[0])
 
     scene.until(lambda: scene.condition("younger", "Running").get("reason") == "HalfPlaced")
-    scene.end_pod(younger[0], 30)
+    end_once_asked_to(scene, younger[0])
     scene.until(lambda: not scene.pods("younger"))
     status = scene.until_state("younger", "Queued")
     assert "only 1 of 2 pods had found room within 1 s" in status["message"]
@@ -65,7 +72,7 @@ def test_what_was_released_is_the_users_to_suspend_and_to_resume(scene: Scene) -
     scene.run_pod(pods[0])
     scene.until(lambda: released(scene, "paused"))
     scene.patch("sftjobs", "paused", {"spec": {"suspend": True}})
-    scene.end_pod(pods[0], 30)
+    end_once_asked_to(scene, pods[0])
 
     scene.until_state("paused", "Suspended")
     scene.patch("sftjobs", "paused", {"spec": {"suspend": False}})
