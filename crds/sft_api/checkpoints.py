@@ -104,6 +104,8 @@ class AttemptClaim(StoredModel):
     time: datetime
     incidents: tuple[Incident, ...] = ()
     """How the attempts of the same object before this one ended: nobody may have asked the pods while they lived."""
+    took_over: str = ""
+    """The word by which somebody asked that this object takes the place over from whoever trains there."""
 
 
 def carried(*told: Iterable[Incident]) -> tuple[Incident, ...]:

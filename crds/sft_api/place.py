@@ -21,6 +21,9 @@ ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
 _OWN_DIGEST = "sha256"
 """Of all else in a record. Those of older versions have none."""
+TAKE_OVER_VARIABLE = "SFT_TAKE_OVER"
+"""Of the environment of a trainer: the word by which a user asks that it takes its place over, whoever is alive there.
+A word counts for one claim of an attempt."""
 
 
 Stored = TypeVar("Stored", bound=StoredModel)

@@ -24,7 +24,8 @@ _ADVICE = {
     FailureClass.STORAGE_DEADLINE_EXCEEDED: "Mend the place of the checkpoints, then run again: it goes on from the "
     "last one.",
     FailureClass.STORAGE_FULL: "Make room where the checkpoints go, then run again: it goes on from the last one.",
-    FailureClass.PLACE_IN_USE: "Wait for the other one or stop it, then run again: it goes on from its checkpoint.",
+    FailureClass.PLACE_IN_USE: "Wait for the other one or stop it, then run again: it goes on from its checkpoint. "
+    "With --take-over it goes on now, and the other one ends.",
     FailureClass.NON_FINITE_LOSS: (
         "Lower training.optimizer.learningRate or look at the data, then run again with --fresh; the last good "
         "checkpoint is kept."

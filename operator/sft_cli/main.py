@@ -93,6 +93,9 @@ def cli() -> None:
 @click.option("--processes", type=click.IntRange(min=1, max=256), help="Training processes, instead of the manifest's.")
 @click.option("--fresh", is_flag=True, help="Start from the model; what an earlier run left is set aside, not deleted.")
 @click.option(
+    "--take-over", is_flag=True, help="Train also while another machine or job does so in this place, which ends then."
+)
+@click.option(
     "-o",
     "--output",
     type=click.Choice(["text", "yaml", "json"]),
@@ -102,7 +105,15 @@ def cli() -> None:
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the log of supervisor and workers too.")
 @debug_option
-def run(manifest: Path, name: str | None, processes: int | None, fresh: bool, output: str, verbose: bool) -> None:
+def run(
+    manifest: Path,
+    name: str | None,
+    processes: int | None,
+    fresh: bool,
+    take_over: bool,
+    output: str,
+    verbose: bool,
+) -> None:
     """Run an SFTJob on this machine, without a cluster.
 
     All processes of the job run here. Checkpoints, export and logs go to sft-runs/NAME in the current folder unless
@@ -111,9 +122,10 @@ def run(manifest: Path, name: str | None, processes: int | None, fresh: bool, ou
     """
     job = _load(manifest, name)
     _start_the_trainer()
-    from .run import run_job
+    from .run import Options, run_job
 
-    sys.exit(run_job(job, manifest, name=name, processes=processes, fresh=fresh, output=output, verbose=verbose))
+    options = Options(name=name, processes=processes, fresh=fresh, take_over=take_over, output=output, verbose=verbose)
+    sys.exit(run_job(job, manifest, options))
 
 
 @cli.command()
@@ -286,13 +298,16 @@ def prune(
 @click.argument("name")
 @click.option("-n", "--namespace", help="Of the job; that of the context by default.")
 @click.option("--context", help="Of the kubeconfig; the current one by default.")
+@click.option(
+    "--take-over", is_flag=True, help="Also while another job trains in its place (PlaceInUse): that one ends then."
+)
 @debug_option
-def retry(name: str, namespace: str | None, context: str | None) -> None:
+def retry(name: str, namespace: str | None, context: str | None, take_over: bool) -> None:
     """Have the SFTJob NAME, which has failed on the cluster, begin again from its newest checkpoint."""
     from .console import result
     from .retry import retry as ask
 
-    result(ask(name, namespace, context))
+    result(ask(name, namespace, context, take_over=take_over))
 
 
 def main() -> None:

@@ -5,18 +5,25 @@ import subprocess
 from datetime import UTC, datetime
 from typing import Any
 
-from sft_api.v1alpha1.job import GROUP, PLURAL, RETRY_ANNOTATION
+from sft_api.failures import FailureClass
+from sft_api.v1alpha1.job import GROUP, PLURAL, RETRY_ANNOTATION, TAKE_OVER_ENDING
 
 from .errors import UserError
 
 
-def retry(name: str, namespace: str | None, context: str | None) -> str:
-    """Ask the operator to begin the job again; returns what to tell. Raises UserError."""
+def retry(name: str, namespace: str | None, context: str | None, *, take_over: bool) -> str:
+    """Ask the operator to begin the job again; returns what to tell. Raises UserError.
+
+    ``take_over``: also from another holder of its place that is alive, which ends then.
+    """
     where = [*([f"--namespace={namespace}"] if namespace else []), *([f"--context={context}"] if context else [])]
     resource = f"{PLURAL}.{GROUP}"
     job: dict[str, Any] = json.loads(_kubectl("get", resource, name, "--output=json", *where))
     _check(job, name)
     word = datetime.now(UTC).isoformat(timespec="microseconds")
+    if take_over:
+        _check_place_in_use(job, name)
+        word += TAKE_OVER_ENDING
     # Only if nobody has changed it since: what was seen to have failed may run again.
     unchanged = f"--resource-version={job['metadata']['resourceVersion']}"
     _kubectl("annotate", resource, name, f"{RETRY_ANNOTATION}={word}", "--overwrite", unchanged, *where)
@@ -32,6 +39,14 @@ def _check(job: dict[str, Any], name: str) -> None:
         raise UserError(f"{name} is {state}: only a job that has failed can be retried")
     if not status.get("completionTime"):
         raise UserError(f"{name} never began, and begins by itself once this is corrected: {status.get('message', '')}")
+
+
+def _check_place_in_use(job: dict[str, Any], name: str) -> None:
+    """Nobody is fenced for a job that failed for another reason."""
+    conditions = (job.get("status") or {}).get("conditions") or []
+    reason = next((item.get("reason") for item in conditions if item.get("type") == "Failed"), None)
+    if reason != FailureClass.PLACE_IN_USE.value:
+        raise UserError(f"{name} failed with {reason}: nobody kept it from its place, leave out --take-over")
 
 
 def _kubectl(*arguments: str) -> str:

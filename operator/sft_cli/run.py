@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from sft_api.failures import FailureClass
+from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress
 from sft_api.restarts import count_incidents, exhausted
@@ -55,18 +56,28 @@ class RunFiles:
     run_dir: Path
 
 
-def run_job(
-    job: SFTJob, manifest: Path, *, name: str | None, processes: int | None, fresh: bool, output: str, verbose: bool
-) -> int:
+@dataclass(frozen=True)
+class Options:
+    """What the command was given besides the manifest."""
+
+    name: str | None = None
+    processes: int | None = None
+    fresh: bool = False
+    take_over: bool = False
+    output: str = "text"
+    verbose: bool = False
+
+
+def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
     """Run ``job`` to its end and print its status; returns the exit code.
 
     Raises UserError for what cannot work on this machine, before anything is started.
     """
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
-    run = prepare(job, processes=processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
+    run = prepare(job, processes=options.processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
     with ExitStack() as locks:
         held = [locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run)]
-        if fresh:
+        if options.fresh:
             _set_aside(run)
             held += [locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()]
         files = _write_files(run)
@@ -80,17 +91,17 @@ def run_job(
                 port=free_port(),
                 run_dir=files.run_dir,
                 log=files.log,
-                environment={**os.environ, **run.environment},
+                environment={**os.environ, **run.environment, **_take_over(options)},
                 inherited=held,
                 grace_seconds=job.spec.run_policy.termination_grace_period_seconds,
             ) as supervisor,
         ):
-            display = open_display(live=output == "text")
+            display = open_display(live=options.output == "text")
             try:
                 follower = Follower(
                     supervisor,
                     display,
-                    LogTail(files.log) if verbose else None,
+                    LogTail(files.log) if options.verbose else None,
                     max_restarts=job.spec.run_policy.max_restarts,
                     start=start,
                 )
@@ -112,12 +123,12 @@ def run_job(
         ending,
         name=job.metadata.name,
         seconds=(times.end - times.start).total_seconds(),
-        command=_command(manifest, name, processes),
+        command=_command(manifest, options.name, options.processes),
         log=files.log,
     )
-    _conclude(lines, ending, files, output)
-    if output != "text":
-        _print_status(status, output)
+    _conclude(lines, ending, files, options.output)
+    if options.output != "text":
+        _print_status(status, options.output)
     return ending.exit_code
 
 
@@ -206,6 +217,11 @@ class Follower:
             self._supervisor.interrupt()
         else:
             self._supervisor.kill()
+
+
+def _take_over(options: Options) -> dict[str, str]:
+    """What tells the trainer to take its place over; a word of its own for each command."""
+    return {TAKE_OVER_VARIABLE: datetime.now(UTC).isoformat()} if options.take_over else {}
 
 
 def _lock_files(run: LocalRun) -> list[tuple[Path, Path]]:

@@ -15,9 +15,10 @@ from sft_api.place import ALIVE_KEY, Beat
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
+from .checkpoint.catalog import Catalog
 from .checkpoint.store import Store
 from .errors import PlaceInUseError, StorageNotFoundError, TrainingError
-from .events import Claimed, Control, Ended, Listener
+from .events import Claimed, Control, Ended, Listener, Request
 from .reporting import Reporter
 
 log = logging.getLogger("sft_trainer")
@@ -37,11 +38,13 @@ class Alive(Listener):
         self._store = store
         self._seconds = beat_seconds
         self._thread: threading.Thread | None = None
+        self._control = Control()
         self._over = threading.Event()
         self._ended = ""
 
     def on_claim(self, event: Claimed, control: Control) -> None:
         first = sign(self._config, event.attempt)
+        self._control = control
         self._thread = threading.Thread(target=self._put, args=(first,), name="alive", daemon=True)
         self._thread.start()
 
@@ -58,7 +61,9 @@ class Alive(Listener):
             try:
                 there = read_beat(self._store)
                 if isinstance(there, Beat) and there.attempt > beat.attempt:
-                    return  # it is theirs now: the next commit of this attempt says so
+                    # It is theirs now. What this attempt would save says so, and no step after that is worth its time.
+                    self._control.ask(Request.STOP)
+                    return
                 beat = beat.model_copy(update={"count": beat.count + 1, "ended": self._ended if last else ""})
                 self._store.put(ALIVE_KEY, beat.model_dump_json(by_alias=True).encode())
             except TrainingError as error:
@@ -90,18 +95,23 @@ def watch(
     store: Store,
     reporter: Reporter,
     *,
+    take_over: str = "",
     seconds: float = WATCH_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Return when nobody else trains in ``store``, or nobody gives a sign of life for ``seconds``.
 
-    This very object need not be watched: it is about to fence itself. Raises ``PlaceInUseError`` as soon as there is
-    another sign. Says all the time what it waits for.
+    This very object need not be watched: it is about to fence itself. Nor does who was asked to ``take_over`` by a word
+    that has not counted yet. Raises ``PlaceInUseError`` as soon as there is another sign. Says all the time what it
+    waits for.
     """
     first = read_beat(store)
     if first is None or (isinstance(first, Beat) and (first.ended or first.uid == config.job.uid)):
         return
     holder = name_of(first)
+    if take_over and not _has_counted(take_over, config, store):
+        reporter.say("%s is taken over from %s, as was asked", store.uri, holder)
+        return
 
     def tell(waited: float) -> None:
         reporter.phase(
@@ -114,11 +124,18 @@ def watch(
     if found is not None:
         raise PlaceInUseError(
             f"{store.uri} is in use: {found if isinstance(found, Beat) else holder} trains there now. Delete or "
-            "suspend that job and start this one again, which then goes on from its last checkpoint; or give this "
-            "one another metadata.name and checkpoint.uri"
+            "suspend that job and start this one again, which then goes on from its last checkpoint; or end it from "
+            "here: sft retry --take-over (sft run --take-over); or give this one another metadata.name and "
+            "checkpoint.uri"
         )
     if waited >= seconds:
         reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, seconds, store.uri)
+
+
+def _has_counted(word: str, config: TrainerConfig, store: Store) -> bool:
+    """Whether an earlier start of this object has claimed an attempt because of ``word``: who came since may stay."""
+    claim = Catalog(store).newest_claim_of(config.job.uid)
+    return claim is not None and claim.took_over == word
 
 
 def next_sign(

@@ -1,9 +1,10 @@
 """What a process does in the place of its run before it fetches anything."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sft_api.place import Done, RunRecord
+from sft_api.place import TAKE_OVER_VARIABLE, Done, RunRecord
 from sft_api.trainer_config import TrainerConfig
 
 from .alive import watch
@@ -43,7 +44,7 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     found, done = look(config, store), read_done(store)
     if done is not None:
         return Entered(found, done)
-    watch(config, store, reporter)
+    watch(config, store, reporter, take_over=os.environ.get(TAKE_OVER_VARIABLE, ""))
     anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
     record = open_place(config, store, conditional=conditional, revisions=lambda: revisions(config))
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)

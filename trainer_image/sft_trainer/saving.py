@@ -1,5 +1,6 @@
 """When the trainer's state reaches the store, and what happens when it does not."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
+from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import Incident, Phase
 from sft_api.report import duration
 from sft_api.times import timestamp
@@ -74,7 +76,8 @@ class Saving:
         """
         self._wait_for(Phase.LOADING, "claiming the attempt")
         try:
-            attempt = self._manager.claim_attempt(self._config.job.uid, accept, incidents)
+            word = os.environ.get(TAKE_OVER_VARIABLE, "")
+            attempt = self._manager.claim_attempt(self._config.job.uid, accept, incidents, word)
         finally:
             self._work_on()
         self._tell_skipped()

@@ -12,8 +12,8 @@ from .pod import build_pod_template
 UNLIMITED = 2**31 - 1
 
 
-def build_job(job: SFTJob, settings: Settings) -> Manifest:
-    """The Job; raises ``ValueError`` like ``build_pod_template``.
+def build_job(job: SFTJob, settings: Settings, *, take_over: str = "") -> Manifest:
+    """The Job; ``take_over`` and errors as of ``build_pod_template``.
 
     A lost pod is replaced for as long as the operator lets the Job live: a limit of its own would not tell
     evictions from crashes, and a limit for the whole Job doubles the delay before a replacement with every
@@ -49,7 +49,7 @@ def build_job(job: SFTJob, settings: Settings) -> Manifest:
         },
         # Kueue resumes what it admits; until then nothing may run.
         "suspend": bool(given.get(QUEUE_LABEL)),
-        "template": build_pod_template(job, settings.pods, settings.store),
+        "template": build_pod_template(job, settings.pods, settings.store, take_over=take_over),
     }
     if job.spec.run_policy.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = job.spec.run_policy.active_deadline_seconds

@@ -2,6 +2,7 @@
 
 from urllib.parse import urlsplit
 
+from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import PROGRESS_PORT
 from sft_api.trainer_config import CONFIG_PATH
 from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
@@ -23,8 +24,8 @@ LOST_NODE_SECONDS = 60
 _HEALTH = {"path": "/healthz", "port": "progress"}
 
 
-def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None) -> Manifest:
-    """``spec.template`` of the Job.
+def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None, *, take_over: str = "") -> Manifest:
+    """``spec.template`` of the Job; with the word, if there is one, by which its place is to be taken over.
 
     Raises ``ValueError`` when neither the spec nor the settings name an image.
     """
@@ -40,7 +41,10 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "name": TRAINER_CONTAINER,
         "image": image,
         "command": list(pods.command),
-        "env": _environment(job, effective_s3(job, store)),
+        "env": [
+            *_environment(job, effective_s3(job, store)),
+            *([{"name": TAKE_OVER_VARIABLE, "value": take_over}] if take_over else []),
+        ],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
         "resources": pod_resources(compute, pods.resources),
         # Until the supervisor first answers nothing else is asked: an image may start slowly from a busy disk.

@@ -29,15 +29,16 @@ class Changes:
     delete_job: bool = False
 
 
-def desired_children(job: SFTJob, settings: Settings) -> list[Manifest]:
+def desired_children(job: SFTJob, settings: Settings, *, take_over: str = "") -> list[Manifest]:
     """All children; the Job comes last, so that whoever sees it knows that the others are there.
 
-    Raises ``ValueError`` with what to change when the spec cannot be run here.
+    ``take_over`` is the word by which a user asks to take the place of the run over from another holder. Raises
+    ``ValueError`` with what to change when the spec cannot be run here.
     """
     children = [build_config_map(job, settings.store), build_service(job.metadata)]
     if settings.network_policy.enabled:
         children.append(build_network_policy(job.metadata, settings.network_policy))
-    return [*children, build_job(job, settings)]
+    return [*children, build_job(job, settings, take_over=take_over)]
 
 
 def is_finished(status: SFTJobStatus) -> bool:
@@ -64,7 +65,7 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     Raises ``ValueError`` like ``desired_children``.
     """
     if observed.job is None and not observed.namespace_terminating and not is_finished(status):
-        children = desired_children(job, settings)
+        children = desired_children(job, settings, take_over=status.take_over)
         # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be
         # admitted, and take a place in its queue, before anybody can suspend it.
         create = [] if observed.earlier_pods or job.spec.suspend else children

@@ -12,6 +12,7 @@ from sft_api.progress import Phase
 from sft_api.restarts import Reached, as_phase
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
+from sft_api.v1alpha1.job import TAKE_OVER_ENDING
 from sft_api.v1alpha1.status import ConditionType, State
 
 from ..picture.observed import Manifest, Observed
@@ -131,12 +132,14 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
     What it cost so far, and where it saved, stays; so do the keys of what was counted, which must not count again.
     """
     restarts = previous.restarts or RestartsStatus()
-    situation = Situation("Preparing", "Retried", "begins again, from the newest checkpoint if there is one")
+    how = ", and takes its place over from who trains there" if word.endswith(TAKE_OVER_ENDING) else ""
+    situation = Situation("Preparing", "Retried", f"begins again, from the newest checkpoint if there is one{how}")
     update = {
         "state": situation.state,
         "message": situation.message,
         "observed_generation": terms.generation,
         "retried": word,
+        "take_over": word if word.endswith(TAKE_OVER_ENDING) else "",
         "restarts": restarts.model_copy(update={"failures": 0, "repeated": None, "recovery_seconds": None}),
         "job_ref": "",
         "pods_ready": "",

@@ -20,8 +20,8 @@ from tests.integration.operator.scene import Scene, checkpoint, last_words, save
 def sft_retry(server: Cluster, scene: Scene) -> object:
     """``sft retry NAME`` with the rights of an administrator; exit code and all that it said."""
 
-    def retry(name: str, namespace: str = "") -> tuple[int, str]:
-        command = [sys.executable, "-m", "sft_cli.main", "retry", name, "--namespace", namespace or scene.namespace]
+    def retry(name: str, *options: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "sft_cli.main", "retry", name, "--namespace", scene.namespace, *options]
         path = os.pathsep.join([str(Path(binary("kubectl")).parent), os.environ["PATH"]])
         environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig), "PATH": path}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -30,12 +30,14 @@ def sft_retry(server: Cluster, scene: Scene) -> object:
     return retry
 
 
-def fail(scene: Scene, name: str, message: str) -> None:
+def fail(
+    scene: Scene, name: str, message: str, failure: FailureClass = FailureClass.DATA_ERROR, code: int = 11
+) -> None:
     """The pods of the present Job run and end with an error that no restart mends."""
     pods = scene.start(name)
     scene.supervisors.report(scene.namespace, name, Progress(training=training(5, checkpoints=checkpoint(4))))
     scene.until(lambda: scene.status(name).get("attempt") == 1)
-    scene.end_pod(pods[1], 11, message=last_words(FailureClass.DATA_ERROR, 5, message=message))
+    scene.end_pod(pods[1], code, message=last_words(failure, 5, message=message))
     scene.end_pod(pods[0], 35, message=last_words(FailureClass.PEER_LOST, 5))
 
 
@@ -70,6 +72,45 @@ def test_a_failed_job_begins_again_once_for_each_time_that_it_is_asked(scene: Sc
     code, said = sft_retry("again")
     assert (code, said) == (10, "again is Complete: only a job that has failed can be retried\n")
     assert "NotFound" in sft_retry("nobody")[1]
+
+
+def test_the_trainer_is_told_to_take_over_only_when_that_was_asked(scene: Scene, sft_retry: object) -> None:
+    assert callable(sft_retry)
+
+    def told(uid: str = "") -> list[str]:
+        """What the trainer of the next Job is told."""
+
+        def another() -> object:
+            job = scene.get("jobs", "taken")
+            return job if job and job["metadata"]["uid"] != uid else None
+
+        (container,) = scene.until(another)["spec"]["template"]["spec"]["containers"]
+        return [entry["value"] for entry in container["env"] if entry["name"] == "SFT_TAKE_OVER"]
+
+    # Given a job that failed because another one trains in its place
+    scene.submit("taken")
+    assert told() == []
+    fail(scene, "taken", "is in use: other/taken trains there now", FailureClass.PLACE_IN_USE, 18)
+    scene.until_state("taken", "Failed")
+    first = scene.get("jobs", "taken")["metadata"]["uid"]  # type: ignore[index]
+
+    # When it is to take over
+    code, said = sft_retry("taken", "--take-over")
+    assert code == 0, said
+    (word,) = told(first)
+    assert word == scene.status("taken")["takeOver"] == scene.status("taken")["retried"]
+
+    # Then only that, and only for this reason
+    second = scene.get("jobs", "taken")["metadata"]["uid"]  # type: ignore[index]
+    fail(scene, "taken", "a row is broken")
+    scene.until(lambda: scene.condition("taken", "Failed")["status"] == "True")
+    code, said = sft_retry("taken", "--take-over")
+    assert (code, said) == (
+        10, "taken failed with DataError: nobody kept it from its place, leave out --take-over\n"
+    )  # fmt: skip
+    assert sft_retry("taken")[0] == 0
+    assert told(second) == []
+    assert "takeOver" not in scene.status("taken")
 
 
 def test_a_word_that_stood_there_before_asks_for_nothing(scene: Scene) -> None:

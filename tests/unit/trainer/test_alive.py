@@ -10,8 +10,9 @@ from sft_api.place import ALIVE_KEY, Beat
 from sft_api.progress import Phase
 from sft_trainer.alive import Alive, read_beat, watch
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.errors import PlaceInUseError, StopRequested, StorageUnavailableError
-from sft_trainer.events import Claimed, Control, Ended
+from sft_trainer.events import Claimed, Control, Ended, Request
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 from tests.waiting import wait_until
@@ -81,6 +82,29 @@ def test_another_sign_is_a_holder_who_is_named(store: LocalStore, tmp_path: Path
     assert at[-1] == 60, "as soon as there is one"
 
 
+def test_who_was_asked_to_take_over_does_so_once(store: LocalStore, tmp_path: Path) -> None:
+    config = resolve(manifest(tmp_path, tmp_path))
+
+    def enters(word: str) -> float:
+        waited: list[float] = []
+        reporter = Reporter(tmp_path, writes=True)
+        watch(config, store, reporter, take_over=word, sleep=waited.append)
+        return sum(waited)
+
+    # Given another one, of which nobody knows whether it lives
+    claims = Protocol(store)
+    claims.claim("other")
+    beat(store)
+    # The first start after the word does not wait; its claim says for which word
+    assert enters("now") == 0
+    assert claims.claim(config.job.uid, took_over="now").took_over == "now"
+    # Who comes after that is watched like any other; a new word counts anew
+    claims.claim("other")
+    beat(store, attempt=3)
+    assert enters("now") == 180
+    assert enters("again") == 0
+
+
 def test_who_ends_meanwhile_makes_room_at_once(store: LocalStore, tmp_path: Path) -> None:
     beat(store)
     assert watched(store, tmp_path, lambda at: beat(store, count=2, ended="stopped") if at == 30 else None)[0] == 30
@@ -123,6 +147,7 @@ def test_a_newer_attempt_is_not_written_over(store: LocalStore, tmp_path: Path) 
     alive.on_claim(Claimed(4, 60), control)
     alive.on_end(Ended(20), control)
     assert store.read(ALIVE_KEY) == before
+    assert control.asked()[list(Request).index(Request.STOP)], "no step of the older one is worth its time"
 
 
 def test_a_store_that_is_away_keeps_nobody(tmp_path: Path) -> None:

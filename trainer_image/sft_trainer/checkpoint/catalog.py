@@ -117,6 +117,17 @@ class Catalog:
         """The highest attempt claimed so far; 0 before the first."""
         return newest_attempt(entry.key for entry in self._store.list(ATTEMPTS_PREFIX))
 
+    def newest_claim_of(self, job_uid: str) -> AttemptClaim | None:
+        """The newest claim of an attempt by that object which can be read; None when there is none."""
+        for number in range(self.newest_attempt(), 0, -1):
+            try:
+                claim = AttemptClaim.model_validate_json(self._store.read(attempt_key(number)))
+            except (ObjectNotFoundError, ValidationError):
+                continue
+            if claim.job_uid == job_uid:
+                return claim
+        return None
+
     def check_newest(self, attempt: int, job_uid: str) -> None:
         """Raise AttemptSupersededError when a newer attempt than ``attempt`` was claimed."""
         newest = self.newest_attempt()
@@ -138,7 +149,8 @@ def _who(claim: bytes) -> str:
         found = AttemptClaim.model_validate_json(claim)
     except ValidationError:
         return "its claim cannot be read"
-    return f"uid {found.job_uid}, on {found.host}, since {found.time:%Y-%m-%d %H:%M} UTC"
+    asked = ", which was asked to take it over" if found.took_over else ""
+    return f"uid {found.job_uid}, on {found.host}, since {found.time:%Y-%m-%d %H:%M} UTC{asked}"
 
 
 def describe(identity: CheckpointId, uri: str, time: datetime, size: int, run: RunState) -> CheckpointStatus:

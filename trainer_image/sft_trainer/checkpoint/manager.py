@@ -119,17 +119,19 @@ class CheckpointManager:
         job_uid: str,
         accept: Callable[[], None] = lambda: None,
         incidents: Sequence[Incident] = (),
+        took_over: str = "",
     ) -> int:
         """Claim the next attempt and drop what crashed writers left unfinished. Collective.
 
         From here on an older group can neither commit nor remove anything, whichever object started it. ``accept`` is
         asked on the leader once the attempt is claimed, before anything is removed; it may raise. ``incidents`` are
         those that the leader knows of earlier attempts: the claim carries them on, as ``incidents`` of this object.
+        ``took_over``: the word by which it is asked to take the place over, whoever is alive there.
         """
         self._job_uid = job_uid
 
         def claim() -> int:
-            claimed = self._protocol.claim(job_uid, accept, incidents)
+            claimed = self._protocol.claim(job_uid, accept, incidents, took_over)
             self.incidents = claimed.incidents
             self._report(tuple(self._protocol.without_manifest))
             return claimed.attempt

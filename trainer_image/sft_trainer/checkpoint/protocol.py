@@ -65,15 +65,24 @@ class Protocol:
         """Whole saves without a manifest that were found at the claim, and removed."""
 
     def claim(
-        self, job_uid: str, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = ()
+        self,
+        job_uid: str,
+        accept: Callable[[], None] = lambda: None,
+        incidents: Sequence[Incident] = (),
+        took_over: str = "",
     ) -> AttemptClaim:
         """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished.
 
         ``accept`` may raise in between, before anything is removed. ``incidents`` are those that are known here: the
-        claim carries them on, with those of the claim before it where that is of the same object.
+        claim carries them on, with those of the claim before it where that is of the same object. ``took_over`` is the
+        word by which that was asked.
         """
+
+        def claim_of(number: int) -> AttemptClaim:
+            return self._claim(number, job_uid, incidents).model_copy(update={"took_over": took_over})
+
         number = self._first_free()
-        while not self._store.create(attempt_key(number), _encoded(claim := self._claim(number, job_uid, incidents))):
+        while not self._store.create(attempt_key(number), _encoded(claim := claim_of(number))):
             number += 1
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
         accept()
