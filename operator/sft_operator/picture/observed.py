@@ -158,8 +158,11 @@ class Pod:
     def silent(self) -> Condition | None:
         """The kubelet's word that the supervisor, which had answered it before, does not any more; with since when."""
         answers = self.conditions.get("ContainersReady")
-        lives = self.started is not None and self.has_answered and not self.finished and self.deletion is None
-        return answers if lives and answers is not None and not answers.status else None
+        lives = self.has_answered and not self.finished and self.deletion is None
+        if self.started is None or not lives or answers is None or answers.status:
+            return None
+        # Until it is asked for the first time after its start, it is not ready since before it.
+        return answers if answers.time is None or answers.time > self.started else None
 
     @property
     def cut_off(self) -> Condition | None:

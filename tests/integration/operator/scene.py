@@ -293,8 +293,12 @@ class Scene:
         assert answer.accepted or answer.code == 409, answer.body
 
     def run_pod(self, pod: Object, *, ready: bool = True, answers: bool | None = None) -> None:
-        """Play scheduler and kubelet: the container of ``pod`` runs, and its supervisor ``answers``; None: as ready."""
+        """Play scheduler and kubelet: the container of ``pod`` runs, and its supervisor ``answers``; None: as ready.
+
+        Of what answers, or does not any more, it is told that it runs for a while.
+        """
         now = _now()
+        begun = now if answers is None else _now(-60)
         self.bind(pod)
         self.patch(
             "pods",
@@ -315,7 +319,10 @@ class Scene:
                         },
                     ],
                     "containerStatuses": [
-                        {**_container({"running": {"startedAt": now}}, ready), "started": answers is not None or ready}
+                        {
+                            **_container({"running": {"startedAt": begun}}, ready),
+                            "started": answers is not None or ready,
+                        }
                     ],
                 }
             },

@@ -56,13 +56,23 @@ def test_one_that_is_slow_and_answers_in_between_stays() -> None:
     [
         running(pods=(make_pod(0, ready=False, answers=False, waiting=("ContainerCreating", ""), phase="Pending"),)),
         running(pods=(replace(make_pod(0, **SILENT), has_answered=False),)),
+        running(pods=(make_pod(0, **SILENT, created=-3, ready_since=-4),)),
         running(pods=(make_pod(0, **SILENT, deletion=-1),)),
         running(pods=(make_pod(0, **SILENT, phase="Failed", exit_code=30),)),
         running(pods=(make_pod(0, **CUT_OFF),)),
         running(pods=(make_pod(0, **SILENT),), job=make_child(suspend=True)),
         running(pods=(make_pod(0, **SILENT),), report=report(received=10)),
     ],
-    ids=["not-begun", "not-up-yet", "being-deleted", "ended", "node-not-heard", "suspended", "answers-the-operator"],
+    ids=[
+        "not-begun",
+        "not-up-yet",
+        "just-up",
+        "being-deleted",
+        "ended",
+        "node-not-heard",
+        "suspended",
+        "answers-the-operator",
+    ],
 )
 def test_what_is_not_silent_stays(observed: Observed) -> None:
     watch = Watch()
