@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from .cases import CASES
 from .flips import FLIPS, flips_missed
 from .matrix import open_matrix
+from .parts import PARTS
 
 
 def main() -> int:
@@ -33,15 +35,17 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(CASES))
+        print("\n".join([*CASES, *PARTS]))
         return 0
-    if unknown := set(options.cases) - set(CASES):
+    if unknown := set(options.cases) - {*CASES, *PARTS}:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}; --list names all")
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="sft-kill-matrix-"))
-    chosen = [CASES[name] for name in options.cases or CASES]
+    names = options.cases or [*CASES, *PARTS]
     with open_matrix(folder) as matrix:
-        results = matrix.play(chosen, random.Random(options.seed))
+        dice = random.Random(options.seed)
+        results = matrix.play_parts([name for name in names if name in PARTS], dice)
+        results += matrix.play([CASES[name] for name in names if name in CASES], dice)
         missed = flips_missed(matrix.undisturbed.oracles.folder, options.flips, random.Random(options.seed))
     bad = [result for result in results if result.breaches]
     for result in bad:
@@ -50,7 +54,10 @@ def main() -> int:
             print(f"  {breach}")
     for line in missed:
         print(f"missed: {line}")
-    print(f"seed={options.seed} seconds={time.monotonic() - began:.0f} folder={folder}")
+    if not bad:
+        shutil.rmtree(folder)
+    print(f"seed={options.seed}")
+    print(f"seconds={time.monotonic() - began:.0f}")
     print(f"cases={len(results)}")
     print(f"bad={len(bad)}")
     print(f"flips_missed={len(missed)}")

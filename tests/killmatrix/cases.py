@@ -23,7 +23,9 @@ from tests.fault_proxy import (
     Slow,
     Stale,
 )
+from tests.integration.run.disks import fill
 
+from .clock import wrong_clock
 from .stage import SAVE_EVERY, Stage
 from .told import Stop
 
@@ -75,17 +77,19 @@ Play = Callable[[Scene], None]
 class Case:
     """One thing that is done to the run.
 
-    ``when``: before the first start, when it saves, or when it saves its last step. ``attempts`` are claimed anew
-    because of it. ``last``: the run is over after it.
+    ``when``: before the first start, when it saves, when it saves its last step, or after that. ``attempts`` are
+    claimed anew because of it. ``last``: the run is over after it.
     """
 
     name: str
     play: Play
-    when: Literal["begin", "save", "end"] = "save"
+    when: Literal["begin", "save", "final", "end"] = "save"
     attempts: int = 0
     commits: bool = False
     """The step that is saved when it begins is committed by the next save."""
     last: bool = False
+    on_disk: bool = False
+    """The checkpoints are in a folder on a small disk."""
     leaves_ruins: bool = False
     """A folder with a manifest and without its files may be left: nothing loads it."""
 
@@ -229,6 +233,28 @@ def frozen(whom: str, seconds: float) -> Play:
     return play
 
 
+def shifted(seconds: int) -> Play:
+    """The pod is killed, and the next one is on a machine whose clock is wrong."""
+
+    def play(scene: Scene) -> None:
+        environment = scene.stage.environment
+        environment.update(wrong_clock(scene.stage.folder, seconds))
+        scene.kill("pod")
+        environment.clear()
+
+    return play
+
+
+def fills_disk(scene: Scene) -> None:
+    """Nothing can be written until the run has said so; then somebody makes room."""
+    oracles = scene.stage.oracles
+    filler = oracles.folder / "filler"
+    fill(filler)
+    scene.go()
+    scene.stage.wait(lambda: oracles.last_report("endpoint").storage_outage is not None, "the word of an outage")
+    filler.unlink()
+
+
 def _error(status: int, code: str) -> Answer:
     return Answer.error(status, code)
 
@@ -257,6 +283,9 @@ def _more_kills() -> list[Case]:
     def at_end(name: str, whom: str, method: str, path: str, *, after: bool = False) -> Case:
         return Case(name, killed_at(whom, method, path, after=after), when="end", attempts=1)
 
+    def at_final(name: str, whom: str, *, after: bool) -> Case:
+        return Case(name, killed_at(whom, "PUT", MANIFEST, after=after), when="final", attempts=1, commits=after)
+
     return [
         at("kill-uploaded", "rank1", "PUT", SHARD, after=True),
         at("kill-index", "rank0", "PUT", INDEX),
@@ -277,8 +306,8 @@ def _more_kills() -> list[Case]:
         Case("kill-record", killed_at_begin("PUT", r"/run\.json$"), when="begin", attempts=1),
         Case("kill-record-made", killed_at_begin("PUT", r"/run\.json$", after=True), when="begin", attempts=1),
         Case("kill-first-claim", killed_at_begin("PUT", CLAIM, after=True), when="begin", attempts=1),
-        at_end("kill-final-commit", "all", "PUT", MANIFEST),
-        at_end("kill-final-committed", "supervisor", "PUT", MANIFEST, after=True),
+        at_final("kill-final-commit", "all", after=False),
+        at_final("kill-final-committed", "supervisor", after=True),
         at_end("kill-export-record", "rank0", "PUT", r"/export/training-run\.json$", after=True),
         at_end("kill-export-written", "rank1", "PUT", r"/export/model\.safetensors$", after=True),
         at_end("kill-export-config", "rank0", "PUT", r"/export/config\.json$"),
@@ -301,8 +330,8 @@ def _faults() -> list[Case]:
     def load(name: str, make: Callable[[random.Random], Fault]) -> Case:
         return Case(name, meets_while_loading(make), attempts=1)
 
-    def end(name: str, make: Callable[[random.Random], Fault]) -> Case:
-        return Case(name, meets_and_goes_on(make), when="end", last=True)
+    def end(name: str, make: Callable[[random.Random], Fault], *, attempts: int = 0) -> Case:
+        return Case(name, meets_and_goes_on(make), when="end", last=True, attempts=attempts)
 
     model = r"/export/model\.safetensors$"
     return [
@@ -349,8 +378,13 @@ def _faults() -> list[Case]:
         end("403-export", lambda dice: Says("PUT", model, _error(403, "AccessDenied"))),
         end("cut-export", lambda dice: CutRequest("PUT", model, dice.randrange(1, 50_000))),
         end("lost-export", lambda dice: LostReply("PUT", model)),
-        end("false-200-export", lambda dice: FalseSuccess("PUT", model)),
+        # What was written and is not there may lie where only another pod looks: the group starts again.
+        end("false-200-export", lambda dice: FalseSuccess("PUT", model), attempts=1),
         end("lost-done", lambda dice: LostReply("PUT", r"/done\.json$")),
+        Case("clock-behind", shifted(-600), attempts=1),
+        Case("clock-ahead", shifted(600), attempts=1),
+        Case("disk-full-save", fills_disk, on_disk=True),
+        Case("disk-full-final", fills_disk, when="final", last=True, on_disk=True),
         Case("frozen-rank0", frozen("rank0", 4.0), commits=True),
         Case("frozen-rank1", frozen("rank1", 4.0), commits=True),
         Case("frozen-supervisor", frozen("supervisor", 4.0), commits=True),

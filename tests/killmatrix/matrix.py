@@ -14,10 +14,12 @@ from tests.cluster.object_store import ObjectStore, object_store
 from tests.e2e.campaign import curve_mismatch
 from tests.fault_proxy import FaultProxy, fault_proxy
 from tests.fixtures_inputs import make_inputs
+from tests.integration.run.disks import small_disk
 from tests.parity.runs import step_records
 
 from .cases import Case, Scene
 from .oracles import Records
+from .parts import breaches_of
 from .stage import SAVE_EVERY, STEPS, Before, NeverCame, Stage, closing
 from .told import Stop
 
@@ -25,8 +27,13 @@ BUCKET = "matrix"
 MOST_IN_A_RUN = 7
 """Cases while it saves."""
 MOST_AT_THE_END = 4
+_DISK_KB = 6000
+"""Room for some checkpoints."""
 _TWO_SAVES = 3 * SAVE_EVERY
 """The first step at whose save there is something to resume from and something to prune."""
+
+
+_THE_END = Case("the end of a run", lambda scene: None)
 
 
 @dataclass
@@ -51,13 +58,13 @@ class Matrix:
         self.expected: Records = {}
         self.undisturbed = self._stage("undisturbed")
 
-    def _stage(self, name: str) -> Stage:
+    def _stage(self, name: str, disk: Path | None = None) -> Stage:
         return Stage(
             self._folder / name,
             inputs=self._inputs,
             cache=self._folder / "cache",
-            uri=f"s3://{BUCKET}/{name}",
-            store=self._server.folder / BUCKET / name,
+            uri=f"file://{disk}" if disk else f"s3://{BUCKET}/{name}",
+            store=disk or self._server.folder / BUCKET / name,
             expected=self.expected,
             proxy=self._proxy,
             server=self._server,
@@ -75,13 +82,30 @@ class Matrix:
 
     def play(self, cases: list[Case], dice: random.Random) -> list[Result]:
         """Every case once."""
-        left = list(cases)
-        dice.shuffle(left)
         results: list[Result] = []
-        while left:
-            self._runs += 1
-            with closing(self._stage(f"run-{self._runs}")) as stage:
-                results += _Chain(stage, left, dice, self.undisturbed.oracles.folder).play()
+        for on_disk in (False, True):
+            left = [case for case in cases if case.on_disk == on_disk]
+            dice.shuffle(left)
+            while left:
+                results += self._play_some(left, dice, on_disk=on_disk)
+        return results
+
+    def _play_some(self, left: list[Case], dice: random.Random, *, on_disk: bool) -> list[Result]:
+        """As many as one run can bear; they are taken from ``left``."""
+        self._runs += 1
+        name = f"run-{self._runs}"
+        with ExitStack() as opened:
+            disk = opened.enter_context(small_disk(self._folder / f"disk-{name}", _DISK_KB)) if on_disk else None
+            stage = opened.enter_context(closing(self._stage(name, disk)))
+            return _Chain(stage, left, dice, self.undisturbed.oracles.folder).play()
+
+    def play_parts(self, names: list[str], dice: random.Random) -> list[Result]:
+        """The cases of uploads in parts, each in a place of its own."""
+        results = []
+        for name in names:
+            breaches, seconds = breaches_of(name, self._server, self._proxy, BUCKET, dice)
+            results.append(Result(name, self._server.folder / BUCKET / name, seconds, breaches))
+            print(f"{name} ({seconds:.0f} s): {'; '.join(breaches) or 'ok'}", flush=True)
         return results
 
 
@@ -106,7 +130,7 @@ class _Chain:
                 self._ends()
             except (NeverCame, AssertionError, ProcessLookupError) as problem:
                 if self._pending is None:
-                    self._pending = (Case("between cases", lambda scene: None), self._stage.before(), 0, 0.0)
+                    self._pending = (_THE_END, self._stage.before(), 0, time.monotonic())
                 self._judge(str(problem))
         return self._results
 
@@ -122,7 +146,10 @@ class _Chain:
         case.play(Scene(self._stage, stop, step, self._dice))
 
     def _judge(self, problem: str = "") -> None:
-        """Judge the case that was done last, at a moment in which nothing moves."""
+        """Judge the case that was done last, at a moment in which nothing moves.
+
+        That a run has come to its end as it should is no case of its own: only where it has not it is a result.
+        """
         if self._pending is None:
             return
         (case, before, step, began), self._pending = self._pending, None
@@ -141,6 +168,8 @@ class _Chain:
             result.breaches.append(problem)
         oracles.breaches.clear()
         stage.proxy.clear()
+        if case is _THE_END and not result.breaches:
+            return
         self._results.append(result)
         verdict = "; ".join(result.breaches) or "ok"
         print(f"{case.name} (step {step}, {result.seconds:.0f} s, {stage.folder.name}): {verdict}", flush=True)
@@ -187,25 +216,40 @@ class _Chain:
         self._at_end = stop
 
     def _ends(self) -> None:
-        stop, played = self._at_end, 0
-        while played < MOST_AT_THE_END and (case := self._take("end")) is not None:
-            played += 1
+        stop: Stop | None = self._at_end
+        for _ in range(MOST_AT_THE_END):
+            case = self._take_at_end()
+            if case is None or stop is None:
+                break
             if case.last:
                 self._do(case, stop, STEPS)
                 stop = None
                 break
             self._announce()
             self._do(case, stop, STEPS)
-            stop, _, _ = self._next_save()
+            stop = self._final_save()
             self._judge()
         if stop is not None:
             stop.go()
-        code = self._stage.wait_for_end()
-        self._complete(code)
+        self._complete(self._stage.wait_for_end())
+        if self._pending is None:
+            self._pending = (_THE_END, self._stage.before(), STEPS, time.monotonic())
         self._judge()
-        if self._stage.oracles.breaches:
-            self._pending = (Case("its end", lambda scene: None), self._stage.before(), STEPS, time.monotonic())
-            self._judge()
+
+    def _take_at_end(self) -> Case | None:
+        """One of the last save while that is not committed, else one of what comes after it."""
+        newest = self._stage.oracles.newest()
+        if newest is None or newest.step < STEPS:
+            return self._take("final") or self._take("end")
+        return self._take("end")
+
+    def _final_save(self) -> Stop:
+        while True:
+            stop, _, final = self._next_save()
+            if final:
+                return stop
+            self._announce()
+            stop.go()
 
     def _complete(self, code: int) -> None:
         """The run is complete, and all that it leaves is what the undisturbed one has left."""

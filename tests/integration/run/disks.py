@@ -20,3 +20,14 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 def enlarge(folder: Path, kilobytes: int) -> None:
     """Make room on a disk that ``small_disk`` made."""
     subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(folder)], check=True)
+
+
+def fill(file: Path) -> None:
+    """Take all room that is left on the disk of ``file``, to the last block."""
+    with file.open("wb", buffering=0) as filler:
+        for size in (65536, 4096):
+            while True:
+                try:
+                    filler.write(b"x" * size)
+                except OSError:
+                    break

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
-from tests.integration.run.disks import small_disk
+from tests.integration.run.disks import fill, small_disk
 from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
 from tests.waiting import wait_until
@@ -93,16 +93,6 @@ def test_a_disk_without_a_byte_left_ends_with_the_same_class(tmp_path: Path, tin
     assert_failed(second, 15, "StorageFull", "the disk is full|No space left on device")
     assert ended.latest is not None
     assert f"step-{ended.latest:08d}-a00001" in latest
-
-
-def fill(file: Path) -> None:
-    with file.open("wb", buffering=0) as filler:
-        for size in (65536, 4096):
-            while True:
-                try:
-                    filler.write(b"x" * size)
-                except OSError:
-                    break
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_place: Callable[[str], Place]) -> None:
