@@ -24,7 +24,7 @@ from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.reading import open_index
+from sft_trainer.checkpoint.reading import open_index, read_boxes
 from sft_trainer.errors import ConfigError
 from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
@@ -89,7 +89,10 @@ def test_all_of_it_is_read_under_canonical_names(store: LocalStore) -> None:
 def test_any_rectangle_of_it_can_be_read(store: LocalStore) -> None:
     name, shape, place = "model.embed_tokens.weight", (32, 8), Rectangle((11, 2), (9, 5))
     local = torch.zeros(9, 5)
-    started(store).load_newest([Box(name, "exp_avg", shape, place, local)])
+    choice = started(store).latest()
+    assert choice is not None
+    index, _ = open_index(store, choice.manifest)
+    read_boxes([Box(name, "exp_avg", shape, place, local)], store, choice.manifest, index)
     expected = as_it_was_written(store)[f"optimizer.state.huggingface.{name}.exp_avg"]
     assert np.array_equal(local.numpy(), expected[11:20, 2:7])
 
