@@ -100,7 +100,7 @@ bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of
 	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
 
 .PHONY: bench-checkpoint
-bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio, in a quarter of an hour (ARGUMENTS="--rounds 1 ...")
+bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio, in 20 minutes (ARGUMENTS="--rounds 1 ...")
 	$(PYTHON) -m tests.bench.checkpoint $(ARGUMENTS)
 
 .PHONY: bench-before

@@ -1,6 +1,6 @@
 """What a checkpoint costs: the time that training loses, and the speed of transfers beside that of bare requests.
 
-    python -m tests.bench.checkpoint [--hidden 768] [--rounds 3] [--store s3|folder] [--folder TMP] [--server-nice 0]
+    python -m tests.bench.checkpoint [--hidden 768] [--rounds 3] [--store s3|folder] [--folder TMP]
 
 A model of a hundred million parameters is trained by the strategy of the trainer itself, on as many threads as a worker
 of this machine has, and saved with both moments of AdamW: 12 bytes a parameter. ``s3`` is versitygw over a temporary
@@ -8,7 +8,8 @@ folder, on the same processors.
 
 ``stall_ratio``: the seconds by which steps with one asynchronous save among them take longer than as many without, from
 the call until the save is committed, by the seconds of a synchronous save. Windows of steps alternate (without, with,
-with, without), and each one with is compared with those beside it.
+with, without), and each one with is compared with those beside it. Here the server competes with the steps for the
+processors; ``stall_ratio_server_yields`` is the same while it has the lowest priority, as if it were elsewhere.
 ``upload_ratio``: bytes a second of a synchronous save, by those of its bytes put by as many threads in the same parts,
 with nothing hashed and nothing signed but the headers. ``resume_read_ratio``: of a load that verifies, by those of
 parallel GETs of the same bytes in ranges of as much as a piece may have. Alternating as well (bare, ours, ours, bare).
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,8 @@ from tests.topologies import here
 BUCKET = "bench"
 BARE_THREADS = 16
 VOCABULARY = 16_384
+MOST_STEPS = 12
+"""Of a window without a save: beside other work the first save lasts long."""
 
 
 class Training:
@@ -107,7 +110,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def a_store(kind: str, folder: Path, nice: int) -> Iterator[tuple[Store, int | None]]:
+def a_store(kind: str, folder: Path) -> Iterator[tuple[Store, int | None]]:
     """The store, and the process of its server."""
     if kind == "folder":
         yield open_store(f"file://{folder}/saved"), None
@@ -117,10 +120,16 @@ def a_store(kind: str, folder: Path, nice: int) -> Iterator[tuple[Store, int | N
         client().create_bucket(Bucket=BUCKET)
         process = Supervisor(folder / "server").pid("versitygw")
         assert process is not None
-        for thread in os.listdir(f"/proc/{process}/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
         settings = S3Settings(server.endpoint, server.region, force_path_style=True)
         yield open_store(f"s3://{BUCKET}/run", settings), process
+
+
+def weigh(process: int, nice: int) -> None:
+    """Give a process this priority; a server has a session of its own, which may have one apart from its threads'."""
+    with suppress(FileNotFoundError):
+        Path(f"/proc/{process}/autogroup").write_text(str(nice))
+    for thread in os.listdir(f"/proc/{process}/task"):
+        os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def client() -> Any:
@@ -214,7 +223,7 @@ class Bench:
         self.note("save_sync_processor_seconds", time.process_time() - worked)
         self.note("save_sync_server_processor_seconds", processor_seconds(self.server) - served)
 
-    def steps_with_save(self, at_least: int) -> tuple[int, float]:
+    def steps_with_save(self, at_least: int, how: str = "") -> tuple[int, float]:
         """How many steps there were until an asynchronous save was committed, and their seconds with it."""
         began = time.perf_counter()
         self.save(asynchronous=True)
@@ -227,17 +236,25 @@ class Bench:
         outcome = self.manager.wait()
         assert outcome is not None
         self.note("save_async_call_seconds", called - began)
-        self.note("save_async_seconds", outcome.seconds)
+        self.note(f"save_async_seconds{how}", outcome.seconds)
         return steps, seconds
 
     def stalls(self, steps: int) -> None:
+        """Windows of saves with the server as it is, and with one that yields."""
+        self.stall(steps, "")
+        if self.server is not None:
+            weigh(self.server, 19)
+            self.stall(steps, "_server_yields")
+            weigh(self.server, 0)
+
+    def stall(self, steps: int, how: str) -> None:
         """Windows of at least ``steps`` steps without, with, with, and without a save."""
         before = self.training.steps(steps)
-        windows = [self.steps_with_save(steps) for _ in range(2)]
+        windows = [self.steps_with_save(steps, how) for _ in range(2)]
         after = self.training.steps(steps)
         for plain, (count, seconds) in zip((before, after), windows, strict=True):
             self.note("step_seconds", plain / steps)
-            self.note("stall_seconds", seconds - count * plain / steps)
+            self.note(f"stall_seconds{how}", seconds - count * plain / steps)
 
     def transfers(self, raw: bytearray, pool: ThreadPoolExecutor) -> None:
         """Saves and loads beside bare requests for the same bytes, when there is a server."""
@@ -270,12 +287,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("transfers", "stalls"), default=("transfers", "stalls"))
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     parser.add_argument("--folder", type=Path, help="where the store's bytes go; a temporary folder when absent")
-    parser.add_argument("--server-nice", type=int, default=0, help="priority of the server, whose place is elsewhere")
     options = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as name,
-        a_store(options.store, Path(name), options.server_nice) as (store, server),
+        a_store(options.store, Path(name)) as (store, server),
         ThreadPoolExecutor(BARE_THREADS) as pool,
     ):
         training = Training(Path(name) / "model", options.hidden, options.layers, options.tokens)
@@ -286,7 +302,6 @@ def main() -> None:
         bench = Bench(training, manager, server)
         print(f"store={options.store}")
         print(f"folder={options.folder or tempfile.gettempdir()}")
-        print(f"server_nice={options.server_nice}")
         print(f"parameters={sum(box.local.numel() for box in training.boxes()) // 3}")
         print(f"mebibytes={size / 2**20:.0f}")
         print(f"threads={torch.get_num_threads()}")
@@ -295,7 +310,7 @@ def main() -> None:
         first, _ = bench.steps_with_save(1)
         print(f"first_save_async_call_seconds={bench.figures['save_async_call_seconds'][0]:.3f}", flush=True)
         bench.figures.clear()
-        steps = max(4, first)
+        steps = min(max(4, first), MOST_STEPS)
         raw = bytearray(os.urandom(2**20)) * (size // 2**20)
         for _ in range(options.rounds):
             bench.saved()
@@ -304,8 +319,9 @@ def main() -> None:
             if "stalls" in options.parts:
                 bench.stalls(steps)
     sync = bench.median("save_sync_seconds")
-    for lost in bench.figures.get("stall_seconds", []):
-        bench.note("stall_ratio", lost / sync)
+    for how in ("", "_server_yields"):
+        for lost in bench.figures.get(f"stall_seconds{how}", []):
+            bench.note(f"stall_ratio{how}", lost / sync)
     if "bare_put_seconds" in bench.figures:
         bench.ratio("upload_ratio", "bare_put_seconds", "put_seconds")
         bench.ratio("resume_read_ratio", "bare_get_seconds", "load_seconds")
