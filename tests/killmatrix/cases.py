@@ -33,6 +33,7 @@ WHOM = ("rank0", "rank1", "all", "supervisor", "pod")
 SHARD = r"/checkpoints/[^/]+/r\d+-.*\.bin$"
 INDEX = r"/checkpoints/[^/]+/.*\.idx$"
 MANIFEST = r"/checkpoints/[^/]+/manifest\.json$"
+_MODEL = r"/export/model\.safetensors$"
 CLAIM = r"/attempts/\d+\.json$"
 FOLDERS = r"list-type=2&prefix=[^&]*/checkpoints/&"
 FOLDER = r"list-type=2&prefix=[^&]*/checkpoints/step-[^&]*/&"
@@ -88,6 +89,8 @@ class Case:
     commits: bool = False
     """The step that is saved when it begins is committed by the next save."""
     last: bool = False
+    needs_no_weights: bool = False
+    """No weights are exported yet: those that are there are not written again."""
     on_disk: bool = False
     """The checkpoints are in a folder on a small disk."""
     leaves_ruins: bool = False
@@ -271,7 +274,7 @@ def _kills() -> list[Case]:
             Case(f"kill-{whom}-prune", killed_at(whom, "DELETE", MANIFEST, after=True), attempts=1, commits=True),
             Case(f"kill-{whom}-load", killed_while_loading(whom, "GET", shard), attempts=2),
             Case(f"kill-{whom}-evaluate", killed_while_evaluating(whom), attempts=1),
-            Case(f"kill-{whom}-export", killed_at(whom, "PUT", r"/export/model\.safetensors$"), when="end", attempts=1),
+            Case(f"kill-{whom}-export", killed_at(whom, "PUT", _MODEL), when="end", attempts=1, needs_no_weights=True),
         ]
     return cases
 
@@ -297,8 +300,9 @@ def _more_kills() -> list[Case]:
         at("kill-latest-pod", "pod", "PUT", r"/status\.json$", after=True, commits=True),
         at("kill-prune-shards", "rank0", "DELETE", SHARD, commits=True),
         at("kill-pruned-shard", "pod", "DELETE", SHARD, after=True, commits=True),
-        Case("kill-load-listing", killed_while_loading("rank0", "GET", FOLDERS), attempts=2),
-        Case("kill-load-manifest", killed_while_loading("all", "GET", MANIFEST), attempts=2),
+        # Whose place it is, is looked at before an attempt is claimed.
+        Case("kill-look-listing", killed_while_loading("rank0", "GET", FOLDERS), attempts=1),
+        Case("kill-look-manifest", killed_while_loading("all", "GET", MANIFEST), attempts=1),
         Case("kill-load-index", killed_while_loading("rank0", "GET", INDEX, after=True), attempts=2),
         # The claim that is never made is none: its number is the next one's.
         Case("kill-claim", killed_while_loading("rank0", "PUT", CLAIM), attempts=1),
@@ -309,7 +313,13 @@ def _more_kills() -> list[Case]:
         at_final("kill-final-commit", "all", after=False),
         at_final("kill-final-committed", "supervisor", after=True),
         at_end("kill-export-record", "rank0", "PUT", r"/export/training-run\.json$", after=True),
-        at_end("kill-export-written", "rank1", "PUT", r"/export/model\.safetensors$", after=True),
+        Case(
+            "kill-export-written",
+            killed_at("rank1", "PUT", _MODEL, after=True),
+            when="end",
+            attempts=1,
+            needs_no_weights=True,
+        ),
         at_end("kill-export-config", "rank0", "PUT", r"/export/config\.json$"),
         at_end("kill-export-ends", "pod", "DELETE", r"/export/unfinished-export\.json$"),
         at_end("kill-done", "pod", "PUT", r"/done\.json$"),
@@ -331,9 +341,9 @@ def _faults() -> list[Case]:
         return Case(name, meets_while_loading(make), attempts=1)
 
     def end(name: str, make: Callable[[random.Random], Fault], *, attempts: int = 0) -> Case:
-        return Case(name, meets_and_goes_on(make), when="end", last=True, attempts=attempts)
+        play = meets_and_goes_on(make)
+        return Case(name, play, when="end", last=True, attempts=attempts, needs_no_weights=True)
 
-    model = r"/export/model\.safetensors$"
     return [
         save("500-shard", lambda dice: Says("PUT", SHARD, _error(500, "InternalError"), count=3)),
         save("500-prune", lambda dice: Says("DELETE", SHARD, _error(500, "InternalError"), count=2)),
@@ -374,12 +384,12 @@ def _faults() -> list[Case]:
         Case(
             "cut-record", meets_at_begin(lambda dice: CutRequest("PUT", r"/run\.json$", 100)), when="begin", attempts=1
         ),
-        end("500-export", lambda dice: Says("PUT", model, _error(500, "InternalError"), count=3)),
-        end("403-export", lambda dice: Says("PUT", model, _error(403, "AccessDenied"))),
-        end("cut-export", lambda dice: CutRequest("PUT", model, dice.randrange(1, 50_000))),
-        end("lost-export", lambda dice: LostReply("PUT", model)),
+        end("500-export", lambda dice: Says("PUT", _MODEL, _error(500, "InternalError"), count=3)),
+        end("403-export", lambda dice: Says("PUT", _MODEL, _error(403, "AccessDenied"))),
+        end("cut-export", lambda dice: CutRequest("PUT", _MODEL, dice.randrange(1, 50_000))),
+        end("lost-export", lambda dice: LostReply("PUT", _MODEL)),
         # What was written and is not there may lie where only another pod looks: the group starts again.
-        end("false-200-export", lambda dice: FalseSuccess("PUT", model), attempts=1),
+        end("false-200-export", lambda dice: FalseSuccess("PUT", _MODEL), attempts=1),
         end("lost-done", lambda dice: LostReply("PUT", r"/done\.json$")),
         Case("clock-behind", shifted(-600), attempts=1),
         Case("clock-ahead", shifted(600), attempts=1),

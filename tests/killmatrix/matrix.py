@@ -135,7 +135,9 @@ class _Chain:
         return self._results
 
     def _take(self, when: str) -> Case | None:
-        case = next((one for one in self._left if one.when == when), None)
+        weights = (self._stage.oracles.folder / "export" / "model.safetensors").exists()
+        possible = (one for one in self._left if one.when == when and not (weights and one.needs_no_weights))
+        case = next(possible, None)
         if case is not None:
             self._left.remove(case)
         return case
@@ -190,7 +192,9 @@ class _Chain:
     def _next_save(self, *, final: bool = False) -> tuple[Stop, int, bool]:
         """Wait until the first process is about to save; whether that is the last save."""
         stop = self._stop or self._announce()
-        told = self._stage.reach(stop, "the next save")
+        while not self._stage.stands((told := self._stage.reach(stop, "the next save")).pid):
+            # It got there before it was killed.
+            stop = self._announce()
         self._stop = None
         return stop, int(told.facts["step"]), bool(told.facts["final"])
 

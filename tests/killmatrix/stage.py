@@ -169,6 +169,10 @@ class Stage:
         """Pid of each rank that began last."""
         return dict(self.ear.workers)
 
+    def stands(self, pid: int) -> bool:
+        """Whether that worker lives."""
+        return _lives(pid)
+
     def before(self) -> Before:
         oracles = self.oracles
         return Before(len(oracles.attempts), len(oracles.resumed), oracles.newest())
