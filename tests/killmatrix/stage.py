@@ -23,7 +23,7 @@ from sft_api.ports import free_port
 from sft_api.progress import Progress, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
-from sft_trainer.launch import WORKER_IMPORTS
+from sft_trainer.versions import SLOW_IMPORTS
 from tests.cluster.object_store import ObjectStore
 from tests.fault_proxy import FaultProxy
 from tests.worker_processes import descendants
@@ -36,6 +36,8 @@ SAVE_EVERY = 4
 PROCESSES = 2
 PATIENCE_SECONDS = 600.0
 """What is waited for comes within some ten seconds on a quiet machine; what does not is a run that never comes back."""
+# Not from the pod's entry, whose import takes this process's SIGINT and SIGTERM.
+_IMPORTS = ("sft_trainer.trainer", *SLOW_IMPORTS, "transformers.models.auto.modeling_auto")
 _ROOT = Path(__file__).parents[2]
 
 
@@ -139,7 +141,7 @@ class Stage:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "HF_"))}
         with (self.folder / f"log-{self._starts}.txt").open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "--preload", *WORKER_IMPORTS],
+                [*command, "--preload", *_IMPORTS],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
