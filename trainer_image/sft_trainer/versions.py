@@ -1,10 +1,11 @@
-"""The calls that differ, or may, between the versions of torch and transformers that the trainer runs with.
+"""The calls that differ, or may, between the versions of the libraries that the trainer runs with.
 
 Those are all that have private names, and no other file makes any.
 ``requirements/trainer.txt`` names the newest of them, ``requirements/oldest.txt`` the oldest. Which call is right is
 told by the signature of what is called, never by the number of a version: a machine may have any of its own.
 """
 
+import http.client
 import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -75,3 +76,10 @@ def template_environment(source: str) -> "jinja2.Environment":
 
     environment: jinja2.Environment = _compile_jinja_template(source).environment
     return environment
+
+
+def plain_response(body: Any) -> tuple[Any, http.client.HTTPResponse] | None:
+    """What urllib3 and http.client have of the ``body`` of botocore's answer; None where there is no such thing."""
+    response = getattr(body, "_raw_stream", None)
+    plain = getattr(response, "_fp", None)
+    return (response, plain) if isinstance(plain, http.client.HTTPResponse) else None

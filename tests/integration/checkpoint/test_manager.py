@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from sft_trainer.checkpoint.errors import (
     NoUsableCheckpointError,
     StoreSharedError,
 )
-from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import Store
@@ -80,18 +78,6 @@ def test_concurrent_starts_get_different_attempts(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert sorted(attempts) == [1, 2, 3, 4]
-
-
-def test_other_steps_and_other_stores_can_be_chosen(store: Store, tmp_path: Path) -> None:
-    for step in (10, 20):
-        save(started(store, uid="stranger"), step)
-    manager = started(LocalStore(tmp_path / "own"))
-    choice = manager.latest(source=store, step=10)
-    assert choice is not None
-    weights = {"weight": blank()["weight"]}
-    assert manager.load(choice, boxes(weights)).manifest.step == 10
-    assert equal(weights, {"weight": state(10)["weight"]})
-    assert manager.latest(source=store, step=11) is None
 
 
 def flip_a_bit(store: Store, identity: CheckpointId) -> None:

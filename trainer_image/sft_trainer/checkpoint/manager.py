@@ -52,7 +52,6 @@ class ResumeChoice:
     """A verified checkpoint to go on from, the same on every rank."""
 
     manifest: Manifest
-    store: Store
     skipped: tuple[Skipped, ...]
     """Newer ones that were refused, newest first."""
     rest: Iterator[Manifest | Skipped] | None
@@ -145,34 +144,29 @@ class CheckpointManager:
 
     # Resume
 
-    def latest(self, source: Store | None = None, step: int | None = None) -> ResumeChoice | None:
+    def latest(self) -> ResumeChoice | None:
         """The newest checkpoint whose manifest and sizes are sound; None when there is none. Collective.
 
-        ``source`` looks into another store; ``step`` wants that step only. Raises
-        NoUsableCheckpointError when there are checkpoints, but every one of them is refused.
+        Raises NoUsableCheckpointError when there are checkpoints, but every one of them is refused.
         """
-        store = source or self.store
-        rest: Iterator[Manifest | Skipped] | None = None
-        if self._group.topology.writes:
-            rest = Catalog(store).candidates(step)
-        return self._choose(store, (), rest)
+        return self._choose((), Catalog(self.store).candidates() if self._group.topology.writes else None)
 
     def load(self, choice: ResumeChoice, boxes: Sequence[Box]) -> ResumeChoice:
         """Fill ``boxes`` and return what was loaded. Collective.
 
-        Tensors that only the checkpoint has are left alone. When any rank finds damaged bytes, all fall back together
-        to the checkpoint before. Raises ConfigError when names, shapes or dtypes do not fit, NoUsableCheckpointError
-        when none could be loaded (the boxes have undefined values then). Storage errors are no verdict on a
-        checkpoint: they are raised as they are.
+        ``boxes`` are all tensors of their kinds. When any rank finds damaged bytes, all fall back together to the
+        checkpoint before. Raises ConfigError when names, shapes or dtypes do not fit or a tensor is left,
+        NoUsableCheckpointError when none could be loaded (the boxes have undefined values then). Storage errors are no
+        verdict on a checkpoint: they are raised as they are.
         """
         while True:
             try:
-                manifest = load_boxes(boxes, choice.store, choice.manifest, self._group, self._on_bytes)
+                manifest = load_boxes(boxes, self.store, choice.manifest, self._group, self._on_bytes)
                 return dataclasses.replace(choice, manifest=manifest)
             except CheckpointCorruptError as error:
                 damaged = Skipped(choice.manifest.id.folder, str(error))
                 self._report((damaged,))
-                before = self._choose(choice.store, (*choice.skipped, damaged), choice.rest)
+                before = self._choose((*choice.skipped, damaged), choice.rest)
                 assert before is not None  # noqa: S101 - with something skipped, finding none is an error
                 choice = before
 
@@ -212,19 +206,17 @@ class CheckpointManager:
                 "checkpoint, or restore this one"
             ) from error
 
-    def _choose(
-        self, store: Store, skipped: tuple[Skipped, ...], rest: Iterator[Manifest | Skipped] | None
-    ) -> ResumeChoice | None:
+    def _choose(self, skipped: tuple[Skipped, ...], rest: Iterator[Manifest | Skipped] | None) -> ResumeChoice | None:
         """The next sound checkpoint of ``rest``, agreed on by all ranks."""
         manifest, refused = self._group.on_leader(lambda: _next_verified(rest))
         self._report(refused)
         skipped += refused
         if manifest is not None:
-            return ResumeChoice(manifest, store, skipped, rest)
+            return ResumeChoice(manifest, skipped, rest)
         if skipped:
             raise NoUsableCheckpointError(
-                f"{store.uri}: no checkpoint can be used ({'; '.join(map(str, skipped))}); restore one from a backup, "
-                "or start anew with another checkpoint.uri"
+                f"{self.store.uri}: no checkpoint can be used ({'; '.join(map(str, skipped))}); restore one from a "
+                "backup, or start anew with another checkpoint.uri"
             )
         return None
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
+from sft_trainer.versions import plain_response
+
 if TYPE_CHECKING:
     from sft_trainer.checkpoint.s3 import S3Store
 
@@ -54,16 +56,13 @@ class _Answer:
     """The body of an answer of botocore's, whose bytes are not copied on their way.
 
     urllib3 reads into memory of its own, and copies: what http.client has is asked in its place. Where there is no such
-    thing (another version, an encoded body), it is botocore's body.
+    thing (another version, an encoded body) it is botocore's body.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._body = answer["Body"]
         self._left = int(answer["ContentLength"])
-        self._response: Any = getattr(self._body, "_raw_stream", None)
-        plain = getattr(self._response, "_fp", None)
-        encoded = "ContentEncoding" in answer
-        self._plain = plain if isinstance(plain, http.client.HTTPResponse) and not encoded else None
+        self._plain = None if "ContentEncoding" in answer else plain_response(self._body)
 
     def readinto(self, memory: memoryview) -> int:
         """Fill ``memory``, or as much of it as there is left; 0 at the end. Raises botocore's errors."""
@@ -72,7 +71,7 @@ class _Answer:
         if not self._left:
             return 0
         try:
-            count = self._plain.readinto(memory)
+            count = self._plain[1].readinto(memory)
         except (OSError, http.client.HTTPException) as error:
             raise ResponseStreamingError(error=error) from error
         if not count:
@@ -83,5 +82,5 @@ class _Answer:
     def close(self) -> None:
         """The connection can be used again when all was read."""
         if self._plain is not None and not self._left:
-            self._response.release_conn()
+            self._plain[0].release_conn()
         self._body.close()
