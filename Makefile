@@ -103,6 +103,10 @@ bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of
 bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio, in 20 minutes (ARGUMENTS="--rounds 1 ...")
 	$(PYTHON) -m tests.bench.checkpoint $(ARGUMENTS)
 
+.PHONY: bench-recovery
+bench-recovery: setup ## How long a run is away after a killed worker, a lost pod, a node without power, and what that costs: a quarter of an hour (ARGUMENTS="--steps 1000")
+	$(PYTHON) -m tests.bench.recovery $(ARGUMENTS)
+
 .PHONY: bench-before
 bench-before: setup ## Tokens/s beside an earlier commit's worktree, in pairs (BEFORE=folder, after make setup there)
 	$(PYTHON) -m tests.bench.pairs $(BEFORE) $(REPEATS)

@@ -45,7 +45,7 @@ SCENARIOS = (
     Scenario("pod-deleted", disturbances.delete_pod, loses_pod=True, saves_first=True),
     Scenario("pod-lost", disturbances.lose_pod, loses_pod=True),
     Scenario("first-pod-evicted", disturbances.evict_first_pod, loses_pod=True, saves_first=True),
-    Scenario("pod-frozen", disturbances.freeze_first_pod, loses_pod=True),
+    Scenario("pod-frozen", disturbances.freeze_first_pod, failures=0),
     Scenario("half-placed", half_placed.lose_a_place, begin=half_placed.begin),
     Scenario("operator-killed", disturbances.kill_operator, restarts=False),
     Scenario("operator-away", disturbances.crash_and_lose_while_nobody_looks, failures=1),

@@ -1,0 +1,126 @@
+"""``make bench-recovery``: how long a run on the real node is away after what happens to it, and what that costs.
+
+    python -m tests.bench.recovery [--steps 4000]
+
+One job of two pods trains, and by a schedule three of its workers are killed and a pod is lost. After its end a second
+one trains until its node loses power: kubelet and containers end at once, and the kubelet begins again. All seconds are
+the status's own (``restarts.recoverySeconds``: from the failure to the next new step, where the status is 2 s old).
+
+crash_to_step_s   from a killed worker to the next new step, the median
+pod_to_step_s     from a lost pod to the next new step
+node_to_step_s    the same, of both pods
+lost_steps        steps that were computed twice in the first job
+efficiency        of the seconds of the first job's processes since its first step, the share that went neither into
+                  starting again, repeated steps, hangs nor waiting (``status.goodput``)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+from typing import Any
+
+from tests.cluster import lifecycle
+from tests.cluster.node import ctr
+from tests.cluster.processes import Supervisor
+from tests.cluster.state import default_folder
+from tests.e2e import disturbances
+from tests.e2e.campaign import Disturbance, quickstart
+from tests.e2e.stage import Stage, open_stage
+
+_STEPS_WITHOUT_POWER = 400
+_COST = ("starting", "repeatedSteps", "hanging", "waiting")
+_END_SECONDS = 1800.0
+
+Status = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000, help="of the first job: ten minutes on a quiet machine")
+    steps = parser.parse_args().steps
+    with open_stage() as stage:
+        before = _start(stage, "scheduled", steps=steps)
+        seconds = _follow_schedule(stage, "scheduled", steps)
+        after = _ended(stage, "scheduled")
+        _start(stage, "powerless", steps=_STEPS_WITHOUT_POWER)
+        node = _seconds_without(stage, "powerless", lose_power)
+        _ended(stage, "powerless")
+    print(f"# seconds from each to the next new step: {seconds}")
+    print(f"crash_to_step_s={statistics.median(each for name, each in seconds if name == CRASH):.1f}")
+    print(f"pod_to_step_s={max(each for name, each in seconds if name == LOSS):.1f}")
+    print(f"node_to_step_s={node:.1f}")
+    print(f"lost_steps={after['restarts'].get('lostSteps', 0)}")
+    print(f"efficiency={efficiency(before['goodput'], after['goodput']):.3f}")
+
+
+def _start(stage: Stage, name: str, *, steps: int) -> Status:
+    """The status of a job at its first step."""
+    stage.apply(quickstart(stage, name, training={"steps": steps}))
+    stage.wait_for(name, "first step", lambda: stage.step(name) >= 1, seconds=600)
+    return stage.status(name)
+
+
+def _follow_schedule(stage: Stage, name: str, steps: int) -> list[tuple[str, float]]:
+    """What was done to the job of so many steps, and the seconds that each cost."""
+    found = []
+    for share, what in SCHEDULE:
+        due = int(share * steps)
+        stage.wait_for(name, f"step {due}", lambda due=due: stage.step(name) >= due, seconds=_END_SECONDS)
+        cost = _seconds_without(stage, name, DEEDS[what])
+        print(f"# {what}: {cost:.1f} s", flush=True)
+        found.append((what, cost))
+    return found
+
+
+def _seconds_without(stage: Stage, name: str, disturb: Disturbance) -> float:
+    """From what ``disturb`` does to the next new step, as the status tells it."""
+
+    def total() -> float:
+        return float((stage.status(name).get("restarts") or {}).get("totalRecoverySeconds") or 0.0)
+
+    before = total()
+    disturb(stage, name)
+    stage.wait_for(name, "new step", lambda: total() > before, seconds=600)
+    return total() - before
+
+
+def lose_power(stage: Stage, name: str) -> None:
+    """Kubelet and containers end at once, and the kubelet begins again."""
+    folder = default_folder()
+    kubelet = Supervisor(folder).pid("kubelet")
+    assert kubelet is not None
+    os.kill(kubelet, signal.SIGKILL)
+    pods = json.loads(stage.kubectl("get", "pods", f"--selector=sftjob.dev/job={name}", "-o", "json"))["items"]
+    ours = {each["containerID"].partition("://")[2] for pod in pods for each in pod["status"]["containerStatuses"]}
+    for line in ctr("tasks", "ls").splitlines():
+        container, pid, *_ = line.split()
+        if container in ours:
+            os.kill(int(pid), signal.SIGKILL)
+    lifecycle.up(folder, "node")
+
+
+def _ended(stage: Stage, name: str) -> Status:
+    """The status of a job that is complete."""
+    if stage.wait_for_end(name, seconds=_END_SECONDS) != "Complete":
+        raise AssertionError(f"{name} failed\n{stage.explain(name)}")
+    return stage.status(name)
+
+
+def efficiency(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """The share of the processes' seconds between two ``status.goodput`` that no failure cost."""
+    lost = sum(after["lostGpuSeconds"].get(cause, 0.0) - before["lostGpuSeconds"].get(cause, 0.0) for cause in _COST)
+    return 1.0 - lost / float(after["gpuSeconds"] - before["gpuSeconds"])
+
+
+CRASH, LOSS = "worker-killed", "pod-lost"
+DEEDS: dict[str, Disturbance] = {CRASH: disturbances.kill_worker, LOSS: disturbances.lose_pod}
+SCHEDULE = ((1 / 6, CRASH), (3 / 6, CRASH), (4 / 6, LOSS), (5 / 6, CRASH))
+"""After which share of the first job's steps what is done."""
+
+
+if __name__ == "__main__":
+    main()
