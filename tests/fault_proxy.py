@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class Exchange:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-class Fault:
+class Fault(ABC):
     """What happens to requests of a method whose path matches; ``count`` of them, after the first ``skip``."""
 
     def __init__(self, method: str, path: str, *, count: int | None = 1, skip: int = 0) -> None:
@@ -151,9 +152,9 @@ class Fault:
         with self._lock:
             self._count = 0
 
+    @abstractmethod
     def happen(self, exchange: Exchange) -> None:
         """Answer the request."""
-        raise NotImplementedError
 
 
 class Hold(Fault):

@@ -23,9 +23,7 @@ import signal
 import statistics
 from typing import Any
 
-from tests.cluster import lifecycle
-from tests.cluster.node import ctr
-from tests.cluster.processes import Supervisor
+from tests.cluster import lifecycle, node
 from tests.cluster.state import default_folder
 from tests.e2e import disturbances
 from tests.e2e.campaign import Disturbance, quickstart
@@ -47,12 +45,12 @@ def main() -> None:
         seconds = _follow_schedule(stage, "scheduled", steps)
         after = _ended(stage, "scheduled")
         _start(stage, "powerless", steps=_STEPS_WITHOUT_POWER)
-        node = _seconds_without(stage, "powerless", lose_power)
+        powerless = _seconds_without(stage, "powerless", lose_power)
         _ended(stage, "powerless")
     print(f"# seconds from each to the next new step: {seconds}")
     print(f"crash_to_step_s={statistics.median(each for name, each in seconds if name == CRASH):.1f}")
     print(f"pod_to_step_s={max(each for name, each in seconds if name == LOSS):.1f}")
-    print(f"node_to_step_s={node:.1f}")
+    print(f"node_to_step_s={powerless:.1f}")
     print(f"lost_steps={after['restarts'].get('lostSteps', 0)}")
     print(f"efficiency={efficiency(before['goodput'], after['goodput']):.3f}")
 
@@ -90,17 +88,16 @@ def _seconds_without(stage: Stage, name: str, disturb: Disturbance) -> float:
 
 def lose_power(stage: Stage, name: str) -> None:
     """Kubelet and containers end at once, and the kubelet begins again."""
-    folder = default_folder()
-    kubelet = Supervisor(folder).pid("kubelet")
+    kubelet = node.supervisor().pid("kubelet")
     assert kubelet is not None
     os.kill(kubelet, signal.SIGKILL)
     pods = json.loads(stage.kubectl("get", "pods", f"--selector=sftjob.dev/job={name}", "-o", "json"))["items"]
     ours = {each["containerID"].partition("://")[2] for pod in pods for each in pod["status"]["containerStatuses"]}
-    for line in ctr("tasks", "ls").splitlines():
+    for line in node.ctr("tasks", "ls").splitlines():
         container, pid, *_ = line.split()
         if container in ours:
             os.kill(int(pid), signal.SIGKILL)
-    lifecycle.up(folder, "node")
+    lifecycle.up(default_folder(), "node")
 
 
 def _ended(stage: Stage, name: str) -> Status:

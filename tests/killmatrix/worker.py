@@ -7,7 +7,6 @@ of who is told. A line of JSON goes out for every event, an empty line comes bac
 import json
 import os
 import socket
-import sys
 from typing import Any
 
 from sft_trainer.distributed import Ranks
@@ -23,7 +22,7 @@ from sft_trainer.events import (
     Started,
     StepDone,
 )
-from sft_trainer.process import begin, report_end
+from sft_trainer.process import begin, leave, report_end
 from sft_trainer.trainer import Trainer
 
 
@@ -78,7 +77,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main())

@@ -5,10 +5,7 @@ MASTER_ADDR, MASTER_PORT and SFT_GENERATION. Exits with the code of the failure 
 directory. SIGUSR1 prints the stacks of all threads.
 """
 
-import os
-import sys
-
-from .process import begin, report_end
+from .process import begin, leave, report_end
 
 
 def main() -> int:
@@ -28,8 +25,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of a broken process group never end: leave without waiting for them.
-    os._exit(code)
+    leave(main())

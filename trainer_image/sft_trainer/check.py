@@ -8,7 +8,6 @@ not answer, which may have been read by an earlier start.
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from functools import cache
 
@@ -25,7 +24,7 @@ from .errors import StorageUnavailableError
 from .fetch import cache_directory, localise
 from .origin import Origin
 from .place import look, nothing_saved, read_done
-from .process import begin, report_end
+from .process import begin, leave, report_end
 from .reporting import Reporter
 from .revisions import pinned
 from .storage import check_storage
@@ -89,8 +88,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of libraries are not waited for.
-    os._exit(code)
+    leave(main())

@@ -1,10 +1,9 @@
 """What a process does in the place of its run before it fetches anything."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sft_api.place import TAKE_OVER_VARIABLE, Done, RunRecord
+from sft_api.place import Done, RunRecord
 from sft_api.trainer_config import TrainerConfig
 
 from .alive import watch
@@ -32,9 +31,10 @@ class Entered:
         return self.record.revisions if self.record else {}
 
 
-def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bool) -> Entered:
+def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bool, take_over: str = "") -> Entered:
     """The place, which is this run's; by the process that writes for all it is checked, watched, and made its own.
 
+    ``take_over`` is the word by which a user asks to take it over from another holder that is alive.
     Raises what is wrong with the place or who else is in it: errors of the store, ConfigError, PlaceInUseError.
     """
     if not writes:
@@ -44,7 +44,7 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     found, done = look(config, store), read_done(store)
     if done is not None:
         return Entered(found, done)
-    watch(config, store, reporter, take_over=os.environ.get(TAKE_OVER_VARIABLE, ""))
+    watch(config, store, reporter, take_over=take_over)
     anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
     record = open_place(config, store, conditional=conditional, revisions=lambda: revisions(config))
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)

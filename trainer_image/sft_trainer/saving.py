@@ -1,6 +1,5 @@
 """When the trainer's state reaches the store, and what happens when it does not."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
-from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import Incident, Phase
 from sft_api.report import duration
 from sft_api.times import timestamp
@@ -69,15 +67,17 @@ class Saving:
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
 
-    def claim_attempt(self, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = ()) -> int:
+    def claim_attempt(
+        self, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = (), take_over: str = ""
+    ) -> int:
         """Claim the next attempt of this run, which ``accept`` may refuse; a collective call.
 
-        The claim carries the leader's ``incidents``: how earlier attempts ended.
+        The claim carries the leader's ``incidents``: how earlier attempts ended, and the word by which the
+        place is taken over.
         """
         self._wait_for(Phase.LOADING, "claiming the attempt")
         try:
-            word = os.environ.get(TAKE_OVER_VARIABLE, "")
-            attempt = self._manager.claim_attempt(self._config.job.uid, accept, incidents, word)
+            attempt = self._manager.claim_attempt(self._config.job.uid, accept, incidents, take_over)
         finally:
             self._work_on()
         self._tell_skipped()

@@ -3,6 +3,7 @@
 Every process runs the same program; ``run`` is the story, the methods below it are its sentences.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from sft_api.checkpoints import Manifest, RunState
-from sft_api.place import Done
+from sft_api.place import TAKE_OVER_VARIABLE, Done
 from sft_api.progress import Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
@@ -102,6 +103,8 @@ class Trainer:
         self.events = Listeners(listeners, self.control)
         self._trainable = trainable
         self._place = Entered(None, None)
+        self._take_over = os.environ.get(TAKE_OVER_VARIABLE, "")
+        """The word by which a user asks to take the place over from another holder that is alive."""
 
     def run(self) -> None:
         """Train to the end of the run, from the newest checkpoint if there is one.
@@ -174,7 +177,9 @@ class Trainer:
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
-        self._place = enter(self.config, self.store, self.reporter, writes=self.topology.writes)
+        self._place = enter(
+            self.config, self.store, self.reporter, writes=self.topology.writes, take_over=self._take_over
+        )
 
     def _end_again(self, done: Done) -> None:
         self.step = done.step
@@ -215,7 +220,9 @@ class Trainer:
         )
         self._watch()
         incidents = self.reporter.earlier_incidents()
-        self.attempt = self.saving.claim_attempt(lambda: check_record(self.config, self.store), incidents)
+        self.attempt = self.saving.claim_attempt(
+            lambda: check_record(self.config, self.store), incidents, self._take_over
+        )
         self.events.emit(Claimed(self.attempt, self.prepared.total_steps, self.saving.incidents))
 
     def _watch(self) -> None:

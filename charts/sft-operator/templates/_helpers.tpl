@@ -65,6 +65,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [pods/status]
   verbs: [patch]  # the same: their replacement waits until they have failed
 - apiGroups: [""]
+  resources: [pods/eviction]
+  verbs: [create]  # pods whose supervisors stand still
+- apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, create, delete]  # delete: a child that was altered is made again as it was
 - apiGroups: [networking.k8s.io]

@@ -20,7 +20,7 @@ JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
 RETRY_ANNOTATION = f"{GROUP}/retry"
 """On an SFTJob that has failed: begin again. Each new value counts once (``status.retried``)."""
 TAKE_OVER_ENDING = " take-over"
-"""A value of it that ends so also takes the place of the run over from whoever is alive there (``status.takeOver``)."""
+"""A value of it that ends so also takes the place of the run over from whoever is alive there."""
 
 JOB_NAME_MESSAGE = (
     "metadata.name must be at most 50 lower-case letters, digits and -, starting with a letter: it names a Service "

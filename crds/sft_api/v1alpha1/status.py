@@ -178,9 +178,6 @@ class SFTJobStatus(ApiModel):
     retried: Annotated[str, Field(max_length=256)] = Field(
         default="", description="Value of the annotation sftjob.dev/retry for which the job began again last."
     )
-    take_over: Annotated[str, Field(max_length=256)] = Field(
-        default="", description="The same, when it asked to take the place over from another holder that is alive."
-    )
     job_ref: Text = Field(default="", description="Name of the Job that runs the pods.")
     pods_ready: Text = Field(default="", description="Ready pods of all, for example 2/2.")
     start_time: Timestamp | None = Field(default=None, description="When the job was first accepted.")

@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 
 from sft_api.times import parse_time
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
+from sft_api.v1alpha1.job import TAKE_OVER_ENDING
 
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
@@ -65,7 +66,8 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     Raises ``ValueError`` like ``desired_children``.
     """
     if observed.job is None and not observed.namespace_terminating and not is_finished(status):
-        children = desired_children(job, settings, take_over=status.take_over)
+        asked = status.retried if status.retried.endswith(TAKE_OVER_ENDING) else ""
+        children = desired_children(job, settings, take_over=asked)
         # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be
         # admitted, and take a place in its queue, before anybody can suspend it.
         create = [] if observed.earlier_pods or job.spec.suspend else children

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import NamedTuple
 
+from sft_api.times import timestamp
+
 from ..picture.memory import Removal
 from ..picture.observed import Manifest, Pod
 from .result import RemovePod
@@ -47,11 +49,16 @@ def plan_removals(
 
 def disrupted_patch(pod: Pod, why: str, now: datetime) -> Manifest:
     """Strategic merge patch of a pod's status: its end counts as a disruption."""
-    condition = {
+    message = "removed by the operator: its Eviction was refused again and again"
+    return {"metadata": {"uid": pod.uid}, "status": {"conditions": [disruption(why, message, now)]}}
+
+
+def disruption(why: str, message: str, now: datetime) -> Manifest:
+    """The condition of a pod whose end does not count against its run."""
+    return {
         "type": "DisruptionTarget",
         "status": "True",
         "reason": why,
-        "message": "removed by the operator: its Eviction was refused again and again",
-        "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "message": message,
+        "lastTransitionTime": timestamp(now),
     }
-    return {"metadata": {"uid": pod.uid}, "status": {"conditions": [condition]}}

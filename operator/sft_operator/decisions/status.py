@@ -139,7 +139,6 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
         "message": situation.message,
         "observed_generation": terms.generation,
         "retried": word,
-        "take_over": word if word.endswith(TAKE_OVER_ENDING) else "",
         "restarts": restarts.model_copy(update={"failures": 0, "repeated": None, "recovery_seconds": None}),
         "job_ref": "",
         "pods_ready": "",

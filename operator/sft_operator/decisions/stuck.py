@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from ..picture.observed import Manifest, Observed, Pod
+from .removal import disruption
 
 
 def overdue_since(known: Mapping[str, float], observed: Observed, *, now: datetime, clock: float) -> dict[str, float]:
@@ -50,13 +51,5 @@ def give_up_patch(pod: Pod, now: datetime) -> Manifest:
     status: Manifest = {"phase": "Failed", "reason": "NodeLost", "message": message}
     target = pod.conditions.get("DisruptionTarget")
     if not (target and target.status):
-        status["conditions"] = [
-            {
-                "type": "DisruptionTarget",
-                "status": "True",
-                "reason": "NodeLost",
-                "message": message,
-                "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            }
-        ]
+        status["conditions"] = [disruption("NodeLost", message, now)]
     return {"status": status}
