@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
+from sft_api.place import EXPORT_RECORD
 from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.group import CheckpointGroup
@@ -18,7 +19,6 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.export.companions import companions
 from sft_trainer.export.exporting import Exported, export_checkpoint
-from sft_trainer.export.record import RECORD
 from sft_trainer.export.values import Base
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.digest import base_digest
@@ -110,7 +110,7 @@ def _live_tensors(model: CausalLM, dtype: torch.dtype) -> Iterator[tuple[str, to
 
 def model_in(folder: Path) -> dict[str, bytes]:
     """The ``content`` of an export but for what says whose it is, which no other program writes."""
-    return {name: raw for name, raw in content(folder).items() if name != RECORD}
+    return {name: raw for name, raw in content(folder).items() if name != EXPORT_RECORD}
 
 
 def content(folder: Path) -> dict[str, bytes]:

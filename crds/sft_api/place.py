@@ -6,17 +6,38 @@ object, cluster or machine starts it.
 """
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, NamedTuple, Self, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
 
-from .checkpoints import CheckpointId, Count, Sha256, StoredModel, checkpoint_id, digest_of
+from .checkpoints import (
+    BEST_METRIC,
+    CheckpointId,
+    Count,
+    Manifest,
+    Sha256,
+    StoredModel,
+    checkpoint_id,
+    digest_of,
+)
 from .numbers import Numbers, NumbersError
+from .progress import Phase, TrainingProgress
+from .report import checkpoint_status, checkpoints_status, finite
+from .v1alpha1 import ExportStatus
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
+EXPORT_CONFIG = "config.json"
+"""The last file of an export: a folder without it is not a model yet."""
+EXPORT_RECORD = "training-run.json"
+"""Lies beside ``config.json``, from before the first file of weights on."""
+EXPORT_MARK = "unfinished-export.json"
+"""Lies in the folder while an export goes on, and says of what."""
+EXPORT_WEIGHTS = "model"
+"""With which the names of all files of weights begin."""
 ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
 _OWN_DIGEST = "sha256"
@@ -84,6 +105,80 @@ class Done(StoredModel):
     step: Count
     attempt: Annotated[int, Field(ge=1)]
     """With the step, its last checkpoint."""
+
+
+class ExportRecord(StoredModel):
+    """Of which run and checkpoint the model in a folder is. Equal for equal models."""
+
+    name: str
+    digest: str
+    """Of the numbers of the run."""
+    checkpoint: str
+    """Its folder."""
+    index: str = ""
+    """SHA-256 of its index, which has a digest of every piece; empty where it has none, or is gone."""
+    files: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Bytes of each file of weights, once all are there."""
+
+    @classmethod
+    def of(cls, name: str, manifest: Manifest) -> Self:
+        """The record of an export of the checkpoint of ``manifest`` that begins."""
+        try:
+            digest = Numbers.read(manifest.run.numbers).digest
+        except NumbersError:
+            digest = manifest.run.config_digest
+        return cls(name=name, digest=digest, checkpoint=manifest.id.folder, index=_index_of(manifest))
+
+    @classmethod
+    def of_done(cls, name: str, numbers: Numbers, done: Done, last: Manifest | None) -> Self:
+        """The record of the export that belongs to a complete run; ``last`` is its last checkpoint, if that is there.
+
+        Without its checkpoint a model that is there is taken for its own.
+        """
+        folder = CheckpointId(done.attempt, done.step).folder
+        return cls(name=name, digest=numbers.digest, checkpoint=folder, index=_index_of(last) if last else "")
+
+    def encoded(self) -> bytes:
+        """As JSON, for people too."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1).encode() + b"\n"
+
+    def is_whole(self, found: "ExportRecord | None", sizes: Mapping[str, int]) -> bool:
+        """Whether the model of this record lies in a folder, whole as far as sizes tell.
+
+        ``found`` is the record there, ``sizes`` the bytes of its weights, ``EXPORT_CONFIG`` and ``EXPORT_MARK`` by
+        name. A run that was removed and trained again has checkpoints of the same names: they are told apart by their
+        indices, where this one has one.
+        """
+        if found is None or not found.files:
+            return False
+        if found.model_copy(update={"files": {}}) != self.model_copy(update={"index": self.index or found.index}):
+            return False
+        if EXPORT_CONFIG not in sizes or EXPORT_MARK in sizes:
+            return False
+        return all(sizes.get(name) == size for name, size in found.files.items())
+
+
+def _index_of(manifest: Manifest) -> str:
+    """The digest of the index of a checkpoint; empty where its format has none."""
+    return manifest.index.sha256 if manifest.index else ""
+
+
+def complete_progress(
+    uri: str, done: Done, last: Manifest | None, reported: TrainingProgress | None, export: ExportStatus | None
+) -> TrainingProgress:
+    """What is told of a run in ``uri`` that was complete before this start: what it ``reported`` last, or no more
+    than its last checkpoint says."""
+    if reported is None or reported.step != done.step:
+        kept = []
+        if last is not None:
+            folder = f"{uri}/{last.id.prefix}".rstrip("/")
+            metric = finite(last.run.metrics.get(BEST_METRIC))
+            kept = [checkpoint_status(last.id, folder, last.created, last.bytes, metric)]
+        reported = TrainingProgress(
+            attempt=done.attempt, step=done.step, total_steps=done.step, checkpoints=checkpoints_status(kept)
+        )
+    update = {"resumed_from_step": done.step, "export": export, "remaining_seconds": None}
+    return reported.model_copy(update={**update, "phase": Phase.COMPLETE, "phase_detail": "", "storage_outage": None})
 
 
 class Pin(NamedTuple):

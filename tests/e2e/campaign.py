@@ -53,7 +53,12 @@ SCENARIOS = (
     Scenario("api-server-restarted", disturbances.restart_api_server, restarts=False),
     Scenario("reapplied", disturbances.reapply, saves_first=True),
     Scenario("failed-and-reapplied", disturbances.fail_and_reapply),
-    Scenario("expired-and-recreated", disturbances.expire_and_recreate, restarts=False),
+    Scenario(
+        "expired-and-recreated",
+        disturbances.expire_and_recreate,
+        begin=disturbances.begin_on_platform,
+        restarts=False,
+    ),
     Scenario("key-revoked", disturbances.revoke_key, restarts=False),
     Scenario("bucket-read-only", disturbances.close_bucket, restarts=False),
     Scenario("begun-by-hand", begin=disturbances.begin_by_hand, saves_first=True),

@@ -134,14 +134,24 @@ def fail_and_reapply(stage: Stage, name: str) -> None:
     stage.kubectl("apply", "--filename=-", stdin=manifest)
 
 
+def begin_on_platform(stage: Stage, job: dict[str, Any]) -> None:
+    """In the platform's store, which the operator reads."""
+    stage.apply(stage.on_platform(job))
+
+
 def expire_and_recreate(stage: Stage, name: str) -> None:
-    """A complete job is deleted by its time to live, and made again, as GitOps does it."""
+    """A complete job is deleted by its time to live, and made again, as GitOps does it: it is complete, and no Job, and
+    so no pod, was made for that."""
     manifest = applied(stage, name)
     stage.wait_for(name, "state Complete", lambda: stage.status(name).get("state") == "Complete", seconds=400)
     patch = {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 0}}}
     stage.kubectl("patch", "sftjob", name, "--type=merge", f"--patch={json.dumps(patch)}")
     stage.kubectl("wait", "--for=delete", f"sftjob/{name}", "--timeout=60s")
     stage.kubectl("apply", "--filename=-", stdin=manifest)
+    assert stage.wait_for_end(name) == "Complete", stage.explain(name)
+    again = stage.status(name)
+    assert "jobRef" not in again, again
+    assert again["message"].endswith("nothing is left to train"), again
 
 
 def revoke_key(stage: Stage, name: str) -> None:

@@ -25,6 +25,10 @@ QUICKSTART = REPOSITORY / "examples" / "quickstart.yaml"
 OPERATOR_NAMESPACE = "sft-system"
 BUCKET = "sft"
 
+PLATFORM_FOLDER = "platform"
+PLATFORM_URI = f"s3://{BUCKET}/{PLATFORM_FOLDER}"
+OPERATOR_SECRET = "operator-store"
+
 T = TypeVar("T")
 
 
@@ -68,8 +72,14 @@ class Stage:
         return int(progress.get("step") or 0)
 
     def folder(self, name: str) -> Path:
-        """The checkpoint folder of a job made by ``manifest``, on this machine."""
-        return self.store.folder / BUCKET / "runs" / name
+        """The checkpoint folder of a job made by ``manifest``, on this machine; also by ``on_platform``."""
+        platform = self.store.folder / BUCKET / PLATFORM_FOLDER / self.namespace / name
+        return platform if platform.exists() else self.store.folder / BUCKET / "runs" / name
+
+    def on_platform(self, job: dict[str, Any]) -> dict[str, Any]:
+        """``job``, which saves in the platform's store, where the operator can read what it leaves."""
+        uri = f"{PLATFORM_URI}/{self.namespace}/{job['metadata']['name']}"
+        return merge(job, {"spec": {"checkpoint": {"uri": uri, "s3": platform_s3(self.store)}}})
 
     def explain(self, name: str) -> str:
         """Everything worth reading when a job is not where it should be."""
@@ -152,7 +162,7 @@ def _furnished(cluster: Cluster) -> Iterator[Stage]:
         stage = Stage(cluster, store, f"e2e-{secrets.token_hex(3)}")
         _fill_bucket(store, Path(scratch) / "inputs")
         _make_namespace(stage)
-        install_operator(cluster)
+        install_operator(cluster, *_platform_store(stage))
         try:
             yield stage
         finally:
@@ -206,6 +216,33 @@ def _make_namespace(stage: Stage) -> None:
             "endpoints": [{"addresses": [host], "conditions": {"ready": True}}],
         },
     )
+
+
+def platform_s3(store: ObjectStore) -> dict[str, Any]:
+    """How jobs and operator reach the platform's store."""
+    return {
+        "endpoint": store.pod_endpoint,
+        "region": store.region,
+        "forcePathStyle": True,
+        "credentialsSecretRef": "object-store",
+    }
+
+
+def _platform_store(stage: Stage) -> list[str]:
+    """Values of the chart for a store that the operator reads, with credentials of its own."""
+    cluster, store = stage.cluster, stage.store
+    metadata = {"name": OPERATOR_NAMESPACE}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    keys = {"AWS_ACCESS_KEY_ID": store.access_key, "AWS_SECRET_ACCESS_KEY": store.secret_key}
+    metadata = {"name": OPERATOR_SECRET, "namespace": OPERATOR_NAMESPACE}
+    cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": keys})
+    s3 = {name: json.dumps(value).strip('"') for name, value in platform_s3(store).items()}
+    return [
+        f"store.uri={PLATFORM_URI}",
+        *(f"store.s3.{name}={value}" for name, value in s3.items()),
+        "store.verify=true",
+        f"store.operatorCredentialsSecret={OPERATOR_SECRET}",
+    ]
 
 
 def install_operator(cluster: Cluster, *values: str) -> None:

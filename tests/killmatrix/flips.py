@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from sft_api.place import EXPORT_RECORD
 from sft_trainer.checkpoint.inspecting import damage, folders_of
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError
-from sft_trainer.export.record import RECORD, is_finished, read_export
+from sft_trainer.export.record import is_finished, read_export
 from sft_trainer.place import read_done, read_record
 
 FLIPS = 1000
@@ -29,7 +30,7 @@ def flips_missed(place: Path, count: int, dice: random.Random) -> list[str]:
         place / "run.json": lambda: read_record(store, sleep=lambda seconds: None),
         place / "done.json": lambda: read_done(store),
         # The model that is there is taken for the run's exactly when its record says so.
-        place / "export" / RECORD: lambda: is_finished(export, wanted) and read_export(export),
+        place / "export" / EXPORT_RECORD: lambda: is_finished(export, wanted) and read_export(export),
     }
     for file in sorted((place / "checkpoints").glob("*/*")):
         looks[file] = lambda folder=file.parent.name: _sound(store, folder)

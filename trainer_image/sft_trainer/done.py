@@ -10,19 +10,18 @@ from typing import Literal
 from pydantic import ValidationError
 
 from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
-from sft_api.place import DONE_KEY, Done, encode_done
+from sft_api.place import DONE_KEY, Done, ExportRecord, complete_progress, encode_done
 from sft_api.progress import Phase, TrainingProgress
-from sft_api.report import checkpoints_status
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
 
-from .checkpoint.catalog import Catalog, Skipped, status_of
+from .checkpoint.catalog import Catalog, Skipped
 from .checkpoint.group import CheckpointGroup
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError, StorageNotFoundError, TrainingError
 from .events import Control, Ended, Listener, Outcome
-from .export.record import ExportRecord, index_of, is_finished, refuse_other_run
+from .export.record import is_finished, refuse_other_run
 from .fetch import cache_directory, localise
 from .reporting import Reporter
 from .revisions import pinned
@@ -70,14 +69,14 @@ def end_again(
             f"the run in {store.uri} is complete since step {done.step}, but neither its last checkpoint{wanted} can "
             f"be used ({found}): restore one of them; to train it again, name another place in checkpoint.uri"
         )
-    progress = _progress(store, done, found)
+    last = found if isinstance(found, Manifest) else None
+    progress = complete_progress(store.uri, done, last, _reported(store), exports)
     reporter.update(
         **{
             name: getattr(progress, name)
             for name in TrainingProgress.model_fields
             if name not in ("warnings", "phase", "phase_detail", "storage_outage", "spent", "update_time")
         }
-        | {"resumed_from_step": done.step, "export": exports, "remaining_seconds": None}
     )
     reporter.say("the run in %s is complete since step %s: nothing is left to train", store.uri, done.step)
     reporter.phase(Phase.COMPLETE)
@@ -97,15 +96,9 @@ def _exports(
         return None
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     target = open_store(uri, s3)
-    digest = config.numbers().digest
-    refuse_other_run(target, config.job.name, digest)
-    wanted = ExportRecord(
-        name=config.job.name,
-        digest=digest,
-        checkpoint=CheckpointId(done.attempt, done.step).folder,
-        # Without its checkpoint a model that is there is taken for its own.
-        index=index_of(found) if isinstance(found, Manifest) else "",
-    )
+    numbers, last = config.numbers(), found if isinstance(found, Manifest) else None
+    refuse_other_run(target, config.job.name, numbers.digest)
+    wanted = ExportRecord.of_done(config.job.name, numbers, done, last)
     if not is_finished(target, wanted):
         if isinstance(found, Skipped):
             return None
@@ -144,15 +137,9 @@ def _export(
     export_checkpoint(exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=count)
 
 
-def _progress(store: Store, done: Done, found: Manifest | Skipped) -> TrainingProgress:
-    """What the run reported last; no more than is known where that cannot be read."""
+def _reported(store: Store) -> TrainingProgress | None:
+    """What the run reported last; None where that cannot be read."""
     try:
-        last = TrainingProgress.model_validate_json(store.read(STATUS_KEY))
+        return TrainingProgress.model_validate_json(store.read(STATUS_KEY))
     except (StorageNotFoundError, ValidationError):
-        last = TrainingProgress()
-    if last.step == done.step:
-        return last
-    kept = [status_of(found, store.uri)] if isinstance(found, Manifest) else []
-    return TrainingProgress(
-        attempt=done.attempt, step=done.step, total_steps=done.step, checkpoints=checkpoints_status(kept)
-    )
+        return None

@@ -12,7 +12,7 @@ from sft_api.times import parse_time
 
 from ..decisions import questions
 from ..decisions.gangs import SCALE_UP
-from ..decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, ReadStore
+from ..decisions.result import AskKueue, AskTrainer, Question, ReadComplete, ReadEvents, ReadNamespace, ReadStore
 from ..metrics import OperatorMetrics
 from ..picture.memory import Memory
 from ..picture.observed import Manifest, Warning
@@ -22,7 +22,8 @@ from ..picture.workload import Queueing
 from .client import ApiError, Cluster
 from .kueue import Kueue
 from .progress_client import ProgressClient, UnreadableReport, UnusableReport
-from .store import CheckpointStore, StoreError
+from .store import CheckpointStore
+from .store_reading import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _SUBJECTS: dict[type, str] = {
     ReadEvents: "events",
     ReadNamespace: "namespace",
     ReadStore: "checkpoints",
+    ReadComplete: "place",
 }
 Answer = Callable[[Memory], Memory]
 """What an answer makes of the memory as it is then."""
@@ -119,6 +121,8 @@ class Asking:
                 return await self._read_namespace(key)
             case ReadStore():
                 return await self._read_store(key, question)
+            case ReadComplete():
+                return await self._read_complete(key, question)
 
     def _in_vain(self, key: Key, question: Question) -> Answer:
         match question:
@@ -132,6 +136,8 @@ class Asking:
                 return lambda memory: questions.namespace_read(memory, terminating=None)
             case ReadStore():
                 return lambda memory: questions.store_was_read(memory, None)
+            case ReadComplete():
+                return lambda memory: questions.complete_was_read(memory, None)
 
     async def _ask_trainer(self, key: Key, question: AskTrainer) -> Answer:
         await asyncio.sleep(question.due - _clock())
@@ -195,6 +201,17 @@ class Asking:
         except StoreError as error:
             logger.warning("%s: checkpoints cannot be read: %s", key, error)
         return lambda memory: questions.store_was_read(memory, stored)
+
+    async def _read_complete(self, key: Key, question: ReadComplete) -> Answer:
+        run = None
+        try:
+            if self._store:
+                run = await self._store.read_complete(
+                    question.uri, question.export_uri, question.name, question.numbers
+                )
+        except StoreError as error:
+            logger.warning("%s: whether its run is complete cannot be read, and its Job finds out: %s", key, error)
+        return lambda memory: questions.complete_was_read(memory, run)
 
 
 class NewestWarnings:

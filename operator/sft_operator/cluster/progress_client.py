@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 from pydantic import ValidationError
 
-from sft_api.progress import PROGRESS_PORT, Progress
+from sft_api.progress import PROGRESS_PORT, Progress, TrainingProgress
 from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import CheckpointStatus
 
@@ -120,7 +120,16 @@ def parse_report(body: bytes) -> Progress:
         raise UnreadableReport("; ".join(wrong)[:_SHOWN_CHARACTERS]) from error
     except ValueError as error:
         raise UnreadableReport(f"no JSON: {error}"[:_SHOWN_CHARACTERS]) from error
-    training = progress.training
+    return progress.model_copy(
+        update={
+            "training": with_clean_checkpoints(progress.training),
+            "incidents": [item.model_copy(update={"id": _incident_id(item.id)}) for item in progress.incidents],
+        }
+    )
+
+
+def with_clean_checkpoints(training: TrainingProgress) -> TrainingProgress:
+    """``training`` with those checkpoints that a status can hold."""
     checkpoints = training.checkpoints
     clean = checkpoints.model_copy(
         update={
@@ -129,12 +138,7 @@ def parse_report(body: bytes) -> Progress:
             "kept": [kept for item in checkpoints.kept if (kept := _checkpoint(item))],
         }
     )
-    return progress.model_copy(
-        update={
-            "training": training.model_copy(update={"checkpoints": clean}),
-            "incidents": [item.model_copy(update={"id": _incident_id(item.id)}) for item in progress.incidents],
-        }
-    )
+    return training.model_copy(update={"checkpoints": clean})
 
 
 def _incident_id(told: str) -> str:

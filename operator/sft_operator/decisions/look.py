@@ -17,7 +17,16 @@ from .gangs import take_turn
 from .healing import plan_healing
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
 from .places import PlaceNotAllowed
-from .questions import ask_kueue, ask_trainer, read_events, read_namespace, read_store
+from .questions import (
+    ask_kueue,
+    ask_trainer,
+    complete_forgotten,
+    complete_question,
+    read_complete,
+    read_events,
+    read_namespace,
+    read_store,
+)
 from .removal import plan_removals
 from .result import AskTrainer, CreateChildren, GiveUpPod, HealChildren, Result
 from .retry import retry_wanted, retry_word
@@ -168,6 +177,8 @@ class _Look(Notes):
     def _change(self, job: SFTJob | None, terms: Terms) -> Wrong | None:
         """Create what is missing, suspend, resume; or why the settings of this cluster do not let the job run."""
         previous, child = self._previous, self._observed.job
+        if child:
+            self._memory = complete_forgotten(self._memory)
         observed = changed(self._observed, queueing=self._memory.queueing)
         try:
             changes = (
@@ -189,13 +200,20 @@ class _Look(Notes):
             self._remember(refusal=None, refusals=0)
         elif (wait := self._memory.next_creation - self._clock) > 0:
             self._look_in(wait)
-        elif changes.create:
+        elif changes.create and not (job and self._may_be_complete(job)):
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
         elif patch and child:
             self._patch(child, patch)
         elif changes.find_job:
             self._find_job(terms)
         return None
+
+    def _may_be_complete(self, job: SFTJob) -> bool:
+        """Whether nothing is made for ``job``: its run is complete, or the store is about to say whether it is."""
+        question = complete_question(self._memory, self._previous, job, self._places(job), self._settings.store)
+        asked = read_complete(self._memory, question, clock=self._clock)
+        self._asked(asked)
+        return asked.question is not None or self._memory.complete_run is not None
 
     def _heal(self, terms: Terms) -> None:
         """Look now and then, and when a run was interrupted, whether a living Job still has all that its pods need."""
@@ -279,5 +297,6 @@ class _Look(Notes):
             queueing=memory.queueing,
             warnings=memory.warnings,
             stored=memory.stored,
+            complete_run=memory.complete_run,
             refusal=refusal,
         )

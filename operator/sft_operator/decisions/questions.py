@@ -7,17 +7,18 @@ from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
+from sft_api.numbers import Numbers
 from sft_api.progress import Progress
-from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
 from ..config import Settings, StoreSettings
 from ..picture.memory import FIRST_EVENTS_SECONDS, KueuePace, Memory, changed
-from ..picture.observed import ChildJob, Observed, Report, Stored, Unanswered, Warning
+from ..picture.observed import ChildJob, CompleteRun, Observed, Report, Stored, Unanswered, Warning
 from ..picture.workload import Queueing
 from .places import is_readable
 from .problems import wants_events
 from .queue import asks_kueue, wants_stop
-from .result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, ReadStore
+from .result import AskKueue, AskTrainer, Question, ReadComplete, ReadEvents, ReadNamespace, ReadStore
 from .spec import Terms
 
 _LONGEST_POLL_SECONDS = 25.0
@@ -29,6 +30,9 @@ _LAST_KUEUE_SECONDS = 25.0
 _NOTHING_TO_SAY_SECONDS = 300.0
 """The same at last, of a Job that rests, names no queue and has no Workload: thousands may be suspended, and should
 Kueue take one up after all, its Job changes."""
+_LONGEST_COMPLETE_SECONDS = 10.0
+"""In which the store says whether a run is complete, before a Job is made that finds it out."""
+_COMPLETE_AT_ONCE_SECONDS = 2.0
 _AT_ONCE_SECONDS = 0.5
 """What Kueue answers within this time belongs into the status that is being made."""
 
@@ -231,3 +235,55 @@ def read_store(
 def store_was_read(memory: Memory, stored: Stored | None) -> Memory:
     """With what lies there; None: it could not be read, and is not asked again before the next pods have ended."""
     return changed(memory, stored=stored or memory.stored, store_read=True)
+
+
+# A run that is complete
+
+
+def complete_question(
+    memory: Memory,
+    previous: SFTJobStatus,
+    job: SFTJob,
+    places: tuple[str | None, str | None],
+    store: StoreSettings | None,
+) -> ReadComplete | None:
+    """What to ask before anything is made for ``job``; None where a pod alone can tell.
+
+    ``places`` are where it saves and exports.
+    """
+    uri, export_uri = places
+    if store is None or not store.verify or uri is None or previous.attempt:
+        return None
+    # What others have saved there then keeps it away, complete or not: the trainer says so.
+    if job.spec.checkpoint.resume.policy == "never":
+        return None
+    s3, namespace = job.spec.checkpoint.s3, job.metadata.namespace
+    if not all(is_readable(place, s3, store, namespace) for place in (uri, export_uri) if place is not None):
+        return None
+    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(job.spec))
+
+
+def read_complete(memory: Memory, question: ReadComplete | None, *, clock: float) -> Asked:
+    """Ask whether the run is complete, and wait for the answer, but not for long: a store that is away is the Job's
+    to wait for."""
+    if question is None or memory.complete_read:
+        return Asked(memory)
+    since = clock if memory.complete_asked is None else memory.complete_asked
+    waited = clock - since
+    if waited >= _LONGEST_COMPLETE_SECONDS:
+        return Asked(changed(memory, complete_asked=None, complete_read=True))
+    memory = changed(memory, complete_asked=since)
+    if waited < _COMPLETE_AT_ONCE_SECONDS:
+        return Asked(memory, question, _COMPLETE_AT_ONCE_SECONDS - waited, holds_changes=True)
+    # The first word does not wait so long: the job is being prepared.
+    return Asked(memory, question, _LONGEST_COMPLETE_SECONDS - waited)
+
+
+def complete_was_read(memory: Memory, run: CompleteRun | None) -> Memory:
+    """With the run, if it is complete; None: it is not, or nobody can say."""
+    return changed(memory, complete_run=run, complete_read=True, complete_asked=None)
+
+
+def complete_forgotten(memory: Memory) -> Memory:
+    """A Job was made: before another one is, the store is asked again."""
+    return changed(memory, complete_run=None, complete_read=False, complete_asked=None)

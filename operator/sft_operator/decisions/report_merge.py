@@ -105,6 +105,12 @@ def _warnings(status: SFTJobStatus, training: TrainingProgress) -> list[str]:
     return list(merged)[:_KEPT_WARNINGS]
 
 
+def merge_complete(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
+    """``status`` with what the place says of a run that was complete before anything was made for the job."""
+    run = observed.complete_run
+    return status if run is None or observed.job else _adopt(status, run.progress)
+
+
 def merge_last_words(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     """``status`` with what pods left behind when they ended: nobody can be asked any more."""
     for pod in (*observed.pods, *observed.gone_pods):

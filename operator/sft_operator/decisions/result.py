@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sft_api.numbers import Numbers
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
@@ -116,7 +117,19 @@ class ReadStore:
     uri: str
 
 
-Question = AskTrainer | AskKueue | ReadEvents | ReadNamespace | ReadStore
+@dataclass(frozen=True)
+class ReadComplete:
+    """Whether the run in a place of the platform's store is complete, with nothing left to do."""
+
+    uid: str
+    uri: str
+    export_uri: str | None
+    """Where its model has to be; None: none is asked for."""
+    name: str
+    numbers: Numbers
+
+
+Question = AskTrainer | AskKueue | ReadEvents | ReadNamespace | ReadStore | ReadComplete
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,10 @@ def _with_unreadable(situation: Situation, observed: Observed) -> Situation:
 def _find(
     terms: Terms, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
 ) -> Situation:
-    child = observed.job
+    child, run = observed.job, observed.complete_run
+    if run and child is None:
+        message = f"the run in {run.uri} is complete since step {run.progress.step}: nothing is left to train"
+        return Situation("Complete", "TrainingComplete", message, completed=now)
     if child and child.complete:
         return Situation("Complete", "TrainingComplete", completed=child.completed or child.complete.time or now)
     if child and child.failed:

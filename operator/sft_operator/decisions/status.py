@@ -19,7 +19,7 @@ from ..picture.observed import Manifest, Observed
 from .changes import is_finished
 from .goodput import account_pods
 from .queue import HELD_BACK
-from .report_merge import at_rest, merge_last_words, merge_report, merge_stored
+from .report_merge import at_rest, merge_complete, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
 from .silence import OUT_OF_SIGHT
 from .situation import Situation, find_situation
@@ -77,7 +77,8 @@ def follow(
     """
     if is_finished(previous):
         return previous.model_copy(update={"observed_generation": terms.generation})
-    status = merge_stored(merge_last_words(merge_report(previous, observed), observed), observed)
+    told = merge_last_words(merge_report(previous, observed), observed)
+    status = merge_complete(merge_stored(told, observed), observed)
     latest = status.checkpoints.latest if status.checkpoints else None
     restarts = count_restarts(
         status.restarts or RestartsStatus(),

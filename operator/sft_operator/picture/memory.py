@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
-from .observed import Manifest, Refusal, Report, Stored, Unanswered, Warning
+from .observed import CompleteRun, Manifest, Refusal, Report, Stored, Unanswered, Warning
 from .workload import Queueing
 
 Remembered = TypeVar("Remembered")
@@ -126,6 +126,9 @@ class Memory:
     stored: Stored | None = None
     store_read: bool = False
     """Since the last pod ended."""
+    complete_run: CompleteRun | None = None
+    complete_read: bool = False
+    """Before the children that are there now were made, or are to be."""
     namespace_terminating: bool = False
     refusal: Refusal | None = None
     """Of the last attempt to make or change a child."""
@@ -137,6 +140,8 @@ class Memory:
     """When the trainer is asked next; None: to be planned."""
     events: EventsPace = EventsPace()
     kueue: KueuePace | None = None
+    complete_asked: float | None = None
+    """Since when an answer is awaited."""
     next_namespace: float = 0.0
     namespace_asked: bool = False
     namespace_in_doubt: bool = False

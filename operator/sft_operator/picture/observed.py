@@ -10,7 +10,7 @@ from datetime import datetime
 from sys import intern
 from typing import Any
 
-from sft_api.progress import Progress, TerminationMessage
+from sft_api.progress import Progress, TerminationMessage, TrainingProgress
 from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
 from sft_api.v1alpha1.job import RETRY_ANNOTATION
@@ -342,6 +342,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class CompleteRun:
+    """The run of a job that was complete before the job began."""
+
+    uri: str
+    """Its place."""
+    progress: TrainingProgress
+    """As a trainer would tell it that found the same."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything one reconciliation looks at besides the SFTJob itself."""
 
@@ -363,6 +373,8 @@ class Observed:
     """Newest first."""
     stored: Stored | None = None
     """Read since the last pod ended."""
+    complete_run: CompleteRun | None = None
+    """Found before anything was made for the job."""
     namespace_terminating: bool = False
     unreadable: tuple[str, ...] = ()
     """What of this job could not be read, a sentence each."""

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from sft_api.checkpoints import Manifest
+from sft_api.place import EXPORT_RECORD
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, TrainingError
 from sft_trainer.export.exporting import export_checkpoint
-from sft_trainer.export.record import RECORD
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.trainable import EVERYTHING
@@ -122,7 +122,7 @@ def test_from_a_bucket_into_a_bucket(tmp_path: Path, model: Path, s3_store: S3St
 
     assert target.read("notes.txt") == b"mine"
     target.delete(["notes.txt"])
-    assert {entry.key: target.read(entry.key) for entry in target.list("") if entry.key != RECORD} == content(
+    assert {entry.key: target.read(entry.key) for entry in target.list("") if entry.key != EXPORT_RECORD} == content(
         tmp_path / "live"
     )
     assert target.abort_incomplete_uploads("model") == 0
@@ -164,7 +164,7 @@ def test_an_export_that_was_killed_goes_on(tmp_path: Path, model: Path, store: S
     # Then it writes what was missing, and the folder is as if nothing had been
     assert again[0].startswith("model-00003")
     assert not finished.intersection(again)
-    assert {entry.key: target.read(entry.key) for entry in target.list("") if entry.key != RECORD} == content(
+    assert {entry.key: target.read(entry.key) for entry in target.list("") if entry.key != EXPORT_RECORD} == content(
         tmp_path / "live"
     )
     assert target.abort_incomplete_uploads("") == 0

@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 
 from tests.cluster.access import Cluster
+from tests.cluster.object_store import ObjectStore
 from tests.integration.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.integration.operator import scene as scenes
 from tests.integration.operator.scene import OperatorProcess, Scene, StartOperator, Supervisors, new_scene
+
+BUCKET = "platform"
+
+
+@pytest.fixture(scope="session")
+def s3(versitygw: ObjectStore) -> Any:
+    """A client of the platform's store, with its bucket."""
+    client = versitygw.client()
+    client.create_bucket(Bucket=BUCKET)
+    return client
 
 
 @pytest.fixture(scope="session")

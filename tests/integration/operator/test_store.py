@@ -14,24 +14,18 @@ from sft_api.numbers import Numbers
 from sft_api.place import folder_name
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import S3Spec
-from sft_operator.cluster import store
-from sft_operator.cluster.store import CheckpointStore, StoreError
+from sft_operator.cluster import store, store_reading
+from sft_operator.cluster.store import CheckpointStore
+from sft_operator.cluster.store_reading import StoreError
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.places import is_readable
 from sft_operator.decisions.spec import read_spec
 from tests.cluster.object_store import ObjectStore
+from tests.integration.operator.conftest import BUCKET
 from tests.integration.operator.scene import Scene, StartOperator, Supervisors, training
 from tests.integration.run.slow_network import gate
 
-BUCKET = "platform"
 URI = f"s3://{BUCKET}/sft"
-
-
-@pytest.fixture(scope="module")
-def s3(versitygw: ObjectStore) -> Any:
-    client = versitygw.client()
-    client.create_bucket(Bucket=BUCKET)
-    return client
 
 
 def place_of(job: dict[str, Any]) -> str:
@@ -142,11 +136,11 @@ def test_one_with_too_many_names_is_given_up(monkeypatch: pytest.MonkeyPatch, ve
     for step in (10, 20, 30):
         save(s3, "team/crowded", step)
 
-    monkeypatch.setattr(store, "MAX_FOLDERS", 2)
+    monkeypatch.setattr(store_reading, "MAX_FOLDERS", 2)
     with pytest.raises(StoreError, match="more than 2 names in checkpoints/"):
         read(monkeypatch, versitygw, "team/crowded")
-    monkeypatch.setattr(store, "MAX_FOLDERS", 3)
-    monkeypatch.setattr(store, "MAX_FILES", 1)
+    monkeypatch.setattr(store_reading, "MAX_FOLDERS", 3)
+    monkeypatch.setattr(store_reading, "MAX_FILES", 1)
     with pytest.raises(StoreError, match="more than 1 files in checkpoints/step-00000030-a00001/"):
         read(monkeypatch, versitygw, "team/crowded")
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sft_trainer.export.record import MARK
+from sft_api.place import EXPORT_MARK
 from tests.cluster.object_store import ObjectStore
 from tests.exports import content
 from tests.integration.run.hub import serve_hub
@@ -118,7 +118,7 @@ def test_an_export_that_is_ended_in_the_middle_goes_on_with_what_is_missing(
         process = place.start(job, **credentials(versitygw))
         wait_until(lambda: way.held.is_set() or process.poll() is not None)
         written = (folder / "model.safetensors").stat()
-        assert (folder / MARK).exists()
+        assert (folder / EXPORT_MARK).exists()
         assert not (folder / "config.json").exists()
 
         # When it is stopped and started again, or its worker is killed, and the network is back
@@ -139,4 +139,4 @@ def test_an_export_that_is_ended_in_the_middle_goes_on_with_what_is_missing(
     now = (folder / "model.safetensors").stat()
     assert (now.st_ino, now.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     assert (folder / "config.json").exists()
-    assert not (folder / MARK).exists()
+    assert not (folder / EXPORT_MARK).exists()

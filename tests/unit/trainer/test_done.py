@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
-from sft_api.place import DONE_KEY, Done
+from sft_api.place import DONE_KEY, EXPORT_RECORD, Done
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.done import DoneFile, end_again
 from sft_trainer.errors import ConfigError
 from sft_trainer.events import Control, Ended
-from sft_trainer.export.record import RECORD, refuse_other_run
+from sft_trainer.export.record import refuse_other_run
 from sft_trainer.place import read_done
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
@@ -58,7 +58,7 @@ def test_what_is_missing_is_exported_once_and_nothing_else_is_done(config: Train
     assert progress.export is not None
     assert (progress.export.uri, progress.export.step) == (config.export_uri, 6)
     export = tmp_path / "store" / "export"
-    assert {"config.json", "model.safetensors", RECORD} <= set(content(export))
+    assert {"config.json", "model.safetensors", EXPORT_RECORD} <= set(content(export))
 
     # Started again, and without its checkpoint: the model that is there stays as it is
     before = {path.name: path.stat().st_mtime_ns for path in export.iterdir()}
@@ -110,7 +110,7 @@ def test_a_model_of_an_earlier_checkpoint_of_the_same_name_is_not_this_run_s(
     again(config, tmp_path)
 
     changed = {name for name, raw in content(export).items() if raw != before[name]}
-    assert changed == {"model.safetensors", RECORD}
+    assert changed == {"model.safetensors", EXPORT_RECORD}
 
 
 @pytest.mark.usefixtures("final")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from sft_api.place import EXPORT_MARK, EXPORT_RECORD
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import StoredObject, WriteStream
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
-from sft_trainer.export.record import MARK, RECORD
 from tests.exports import content, export, exported
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model, trained
 from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
@@ -52,7 +52,7 @@ def test_what_was_finished_is_not_written_again(tmp_path: Path, source: Path, st
     with pytest.raises(StorageFullError):
         export(what, Watched(tmp_path / "out", full_at("model-00003")), file_bytes=SMALL)
     assert not (tmp_path / "out" / "config.json").exists()
-    assert (tmp_path / "out" / MARK).exists()
+    assert (tmp_path / "out" / EXPORT_MARK).exists()
 
     # When it is tried again, by another process
     target = Watched(tmp_path / "out")
@@ -62,7 +62,7 @@ def test_what_was_finished_is_not_written_again(tmp_path: Path, source: Path, st
     written = [key for key in target.told if key.endswith(".safetensors")]
     assert written[0].startswith("model-00003")
     assert not any(key.startswith(("model-00001", "model-00002")) for key in target.told)
-    assert target.told[-2:] == ["config.json", f"-{MARK}"]
+    assert target.told[-2:] == ["config.json", f"-{EXPORT_MARK}"]
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
@@ -135,7 +135,9 @@ def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path, steps
     with pytest.raises(StorageUnavailableError, match=r"out: another export was begun or ended there meanwhile"):
         export(exported(store, one, source), target, file_bytes=SMALL)
 
-    assert sorted(content(tmp_path / "out")) == [RECORD, MARK], "the file that was being written is dropped"
+    assert sorted(content(tmp_path / "out")) == [EXPORT_RECORD, EXPORT_MARK], (
+        "the file that was being written is dropped"
+    )
 
 
 def damage(store: Any, manifest: Any) -> None:
@@ -231,7 +233,7 @@ def test_an_export_that_ends_while_another_begins_writes_no_config(tmp_path: Pat
         export(exported(store, one, source), Watched(tmp_path / "out", another_begins), file_bytes=SMALL)
 
     assert "config.json" not in content(tmp_path / "out")
-    assert MARK in content(tmp_path / "out"), "it is the other one's"
+    assert EXPORT_MARK in content(tmp_path / "out"), "it is the other one's"
 
 
 def test_pods_that_see_other_places_are_found_out(tmp_path: Path, source: Path, steps: Any) -> None:
@@ -251,7 +253,7 @@ def test_remains_of_an_export_that_was_killed_are_dropped(tmp_path: Path, source
     store, (_, manifest) = steps
     target = LocalStore(tmp_path / "out")
     weights = ("model.safetensors", "model-00001-of-00002.safetensors")
-    for key in (*weights, MARK, "training-run.json", "config.json", "mine.bin", "jobs/a/model.safetensors"):
+    for key in (*weights, EXPORT_MARK, "training-run.json", "config.json", "mine.bin", "jobs/a/model.safetensors"):
         target.open_write(key).write(b"x")
 
     export(exported(store, manifest, source), target)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_api.checkpoints import BEST_METRIC, Manifest
+from sft_api.place import EXPORT_CONFIG
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.models.causal_lm import CausalLM
-
-from .record import CONFIG
 
 log = logging.getLogger("sft_trainer")
 
@@ -19,7 +18,7 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 def companions(model: CausalLM, source: Path, tokenizer: Any, card: str) -> dict[str, bytes]:
-    """Content by name, in the order in which they are written: ``CONFIG`` is the last.
+    """Content by name, in the order in which they are written: ``EXPORT_CONFIG`` is the last.
 
     ``source`` is the folder that the model came from; its weights are not needed.
     """
@@ -36,7 +35,7 @@ def companions(model: CausalLM, source: Path, tokenizer: Any, card: str) -> dict
         huggingface.config.architectures = [type(huggingface).__name__]
         huggingface.config.save_pretrained(folder)
         (folder / "README.md").write_text(card)
-        files = sorted(folder.iterdir(), key=lambda file: (file.name == CONFIG, file.name))
+        files = sorted(folder.iterdir(), key=lambda file: (file.name == EXPORT_CONFIG, file.name))
         return {file.name: file.read_bytes() for file in files}
 
 

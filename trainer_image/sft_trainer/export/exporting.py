@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sft_api.checkpoints import Manifest
+from sft_api.place import EXPORT_CONFIG, EXPORT_MARK, EXPORT_RECORD, EXPORT_WEIGHTS, ExportRecord
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
@@ -27,7 +28,7 @@ from sft_trainer.models.causal_lm import CausalLM
 
 from .companions import companions
 from .plan import FILE_BYTES, INDEX, SINGLE, File, Plan, plan_export
-from .record import CONFIG, MARK, RECORD, ExportRecord, is_finished, refuse_other_run
+from .record import is_finished, refuse_other_run
 from .values import Base, Values
 
 log = logging.getLogger("sft_trainer")
@@ -123,20 +124,20 @@ def _begin(
         for file in plan.files:
             deque(values.of(file, on_bytes), maxlen=0)
     # A reader must never take the weights of one step for those of another.
-    target.delete([CONFIG])
-    target.put(RECORD, record.encoded())
+    target.delete([EXPORT_CONFIG])
+    target.put(EXPORT_RECORD, record.encoded())
     if found == mark:
         return [file.name for file in plan.files if present.get(file.name) != file.size]
     # Readers prefer the single file to an index: it must go also where nothing can be listed.
     target.delete(sorted({SINGLE, INDEX, *(name for name in present if _WEIGHTS.fullmatch(name))}))
-    target.put(MARK, mark)
+    target.put(EXPORT_MARK, mark)
     return [file.name for file in plan.files]
 
 
 def _drop_earlier_uploads(target: Store) -> None:
     """Drop files that an export of this model began and did not finish: nobody else ever would."""
     try:
-        for prefix in ("model.safetensors", "model-0", MARK, RECORD, CONFIG):
+        for prefix in ("model.safetensors", "model-0", EXPORT_MARK, EXPORT_RECORD, EXPORT_CONFIG):
             target.abort_incomplete_uploads(prefix)
     except (AccessDeniedError, ConfigError) as error:
         # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
@@ -146,7 +147,7 @@ def _drop_earlier_uploads(target: Store) -> None:
 def _is_model(target: Store) -> bool:
     """Whether a finished model may lie in the folder."""
     try:
-        target.read(CONFIG)
+        target.read(EXPORT_CONFIG)
     except StorageNotFoundError:
         return False
     except AccessDeniedError:
@@ -158,8 +159,8 @@ def _present(target: Store) -> tuple[dict[str, int], bytes | None]:
     """Bytes by name of what lies in the folder, and the mark in it."""
     present: dict[str, int] = {}
     try:
-        present = {entry.key: entry.size for entry in target.list("model")}
-        return present, target.read(MARK)
+        present = {entry.key: entry.size for entry in target.list(EXPORT_WEIGHTS)}
+        return present, target.read(EXPORT_MARK)
     except StorageNotFoundError:  # no mark, or a folder that the first write creates
         return present, None
     except AccessDeniedError as error:
@@ -189,7 +190,7 @@ def _bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 def _check_mark(target: Store, mark: bytes) -> None:
     """Raise SharedPlaceError when the folder is no longer this export's."""
     try:
-        found = target.read(MARK)
+        found = target.read(EXPORT_MARK)
     except StorageNotFoundError:
         found = b""
     except AccessDeniedError:
@@ -206,18 +207,18 @@ def _end(exported: Exported, target: Store, plan: Plan, mark: bytes, record: Exp
     if plan.index is not None:
         target.put(INDEX, plan.index)
     files = {file.name: file.size for file in plan.files}
-    target.put(RECORD, record.model_copy(update={"files": files}).encoded())
+    target.put(EXPORT_RECORD, record.model_copy(update={"files": files}).encoded())
     for name, content in companions(exported.model, exported.folder, exported.tokenizer, exported.card).items():
-        if name == CONFIG:
+        if name == EXPORT_CONFIG:
             _check_mark(target, mark)
         target.put(name, content)
     _check_mark(target, mark)
-    target.delete([MARK])
+    target.delete([EXPORT_MARK])
 
 
 def _check_sizes(target: Store, plan: Plan) -> None:
     try:
-        present = {entry.key: entry.size for entry in target.list("model")}
+        present = {entry.key: entry.size for entry in target.list(EXPORT_WEIGHTS)}
     except AccessDeniedError:
         return  # it could be written, and may not be listed
     for file in plan.files:

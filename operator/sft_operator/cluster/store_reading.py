@@ -1,0 +1,126 @@
+"""Requests for what lies below one place of the platform's store, as long as there is time for them.
+
+What lies there was written by tenants, so it is bounded in number, bytes and time.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sft_api.checkpoints import CHECKPOINTS_PREFIX, CheckpointId, checkpoint_id
+
+from ..config import StoreSettings
+
+MAX_FOLDERS = 10_000
+MAX_FILES = 20_000
+"""Of one checkpoint: a file or two of each rank."""
+MAX_MANIFEST_BYTES = 8 * 2**20
+"""One takes 20 kB for 64 ranks. Those of format 1 held the index too; one that is larger is not checked here: it takes
+several times its size while it is."""
+MAX_RECORD_BYTES = 2**20
+"""Of what says whose a place is, and how its run stands: some kB."""
+_CHUNK_BYTES = 2**20
+
+
+class StoreError(Exception):
+    """The store could not be read; the message says why."""
+
+
+class StoreFile(NamedTuple):
+    """One object of a folder."""
+
+    size: int
+    """Bytes."""
+    modified: datetime
+
+
+def connect(settings: StoreSettings) -> Any:
+    """A client of the store, with the operator's own credentials (from its environment)."""
+    import boto3  # heavy, and seldom needed
+    from botocore.config import Config
+
+    s3 = settings.s3
+    checksum = "when_supported" if s3.checksum == "whenSupported" else "when_required"
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=s3.endpoint,
+        region_name=s3.region,
+        config=Config(
+            connect_timeout=5,
+            read_timeout=10,
+            retries={"mode": "standard", "total_max_attempts": 2},
+            s3={"addressing_style": "path" if s3.force_path_style else "auto"},
+            request_checksum_calculation=checksum,
+            response_checksum_validation=checksum,
+        ),
+    )
+
+
+class Reading:
+    """Of one place. Raises ``StoreError`` when there is too much of it or no more time, and what botocore raises."""
+
+    def __init__(self, client: Any, uri: str, clock: Callable[[], float], *, seconds: float) -> None:
+        self._client = client
+        self._bucket, _, key = uri.removeprefix("s3://").partition("/")
+        self._root = key.rstrip("/")
+        self._clock = clock
+        self._seconds = seconds
+        self._end = clock() + seconds
+
+    def folders(self) -> list[CheckpointId]:
+        """Checkpoints, also those that were not committed, in no order that matters."""
+        found: list[CheckpointId] = []
+        names = 0
+        for page in self._pages(CHECKPOINTS_PREFIX, Delimiter="/"):
+            prefixes = [entry["Prefix"].rstrip("/").rpartition("/")[2] for entry in page.get("CommonPrefixes") or ()]
+            found += [one for one in map(checkpoint_id, prefixes) if one and max(one) < 2**31]
+            names += len(prefixes) + len(page.get("Contents") or ())
+            if names > MAX_FOLDERS:
+                raise StoreError(f"more than {MAX_FOLDERS} names in {CHECKPOINTS_PREFIX}")
+        return found
+
+    def files(self, prefix: str) -> dict[str, StoreFile]:
+        """What begins with ``prefix``, by the rest of its name."""
+        found: dict[str, StoreFile] = {}
+        for page in self._pages(prefix):
+            for entry in page.get("Contents") or ():
+                name = entry["Key"].removeprefix(f"{self._root}/{prefix}")
+                found[name] = StoreFile(entry["Size"], entry["LastModified"])
+            if len(found) > MAX_FILES:
+                raise StoreError(f"more than {MAX_FILES} files in {prefix}")
+        return found
+
+    def record(self, key: str) -> bytes | None:
+        """What is written under ``key``; None when nothing is."""
+        from botocore.exceptions import ClientError
+
+        try:
+            raw = self.read(key, MAX_RECORD_BYTES + 1)
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") in ("NoSuchKey", "404", "NotFound"):
+                return None
+            raise
+        if len(raw) > MAX_RECORD_BYTES:
+            raise StoreError(f"{key} has more than {MAX_RECORD_BYTES} bytes")
+        return raw
+
+    def read(self, key: str, most: int) -> bytes:
+        """What is written under ``key``, cut off after ``most`` bytes."""
+        self._check_time()
+        read = b""
+        with self._client.get_object(Bucket=self._bucket, Key=f"{self._root}/{key}")["Body"] as body:
+            while len(read) < most and (chunk := body.read(min(_CHUNK_BYTES, most - len(read)))):
+                read += chunk
+                self._check_time()
+        return read
+
+    def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
+        paginator = self._client.get_paginator("list_objects_v2")
+        self._check_time()
+        for page in paginator.paginate(Bucket=self._bucket, Prefix=f"{self._root}/{prefix}", **options):
+            yield page
+            self._check_time()
+
+    def _check_time(self) -> None:
+        if self._clock() > self._end:
+            raise StoreError(f"it could not be read within {self._seconds:.0f} s")

@@ -1,0 +1,179 @@
+"""A run that is complete before its job begins is complete without a Job, where the operator can read its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sft_api.checkpoints import STATUS_KEY, CheckpointId
+from sft_api.numbers import Numbers
+from sft_api.place import DONE_KEY, EXPORT_CONFIG, RUN_KEY
+from sft_operator.cluster.store import CheckpointStore
+from sft_operator.cluster.store_reading import StoreError
+from sft_operator.config import StoreSettings
+from sft_operator.decisions.spec import read_spec
+from sft_operator.picture.observed import CompleteRun
+from tests.cluster.object_store import ObjectStore
+from tests.integration.operator.finished import STEP, finished_run, put_files
+from tests.integration.operator.scene import Scene, StartOperator, Supervisors
+from tests.integration.operator.test_store import URI, place_of, settings
+from tests.integration.run.slow_network import gate
+
+NUMBERS = Numbers({"model.uri": "hf://org/model", "data.train": [{"uri": "hf://org/rows"}]})
+LAST = CheckpointId(attempt=1, step=STEP)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore) -> Callable[..., CompleteRun | None]:
+    """Asks the operator's store."""
+    for name, value in versitygw.environment().items():
+        monkeypatch.setenv(name, value)
+    store = CheckpointStore(StoreSettings.model_validate(settings(versitygw)))
+
+    def ask(uri: str, *, export: bool = True, numbers: Numbers = NUMBERS, name: str = "tiny") -> CompleteRun | None:
+        return asyncio.run(store.read_complete(uri, f"{uri}/export" if export else None, name, numbers))
+
+    return ask
+
+
+Ask = Callable[..., CompleteRun | None]
+Files = dict[str, bytes]
+
+
+def without(*names: str) -> Callable[[Files], Files]:
+    return lambda files: {key: content for key, content in files.items() if not key.startswith(names)}
+
+
+def test_a_complete_run_is_told_as_it_told_itself_last(s3: Any, read: Ask) -> None:
+    uri = f"{URI}/team/whole"
+    put_files(s3, uri, finished_run("tiny", NUMBERS))
+
+    found = read(uri)
+
+    assert found is not None
+    progress = found.progress
+    assert (progress.step, progress.loss, progress.eval_loss, progress.resumed_from_step) == (STEP, 0.5, 1.5, STEP)
+    assert progress.export is not None
+    assert progress.export.uri == f"{uri}/export"
+
+
+@pytest.mark.parametrize(
+    ("harm", "with_export", "alone"),
+    [
+        (without("nothing"), True, True),
+        (without(DONE_KEY), False, False),
+        (without(RUN_KEY), False, False),
+        (without("checkpoints/"), True, False),
+        (without(LAST.manifest_key), True, False),
+        (without(f"{LAST.prefix}r0"), True, False),
+        (without("export/"), False, True),
+        (without(f"export/{EXPORT_CONFIG}"), False, True),
+        (without("export/model"), False, True),
+        (lambda files: files | {"export/model.safetensors": b"half"}, False, True),
+        (lambda files: files | {"export/unfinished-export.json": b"{}"}, False, True),
+        (lambda files: files | {DONE_KEY: files[DONE_KEY].replace(b"1", b"2")}, False, False),
+        (lambda files: files | {STATUS_KEY: b"[" * 10_000}, True, True),
+        (lambda files: files | {RUN_KEY: b"x" * 2**21}, None, None),
+    ],
+    ids=[
+        *("whole", "not done", "no record", "no checkpoint", "no manifest", "no shard", "no export", "no config"),
+        *("no weights", "half the weights", "export goes on", "damaged word", "no report", "endless record"),
+    ],
+)
+def test_what_is_there_decides(
+    s3: Any,
+    read: Ask,
+    request: pytest.FixtureRequest,
+    harm: Callable[[Files], Files],
+    with_export: bool | None,
+    alone: bool | None,
+) -> None:
+    uri = f"{URI}/team/{request.node.callspec.id.replace(' ', '-')}"
+    put_files(s3, uri, harm(finished_run("tiny", NUMBERS)))
+
+    for export, expected in ((True, with_export), (False, alone)):
+        if expected is None:
+            with pytest.raises(StoreError, match="has more than"):
+                read(uri, export=export)
+        else:
+            assert (read(uri, export=export) is not None) == expected
+
+
+def test_a_run_with_another_name_or_other_numbers_is_not_this_one(s3: Any, read: Ask) -> None:
+    uri = f"{URI}/team/others"
+    put_files(s3, uri, finished_run("tiny", NUMBERS))
+
+    assert read(uri) is not None
+    assert read(uri, name="other") is None
+    assert read(uri, numbers=Numbers({**NUMBERS.values, "training.seed": 8})) is None
+
+
+def finish(s3: Any, scene: Scene, job: dict[str, Any]) -> str:
+    """Put the finished run of a job where it saves; its place."""
+    uri = f"{URI}/{place_of(job)}"
+    numbers = Numbers.of(read_spec(job).spec)
+    put_files(s3, uri, finished_run(job["metadata"]["name"], numbers, namespace=scene.namespace))
+    return uri
+
+
+def test_a_job_of_a_complete_run_gets_no_job_and_one_of_another_run_does(
+    versitygw: ObjectStore, s3: Any, start_operator: StartOperator, own_scene: Scene
+) -> None:
+    # Given the place of a run that is complete, as one that was deleted has left it
+    first = own_scene.submit("again", checkpoint={})
+    uri = finish(s3, own_scene, first)
+    own_scene.delete("sftjobs", "again")
+    own_scene.until(lambda: own_scene.get("sftjobs", "again") is None)
+
+    # When it is made anew, and another one beside it
+    start_operator(namespace=own_scene.namespace, environment=versitygw.environment(), store=settings(versitygw))
+    own_scene.submit("again", checkpoint={})
+    own_scene.submit("other", checkpoint={})
+
+    # Then it is complete, told as one that index 0 ended, and only the other one begins
+    status = own_scene.until_state("again", "Complete")
+    own_scene.until_pods("other", 2)
+    assert own_scene.get("jobs", "again") is None
+    assert own_scene.get("configmaps", "again-config") is None
+    assert (status["attempt"], status["progress"]["summary"], status["progress"]["percent"]) == (1, "10/10", 100)
+    assert status["export"] == {"uri": f"{uri}/export", "step": STEP}
+    assert status["completionTime"]
+    sentence = f"the run in {uri} is complete since step {STEP}: nothing is left to train"
+    assert status["message"] == sentence
+    assert own_scene.condition("again", "Complete")["reason"] == "TrainingComplete"
+    told = own_scene.until(lambda: events_of(own_scene, "again"))
+    assert [(event["reason"], event["message"]) for event in told] == [("Complete", sentence)]
+    checkpoints = own_scene.until(lambda: own_scene.status("again").get("checkpoints"))
+    assert (checkpoints["latest"]["step"], checkpoints["latest"]["verified"]) == (STEP, True)
+
+
+def events_of(scene: Scene, name: str) -> list[dict[str, Any]]:
+    return scene.list("events", f"?fieldSelector=involvedObject.name={name},involvedObject.kind=SFTJob")
+
+
+def test_a_store_that_does_not_answer_holds_up_no_job(
+    versitygw: ObjectStore, s3: Any, supervisors: Supervisors, start_operator: StartOperator, own_scene: Scene
+) -> None:
+    with gate(versitygw.endpoint, holds=lambda line: True) as way:
+        platform = settings(versitygw)
+        platform["s3"]["endpoint"] = way.endpoint
+        start_operator(namespace=own_scene.namespace, environment=versitygw.environment(), store=platform)
+
+        own_scene.submit("waiting", checkpoint={})
+
+        own_scene.until_pods("waiting", 2)
+        assert way.held.is_set()
+
+
+def test_a_store_that_refuses_holds_up_no_job(
+    versitygw: ObjectStore, s3: Any, start_operator: StartOperator, own_scene: Scene
+) -> None:
+    wrong = {**versitygw.environment(), "AWS_ACCESS_KEY_ID": "nobody"}
+    start_operator(namespace=own_scene.namespace, environment=wrong, store=settings(versitygw))
+
+    own_scene.submit("refused", checkpoint={})
+
+    own_scene.until_pods("refused", 2)

@@ -1,0 +1,136 @@
+"""A run that is complete before its job begins: the operator finds it out where it can, and makes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sft_api.numbers import Numbers
+from sft_api.progress import Phase
+from sft_api.v1alpha1 import ExportStatus
+from sft_operator.config import StoreSettings
+from sft_operator.decisions.look import look
+from sft_operator.decisions.questions import complete_was_read
+from sft_operator.decisions.result import ReadComplete, Result
+from sft_operator.picture.memory import Memory
+from sft_operator.picture.observed import CompleteRun
+from tests.unit.operator.make import Object, job_manifest, make_child, make_job, running, training
+from tests.unit.operator.test_look import ASKED, SETTINGS, kinds, seen, state
+
+PLACE = "s3://platform/sft/team/tulu"
+STORE = StoreSettings(uri="s3://platform/sft", verify=True)
+COMPLETE = CompleteRun(
+    PLACE,
+    training(100, phase=Phase.COMPLETE, attempt=3, resumed_from_step=100).model_copy(
+        update={"export": ExportStatus(uri=f"{PLACE}/export", step=100)}
+    ),
+)
+
+
+def manifest(**spec: object) -> Object:
+    return job_manifest(**{"checkpoint": {"uri": PLACE}, **spec})
+
+
+def decided(
+    spec: Object,
+    *,
+    memory: Memory | None = None,
+    clock: float = 1000.0,
+    store: StoreSettings | None = STORE,
+    **fields: object,
+) -> Result:
+    snapshot = seen(manifest=spec, clock=clock, **ASKED, **fields)  # type: ignore[arg-type]
+    if memory is not None:
+        snapshot = replace(snapshot, memory=memory)
+    return look(snapshot, SETTINGS.model_copy(update={"store": store}))
+
+
+def questions(result: Result) -> list[ReadComplete]:
+    return [question for question in result.questions if isinstance(question, ReadComplete)]
+
+
+def test_nothing_is_made_before_the_store_has_said_whether_the_run_is_complete() -> None:
+    first = decided(manifest())
+
+    numbers = Numbers.of(make_job(checkpoint={"uri": PLACE}).spec)
+    assert questions(first) == [ReadComplete("sft-uid", PLACE, f"{PLACE}/export", "tulu", numbers)]
+    assert (first.actions, first.status, first.again) == ((), None, 2.0)
+
+    # When it does not answer at once, that the job is being prepared is said meanwhile
+    later = decided(manifest(), memory=first.memory, clock=1003)
+    assert (questions(later), later.actions, state(later)) == (questions(first), (), "Preparing")
+
+
+def test_a_complete_run_is_complete_without_a_job() -> None:
+    memory = complete_was_read(decided(manifest()).memory, COMPLETE)
+
+    result = decided(manifest(), memory=memory)
+
+    assert (result.actions, questions(result)) == ((), [])
+    status = result.status
+    assert status is not None
+    assert (status.state, status.attempt, status.job_ref) == ("Complete", 3, "")
+    assert status.progress is not None
+    assert (status.progress.step, status.progress.percent, status.progress.phase) == (100, 100, "Complete")
+    assert status.export == ExportStatus(uri=f"{PLACE}/export", step=100)
+    assert status.completion_time is not None
+    sentence = f"the run in {PLACE} is complete since step 100: nothing is left to train"
+    assert [(item.type, item.reason, item.note) for item in result.news] == [("Normal", "Complete", sentence)]
+    holds = {item.type: item.reason for item in status.conditions if item.status == "True"}
+    assert holds == {"Accepted": "Valid", "Complete": "TrainingComplete"}
+
+    # Also for an operator that begins after that was written
+    again = decided(manifest(), status=result.document)
+    assert (again.actions, questions(again), state(again)) == ((), [], "Complete")
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["not complete", "no answer"])
+def test_a_run_that_is_not_complete_or_of_which_nobody_knows_gets_its_job(answered: bool) -> None:
+    first = decided(manifest())
+
+    memory = complete_was_read(first.memory, None) if answered else first.memory
+    then = decided(manifest(), memory=memory, clock=1000 if answered else 1010)
+
+    assert (kinds(then), questions(then)) == (["CreateChildren"], [])
+
+
+@pytest.mark.parametrize(
+    ("spec", "store"),
+    [
+        ({}, None),
+        ({}, STORE.model_copy(update={"verify": False})),
+        ({"checkpoint": {"uri": "s3://platform/sft/other/tulu"}}, STORE),
+        ({"checkpoint": {"uri": "pvc://claim/tulu"}}, STORE),
+        ({"checkpoint": {"uri": PLACE, "s3": {"credentialsSecretRef": "own"}}}, STORE),
+        ({"export": {"uri": "s3://elsewhere/model"}}, STORE),
+        ({"checkpoint": {"uri": PLACE, "resume": {"policy": "never"}}}, STORE),
+    ],
+    ids=["no store", "unread", "another folder", "claim", "other credentials", "export elsewhere", "never"],
+)
+def test_what_the_operator_cannot_read_or_judge_is_left_to_the_job(spec: Object, store: StoreSettings | None) -> None:
+    result = decided(manifest(**spec), store=store)
+
+    assert questions(result) == []
+    if spec.get("checkpoint", {}).get("uri") != "s3://platform/sft/other/tulu":  # which is refused
+        assert kinds(result) == ["CreateChildren"]
+
+
+def test_a_job_that_has_begun_is_not_asked_about() -> None:
+    """Only index 0 knows what has become of it since."""
+    result = decided(manifest(), status={"state": "Recovering", "attempt": 1})
+
+    assert (kinds(result), questions(result)) == (["CreateChildren"], [])
+
+
+def test_a_suspended_job_is_asked_about_when_it_is_resumed() -> None:
+    assert questions(decided(manifest(suspend=True))) == []
+
+
+def test_what_was_found_before_a_job_was_made_says_nothing_of_it() -> None:
+    memory = complete_was_read(Memory("sft-uid"), COMPLETE)
+
+    result = decided(manifest(), memory=memory, observed=running(job=make_child()))
+
+    assert result.memory.complete_run is None
+    assert state(result) != "Complete" if result.status else True
