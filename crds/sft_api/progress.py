@@ -125,6 +125,8 @@ class Incident(ReportModel):
     disruption: bool = False
     """True when it does not count against maxRestarts: SIGTERM, a lost pod."""
     rank: int | None = None
+    host: str = Field(default="", max_length=253)
+    """Kubernetes node on which it began; empty when nobody knows it, or where more than one failed by itself."""
     attempt: int = 0
     outside: bool = False
     """True when something that does not belong to the run killed it: it tells nothing of whether the run can get on."""

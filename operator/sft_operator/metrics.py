@@ -109,6 +109,9 @@ class JobCollector(Collector):
         checkpoint = GaugeMetricFamily(
             "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
         )
+        avoided = GaugeMetricFamily(
+            "sft_job_avoided_nodes", "Nodes that the pods are kept off, after failures there.", labels=labels
+        )
         lost = CounterMetricFamily(
             "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", labels=(*labels, "cause")
         )
@@ -116,13 +119,15 @@ class JobCollector(Collector):
             states.add_metric((*job, text(status.get("state")) or "Unknown"), 1.0)
             for kind in ("failures", "disruptions"):
                 restarts.add_metric((*job, kind), float(_number(_at(status, ("restarts", kind))) or 0))
+            if nodes := status.get("avoidedNodes"):
+                avoided.add_metric(job, float(len(nodes)) if isinstance(nodes, list) else 0.0)
             time = parse_time(_at(status, ("checkpoints", "latest", "time")))
             if time:
                 checkpoint.add_metric(job, time.timestamp())
             for cause, part in LOST_CAUSES.items():
                 if (seconds := _number(_at(status, ("goodput", "lostGpuSeconds", part)))) is not None:
                     lost.add_metric((*job, cause), seconds)
-        yield from (states, restarts, checkpoint, lost)
+        yield from (states, restarts, avoided, checkpoint, lost)
         figures: list[tuple[CounterMetricFamily | GaugeMetricFamily, tuple[str, ...]]] = [
             *((CounterMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _COUNTERS),
             *((GaugeMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _FIGURES),

@@ -26,10 +26,12 @@ from .decisions.result import (
     ChangeJob,
     CreateChildren,
     Delete,
+    EndWait,
     FindJob,
     GiveUpPod,
     HealChildren,
     RemovePod,
+    RenewJob,
     Result,
 )
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
@@ -144,6 +146,11 @@ class Reconciler:
                 await self._find_job(key, action)
             case ChangeJob():
                 await self._change(key, action)
+            case RenewJob():
+                await self._renew(key, action)
+            case EndWait():
+                await self._end_wait(key, action)
+                return None
             case HealChildren():
                 await self._heal(key, action)
             case Delete():
@@ -210,6 +217,23 @@ class Reconciler:
             return
         self._picture.store("Job", changed)
         self._remember(key, job_changed)
+
+    async def _renew(self, key: Key, action: RenewJob) -> None:
+        try:
+            renewed = await self._children.renew_job(key.namespace, action)
+        except RefusedError as error:
+            self._refused(key, error)
+            return
+        self._picture.store("Job", renewed)
+        self._remember(key, job_changed)
+
+    async def _end_wait(self, key: Key, action: EndWait) -> None:
+        pod = action.pod
+        try:
+            await self._cluster.patch("Pod", key.namespace, pod.name, action.patch, subresource="status")
+        except ApiError as error:
+            # The Job controller replaces it all the same, later.
+            logger.warning("%s: the replacement of pod %s cannot be hurried: %s", key, pod.name, error)
 
     def _refused(self, key: Key, error: ChildError) -> None:
         going = isinstance(error, RefusedError) and "being terminated" in error.error.message

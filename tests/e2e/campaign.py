@@ -47,6 +47,7 @@ SCENARIOS = (
     Scenario("first-pod-evicted", disturbances.evict_first_pod, loses_pod=True, saves_first=True),
     Scenario("pod-frozen", disturbances.freeze_first_pod, failures=0),
     Scenario("half-placed", half_placed.lose_a_place, begin=half_placed.begin),
+    Scenario("node-suspected", disturbances.crash_twice_on_the_only_node, failures=2),
     Scenario("operator-killed", disturbances.kill_operator, restarts=False),
     Scenario("operator-away", disturbances.crash_and_lose_while_nobody_looks, failures=1),
     Scenario("suspended", disturbances.suspend_and_resume, saves_first=True),

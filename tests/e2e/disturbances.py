@@ -28,7 +28,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
     except OSError:
         continue
     if command[1:3] == [b"-m", b"sft_trainer"]:
-        os.kill(int(pid), signal.SIGKILL)
+        os.kill(int(pid), signal.%s)
         print("killed", pid)
         break
 else:
@@ -42,7 +42,27 @@ def nothing(stage: Stage, name: str) -> None:
 
 def kill_worker(stage: Stage, name: str) -> None:
     """SIGKILL to the worker process in pod 1."""
-    stage.kubectl("exec", pod_name(stage, name, 1), "--", "python", "-c", _KILL_A_WORKER)
+    _signal_worker(stage, name, signal.SIGKILL)
+
+
+def _signal_worker(stage: Stage, name: str, number: signal.Signals) -> None:
+    program = _KILL_A_WORKER % number.name
+    stage.kubectl("exec", pod_name(stage, name, 1), "--", "python", "-c", program)
+
+
+def crash_twice_on_the_only_node(stage: Stage, name: str) -> None:
+    """A worker crashes, and crashes again: the group is kept off the node, finds no other, and gets it back."""
+    for attempt in (2, 3):
+        step = stage.step(name)
+        _signal_worker(stage, name, signal.SIGSEGV)
+        _wait_for_attempt(stage, name, attempt)
+        stage.wait_for(name, f"step after {step}", lambda step=step: stage.step(name) > step, seconds=180)
+    stage.wait_for(name, "its node again", lambda: "lifted" in _avoided(stage, name), seconds=400)
+
+
+def _avoided(stage: Stage, name: str) -> str:
+    where = r"jsonpath={.metadata.annotations.sftjob\.dev/avoided-nodes}"
+    return stage.kubectl("get", "job", name, "-o", where)
 
 
 def delete_pod(stage: Stage, name: str) -> None:

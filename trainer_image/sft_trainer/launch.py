@@ -31,7 +31,7 @@ from pydantic import ValidationError  # noqa: E402
 from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
-from sft_trainer.supervisor.identity import POD_VARIABLE, code_version, group_token  # noqa: E402
+from sft_trainer.supervisor.identity import HOST_VARIABLE, POD_VARIABLE, code_version, group_token  # noqa: E402
 from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
 from sft_trainer.supervisor.output import Output  # noqa: E402
@@ -114,6 +114,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         token=group_token(config.job.uid, os.environ),
         version=code_version(),
         pod_uid=os.environ.get(POD_VARIABLE, ""),
+        host=os.environ.get(HOST_VARIABLE, ""),
         judged_first=options.judged_first,
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,

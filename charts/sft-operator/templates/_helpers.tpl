@@ -58,12 +58,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [batch]
+  resources: [jobs/status]
+  verbs: [patch]  # keeps a group off a node on which it fails: the template can change once startTime is away
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]  # delete: pods that a lost node cannot end
 - apiGroups: [""]
   resources: [pods/status]
-  verbs: [patch]  # the same: their replacement waits until they have failed
+  verbs: [patch]  # the same: their replacement waits until they have failed, and longer each time
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]  # pods whose supervisors stand still

@@ -101,6 +101,15 @@ class RepeatedFailure(ApiModel):
     last_time: Timestamp = Field(description="When the last of them happened.")
 
 
+class NodeFailures(ApiModel):
+    """Failures of the run that speak against one node: none like it began on another one at the same time."""
+
+    node: Annotated[str, Field(max_length=253)] = Field(description="Name of the node.")
+    failures: int = Field(description="How many, each within a day of the one before; two keep the run off the node.")
+    last_reason: Text = Field(default="", description="Class of the last one.")
+    last_time: Timestamp = Field(description="When it happened.")
+
+
 class RestartsStatus(ApiModel):
     """What went wrong so far, and what it cost."""
 
@@ -114,6 +123,9 @@ class RestartsStatus(ApiModel):
     last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
     repeated: RepeatedFailure | None = Field(
         default=None, description="The last failures that were the run's own, as long as they are of one kind."
+    )
+    nodes: Annotated[list[NodeFailures], Field(max_length=20)] = Field(
+        default_factory=list, description="Nodes against which failures of the last day speak, the latest first."
     )
     replaced_pods: int = Field(default=0, description="Pods of the present Job that are counted in here.")
     counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=5000)] = Field(
@@ -177,6 +189,9 @@ class SFTJobStatus(ApiModel):
     )
     retried: Annotated[str, Field(max_length=256)] = Field(
         default="", description="Value of the annotation sftjob.dev/retry for which the job began again last."
+    )
+    avoided_nodes: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=10)] = Field(
+        default_factory=list, description="Nodes that the pods are kept off, after failures there."
     )
     job_ref: Text = Field(default="", description="Name of the Job that runs the pods.")
     pods_ready: Text = Field(default="", description="Ready pods of all, for example 2/2.")

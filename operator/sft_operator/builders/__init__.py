@@ -1,5 +1,6 @@
 """Pure functions that build the children of an SFTJob as plain dicts. No I/O, no clock, no randomness."""
 
+from .affinity import kept_off
 from .config_copy import config_digest, copy_annotations, restored_config_map
 from .config_map import build_config_map, trainer_config
 from .job import build_job
@@ -14,6 +15,7 @@ __all__ = [
     "config_digest",
     "copy_annotations",
     "followed_labels",
+    "kept_off",
     "owner_reference",
     "restored_config_map",
     "trainer_config",

@@ -181,6 +181,7 @@ def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
     for name, path in (
         ("SFT_POD_UID", "metadata.uid"),
         ("SFT_GROUP_UID", "metadata.labels['batch.kubernetes.io/controller-uid']"),
+        ("SFT_NODE_NAME", "spec.nodeName"),
     ):
         variables[name] = {"valueFrom": {"fieldRef": {"fieldPath": path}}}
     token = spec.model.token_secret_ref

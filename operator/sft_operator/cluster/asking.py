@@ -11,7 +11,7 @@ import aiohttp
 from sft_api.times import parse_time
 
 from ..decisions import questions
-from ..decisions.gangs import SCALE_UP
+from ..decisions.avoidance import SCALE_UP
 from ..decisions.result import AskKueue, AskTrainer, Question, ReadComplete, ReadEvents, ReadNamespace, ReadStore
 from ..metrics import OperatorMetrics
 from ..picture.memory import Memory

@@ -20,10 +20,12 @@ from ..builders import (
     build_service,
     config_digest,
     copy_annotations,
+    kept_off,
     owner_reference,
     restored_config_map,
 )
 from ..config import Settings
+from ..decisions.result import RenewJob
 from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, UID_LABEL, config_map_name
 from ..picture.observed import ChildJob, Manifest, Refusal
 from ..picture.owners import controller, has_controller, owner_uid
@@ -134,6 +136,33 @@ class Children:
         with _told("Job"):
             return await self._cluster.patch("Job", namespace, child.name, patch)
 
+    async def renew_job(self, namespace: str, renewal: RenewJob) -> Manifest:
+        """The Job, whose pods are kept off other nodes from now on; as it is when it does not rest any more.
+
+        Its template can be changed while it rests and has never started, as its status says, so that is taken away
+        first. Whoever changes the Job meanwhile has all of it looked at again.
+        """
+        name = renewal.job.name
+        with _told("Job"):
+            job = await self._cluster.get("Job", namespace, name, whole=True)
+        if part(job, "metadata").get("uid") != renewal.job.uid or part(job, "spec").get("suspend") is not True:
+            return job
+        affinity = part(job, "spec", "template", "spec").get("affinity")
+        template = {"template": {"spec": {"affinity": kept_off(affinity, renewal.before, renewal.nodes)}}}
+        try:
+            if part(job, "status").get("startTime") is not None:
+                never_started = {**_unchanged(job), "status": {"startTime": None}}
+                with _told("Job"):
+                    job = await self._cluster.patch("Job", namespace, name, never_started, subresource="status")
+            with _told("Job"):
+                return await self._cluster.patch("Job", namespace, name, _merged(job, renewal.patch, template))
+        except RefusedError as error:
+            if error.error.code not in (400, 403, 422):
+                raise
+            logger.warning("%s/%s: its pods cannot be kept off other nodes: %s", namespace, name, error)
+        with _told("Job"):
+            return await self._cluster.patch("Job", namespace, name, _merged(job, renewal.otherwise, {}))
+
     async def heal(self, owner: ObjectMeta, child: ChildJob) -> None:
         """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well."""
         wanted = [build_service(owner)]
@@ -229,6 +258,17 @@ class Children:
             gone = ApiError(503, "Conflict", f"{exists.message}; it has gone since")
             raise RefusedError(kind, gone) from exists
         return found
+
+
+def _unchanged(job: Manifest) -> Manifest:
+    """For a patch of what was read: the API server refuses it if somebody has changed the object since."""
+    return {"metadata": {name: job["metadata"][name] for name in ("uid", "resourceVersion")}}
+
+
+def _merged(job: Manifest, patch: Manifest, spec: Manifest) -> Manifest:
+    """``patch`` with more of the ``spec``, of the ``job`` as it was read."""
+    metadata = {**_unchanged(job)["metadata"], **patch["metadata"]}
+    return {"metadata": metadata, "spec": {**patch.get("spec", {}), **spec}}
 
 
 def _all_good(answers: list[_Answer | BaseException]) -> list[_Answer]:

@@ -107,9 +107,9 @@ class Cluster:
         """The time by the clock of the API server, by which it writes the times of objects."""
         return self._clock.now()
 
-    async def get(self, kind: str, namespace: str | None, name: str) -> Manifest:
-        """One object."""
-        return await self._request("get", kind, "GET", self._url(kind, namespace, name))
+    async def get(self, kind: str, namespace: str | None, name: str, *, whole: bool = False) -> Manifest:
+        """One object: at least what is read of it, or the ``whole``."""
+        return await self._request("get", kind, "GET", self._url(kind, namespace, name), is_whole=whole)
 
     async def list(
         self, kind: str, namespace: str | None, *, labels: str = "", fields: str = "", at_most: int | None = None
@@ -270,6 +270,7 @@ class Cluster:
         content_type: str = "application/json",
         accept: str = "application/json",
         is_read: bool = True,
+        is_whole: bool = False,
     ) -> Manifest:
         data = written(body) if body is not None else None
         if self._requests is not None:
@@ -289,7 +290,7 @@ class Cluster:
         if not is_read:
             return {}
         try:
-            document: Manifest = read_object(kind, answer.body)
+            document: Manifest = read(answer.body) if is_whole else read_object(kind, answer.body)
         except (ValueError, RecursionError) as error:
             raise aiohttp.ClientPayloadError(f"the answer is no JSON: {error}") from error
         return document

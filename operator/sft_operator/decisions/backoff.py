@@ -6,13 +6,18 @@ further one, at most ten minutes; losses that are free (``Ignore``) count as wel
 """
 
 import math
+from collections.abc import Container
 from datetime import datetime, timedelta
 
-from ..picture.observed import Observed, Pod
+from ..names import WAIT_ENDED_ANNOTATION
+from ..picture.observed import Manifest, Observed, Pod
+from .failures import loss, pod_key
 
 _FIRST = timedelta(seconds=10)
 _LONGEST = timedelta(minutes=10)
 _MOST_DOUBLINGS = 10
+_WORTH_SECONDS = 2.0
+"""Of a wait that is left: less is not worth a request."""
 _SHOWN_SECONDS = 10
 """The wait is told in steps of so many seconds: each is a write of the status."""
 _SHOWN_INDEXES = 5
@@ -20,15 +25,22 @@ _SHOWN_INDEXES = 5
 
 def remaining(pod: Pod, now: datetime) -> float:
     """Seconds until ``pod``, the last that its index has lost, is replaced; at most zero when it is due."""
+    since, wait = _since(pod), _wait(pod)
+    if since is None:
+        return 0.0
+    return min(wait, since + wait - now).total_seconds()  # two clocks may differ by a little
+
+
+def _since(pod: Pod) -> datetime | None:
     ended = pod.terminated.finished if pod.terminated else None
     ready = pod.conditions.get("Ready")
     not_ready = ready.time if ready and not ready.status else None
-    since = ended or not_ready or pod.deletion_began or pod.created
-    if since is None:
-        return 0.0
+    return ended or not_ready or pod.deletion_began or pod.created
+
+
+def _wait(pod: Pod) -> timedelta:
     doublings: int = min(pod.replaced, _MOST_DOUBLINGS)
-    wait = min(_LONGEST, _FIRST * (1 << doublings))
-    return min(wait, since + wait - now).total_seconds()  # two clocks may differ by a little
+    return min(_LONGEST, _FIRST * (1 << doublings))
 
 
 def _waiting(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
@@ -37,6 +49,41 @@ def _waiting(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
     lost = [pod for pod in newest.values() if pod.phase == "Failed"]
     waiting = [(left, pod) for pod in lost if (left := remaining(pod, now)) > 0]
     return sorted(waiting, key=lambda item: item[0], reverse=True)
+
+
+def waits_to_end(observed: Observed, counted: Container[str], now: datetime) -> list[tuple[Pod, Manifest]]:
+    """Lost pods whose index need not wait as long as it would, with the patch of their status that says so.
+
+    Whatever ended such a pod does not lie in the run, and the pod had run for longer than its index would wait: that
+    slows no loop of pods that end as soon as they begin. The first wait of 10 s remains. What its annotations tell of
+    losses before it has to be ``counted`` first, as the status has it.
+    """
+    child = observed.job
+    if child is None or child.suspended or child.deleting or child.complete or child.failed:
+        return []
+    return [
+        (pod, _wait_ended_patch(pod))
+        for left, pod in _waiting(observed, now)
+        if pod.replaced and left > _WORTH_SECONDS and pod_key(pod) in counted and _is_worth_it(pod)
+    ]
+
+
+def _is_worth_it(pod: Pod) -> bool:
+    item = loss(pod, gone=False)
+    from_outside = item is not None and (item.disruption or item.outside)
+    return from_outside and _ran_seconds(pod) >= _wait(pod).total_seconds()
+
+
+def _ran_seconds(pod: Pod) -> float:
+    ended = pod.terminated
+    began, end = (ended.started, ended.finished) if ended else (pod.started, _since(pod))
+    return (end - began).total_seconds() if began and end else 0.0
+
+
+def _wait_ended_patch(pod: Pod) -> Manifest:
+    names = (f"batch.kubernetes.io/job-index-{counter}-count" for counter in ("failure", "ignored-failure"))
+    counts = {**dict.fromkeys(names, "0"), WAIT_ENDED_ANNOTATION: str(pod.replaced + pod.uncounted)}
+    return {"metadata": {"uid": pod.uid, "annotations": counts}}
 
 
 def waits(observed: Observed, now: datetime) -> str:

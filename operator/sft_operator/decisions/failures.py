@@ -68,6 +68,11 @@ def with_advice(failure: FailureClass, message: str) -> str:
     return message if advice is None or advice in message else f"{message}; {advice}"
 
 
+def pod_key(pod: Pod) -> str:
+    """By which the status knows that the loss of ``pod`` was counted."""
+    return f"pod/{pod.uid}"
+
+
 def loss(pod: Pod, *, gone: bool) -> Loss | None:
     """Why ``pod`` was lost; None when it was not (it lives, or is complete). ``gone``: it was deleted."""
     if pod.phase == "Succeeded" or (not gone and pod.phase != "Failed"):

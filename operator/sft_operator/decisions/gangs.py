@@ -14,12 +14,14 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from sft_api.times import parse_time, shifted, timestamp
+from sft_api.v1alpha1 import RestartsStatus
 
 from ..names import RELEASED_ANNOTATION
 from ..picture import untrusted
-from ..picture.observed import ChildJob, Manifest, Observed, Pod
+from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from ..picture.untrusted import integer, part, text
+from .avoidance import MOST_AVOIDED, SCALE_UP, Avoided, anew_words, avoided_of, lifted_at, newly_avoided
 from .pauses import doubled, spread
 from .spec import Terms, start_deadline_seconds
 
@@ -29,10 +31,10 @@ _FIRST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 900.0
 _KUEUES_PATIENCE = timedelta(seconds=60)
 """Beyond our deadline: its own may be longer."""
+_TOLD_BY_KUEUE = timedelta(seconds=5)
+"""In which it writes what it writes of each group that it starts."""
 _LOOK_AGAIN_SECONDS = 5.0
 """While others have to go first."""
-SCALE_UP = frozenset({"TriggeredScaleUp", "Nominated"})
-"""Events of a pod for which a node is on its way: of the cluster autoscaler, and of Karpenter."""
 
 
 class Release(NamedTuple):
@@ -45,6 +47,8 @@ class Release(NamedTuple):
     """When it tries again."""
     placed: int
     """Pods that had a place."""
+    avoid: tuple[str, ...] | None = None
+    """It begins anew off these nodes alone; None: it had given its places back."""
 
 
 class Rival(NamedTuple):
@@ -78,7 +82,9 @@ def release_of(child: ChildJob) -> Release | None:
     if at is None or until is None:
         return None
     times, placed = (integer(said.get(name)) or 0 for name in ("times", "placed"))
-    return Release(times, at, until, placed)
+    avoid = said.get("avoid")
+    nodes = tuple(text(node, longest=253) for node in avoid[:MOST_AVOIDED]) if isinstance(avoid, list) else None
+    return Release(times, at, until, placed, nodes and tuple(filter(None, nodes)))
 
 
 def half_placed_since(observed: Observed) -> datetime | None:
@@ -90,13 +96,13 @@ def half_placed_since(observed: Observed) -> datetime | None:
     if child is None or child.suspended or child.deleting or child.complete or child.failed:
         return None
     live = [pod for pod in observed.active_pods if pod.deletion is None]
-    placed, waiting = [pod for pod in live if pod.node], [pod for pod in live if _finds_no_room(pod)]
+    placed, waiting = [pod for pod in live if pod.node], [pod for pod in live if pod.unplaced]
     if not placed or not waiting or len(placed) + len(waiting) < len(live):
         return None
     begun = [pod.started for pod in placed if pod.started]
     if len(begun) < len(placed):
         return None
-    refused = [time for pod in waiting if (time := pod.conditions["PodScheduled"].time)]
+    refused = [pod.unplaced.time for pod in waiting if pod.unplaced and pod.unplaced.time]
     if not refused:
         return None
     names = {f"Pod/{pod.name}" for pod in waiting}
@@ -109,17 +115,10 @@ def _gives_back(observed: Observed) -> datetime | None:
     return None if observed.job and observed.job.queue else half_placed_since(observed)
 
 
-def _finds_no_room(pod: Pod) -> bool:
-    scheduled = pod.conditions.get("PodScheduled")
-    if pod.node or scheduled is None or scheduled.status or scheduled.reason != "Unschedulable":
-        return False
-    # Its claim is to be bound first: that there is no room is not known.
-    return "unbound" not in scheduled.message and "persistentvolumeclaim" not in scheduled.message.lower()
-
-
 def unplaced_pods(observed: Observed) -> list[str]:
-    """Uids of the pods that find no room while others of their group have a place."""
-    return [pod.uid for pod in observed.active_pods if _finds_no_room(pod)] if half_placed_since(observed) else []
+    """Uids of the pods that find no room while others of their group have a place, or are kept off nodes."""
+    waits = half_placed_since(observed) or (observed.job and observed.job.avoided)
+    return [pod.uid for pod in observed.active_pods if pod.unplaced] if waits else []
 
 
 def rivals_of(key: Key, jobs: Iterable[tuple[Key, Manifest, Observed]], now: datetime) -> Rivals:
@@ -139,23 +138,67 @@ def rivals_of(key: Key, jobs: Iterable[tuple[Key, Manifest, Observed]], now: dat
     return Rivals(tuple(found), settled)
 
 
+class Renewal(NamedTuple):
+    """What the template of a Job that rests becomes."""
+
+    avoided: Avoided
+    """Nodes that its pods are kept off from now on."""
+    resume: bool = True
+
+
 class Turn(NamedTuple):
     """What becomes of a group now."""
 
     patch: Manifest | None = None
     """Of its Job."""
+    renewal: Renewal | None = None
     wait: float | None = None
     """Seconds after which to look again."""
 
 
-def take_turn(key: Key, manifest: Manifest, terms: Terms, observed: Observed, rivals: Rivals, now: datetime) -> Turn:
-    """Give the places back, try again, or forget that it ever had to."""
+def take_turn(
+    key: Key,
+    manifest: Manifest,
+    terms: Terms,
+    observed: Observed,
+    rivals: Rivals,
+    now: datetime,
+    restarts: RestartsStatus | None = None,
+) -> Turn:
+    """Give the places back, begin anew elsewhere, try again, or forget that it ever had to."""
     child = observed.job
     if child is None or child.deleting or child.complete or child.failed:
         return Turn()
     release = release_of(child)
     if child.suspended:
-        return _resume(terms, child, release, now)
+        return _resume(terms, child, release, observed, now)
+    # What has a queue is Kueue's to place, which takes a template for its own once it has admitted it.
+    lifted = None
+    if not terms.suspend and not child.queue:
+        times = release.times if release else 0
+        lifted = lifted_at(terms, observed)
+        if lifted is not None and lifted <= now:
+            return Turn(_released(observed, now, now, times, avoid=()))
+        if avoided := newly_avoided(restarts or RestartsStatus(), observed, now):
+            return Turn(_released(observed, now, now, times, avoid=tuple(avoided.nodes)))
+    turn = _give_back(key, manifest, terms, observed, child, rivals, now)
+    if turn.patch is not None or lifted is None:
+        return turn
+    left = (lifted - now).total_seconds()
+    return Turn(wait=left if turn.wait is None else min(left, turn.wait))
+
+
+def _give_back(
+    key: Key,
+    manifest: Manifest,
+    terms: Terms,
+    observed: Observed,
+    child: ChildJob,
+    rivals: Rivals,
+    now: datetime,
+) -> Turn:
+    """Whether a group that is placed in part gives its places back."""
+    release = release_of(child)
     since = _gives_back(observed)
     if since is None:
         complete = sum(pod.ready for pod in observed.active_pods) >= terms.nodes
@@ -175,20 +218,36 @@ def take_turn(key: Key, manifest: Manifest, terms: Terms, observed: Observed, ri
     if rivals.settled is not None and rivals.settled > now:
         return Turn(wait=_LOOK_AGAIN_SECONDS)
     times = min((release.times if release else 0) + 1, 1000)
-    until = shifted(now, pause_seconds(terms.uid, times))
+    return Turn(_released(observed, now, shifted(now, pause_seconds(terms.uid, times)), times))
+
+
+def _released(
+    observed: Observed, now: datetime, until: datetime, times: int, *, avoid: tuple[str, ...] | None = None
+) -> Manifest:
     placed = sum(bool(pod.node) for pod in observed.active_pods)
     said = {"times": times, "at": timestamp(now), "until": timestamp(until), "placed": placed}
-    return Turn({**_annotated(json.dumps(said)), "spec": {"suspend": True}})
+    if avoid is not None:
+        said["avoid"] = list(avoid)
+    return {**_annotated(json.dumps(said)), "spec": {"suspend": True}}
 
 
-def _resume(terms: Terms, child: ChildJob, release: Release | None, now: datetime) -> Turn:
+def _resume(terms: Terms, child: ChildJob, release: Release | None, observed: Observed, now: datetime) -> Turn:
+    avoided = avoided_of(child)
+    if child.queue and avoided.nodes and not observed.active_pods:
+        # Kueue takes the template for the user's own, and nobody could lift what stands there.
+        return Turn(renewal=Renewal(Avoided({}), resume=False))
     if not child.released or terms.suspend:
         return Turn()
     if child.queue:
         return Turn(_annotated(None))  # from now on it is Kueue's to resume
     if release is not None and (left := (release.until - now).total_seconds()) > 0:
         return Turn(wait=left)
-    return Turn({"spec": {"suspend": False}})
+    if release is None or release.avoid is None:
+        return Turn({"spec": {"suspend": False}})
+    if observed.active_pods:
+        return Turn()  # they save; their ends will tell
+    kept = {node: avoided.nodes.get(node, now) for node in release.avoid}
+    return Turn(renewal=Renewal(Avoided(kept, None if kept else now)))
 
 
 def pause_seconds(uid: str, times: int) -> float:
@@ -205,9 +264,11 @@ def _created(manifest: Manifest) -> str:
     return text(part(manifest, "metadata").get("creationTimestamp"))
 
 
-def release_words(terms: Terms, child: ChildJob) -> str:
-    """Why a Job is suspended whose group has given its places back."""
+def release_words(terms: Terms, child: ChildJob, restarts: RestartsStatus) -> str:
+    """Why a Job is suspended whose group has given its places back, or begins anew elsewhere."""
     release = release_of(child)
+    if release and release.avoid is not None:
+        return anew_words(restarts, child, release.avoid)
     placed = f"{release.placed} of {terms.nodes} pods" if release else "some pods"
     again = f"; tries again at {timestamp(release.until)}" if release else ""
     times = f", {release.times} times in a row" if release and release.times > 1 else ""
@@ -218,7 +279,11 @@ def release_words(terms: Terms, child: ChildJob) -> str:
 
 
 def deadline_words(terms: Terms, observed: Observed) -> str:
-    """Until when the pods that are placed wait for the others; empty when none has to."""
+    """Until when the pods that are placed wait for the others, or those that are kept off nodes for a place."""
+    if observed.job and not observed.job.queue and (lifted := lifted_at(terms, observed)):
+        kept = ", ".join(avoided_of(observed.job).nodes)
+        until = timestamp(lifted)
+        return f"the run is kept off {kept}, where it has failed, and no longer once there is no room until {until}"
     since = _gives_back(observed)
     if since is None:
         return ""
@@ -226,14 +291,33 @@ def deadline_words(terms: Terms, observed: Observed) -> str:
     return f"unless all find a place, those that have one give it back at {due} (spec.runPolicy.startDeadlineSeconds)"
 
 
-def left_by_kueue(terms: Terms, observed: Observed, now: datetime) -> str:
-    """That Kueue lets a group keep its places of which a part finds none; empty when it does not, or may act still."""
+class Left(NamedTuple):
+    """What Kueue does with a group of which a part finds no place."""
+
+    words: str
+    stalled: bool
+    """Somebody has to change something."""
+
+
+def left_by_kueue(terms: Terms, observed: Observed, now: datetime) -> Left | None:
+    """That Kueue lets a group keep its places of which a part finds none; None when it does not, or may act still.
+
+    Its Workload has a condition PodsReady where waitForPodsReady is on, and there alone.
+    """
     child, since = observed.job, half_placed_since(observed)
     if child is None or not child.queue or since is None:
-        return ""
-    if now < shifted(since, terms.start_deadline_seconds) + _KUEUES_PATIENCE:
-        return ""
+        return None
+    due = shifted(since, terms.start_deadline_seconds)
+    late = now >= due + _KUEUES_PATIENCE
+    workload = observed.queueing.workload if observed.queueing else None
+    keeps = f"so since {timestamp(since)}, and Kueue does not take the places back of those that have one"
+    if workload is None:
+        return Left(f"{keeps}: is its waitForPodsReady on?", True) if late else None
+    ready = workload.conditions.get("PodsReady")
+    if ready is None:
+        told = now - since >= _TOLD_BY_KUEUE
+        return Left(f"{keeps}: have waitForPodsReady switched on in its configuration", now >= due) if told else None
+    were_ready = ready.status or ready.reason == "WaitForRecovery"
     return (
-        f"so since {timestamp(since)}, and Kueue does not take the places back of those that have one: is its "
-        "waitForPodsReady on?"
+        Left(f"{keeps}: waitForPodsReady is on, but has it a recoveryTimeout?", True) if late and were_ready else None
     )

@@ -6,12 +6,13 @@ Read ``look`` from top to bottom.
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from sft_api.v1alpha1 import KIND, SFTJob, SFTJobStatus
+from sft_api.v1alpha1 import KIND, RestartsStatus, SFTJob, SFTJobStatus
 
 from ..config import Settings
 from ..picture.memory import changed
 from ..picture.observed import Observed
-from .backoff import seconds_to_next_word
+from .avoidance import renew_job
+from .backoff import seconds_to_next_word, waits_to_end
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
 from .gangs import take_turn
 from .healing import plan_healing
@@ -28,7 +29,7 @@ from .questions import (
     read_store,
 )
 from .removal import plan_removals
-from .result import AskTrainer, CreateChildren, GiveUpPod, HealChildren, Result
+from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result
 from .retry import retry_wanted, retry_word
 from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
@@ -88,6 +89,7 @@ class _Look(Notes):
         # holds. What the API server could not do just now is tried again in a moment.
         wrong = wrong or self._change(job, terms)
         self._heal(terms)
+        self._end_waits()
         self._give_up_stuck()
         self._remove_silent()
         self._wait_out_hiccups()
@@ -159,7 +161,7 @@ class _Look(Notes):
 
     def _ask(self, terms: Terms, job: SFTJob | None) -> None:
         observed, previous, clock = self._observed, self._previous, self._clock
-        self._asked(ask_kueue(self._memory, terms, observed.job, previous, clock=clock))
+        self._asked(ask_kueue(self._memory, terms, observed, previous, clock=clock))
         self._asked(read_namespace(self._memory, observed, clock=clock))
         self._asked(read_events(self._memory, observed, previous, pods_wanted=terms.nodes, now=self._now, clock=clock))
         self._asked(ask_trainer(self._memory, observed, previous, self._settings, clock=clock, followed=self._followed))
@@ -191,12 +193,14 @@ class _Look(Notes):
         if self._changes_wait:
             return None
         # Places that a group holds for nothing are given back; what somebody wishes comes first.
-        turn = take_turn(self._key, self._manifest, terms, self._observed, self._rivals, self._now)
+        turn = take_turn(
+            self._key, self._manifest, terms, observed, self._rivals, self._now, previous.restarts or RestartsStatus()
+        )
         self._look_in(turn.wait)
-        patch = changes.patch_job or turn.patch
+        patch, renewal = changes.patch_job or turn.patch, None if changes.patch_job else turn.renewal
         if changes.delete_job and child:
             self._delete("Job", child.name, child.uid)
-        elif not changes.create and not patch and not changes.find_job:
+        elif not changes.create and not patch and not renewal and not changes.find_job:
             self._remember(refusal=None, refusals=0)
         elif (wait := self._memory.next_creation - self._clock) > 0:
             self._look_in(wait)
@@ -204,6 +208,8 @@ class _Look(Notes):
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
         elif patch and child:
             self._patch(child, patch)
+        elif renewal and child:
+            self._act(renew_job(child, renewal.avoided, self._now, resume=renewal.resume))
         elif changes.find_job:
             self._find_job(terms)
         return None
@@ -233,6 +239,17 @@ class _Look(Notes):
         memory = self._memory
         met = (memory.refusal, memory.healing.refusal if memory.healing else None)
         self._words_wait = self._words_wait or any(refusal is not None and refusal.untold for refusal in met)
+
+    def _end_waits(self) -> None:
+        """Once for each lost pod: where that is refused, its index waits as long as the Job controller has it."""
+        ended = dict.fromkeys(self._memory.waits_ended)
+        counted = self._previous.restarts.counted if self._previous.restarts else ()
+        for pod, patch in waits_to_end(self._observed, counted, self._now):
+            if pod.uid not in ended:
+                self._actions.append(EndWait(pod, patch))
+                ended[pod.uid] = None
+        present = {pod.uid for pod in self._observed.pods}
+        self._remember(waits_ended=tuple(uid for uid in ended if uid in present))
 
     def _give_up_stuck(self) -> None:
         observed, now, clock = self._observed, self._now, self._clock

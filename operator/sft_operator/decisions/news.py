@@ -7,6 +7,7 @@ from sft_api.v1alpha1 import API_VERSION, KIND, CheckpointStatus, RestartsStatus
 
 from ..names import MANAGER
 from ..picture.observed import Manifest
+from .suspects import SUSPECT_AFTER, in_words
 
 _SENTENCES = {"Running": "training goes on", "Complete": "training is complete"}
 _ON_THE_WAY = ("Preparing", "Queued", "Starting", "Suspending")
@@ -32,6 +33,7 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News("Warning", "Restarting", f"{new.last_reason}: {new.last_message}"))
     elif new.disruptions > old.disruptions:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
+    told += _of_nodes(before, after)
     if before.state == "Failed" and after.retried != before.retried:
         told.append(News("Normal", "Retried", after.message))
     if (start := _goes_on_from(before, after)) is not None:
@@ -45,6 +47,25 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
     elif problem and (known is None or known.reason != problem.reason):
         told.append(News("Warning", problem.reason, problem.message))
+    return told
+
+
+def _of_nodes(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
+    """Nodes on which the run has failed, and whether it is kept off them."""
+    old, new = before.restarts or RestartsStatus(), after.restarts or RestartsStatus()
+    known = {item.node for item in old.nodes if item.failures >= SUSPECT_AFTER}
+    suspected = [item for item in new.nodes if item.failures >= SUSPECT_AFTER]
+    told = [
+        News("Warning", "NodeSuspected", f"{in_words(item)}: have it checked")
+        for item in suspected
+        if item.node not in known
+    ]
+    added = [node for node in after.avoided_nodes if node not in before.avoided_nodes]
+    if added:
+        told.append(News("Warning", "NodeAvoided", f"the pods of the run are kept off {', '.join(added)} for a day"))
+    if before.avoided_nodes and not after.avoided_nodes and after.job_ref and after.completion_time is None:
+        kept = ", ".join(before.avoided_nodes)
+        told.append(News("Normal", "NodeAvoidanceLifted", f"the pods of the run are kept off {kept} no longer"))
     return told
 
 

@@ -15,6 +15,7 @@ from ..config import Settings, StoreSettings
 from ..picture.memory import FIRST_EVENTS_SECONDS, KueuePace, Memory, changed
 from ..picture.observed import ChildJob, CompleteRun, Observed, Report, Stored, Unanswered, Warning
 from ..picture.workload import Queueing
+from .gangs import half_placed_since
 from .places import is_readable
 from .problems import wants_events
 from .queue import asks_kueue, wants_stop
@@ -98,9 +99,10 @@ def trainer_answered(
 # Kueue
 
 
-def ask_kueue(memory: Memory, terms: Terms, child: ChildJob | None, previous: SFTJobStatus, *, clock: float) -> Asked:
+def ask_kueue(memory: Memory, terms: Terms, observed: Observed, previous: SFTJobStatus, *, clock: float) -> Asked:
     """Ask what Kueue says of a job that waits, and tell it to stop one or to let it go on."""
-    if child is None or not asks_kueue(terms, child):
+    child = observed.job
+    if child is None or not asks_kueue(terms, child, half_placed=half_placed_since(observed) is not None):
         return Asked(changed(memory, kueue=None, queueing=None))
     stop = wants_stop(terms, child)
     subject = (child.uid, stop, child.suspended, tuple(sorted(child.kueue_labels.items())))

@@ -38,11 +38,11 @@ _MORE_THAN_THERE_IS = "> maximum capacity"
 """In the message of a Workload that is Pending."""
 
 
-def asks_kueue(terms: Terms, child: ChildJob) -> bool:
+def asks_kueue(terms: Terms, child: ChildJob, *, half_placed: bool = False) -> bool:
     """Whether what Kueue says matters now: of what runs as it should, and of what nobody else holds, it does not."""
     if child.deleting or child.complete or child.failed:
         return False
-    if terms.suspend:
+    if terms.suspend or (half_placed and child.queue is not None):
         return True
     return child.suspended and (child.queue is not None or not (child.suspended_by_us or child.released))
 

@@ -8,15 +8,18 @@ the Job controller counts the losses of each index.
 """
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from sft_api.failures import is_retryable
 from sft_api.restarts import Reached, count_disruptions, count_failure, count_incidents
 from sft_api.v1alpha1 import RestartsStatus
 
 from ..picture.observed import ChildJob, Observed, Pod
-from .failures import Loss, loss, with_advice
+from . import suspects
+from .failures import Loss, loss, pod_key, with_advice
+from .gangs import release_of
 
+_CLOCKS_DIFFER = timedelta(seconds=5)
 KEPT_INCIDENT_KEYS = 250
 """A report lists at most 100 incidents, each of which may hold two keys."""
 
@@ -24,7 +27,9 @@ KEPT_INCIDENT_KEYS = 250
 def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Reached, now: datetime) -> RestartsStatus:
     """The counts after what is observed now; ``reached`` is how far the run is known to have got."""
     incidents = observed.report.progress.incidents if observed.report else []
+    new = [incident for incident in incidents if incident.id not in previous.counted]
     restarts = count_incidents(previous, incidents, checkpoint_step=reached.checkpoint_step, in_words=with_advice)
+    restarts = suspects.with_incidents(restarts, new)
     counted = dict.fromkeys(restarts.counted)
     job = observed.job
     if job is None or job.deleting or (job.suspended and not observed.pods):
@@ -32,11 +37,16 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
         restarts = restarts.model_copy(update={"replaced_pods": 0})
     elif not job.complete and not job.failed:
         for item in _losses(observed):
-            if (key := _pod_key(item.pod)) not in counted:
+            if (key := pod_key(item.pod)) not in counted:
                 counted[key] = None
                 restarts = restarts.model_copy(update={"replaced_pods": restarts.replaced_pods + 1})
-                if _meant_to_run(job, item.pod):
+                if _meant_to_run(job, item):
                     restarts = _with_loss(restarts, item, reached, now)
+            if item.pod.uncounted and (key := f"{key}/wait-ended") not in counted:
+                # As many as its annotations do not tell of any more, nor those of its replacement.
+                counted[key] = None
+                told = max(0, restarts.replaced_pods - item.pod.uncounted)
+                restarts = restarts.model_copy(update={"replaced_pods": told})
         restarts = _with_unseen(restarts, observed.pods, now)
     return restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
 
@@ -48,6 +58,8 @@ def _losses(observed: Observed) -> list[Loss]:
 
 def _with_loss(restarts: RestartsStatus, item: Loss, reached: Reached, now: datetime) -> RestartsStatus:
     time = item.time or now
+    if suspects.by_loss(item) and item.pod.node:
+        restarts = suspects.with_failure(restarts, item.pod.node, item.reason, time)
     if item.disruption:
         return count_disruptions(restarts, 1, item.reason, item.message, time)
     if not is_retryable(item.failure):
@@ -58,11 +70,19 @@ def _with_loss(restarts: RestartsStatus, item: Loss, reached: Reached, now: date
     )
 
 
-def _meant_to_run(job: ChildJob, pod: Pod) -> bool:
+def _meant_to_run(job: ChildJob, item: Loss) -> bool:
     """Whether the pod ended by itself, not because the Job was suspended (resuming sets the start anew)."""
     if job.suspended:
         return False
-    return job.started is None or pod.deletion_began is None or pod.deletion_began >= job.started
+    pod, release, resumed = item.pod, release_of(job), job.started
+    if pod.deletion_began is None:
+        # That it was deleted was not seen, if it was: all of before the mark were asked to end by it.
+        asked = release is not None and pod.created is not None and pod.created < release.at
+        return not asked or (item.time is not None and release is not None and item.time < release.at)
+    if release is not None and (resumed is None or resumed < release.at):
+        # Its new start is not told yet.
+        return pod.deletion_began < release.at - _CLOCKS_DIFFER
+    return resumed is None or pod.deletion_began >= resumed
 
 
 def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], now: datetime) -> RestartsStatus:
@@ -77,12 +97,9 @@ def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], now: datetime) -
     return count_disruptions(restarts, unseen, "PodLost", message, now)
 
 
-def _pod_key(pod: Pod) -> str:
-    return f"pod/{pod.uid}"
-
-
 def _kept_keys(keys: Iterable[str], observed: Observed) -> list[str]:
     """Keys that can still be met: of incidents the newest, of pods those that are still there."""
-    present = {_pod_key(pod) for pod in (*observed.pods, *observed.gone_pods)}
+    pods = [pod_key(pod) for pod in (*observed.pods, *observed.gone_pods)]
+    present = {*pods, *(f"{key}/wait-ended" for key in pods)}
     incidents = [key for key in keys if not key.startswith("pod/")]
     return incidents[-KEPT_INCIDENT_KEYS:] + [key for key in keys if key in present]

@@ -35,6 +35,29 @@ class ChangeJob:
 
 
 @dataclass(frozen=True)
+class RenewJob:
+    """Keep the pods of a Job that rests off other nodes, and let it go on."""
+
+    job: ChildJob
+    before: tuple[str, ...]
+    """Nodes that its template keeps them off."""
+    nodes: tuple[str, ...]
+    """Those that it is to."""
+    patch: Manifest
+    """Merge patch of all else of it."""
+    otherwise: Manifest
+    """The same, where the template may not be changed."""
+
+
+@dataclass(frozen=True)
+class EndWait:
+    """Have the next pod of an index come at once: a patch of the status of the one that was lost."""
+
+    pod: Pod
+    patch: Manifest
+
+
+@dataclass(frozen=True)
 class Delete:
     """Delete just this object: the Job, or the SFTJob itself."""
 
@@ -68,7 +91,7 @@ class RemovePod:
     patch: Manifest | None = None
 
 
-Action = CreateChildren | FindJob | ChangeJob | Delete | HealChildren | GiveUpPod | RemovePod
+Action = CreateChildren | FindJob | ChangeJob | RenewJob | EndWait | Delete | HealChildren | GiveUpPod | RemovePod
 
 
 @dataclass(frozen=True)

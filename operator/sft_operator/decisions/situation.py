@@ -15,7 +15,7 @@ from sft_api.v1alpha1.status import State
 from ..picture.observed import ChildJob, Observed, Pod, Terminated
 from .backoff import waits
 from .failures import cause, with_advice
-from .gangs import deadline_words, left_by_kueue, release_words
+from .gangs import deadline_words, left_by_kueue, release_of, release_words
 from .problems import Problem, find_problem, refusal_problem
 from .queue import held_back, not_stopped, preempted_words
 from .silence import is_heard, out_of_sight, unheard_words
@@ -119,8 +119,10 @@ def _find(
     if child is None or child.deleting:
         return _without_job(observed)
     if child.suspended and child.released:
-        going = bool(observed.active_pods)
-        return Situation("Suspending" if going else "Queued", "HalfPlaced", release_words(terms, child))
+        words, release = release_words(terms, child, restarts), release_of(child)
+        if release and release.avoid is not None:
+            return Situation(_before(previous), "NodeAvoided", words)
+        return Situation("Suspending" if observed.active_pods else "Queued", "HalfPlaced", words)
     if child.suspended:
         return _held_back(previous, observed)
     return _active(terms, previous, observed, now)
@@ -212,7 +214,7 @@ def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:
 
 def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
     wanted = terms.nodes
-    before: State = "Recovering" if previous.first_step_time else "Starting"
+    before = _before(previous)
     complete = sum(pod.phase == "Succeeded" for pod in observed.pods)
     if complete:
         # Pods leave one after the other when the run is complete, before the Job says so.
@@ -220,8 +222,9 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     problem = find_problem(observed, pods_wanted=wanted)
     if problem:
         if left := left_by_kueue(terms, observed, now):
-            message = f"{problem.message}; {left}"
-            return Situation(_state_in(problem, before), problem.reason, message, True, "HalfPlaced")
+            message = f"{problem.message}; {left.words}"
+            stalled = "HalfPlaced" if left.stalled else ""
+            return Situation(_state_in(problem, before), problem.reason, message, left.stalled, stalled)
         message = "; ".join(filter(None, (problem.message, deadline_words(terms, observed))))
         return Situation(_state_in(problem, before), problem.reason, message, problem.stalled)
     live = observed.live_pods
@@ -245,6 +248,11 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if training is None:
         return _silent(previous, before, observed, now)
     return Situation(before, training.phase.value, training.phase_detail)
+
+
+def _before(previous: SFTJobStatus) -> State:
+    """Before it trains, for the first time or again."""
+    return "Recovering" if previous.first_step_time else "Starting"
 
 
 def _behind(hidden: Problem, before: State, training: TrainingProgress | None, observed: Observed) -> Situation:

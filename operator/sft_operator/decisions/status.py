@@ -16,6 +16,7 @@ from sft_api.v1alpha1.job import TAKE_OVER_ENDING
 from sft_api.v1alpha1.status import ConditionType, State
 
 from ..picture.observed import Manifest, Observed
+from .avoidance import avoided_of
 from .changes import is_finished
 from .goodput import account_pods
 from .queue import HELD_BACK
@@ -25,6 +26,7 @@ from .silence import OUT_OF_SIGHT
 from .situation import Situation, find_situation
 from .spec import Terms, run_terms
 
+_NOTHING_AGAINST_IT: dict[str, Any] = {"failures": 0, "repeated": None, "recovery_seconds": None, "nodes": []}
 INVALID_SPEC = "InvalidSpec"
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
 
@@ -107,6 +109,7 @@ def follow(
             "progress": progress,
             "restarts": restarts,
             "steps_at_risk": _steps_at_risk(status, situation.state),
+            "avoided_nodes": list(avoided_of(observed.job).nodes) if observed.job else [],
             "job_ref": observed.job.name if observed.job else status.job_ref,
             "pods_ready": f"{ready}/{terms.nodes}",
             "start_time": status.start_time or timestamp(now),
@@ -140,7 +143,8 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
         "message": situation.message,
         "observed_generation": terms.generation,
         "retried": word,
-        "restarts": restarts.model_copy(update={"failures": 0, "repeated": None, "recovery_seconds": None}),
+        "restarts": restarts.model_copy(update=_NOTHING_AGAINST_IT),
+        "avoided_nodes": [],
         "job_ref": "",
         "pods_ready": "",
         "completion_time": None,
@@ -281,6 +285,7 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
         restarts.failures,
         restarts.disruptions,
         status.export,
+        status.avoided_nodes,
         status.job_ref,
         status.completion_time,
         [(item.type, item.status, item.reason if _tells(item) else "") for item in status.conditions],

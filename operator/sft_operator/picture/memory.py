@@ -163,5 +163,7 @@ class Memory:
     """Since when the supervisors of pods have been seen not to answer, by uid."""
     removals: Mapping[str, Removal] = field(default_factory=dict)
     """Of pods that are to go, by uid."""
+    waits_ended: tuple[str, ...] = ()
+    """Uids of lost pods whose index was told not to wait."""
     next_search: float = 0.0
     """When a Job that is not seen may be looked for again."""

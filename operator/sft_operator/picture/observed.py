@@ -13,9 +13,9 @@ from typing import Any
 from sft_api.progress import Progress, TerminationMessage, TrainingProgress
 from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
-from sft_api.v1alpha1.job import RETRY_ANNOTATION
 
 from ..names import (
+    AVOIDED_ANNOTATION,
     CHECKPOINT_URI_ANNOTATION,
     CONFIG_DIGEST_ANNOTATION,
     EXPORT_URI_ANNOTATION,
@@ -25,6 +25,7 @@ from ..names import (
     RELEASED_ANNOTATION,
     SUSPENDED_ANNOTATION,
     TRAINER_CONTAINER,
+    WAIT_ENDED_ANNOTATION,
 )
 from . import untrusted
 from .conditions import Condition, conditions_of
@@ -33,23 +34,6 @@ from .untrusted import entries, integer, part, text, texts
 from .workload import Queueing
 
 Manifest = dict[str, Any]
-
-
-def sft_job(manifest: Mapping[str, Any]) -> Manifest:
-    """The SFTJob in ``manifest``, with parts of the types that they must have, without what nobody reads."""
-    metadata = part(manifest, "metadata")
-    unread = ("managedFields", "ownerReferences", "annotations")
-    kept = {name: item for name, item in metadata.items() if name not in unread}
-    kept |= {name: text(metadata.get(name)) for name in ("name", "namespace", "uid", "resourceVersion")}
-    kept["labels"] = texts(metadata.get("labels"))
-    if word := text(part(metadata, "annotations").get(RETRY_ANNOTATION)):
-        kept["annotations"] = {RETRY_ANNOTATION: word}
-    kept["generation"] = integer(metadata.get("generation"), highest=2**63 - 1) or 0
-    finalizers = metadata.get("finalizers")
-    kept["finalizers"] = [text(name) for name in finalizers] if isinstance(finalizers, list) else []
-    parts = {name: dict(part(manifest, name)) for name in ("spec", "status")}
-    return {"apiVersion": manifest.get("apiVersion"), "kind": manifest.get("kind"), "metadata": kept, **parts}
-
 
 _CONDITIONS = frozenset(
     {"Ready", "ContainersReady", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget"}
@@ -67,6 +51,7 @@ class Terminated:
     reason: str = ""
     message: str = ""
     finished: datetime | None = None
+    started: datetime | None = None
 
     @property
     def report(self) -> TerminationMessage | None:
@@ -109,6 +94,8 @@ class Pod:
     terminated: Terminated | None = None
     replaced: int = 0
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
+    uncounted: int = 0
+    """So many more, for which its replacement does not have to wait: ``WAIT_ENDED_ANNOTATION``."""
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "Pod":
@@ -147,12 +134,23 @@ class Pod:
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
                 for counter in ("failure", "ignored-failure")
             ),
+            uncounted=integer(annotations.get(WAIT_ENDED_ANNOTATION)) or 0,
         )
 
     @property
     def finished(self) -> bool:
         """Whether its containers have ended for good."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def unplaced(self) -> Condition | None:
+        """The scheduler's word that no node has room for it."""
+        scheduled = self.conditions.get("PodScheduled")
+        if self.node or scheduled is None or scheduled.status or scheduled.reason != "Unschedulable":
+            return None
+        # Its claim is to be bound first: that there is no room is not known.
+        words = scheduled.message.lower()
+        return None if "unbound" in words or "persistentvolumeclaim" in words else scheduled
 
     @property
     def silent(self) -> Condition | None:
@@ -184,6 +182,7 @@ def _terminated(ended: Mapping[str, Any]) -> Terminated:
         reason=text(ended.get("reason")),
         message=text(ended.get("message"), longest=_LONGEST_TERMINATION_MESSAGE),
         finished=parse_time(ended.get("finishedAt")),
+        started=parse_time(ended.get("startedAt")),
     )
 
 
@@ -210,6 +209,8 @@ class ChildJob:
     """This operator has suspended it, and may resume it; who else did resumes it himself."""
     released: str = ""
     """Why it is suspended, or was last: ``RELEASED_ANNOTATION``."""
+    avoided: str = ""
+    """Nodes that its pods are kept off: ``AVOIDED_ANNOTATION``."""
     active_deadline_seconds: int | None = None
     created: datetime | None = None
     started: datetime | None = None
@@ -252,6 +253,7 @@ class ChildJob:
             config_digest=text(annotations.get(CONFIG_DIGEST_ANNOTATION)) or None,
             suspended_by_us=SUSPENDED_ANNOTATION in annotations,
             released=text(annotations.get(RELEASED_ANNOTATION)),
+            avoided=text(annotations.get(AVOIDED_ANNOTATION)),
             kueue_labels=_for_kueue(labels),
             followed_labels=_followed_labels(annotations),
             conditions=conditions_of(manifest, _CONDITIONS),

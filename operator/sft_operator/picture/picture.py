@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from sft_api.v1alpha1 import KIND
 
 from .memory import Memory
-from .observed import ChildJob, Manifest, Observed, Pod, sft_job
+from .observed import ChildJob, Manifest, Observed, Pod
 from .owners import controller, pod_owner
+from .sft_job import sft_job
 from .strays import Strays
 from .untrusted import integer, part, text
 

@@ -338,14 +338,15 @@ class Scene:
         reason: str = "",
         disruption: str = "",
         seconds_ago: float = 0,
+        ran_seconds: float = 0,
     ) -> None:
-        """Play the kubelet: the container of ``pod`` has exited with ``code``."""
+        """Play the kubelet: the container of ``pod`` has exited with ``code``, after it ran for so long."""
         now = _now(-seconds_ago)
         ended = {
             "exitCode": code,
             "reason": reason or ("Completed" if code == 0 else "Error"),
             "message": message,
-            "startedAt": now,
+            "startedAt": _now(-seconds_ago - ran_seconds),
             "finishedAt": now,
         }
         conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": now}]

@@ -158,6 +158,7 @@ def test_rights_are_few_and_named() -> None:
         ("jobs", "create"),
         ("jobs", "patch"),
         ("jobs", "delete"),
+        ("jobs/status", "patch"),
         ("configmaps", "create"),
         ("configmaps", "delete"),
         ("services", "create"),

@@ -197,6 +197,23 @@ def test_index_0_that_waits_for_a_pod_lost_at_the_end_leaves_when_it_is_asked_to
     assert first.termination.failure is None
 
 
+def test_a_pod_that_is_stopped_while_its_group_begins_waits_for_no_index_0_that_has_left(group: Group) -> None:
+    # Given a worker that waits for one of the other pod, and much time
+    group.nodes, group.lost_after = 2, 3600.0
+    group.run_policy = {"terminationGracePeriodSeconds": 3600}
+    group.prepare = {"0": 3600.0}
+    first, second = group.start_all()
+    wait_for(lambda: (group.folder / "starts-1").exists(), second)
+
+    # When both are stopped, and index 0 leaves before it has told the other
+    first.signal(signal.SIGKILL)
+    first.wait()
+    second.signal(signal.SIGTERM)
+
+    # Then there is nothing to save, and nobody to wait for
+    assert second.wait() == 30
+
+
 def test_index_0_that_trains_with_a_lost_pod_leaves_when_it_is_asked_to(group: Group) -> None:
     group.nodes = 2
     group.steps = 10_000

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
-from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits
+from sft_operator.config import PodSettings, Settings
+from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits, waits_to_end
+from sft_operator.decisions.look import look
+from sft_operator.decisions.notes import Snapshot
+from sft_operator.decisions.result import EndWait
 from sft_operator.decisions.status import compute_status
-from tests.unit.operator.make import NOW, at, disruption, make_job, make_pod, running, stamp
+from sft_operator.picture.memory import Memory
+from sft_operator.picture.picture import Key
+from tests.unit.operator.make import (
+    NOW,
+    at,
+    disruption,
+    job_manifest,
+    make_child,
+    make_job,
+    make_pod,
+    running,
+    stamp,
+)
 
 
 def lost(index: int = 1, *, before: int = 0, finished: float = 0, **fields: Any) -> Any:
@@ -83,3 +101,69 @@ def test_the_status_says_how_long_instead_of_how_many_pods_there_are() -> None:
     assert "pods exist" not in status.message
     later = compute_status(make_job(), status, observed, at(81))
     assert "1 of 2 pods exist" in later.message
+
+
+def evicted(*, ran: float = 3600, **fields: Any) -> Any:
+    """The last pod of an index, evicted after it ran for so long."""
+    pod = lost(**{"before": 3, "exit_code": 143, "conditions": disruption(), **fields})
+    ended = pod.terminated
+    return replace(pod, terminated=replace(ended, started=ended.finished - timedelta(seconds=ran)))
+
+
+@pytest.mark.parametrize(
+    ("pod", "seconds", "ended"),
+    [
+        (evicted(), 0, True),
+        (evicted(ran=80), 0, True),
+        (evicted(ran=79), 0, False),
+        (evicted(before=0), 0, False),
+        (evicted(), 79, False),
+        (evicted(conditions=[], exit_code=137), 0, True),
+        (evicted(conditions=[], exit_code=137, ended_reason="OOMKilled"), 0, False),
+        (evicted(conditions=[], exit_code=139), 0, False),
+    ],
+    ids=["evicted", "as-long", "shorter", "first-wait", "nearly-over", "killed", "oom", "crashed"],
+)
+def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
+    pod: Any, seconds: float, ended: bool
+) -> None:
+    found = waits_to_end(running(pods=(make_pod(0), pod)), {f"pod/{pod.uid}"}, at(seconds))
+
+    assert [item.uid for item, _ in found] == ([pod.uid] if ended else [])
+    for _, patch in found:
+        told = patch["metadata"]["annotations"]
+        assert told == {FAILURES: "0", IGNORED: "0", "sftjob.dev/wait-ended": "3"}
+        assert patch["metadata"]["uid"] == pod.uid
+    assert waits_to_end(running(pods=(make_pod(0), pod)), set(), at(seconds)) == []
+    assert waits_to_end(running(job=make_child(suspend=True), pods=(pod,)), {f"pod/{pod.uid}"}, NOW) == []
+
+
+def test_a_wait_is_ended_once_and_what_is_refused_is_left() -> None:
+    memory = Memory("sft-uid")
+    manifest = job_manifest()
+    manifest["status"] = {"restarts": {"counted": ["pod/pod-1"]}}
+    for wanted in (1, 0):
+        observed = running(pods=(make_pod(0), evicted()))
+        seen = Snapshot(Key("team", "tulu"), manifest, observed, memory, now=NOW, clock=1000.0)
+        result = look(seen, Settings(pods=PodSettings(image="trainer:1")))
+        assert sum(isinstance(action, EndWait) for action in result.actions) == wanted
+        memory = result.memory
+
+
+def test_what_the_job_controller_forgets_is_no_loss_that_nobody_saw() -> None:
+    pod = evicted()
+    status = compute_status(make_job(), SFTJobStatus(), running(pods=(make_pod(0), pod)), NOW)
+    ended = replace(pod, replaced=0, uncounted=3)
+    for pods in ((make_pod(0), ended), (make_pod(0), ended, make_pod(1, uid="new", replaced=(0, 1), created=10))):
+        status = compute_status(make_job(), status, running(pods=pods), NOW)
+        assert status.restarts is not None
+        assert (status.restarts.disruptions, status.restarts.replaced_pods) == (4, 1)
+    # A further one, while nobody looked, is seen.
+    newest = make_pod(1, uid="newer", replaced=(0, 2), created=20)
+    status = compute_status(make_job(), status, running(pods=(make_pod(0), newest)), NOW)
+    assert status.restarts is not None
+    assert status.restarts.disruptions == 5
+
+
+FAILURES = "batch.kubernetes.io/job-index-failure-count"
+IGNORED = "batch.kubernetes.io/job-index-ignored-failure-count"

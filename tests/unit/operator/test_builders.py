@@ -129,6 +129,7 @@ def test_pods_find_one_another() -> None:
     assert variables["SFT_NODES"] == "2"
     # By these a group knows its own, and the operator who answers.
     assert variables["SFT_POD_UID"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
+    assert variables["SFT_NODE_NAME"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert variables["SFT_GROUP_UID"] == {
         "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
     }

@@ -25,12 +25,24 @@ from sft_operator.decisions.gangs import (
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
 from sft_operator.decisions.problems import wants_events
-from sft_operator.decisions.result import ChangeJob, Result
+from sft_operator.decisions.result import AskKueue, ChangeJob, Result
 from sft_operator.decisions.status import follow
 from sft_operator.picture.memory import EventsPace, Healing, Memory
 from sft_operator.picture.observed import ChildJob, Observed, Pod, Warning
 from sft_operator.picture.picture import Key, Picture
-from tests.unit.operator.make import JOB_UID, Object, at, job_manifest, make_child, make_pod, make_terms, stamp
+from tests.unit.operator.make import (
+    JOB_UID,
+    Object,
+    at,
+    job_manifest,
+    make_child,
+    make_pod,
+    make_queueing,
+    make_terms,
+    running,
+    stamp,
+    workload_manifest,
+)
 
 KEY = Key("team", "tulu")
 DEADLINE = 300
@@ -290,10 +302,39 @@ def test_places_that_are_given_back_count_as_nothing() -> None:
     assert (lost.restarts.failures, lost.restarts.disruptions) == (0, 0)
 
 
-def test_a_group_that_kueue_leaves_half_placed_asks_for_somebody() -> None:
-    queued = half(job=make_child(queue="gpus"))
+QUEUED = half(job=make_child(queue="gpus"))
 
-    assert said(queued, 350).conditions[-1].status == "False"
-    stalled = said(queued, 361).conditions[-1]
-    assert (stalled.type, stalled.status, stalled.reason) == ("Stalled", "True", "HalfPlaced")
-    assert "is its waitForPodsReady on?" in stalled.message
+
+def ready(holds: bool, reason: str) -> Object:
+    return workload_manifest(conditions={"Admitted": (True, "", ""), "PodsReady": (holds, reason, "")})
+
+
+@pytest.mark.parametrize(
+    ("workload", "seconds", "words", "stalled"),
+    [
+        (None, 359, "", False),
+        (None, 360, "is its waitForPodsReady on?", True),
+        (workload_manifest(), 4, "", False),
+        (workload_manifest(), 5, "have waitForPodsReady switched on", False),
+        (workload_manifest(), 300, "have waitForPodsReady switched on", True),
+        (ready(False, "WaitForStart"), 5000, "", False),
+        (ready(False, "WaitForRecovery"), 359, "", False),
+        (ready(False, "WaitForRecovery"), 360, "has it a recoveryTimeout?", True),
+        (ready(True, "PodsReady"), 360, "has it a recoveryTimeout?", True),
+    ],
+)
+def test_a_group_that_kueue_leaves_half_placed_asks_for_somebody(
+    workload: Object | None, seconds: float, words: str, stalled: bool
+) -> None:
+    status = said(replace(QUEUED, queueing=make_queueing(workload=workload)), seconds)
+
+    assert words in status.message
+    assert ("Kueue" in status.message) == bool(words)
+    (condition,) = (item for item in status.conditions if item.type == "Stalled")
+    assert (condition.status, condition.reason) == (("True", "HalfPlaced") if stalled else ("False", "AsExpected"))
+
+
+def test_kueue_is_asked_about_a_group_that_it_leaves_half_placed() -> None:
+    for observed, asked in ((QUEUED, True), (running(job=make_child(queue="gpus")), False), (half(), False)):
+        questions = decided(observed, 10).questions
+        assert any(isinstance(question, AskKueue) for question in questions) is asked

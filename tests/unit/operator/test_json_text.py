@@ -9,8 +9,9 @@ import pytest
 
 from sft_operator.cluster import json_text
 from sft_operator.cluster.json_text import read, read_event, read_object, written
-from sft_operator.picture.observed import ChildJob, Pod, sft_job
+from sft_operator.picture.observed import ChildJob, Pod
 from sft_operator.picture.picture import key_of, version_of
+from sft_operator.picture.sft_job import sft_job
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest, stamp
 
 READERS: dict[str, Any] = {"Pod": Pod.from_manifest, "Job": ChildJob.from_manifest}

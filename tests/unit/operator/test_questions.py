@@ -182,7 +182,7 @@ def test_what_another_operator_told_of_a_queue_is_not_taken_back_before_kueue_wa
     terms = run_terms(read_spec(job_manifest(labels={QUEUE_LABEL: "gpus"})))
 
     def asked(memory: Memory, told: SFTJobStatus, clock: float) -> Asked:
-        return ask_kueue(memory, terms, waits, told, clock=clock)
+        return ask_kueue(memory, terms, Observed(job=waits), told, clock=clock)
 
     new, told = SFTJobStatus(), SFTJobStatus(state="Queued")
     first = asked(Memory("u"), told, 100)

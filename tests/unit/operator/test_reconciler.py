@@ -55,7 +55,7 @@ class Api:
             raise ApiError(409, "AlreadyExists", f"{name} exists")
         return self.keep(kind, manifest)
 
-    async def get(self, kind: str, namespace: str | None, name: str) -> Object:
+    async def get(self, kind: str, namespace: str | None, name: str, **_: Any) -> Object:
         self._called("get", kind, name)
         if (kind, name) not in self.objects:
             raise ApiError(404, "NotFound", f"{name} not found")

@@ -270,6 +270,35 @@ def test_a_hang_prints_stacks_and_counts(running: World) -> None:
     assert not running.group.order.dump_stacks
 
 
+@pytest.mark.parametrize(
+    ("ends", "host"),
+    [
+        ({1: FailureClass.WORKER_CRASHED}, "host-1"),
+        ({1: FailureClass.WORKER_CRASHED, 0: FailureClass.PEER_LOST}, "host-1"),
+        ({1: FailureClass.WORKER_CRASHED, 2: FailureClass.WORKER_CRASHED}, ""),
+        ({1: FailureClass.WORKER_CRASHED, 2: FailureClass.UNKNOWN}, ""),
+        ({1: FailureClass.PEER_LOST}, ""),
+    ],
+    ids=["alone", "echo", "two", "two-kinds", "echo-alone"],
+)
+def test_an_incident_names_the_node_on_which_alone_it_began(
+    running: World, ends: dict[int, FailureClass], host: str
+) -> None:
+    for node, failure in ends.items():
+        running.ends(node, failure)
+    running.obey()
+
+    assert [incident.host for incident in running.group.ledger.incidents] == [host]
+
+
+@pytest.mark.parametrize(("pod", "host"), [(1, "host-1"), (None, "")])
+def test_a_hang_names_the_node_of_the_pod_that_stands_still(running: World, pod: int | None, host: str) -> None:
+    running.group.hang("no new step for 200 s", pod)
+    running.obey()
+
+    assert [incident.host for incident in running.group.ledger.incidents] == [host]
+
+
 def test_a_pod_lost_after_it_was_complete_does_not_end_the_others(running: World) -> None:
     running.ends(1)
     running.replace(1)

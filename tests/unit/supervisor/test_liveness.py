@@ -6,7 +6,7 @@ import pytest
 
 from sft_api.progress import Activity, Phase
 from sft_trainer.supervisor.activity import Said, summarise
-from sft_trainer.supervisor.liveness import PASSIVE, Pod, find_hang, gets_further
+from sft_trainer.supervisor.liveness import PASSIVE, Hang, Pod, find_hang, gets_further
 
 
 class Group:
@@ -16,6 +16,8 @@ class Group:
         self.said = {rank: Said(rank, Activity(), 0.0, anything=False) for rank in range(processes)}
         self.deadline, self.median = deadline, median
         self.stepped = 0.0
+        self.alone: int | None = None
+        """The pod that alone stands still, as it was said last."""
 
     def say(self, now: float, phase: Phase, detail: str = "", *, step: int = 5, of: Iterable[int] = ()) -> None:
         """All, or those of the ranks ``of``, say that."""
@@ -30,7 +32,7 @@ class Group:
             Pod(number, summarise([said for rank, said in self.said.items() if rank // 2 == number], now), now)
             for number in numbers
         ]
-        return find_hang(
+        found = find_hang(
             pods,
             now,
             step=max(said.activity.step for said in self.said.values()),
@@ -38,6 +40,8 @@ class Group:
             configured=self.deadline,
             median_step_seconds=self.median,
         )
+        self.alone = found.pod if found else None
+        return found.what if found else None
 
 
 AT_WORK = [phase for phase in Phase if phase not in (*PASSIVE, Phase.TRAINING)]
@@ -51,6 +55,7 @@ def test_no_new_step_for_longer_than_the_deadline() -> None:
     group.say(0, Phase.TRAINING)
     assert group.hang(60) is None
     assert group.hang(61) == "no new step for 61 s after step 5 (the deadline is 60 s)"
+    assert group.alone is None
 
 
 def test_a_new_step_starts_the_time_again() -> None:
@@ -94,6 +99,7 @@ def test_the_process_that_did_not_end_the_last_step_is_named() -> None:
     assert group.hang(101) == (
         "no new step for 61 s after step 6 (the deadline is 60 s): rank 3 of pod 1 got no further than step 5"
     )
+    assert group.alone == 1
 
 
 def test_back_in_training_the_time_starts_again() -> None:
@@ -171,11 +177,11 @@ def test_a_pod_that_starts_no_workers_while_the_others_wait_for_it() -> None:
     waits = summarise([Said(0, Activity(phase=Phase.WAITING), 30.0)], 30.0)
     pods = [Pod(0, waits, 30.0), Pod(1, None, 0.0)]
 
-    def hang(now: float) -> str | None:
+    def hang(now: float) -> Hang | None:
         return find_hang(pods, now, step=0, stepped=0.0, configured=None, median_step_seconds=None)
 
     assert hang(1800) is None
-    assert hang(1801) == "pod 1 started no workers for 1801 s"
+    assert hang(1801) == Hang("pod 1 started no workers for 1801 s", 1)
 
 
 # While some wait for others

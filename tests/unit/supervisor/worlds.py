@@ -35,7 +35,7 @@ class World:
 
     @staticmethod
     def report(node: int, instance: str) -> Report:
-        return Report(job_uid="uid", node=node, processes=1, instance=instance)
+        return Report(job_uid="uid", node=node, processes=1, instance=instance, host=f"host-{node}")
 
     def say(self, node: int, **changes: object) -> Order:
         """``node`` reports with ``changes``; the order it gets."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sft_api.progress import Activity, Phase
+from sft_api.progress import BEFORE_TRAINING, Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 
 from .liveness import PASSIVE, gets_further
@@ -52,6 +52,11 @@ class Activities:
             further = not before.anything or gets_further(before.activity, activity)
             self._said[rank] = Said(rank, activity, now if further else before.moved)
             self.step = max(self.step, activity.step)
+
+    @property
+    def before_training(self) -> bool:
+        """Whether none of them has come to its first step: there is nothing to save."""
+        return all(one.activity.phase in BEFORE_TRAINING for one in self._said.values())
 
     def summary(self, now: float) -> PodActivity:
         """What the pod does."""

@@ -16,7 +16,7 @@ from .group import HELD_SECONDS, Group
 from .http import Request, Response
 from .identity import mismatch
 from .ledger import Ledger
-from .liveness import PASSIVE, find_hang
+from .liveness import PASSIVE, Hang, find_hang
 from .output import Output
 from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, Report
 from .settings import Settings
@@ -56,7 +56,7 @@ class Coordinator:
         self._read_progress(now)
         if self.group.order.kind is OrderKind.RUN:
             if hang := self._find_hang(now):
-                self.group.hang(hang)
+                self.group.hang(hang.what, hang.pod)
             if _nothing_to_save(self._reported):
                 self.group.nothing_to_save()
         self._hear(report, now)
@@ -125,7 +125,7 @@ class Coordinator:
             spent=group.spent,
         )
 
-    def _find_hang(self, now: float) -> str | None:
+    def _find_hang(self, now: float) -> Hang | None:
         return find_hang(
             self.group.at_work(),
             now,

@@ -8,7 +8,7 @@ A report costs the same in a group of two and of thousands: who is idle and how 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 
 from sft_api.failures import FailureClass
@@ -19,7 +19,8 @@ from sft_api.v1alpha1 import SpentSeconds
 from .causes import first_cause
 from .ledger import GiveUp, Ledger, termination
 from .liveness import Pod
-from .protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from .part import Part
+from .protocol import Failure, Generation, Order, OrderKind, Outcome, Report
 
 TELL_FAILED_SECONDS = 15.0
 """A failed run ends after so long even when a member could not be told: the Job ends all pods anyway."""
@@ -40,31 +41,6 @@ class Member:
 
     report: Report
     heard: float
-
-
-@dataclass
-class _Part:
-    """What became of the generation that runs, or is ending."""
-
-    generation: Generation
-    instances: dict[int, str]
-    started: float
-    ended: dict[int, Ended] = field(default_factory=dict)
-    failed: list[Failure | None] = field(default_factory=list)
-    """Of those that neither are complete nor left as they were asked."""
-    interrupted: int = 0
-    """How many left as they were asked."""
-    lost: dict[int, Failure] = field(default_factory=dict)
-    first_interrupted: float | None = None
-    stop_was_asked: bool = False
-    spent: SpentSeconds | None = None
-    """As its rank 0 told it last; None before it has said anything."""
-    untold: float = 0.0
-    """Seconds from its start of which rank 0 has not told: imports, and what is looked at before them."""
-    hung: float = 0.0
-    """Seconds."""
-    verdict: Failure | None = None
-    """Set when the group as a whole was ended: it hung, or had nothing to save when it was asked to stop."""
 
 
 class Group:
@@ -100,7 +76,7 @@ class Group:
         self._new_generation = new_generation
         self._wall_clock = wall_clock
         self._retired: set[str] = set()
-        self._part: _Part | None = None
+        self._part: Part | None = None
         self._not_before = 0.0
         self._held_until = 0.0
         """Or until the last failure was judged."""
@@ -186,11 +162,12 @@ class Group:
             self._while_gathering(now)
         return self.order is not order
 
-    def hang(self, what: str) -> None:
-        """The running generation makes no progress."""
+    def hang(self, what: str, pod: int | None = None) -> None:
+        """The running generation makes no progress, because of ``pod`` where one alone stands still."""
         if self._part is not None and self.order.kind is OrderKind.RUN:
             message = f"{what}; the stacks of all ranks are in the pods' logs"
             self._part.hung = max(0.0, (self._wall_clock() - self.training.update_time).total_seconds())
+            self._part.hanging = pod
             self._part.verdict = Failure(
                 failure=FailureClass.HANG, message=message, time=self._wall_clock(), step=self.training.step
             )
@@ -256,7 +233,7 @@ class Group:
 
     # The states
 
-    def _while_running(self, part: _Part, now: float) -> None:
+    def _while_running(self, part: Part, now: float) -> None:
         if len(part.ended) == self.size and not part.failed and not part.interrupted:
             self._exit(termination(None, "the run is complete", self.training), now)
             return
@@ -264,7 +241,7 @@ class Group:
             hangs = part.verdict is not None and part.verdict.failure is FailureClass.HANG
             self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=hangs)
 
-    def _why_end(self, part: _Part, now: float) -> str | None:
+    def _why_end(self, part: Part, now: float) -> str | None:
         if part.verdict is not None:
             return part.verdict.message
         for failure in part.lost.values():
@@ -278,7 +255,7 @@ class Group:
         over = part.first_interrupted is not None and now - part.first_interrupted > self._grace
         return "the workers left as asked" if over or len(part.ended) == self.size else None
 
-    def _while_ending(self, part: _Part, now: float) -> None:
+    def _while_ending(self, part: Part, now: float) -> None:
         if len(self._idle) < len(self.members):
             return
         # Whoever is missing here was lost and has left its failure.
@@ -288,7 +265,9 @@ class Group:
             cause = Failure(failure=FailureClass.UNKNOWN, message="the workers were stopped", time=self._wall_clock())
         asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
         self._spent = self.spent
-        verdict = self.ledger.record(cause, disruption=cause.unreachable or asked, training=self.training)
+        verdict = self.ledger.record(
+            cause, disruption=cause.unreachable or asked, training=self.training, host=part.host
+        )
         self._part = None
         if isinstance(verdict, GiveUp):
             self._exit(verdict.end, now)
@@ -302,7 +281,8 @@ class Group:
         generation = self._new_generation()
         self.starts += 1
         instances = {node: member.report.instance for node, member in self.members.items()}
-        self._part = _Part(generation, instances, started=now)
+        hosts = {node: member.report.host for node, member in self.members.items()}
+        self._part = Part(generation, instances, hosts, started=now)
         self.order = self._make_order(OrderKind.RUN, generation=generation)
 
     def _exit(self, end: TerminationMessage, now: float) -> None:

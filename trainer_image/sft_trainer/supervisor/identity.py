@@ -10,6 +10,8 @@ import sft_trainer
 GROUP_VARIABLE = "SFT_GROUP_UID"
 """Uid of the Kubernetes Job, which a new Job under the same name does not have."""
 POD_VARIABLE = "SFT_POD_UID"
+HOST_VARIABLE = "SFT_NODE_NAME"
+"""The Kubernetes node that the pod runs on."""
 
 
 def group_token(job_uid: str, environment: Mapping[str, str]) -> str:

@@ -82,8 +82,9 @@ class Ledger:
         self._readings += 1
         self._unread = 0
 
-    def record(self, cause: Failure, *, disruption: bool, training: TrainingProgress) -> Retry | GiveUp:
-        """Write down that a generation ended with ``cause``; ``training`` is its last report."""
+    def record(self, cause: Failure, *, disruption: bool, training: TrainingProgress, host: str = "") -> Retry | GiveUp:
+        """Write down that a generation ended with ``cause``, which began on ``host`` alone if that is known;
+        ``training`` is its last report."""
         self._total += 1
         step, latest = max(cause.step, training.step), training.checkpoints.latest
         saved = latest.step if latest else 0
@@ -95,6 +96,7 @@ class Ledger:
                 message=cause.message[:4096],
                 disruption=disruption,
                 rank=cause.rank,
+                host=host,
                 attempt=max(cause.attempt, training.attempt),
                 outside=cause.outside,
                 step=step,

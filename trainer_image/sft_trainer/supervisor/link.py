@@ -42,6 +42,11 @@ class Link:
         """Whether index 0 has not answered for too long, and the workers have made no step either."""
         return self._clock.now() - max(self._answered, self._stepped) > self._settings.lost_after
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since index 0 answered last."""
+        return self._clock.now() - self._answered
+
     def saw_step(self) -> None:
         """The workers have made a step, which none does without rank 0."""
         self._stepped = self._clock.now()

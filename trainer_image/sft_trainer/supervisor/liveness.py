@@ -37,6 +37,15 @@ class Pod(NamedTuple):
     """When it was told; without an activity when they were to be started."""
 
 
+class Hang(NamedTuple):
+    """What hangs."""
+
+    what: str
+    """A sentence, that names the process."""
+    pod: int | None = None
+    """The one that alone stands still; None: it cannot be told."""
+
+
 class _Last(NamedTuple):
     """Who got further when."""
 
@@ -82,8 +91,8 @@ def find_hang(
     configured: int | None,
     median_step_seconds: float | None,
     silent_seconds: float = SILENT_SECONDS,
-) -> str | None:
-    """What hangs, as a sentence that names the process, or None.
+) -> Hang | None:
+    """What hangs, or None.
 
     ``pods`` are those whose workers have not ended; ``step`` is the last one that rank 0 told, at ``stepped``. The
     times are on the clock of ``now``; the other arguments are those of ``limit_seconds``.
@@ -112,14 +121,14 @@ def find_hang(
         last = min(busy, key=_when)
         phase = last.of.phase if last.of is not None else Phase.STARTING
         still = now - last.moved
-        return _stands_still(last, still, limit(phase)) if still > limit(phase) else None
+        return Hang(_stands_still(last, still, limit(phase)), last.pod) if still > limit(phase) else None
     if trains:
         still = now - max(stepped, newest.moved)
         return _no_step(min(trains, key=_when), newest, step, still, limit(Phase.TRAINING))
     still, phase = now - newest.moved, newest.of.phase if newest.of is not None else Phase.WAITING
     if still <= limit(phase):
         return None
-    return f"{_nothing_new(still, phase, limit(phase))}: all wait for one another, {_name(newest)} since last"
+    return Hang(f"{_nothing_new(still, phase, limit(phase))}: all wait for one another, {_name(newest)} since last")
 
 
 def _moved(pod: Pod, activity: RankActivity | None) -> float:
@@ -138,16 +147,14 @@ def _stands_still(last: _Last, still: float, limit: float) -> str:
     return f"{_nothing_new(still, last.of.phase, limit)}: {_name(last)} is silent"
 
 
-def _no_step(slowest: _Last, newest: _Last, step: int, still: float, deadline: float) -> str | None:
+def _no_step(slowest: _Last, newest: _Last, step: int, still: float, deadline: float) -> Hang | None:
     if still <= deadline:
         return None
     sentence = f"no new step for {still:.0f} s after step {step} (the deadline is {deadline:.0f} s)"
     behind = newest.moved - slowest.moved > _BEHIND_SECONDS
-    return (
-        f"{sentence}: {_name(slowest)} got no further than step {slowest.of.step}"
-        if behind and slowest.of
-        else sentence
-    )
+    if not behind or not slowest.of:
+        return Hang(sentence)
+    return Hang(f"{sentence}: {_name(slowest)} got no further than step {slowest.of.step}", slowest.pod)
 
 
 def _nothing_new(still: float, phase: Phase, limit: float) -> str:

@@ -22,7 +22,7 @@ from .http import Request, Response, serve
 from .ledger import termination
 from .link import Link
 from .output import Output
-from .protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from .protocol import EXCHANGE_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 from .settings import Settings
 from .spawn import Starter
 from .workers import Workers, adopt_orphans, reap
@@ -34,6 +34,8 @@ EXIT_SECONDS = 5.0
 """A worker that has written its error report must be gone after so long: NCCL's clean-up may block for ever."""
 DRAIN_SECONDS = 0.5
 """The last lines of workers come before whatever follows them, unless nobody reads our output."""
+GONE_SECONDS = 2 * EXCHANGE_SECONDS
+"""An index 0 that has not answered for so long, while all are asked to stop and none trains yet, has left."""
 UNKILLABLE_SECONDS = 60.0
 """A process that survives SIGKILL for so long is stuck in the kernel; only another node can help."""
 
@@ -168,6 +170,7 @@ class Node:
             node=self._settings.node,
             processes=self._settings.processes,
             instance=self._instance,
+            host=self._settings.host,
             received=self._order.id if self._order else "",
             running=self._workers.generation if self._workers else None,
             ended=self._ended,
@@ -201,7 +204,7 @@ class Node:
         now = time.monotonic()
         if workers.killed or self._kill_now or self._past_grace(now):
             return True
-        if self._link is not None and self._link.lost:
+        if self._link is not None and (self._link.lost or self._starts_in_vain(self._link)):
             return True
         order = self._order
         if order is None or order.generation is None or order.generation.id != workers.generation:
@@ -214,6 +217,11 @@ class Node:
             patience = patience_seconds(self._failures, self._settings.grace_seconds)
             return now - self._first_failure >= patience
         return workers.reported_but_alive(now) > EXIT_SECONDS
+
+    def _starts_in_vain(self, link: Link) -> bool:
+        """Whether the workers would wait for a rank 0 that was stopped as well, until the grace period is over."""
+        begins = self._activities is not None and self._activities.before_training
+        return self._stop_since is not None and begins and link.silent_seconds > GONE_SECONDS
 
     def _past_grace(self, now: float) -> bool:
         return self._stop_since is not None and now - self._stop_since > self._settings.kill_after_seconds

@@ -3,6 +3,8 @@
 from datetime import datetime
 from enum import StrEnum
 
+from pydantic import Field
+
 from sft_api.failures import FailureClass
 from sft_api.progress import Activity, TerminationMessage
 from sft_api.v1alpha1.base import ReportModel
@@ -69,6 +71,8 @@ class Report(ReportModel):
     processes: int
     instance: str
     """New in every process: a replaced pod is a new instance."""
+    host: str = Field(default="", max_length=253)
+    """Kubernetes node that it runs on."""
     received: str = ""
     """Id of the order the member follows."""
     running: int | None = None

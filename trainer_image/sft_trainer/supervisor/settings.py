@@ -45,6 +45,8 @@ class Settings:
     version: str = ""
     """Of the trainer's code."""
     pod_uid: str = ""
+    host: str = ""
+    """Kubernetes node of this pod; empty outside of a cluster."""
 
     @property
     def kill_after_seconds(self) -> float:
