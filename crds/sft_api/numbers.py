@@ -118,6 +118,7 @@ NOT_NUMBERS = frozenset(
         "export.uri",
         "suspend",
         "runPolicy",
+        "deletionPolicy",
     }
 )
 """Every other field below ``spec``; an entry covers what is below it."""

@@ -14,6 +14,10 @@ from pydantic import Field, JsonValue, ValidationError
 
 from .checkpoints import (
     BEST_METRIC,
+    CURVE_KEY,
+    EVENTS_PREFIX,
+    METRICS_PREFIX,
+    STATUS_KEY,
     CheckpointId,
     Count,
     Manifest,
@@ -30,6 +34,9 @@ from .v1alpha1 import ExportStatus
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
+RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX)
+RUN_FILES = (STATUS_KEY, CURVE_KEY)
+"""With checkpoints, claims of attempts and what says whose place it is, all that a run writes there but its export."""
 EXPORT_CONFIG = "config.json"
 """The last file of an export: a folder without it is not a model yet."""
 EXPORT_RECORD = "training-run.json"

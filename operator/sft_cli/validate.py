@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft_api.deletion import deletion_warnings
 from sft_api.failures import ExitCode
 
 from .console import result
@@ -17,14 +18,18 @@ class Verdict:
 
     problems: tuple[str, ...]
     jobs: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What is valid, and may surprise."""
 
 
 def verdict_on(path: Path) -> Verdict:
     """The verdict on all SFTJobs of the file or folder ``path``, or of standard input (``-``)."""
     try:
-        return Verdict((), tuple(job.metadata.name for job in load_manifests(path)))
+        jobs = load_manifests(path)
     except ManifestError as error:
         return Verdict(error.problems)
+    warnings = tuple(f"{job.metadata.name}: {text}" for job in jobs for text in deletion_warnings(job.spec))
+    return Verdict((), tuple(job.metadata.name for job in jobs), warnings)
 
 
 def validate_manifests(paths: Sequence[Path], output: str) -> int:
@@ -32,7 +37,13 @@ def validate_manifests(paths: Sequence[Path], output: str) -> int:
     verdicts = {path: verdict_on(path) for path in paths}
     if output == "json":
         report = [
-            {"file": str(path), "valid": not verdict.problems, "jobs": verdict.jobs, "problems": verdict.problems}
+            {
+                "file": str(path),
+                "valid": not verdict.problems,
+                "jobs": verdict.jobs,
+                "problems": verdict.problems,
+                "warnings": verdict.warnings,
+            }
             for path, verdict in verdicts.items()
         ]
         result(json.dumps(report, indent=2))
@@ -44,4 +55,6 @@ def validate_manifests(paths: Sequence[Path], output: str) -> int:
             if not verdict.problems:
                 several = f", {len(verdict.jobs)} SFTJobs ({', '.join(verdict.jobs)})" if len(verdict.jobs) > 1 else ""
                 result(f"{name}: valid{several}", fg="green")
+            for warning in verdict.warnings:
+                result(f"{name}: warning: {warning}", fg="yellow")
     return int(ExitCode.CONFIG_ERROR) if any(verdict.problems for verdict in verdicts.values()) else 0

@@ -4,10 +4,10 @@ No secret is ever here: the operator's own store credentials come from its envir
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from sft_api.v1alpha1 import ResourcesSpec, S3Spec
@@ -38,6 +38,15 @@ class StoreSettings(SettingsModel):
     verify: bool = False
     """Whether the operator itself reads manifests (with the credentials in its own environment), of each job in its
     namespace's folder."""
+    remove: bool = False
+    """Whether it removes the places of jobs with ``deletionPolicy: Delete`` there. Its credentials then need the
+    right to write and delete."""
+
+    @model_validator(mode="after")
+    def _removes_what_it_reads(self) -> Self:
+        if self.remove and not self.verify:
+            raise ValueError("store.remove needs store.verify: the operator removes only what it has seen to be ours")
+        return self
 
 
 class DefaultResources(SettingsModel):

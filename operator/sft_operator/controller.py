@@ -22,6 +22,7 @@ from .cluster.leadership import Leadership
 from .cluster.progress_client import ProgressClient
 from .cluster.requests import Requests
 from .cluster.store import CheckpointStore
+from .cluster.store_removal import PlaceRemover
 from .config import Settings
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR
@@ -65,6 +66,7 @@ class Operator:
             self._picture,
             self._progress,
             CheckpointStore(settings.store) if settings.store and settings.store.verify else None,
+            PlaceRemover(settings.store) if settings.store and settings.store.remove else None,
             self._metrics,
             look_again=self._queue.add,
             now=self._cluster.now,

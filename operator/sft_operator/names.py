@@ -41,6 +41,9 @@ CONFIG_DIGEST_ANNOTATION = f"{GROUP}/config-digest"
 CONFIG_ANNOTATION = f"{GROUP}/config"
 """On the Job: SHA-256 of the trainer's configuration, and a copy (zlib, base64) to make its ConfigMap again."""
 
+PLACE_FINALIZER = f"{GROUP}/remove-place"
+"""On an SFTJob with deletionPolicy Delete: it goes once the place of its run was removed."""
+
 TRAINER_CONTAINER = "trainer"
 CONFIG_KEY = "config.json"
 

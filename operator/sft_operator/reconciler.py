@@ -33,6 +33,7 @@ from .decisions.result import (
     RemovePod,
     RenewJob,
     Result,
+    SetFinalizers,
 )
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .decisions.telling import BREATH_SECONDS
@@ -139,6 +140,8 @@ class Reconciler:
     async def _act(self, key: Key, action: Action) -> float | None:
         """Do it; the seconds after which to look at what came of it, None: something will tell."""
         match action:
+            case SetFinalizers():
+                await self._set_finalizers(key, action)
             case CreateChildren():
                 # Told after a breath, in which the first pods come.
                 return BREATH_SECONDS if await self._create(key, action) else 0.0
@@ -166,6 +169,26 @@ class Reconciler:
 
     def _remember(self, key: Key, change: Callable[[Memory], Memory]) -> None:
         self._picture.remember(key, change(self._picture.memory(key)))
+
+    async def _set_finalizers(self, key: Key, action: SetFinalizers) -> None:
+        manifest = self._picture.manifest(key)
+        if manifest is None:
+            return
+        version = manifest["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version, "finalizers": list(action.finalizers)}}
+        try:
+            answer = await self._cluster.patch(KIND, key.namespace, key.name, body)
+        except ApiError as error:
+            if error.code == 404:
+                self._picture.remove(KIND, manifest)
+                return
+            if error.code != 409:
+                raise
+            self._picture.store(KIND, await self._cluster.get(KIND, key.namespace, key.name))
+            return
+        if action.news:
+            await self._tell(key, manifest, action.news)
+        self._picture.store(KIND, answer)
 
     async def _create(self, key: Key, action: CreateChildren) -> bool:
         """Whether the Job is there now."""

@@ -240,6 +240,16 @@ RULES = [
         )
         for checkpoint, export in (("", "{uri: s3://b/other/export}"), (", uri: s3://b/mine", "{uri: s3://b/}"))
     ),
+    *(
+        Bad(
+            f"Delete of a place that is {what}",
+            "spec",
+            {"deletionPolicy": "Delete", "checkpoint": f"{{uri: {uri}}}"},
+            "deletionPolicy: Delete needs a place in the platform's store (s3://…, or no checkpoint.uri): the operator "
+            "can remove nothing from claims and folders; set deletionPolicy to Keep, or name another place",
+        )
+        for what, uri in (("a claim", "pvc://claim/run"), ("a folder", "file:///run"))
+    ),
     Bad(
         "environment variable twice",
         "spec.compute",

@@ -121,6 +121,7 @@ spec:
     resume: {policy: never, from: {uri: pvc://models/other, step: 10, what: everything}}
   export: {atEnd: true, uri: pvc://models/every-field}
   suspend: true
+  deletionPolicy: Delete
   runPolicy:
     maxRestarts: 3
     activeDeadlineSeconds: 86400

@@ -130,6 +130,8 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": None}),
 ]
 CHANGES_ALLOWED: list[dict[str, Any]] = [
+    {"deletionPolicy": "Delete"},
+    {"deletionPolicy": None},
     {"suspend": True},
     {"suspend": None},
     {"runPolicy": {"maxRestarts": 20, "startDeadlineSeconds": 60}},
@@ -173,7 +175,7 @@ def test_what_a_run_depends_on_never_changes(api: KubernetesApi, job_path: str, 
 def test_every_immutable_field_is_tried_and_the_rest_is_known() -> None:
     assert {field for field, _ in CHANGES_REFUSED} == set(IMMUTABLE_SPEC_FIELDS)
     aliases = {field.alias for field in SFTJobSpec.model_fields.values()}
-    assert aliases - set(IMMUTABLE_SPEC_FIELDS) == {"suspend", "runPolicy"}
+    assert aliases - set(IMMUTABLE_SPEC_FIELDS) == {"suspend", "runPolicy", "deletionPolicy"}
 
 
 @pytest.mark.parametrize("change", CHANGES_ALLOWED, ids=lambda value: json.dumps(value)[:60])

@@ -42,7 +42,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.store.uri -}}
 {{- $s3 := dict -}}
 {{- range $key, $value := .Values.store.s3 }}{{ if $value }}{{ $_ := set $s3 $key $value }}{{ end }}{{ end -}}
-{{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3 "verify" .Values.store.verify) -}}
+{{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3 "verify" .Values.store.verify "remove" .Values.store.remove) -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.settings)) -}}
 {{- end -}}
@@ -51,7 +51,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "sft.rules" -}}
 - apiGroups: [sftjob.dev]
   resources: [sftjobs]
-  verbs: [get, list, watch, delete]  # delete: ttlSecondsAfterFinished
+  verbs: [get, list, watch, patch, delete]  # patch: the finalizer of deletionPolicy; delete: ttlSecondsAfterFinished
 - apiGroups: [sftjob.dev]
   resources: [sftjobs/status]
   verbs: [patch]

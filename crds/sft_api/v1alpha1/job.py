@@ -70,6 +70,12 @@ class SFTJobSpec(ApiModel):
         default=False, description="true saves, frees the pods and waits; false goes on from the checkpoint."
     )
     run_policy: RunPolicy = Field(default_factory=RunPolicy, description="Limits of the run.")
+    deletion_policy: Literal["Keep", "Delete"] = Field(
+        default="Keep",
+        description="What deleting the SFTJob does to the place of its run: Keep leaves all of it; Delete removes "
+        "checkpoints and records, not the export, once all pods have ended. Only in the platform's store, and not with "
+        "sft run, which removes nothing.",
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -165,6 +171,16 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         *PLACE_RULES,
+        Rule(
+            "self.deletionPolicy != 'Delete' || !has(self.checkpoint.uri) || self.checkpoint.uri.startsWith('s3://')",
+            "deletionPolicy: Delete needs a place in the platform's store (s3://…, or no checkpoint.uri): the operator "
+            "can remove nothing from claims and folders; set deletionPolicy to Keep, or name another place",
+            lambda self: (
+                self.deletion_policy != "Delete"
+                or self.checkpoint.uri is None
+                or self.checkpoint.uri.startswith("s3://")
+            ),
+        ),
     )
 
 

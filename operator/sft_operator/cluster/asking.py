@@ -10,12 +10,22 @@ import aiohttp
 
 from sft_api.times import parse_time
 
-from ..decisions import questions
+from ..decisions import deletion, questions
 from ..decisions.avoidance import SCALE_UP
-from ..decisions.result import AskKueue, AskTrainer, Question, ReadComplete, ReadEvents, ReadNamespace, ReadStore
+from ..decisions.result import (
+    AskKueue,
+    AskTrainer,
+    Question,
+    ReadComplete,
+    ReadEvents,
+    ReadNamespace,
+    ReadStore,
+    RemovePlace,
+)
 from ..metrics import OperatorMetrics
+from ..names import UID_LABEL
 from ..picture.memory import Memory
-from ..picture.observed import Manifest, Warning
+from ..picture.observed import Manifest, RemovalTurn, Warning
 from ..picture.picture import Key, Picture
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing
@@ -24,6 +34,7 @@ from .kueue import Kueue
 from .progress_client import ProgressClient, UnreadableReport, UnusableReport
 from .store import CheckpointStore
 from .store_reading import StoreError
+from .store_removal import PlaceRemover
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +49,7 @@ _SUBJECTS: dict[type, str] = {
     ReadNamespace: "namespace",
     ReadStore: "checkpoints",
     ReadComplete: "place",
+    RemovePlace: "removal of the place",
 }
 Answer = Callable[[Memory], Memory]
 """What an answer makes of the memory as it is then."""
@@ -52,6 +64,7 @@ class Asking:
         picture: Picture,
         progress: ProgressClient,
         store: CheckpointStore | None,
+        remover: PlaceRemover | None,
         metrics: OperatorMetrics,
         *,
         look_again: Callable[[Key], None],
@@ -62,6 +75,7 @@ class Asking:
         self._picture = picture
         self._progress = progress
         self._store = store
+        self._remover = remover
         self._kueue = Kueue(cluster, now)
         self._metrics = metrics
         self._look_again = look_again
@@ -123,6 +137,8 @@ class Asking:
                 return await self._read_store(key, question)
             case ReadComplete():
                 return await self._read_complete(key, question)
+            case RemovePlace():
+                return await self._remove_place(key, question)
 
     def _in_vain(self, key: Key, question: Question) -> Answer:
         match question:
@@ -138,6 +154,9 @@ class Asking:
                 return lambda memory: questions.store_was_read(memory, None)
             case ReadComplete():
                 return lambda memory: questions.complete_was_read(memory, None)
+            case RemovePlace():
+                why = "a bug in the operator, whose log says more"
+                return lambda memory: deletion.removal_went(memory, None, why, clock=_clock())
 
     async def _ask_trainer(self, key: Key, question: AskTrainer) -> Answer:
         await asyncio.sleep(question.due - _clock())
@@ -212,6 +231,28 @@ class Asking:
         except StoreError as error:
             logger.warning("%s: whether its run is complete cannot be read, and its Job finds out: %s", key, error)
         return lambda memory: questions.complete_was_read(memory, run)
+
+    async def _remove_place(self, key: Key, question: RemovePlace) -> Answer:
+        turn, why = None, "the operator has no store"
+        try:
+            if await self._was_left_behind(key, question.uid):
+                turn = RemovalTurn("kept", f"the Job {key.name} was left behind (--cascade=orphan), and saves there")
+            elif self._remover:
+                turn = await self._remover.turn(question)
+        except (StoreError, ApiError, aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("%s: its place cannot be removed now: %s", key, error)
+            why = f"{type(error).__name__}: {error}"[:500] if not isinstance(error, StoreError) else str(error)[:500]
+        return lambda memory: deletion.removal_went(memory, turn, why, clock=_clock())
+
+    async def _was_left_behind(self, key: Key, uid: str) -> bool:
+        """Whether the Job lives on without its SFTJob: then it has lost the owner by which it would be seen."""
+        try:
+            job = await self._cluster.get("Job", key.namespace, key.name)
+        except ApiError as error:
+            if error.code == 404:
+                return False
+            raise
+        return text(part(job, "metadata", "labels").get(UID_LABEL)) == uid
 
 
 class NewestWarnings:

@@ -6,16 +6,20 @@ Read ``look`` from top to bottom.
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from sft_api.deletion import DELETES, deletion_warnings
 from sft_api.v1alpha1 import KIND, RestartsStatus, SFTJob, SFTJobStatus
 
 from ..config import Settings
+from ..names import PLACE_FINALIZER
 from ..picture.memory import changed
 from ..picture.observed import Observed
 from .avoidance import renew_job
 from .backoff import seconds_to_next_word, waits_to_end
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
+from .deletion import asks_removal, kept, remove_place, why_not_removable, with_finalizer, with_warnings
 from .gangs import take_turn
 from .healing import plan_healing
+from .news import News
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
 from .places import PlaceNotAllowed
 from .questions import (
@@ -29,7 +33,7 @@ from .questions import (
     read_store,
 )
 from .removal import plan_removals
-from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result
+from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers
 from .retry import retry_wanted, retry_word
 from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
@@ -68,14 +72,17 @@ class _Look(Notes):
         # Going: its Job must not hold the pods, nor the namespace.
         if "deletionTimestamp" in self._manifest["metadata"]:
             self._release()
-            return self._result()
+            return self._remove_place()
+
+        # What is to be removed with the object must not be lost with it.
+        self._keep_finalizer()
 
         # Ended: clean up, and leave everything else as it is.
         self._previous = previous = self._read_status()
         if word := retry_wanted(self._manifest, previous):
             return self._retry(word)
         if is_finished(previous):
-            return self._say(self._ended())
+            return self._say(self._with_warnings(self._ended()))
 
         # Read the spec. What has its Job is followed to its end, whatever can be read of it.
         job, terms = self._read_spec()
@@ -102,7 +109,7 @@ class _Look(Notes):
         self._wait_for_last_words(observed)
         if self._words_wait:
             return self._result()
-        return self._say(self._status(job, terms, observed))
+        return self._say(self._with_warnings(self._status(job, terms, observed)))
 
     # Going, ended, under way
 
@@ -111,6 +118,64 @@ class _Look(Notes):
         child = self._observed.job
         if child and not child.deleting and "orphan" not in (self._manifest["metadata"].get("finalizers") or ()):
             self._delete("Job", child.name, child.uid)
+
+    def _remove_place(self) -> Result:
+        """Remove the place of the run, if that was asked for, once nobody is left who writes there; then the object
+        may go."""
+        finalizers = with_finalizer(self._manifest, wanted=False)
+        if finalizers is None:
+            return self._result()
+        job, _ = self._read_spec()
+        stays = not asks_removal(self._manifest) or "orphan" in finalizers
+        if stays or (why := self._why_not_removable(job)):
+            return self._let_go(finalizers, None if stays else kept(why))
+        self._give_up_stuck()
+        if self._observed.job or self._observed.earlier_pods:
+            return self._result()
+        uri, _ = self._places(job)
+        assert job is not None  # noqa: S101 -- else it is not removable
+        assert uri is not None  # noqa: S101
+        removal = remove_place(self._memory, job, uri, clock=self._clock)
+        if removal.done:
+            return self._let_go(finalizers, removal.news)
+        self._memory = removal.memory
+        self._look_in(removal.wait)
+        if removal.question:
+            self._questions.append(removal.question)
+        self._previous = self._read_status()
+        return self._say(self._previous.model_copy(update={"message": removal.words[:4096]}))
+
+    def _let_go(self, finalizers: list[str], news: News | None) -> Result:
+        self._actions.append(SetFinalizers(tuple(finalizers), news))
+        return self._result()
+
+    def _why_not_removable(self, job: SFTJob | None) -> str:
+        if job is None:
+            return f"{DELETES}, but this version of the operator cannot read the spec"
+        uri, _ = self._places(job)
+        return why_not_removable(uri, job.spec.checkpoint.s3, self._settings.store, self._key.namespace)
+
+    def _with_warnings(self, status: SFTJobStatus) -> SFTJobStatus:
+        """``status``, and what to know about a place that is to go, or that cannot be removed after all."""
+        if not asks_removal(self._manifest):
+            return with_warnings(status, [])
+        job, _ = self._read_spec()
+        if job is None:
+            return status
+        why = self._why_not_removable(job)
+        return with_warnings(status, [why] if why else deletion_warnings(job.spec))
+
+    def _keep_finalizer(self) -> None:
+        """Have the object carry our finalizer when its place is to be removed with it, and only then."""
+        asked = asks_removal(self._manifest)
+        if not asked and PLACE_FINALIZER not in (self._manifest["metadata"].get("finalizers") or ()):
+            return
+        job, _ = self._read_spec()
+        if asked and job is None:
+            return  # this version cannot judge it
+        finalizers = with_finalizer(self._manifest, wanted=asked and not self._why_not_removable(job))
+        if finalizers is not None:
+            self._actions.append(SetFinalizers(tuple(finalizers)))
 
     def _retry(self, word: str) -> Result:
         """Begin again once nothing of what has failed is left."""
@@ -182,6 +247,8 @@ class _Look(Notes):
         if child:
             self._memory = complete_forgotten(self._memory)
         observed = changed(self._observed, queueing=self._memory.queueing)
+        if job and child is None and asks_removal(self._manifest) and (why := self._why_not_removable(job)):
+            return Wrong("PlaceNotRemovable", why)
         try:
             changes = (
                 plan_changes(job, previous, observed, self._settings) if job else change_job(terms, previous, observed)

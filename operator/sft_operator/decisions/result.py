@@ -91,7 +91,26 @@ class RemovePod:
     patch: Manifest | None = None
 
 
-Action = CreateChildren | FindJob | ChangeJob | RenewJob | EndWait | Delete | HealChildren | GiveUpPod | RemovePod
+@dataclass(frozen=True)
+class SetFinalizers:
+    """Have the SFTJob carry just these finalizers, unless it has changed meanwhile; then tell that."""
+
+    finalizers: tuple[str, ...]
+    news: News | None = None
+
+
+Action = (
+    SetFinalizers
+    | CreateChildren
+    | FindJob
+    | ChangeJob
+    | RenewJob
+    | EndWait
+    | Delete
+    | HealChildren
+    | GiveUpPod
+    | RemovePod
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +171,20 @@ class ReadComplete:
     numbers: Numbers
 
 
-Question = AskTrainer | AskKueue | ReadEvents | ReadNamespace | ReadStore | ReadComplete
+@dataclass(frozen=True)
+class RemovePlace:
+    """How far the removal of a place of the platform's store comes in one turn."""
+
+    uid: str
+    uri: str
+    name: str
+    namespace: str
+    numbers: Numbers
+    turn: int
+    """Each is another question."""
+
+
+Question = AskTrainer | AskKueue | ReadEvents | ReadNamespace | ReadStore | ReadComplete | RemovePlace
 
 
 @dataclass(frozen=True)

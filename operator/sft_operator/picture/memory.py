@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
-from .observed import CompleteRun, Manifest, Refusal, Report, Stored, Unanswered, Warning
+from .observed import CompleteRun, Manifest, Refusal, RemovalTurn, Report, Stored, Unanswered, Warning
 from .workload import Queueing
 
 Remembered = TypeVar("Remembered")
@@ -96,6 +96,23 @@ class Patched:
     """When it may be made again."""
 
 
+@dataclass(frozen=True)
+class PlaceRemoval:
+    """Of the place of a run whose object is going."""
+
+    last: RemovalTurn | None = None
+    """The last turn that came to an end."""
+    turns: int = 0
+    next: float = 0.0
+    """When the next one may begin."""
+    stuck_since: float | None = None
+    """Since when it comes no further."""
+    failures: int = 0
+    """So many times since then the store was away, or refused."""
+    why: str = ""
+    """It comes no further."""
+
+
 @dataclass(frozen=True, eq=False)
 class Shown:
     """A status as the API server sent it, and as it was parsed."""
@@ -165,5 +182,6 @@ class Memory:
     """Of pods that are to go, by uid."""
     waits_ended: tuple[str, ...] = ()
     """Uids of lost pods whose index was told not to wait."""
+    removal: PlaceRemoval | None = None
     next_search: float = 0.0
     """When a Job that is not seen may be looked for again."""

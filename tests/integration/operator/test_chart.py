@@ -92,6 +92,7 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
             "store.s3.forcePathStyle=true",
             "store.s3.credentialsSecretRef=sft-store",
             "store.verify=true",
+            "store.remove=true",
             "pods.image=mine:2",
             "pods.imagePullSecrets={a,b}",
             "networkPolicy.metricsNamespaces={monitoring}",
@@ -106,6 +107,7 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
     assert settings.store.s3.force_path_style is True
     assert settings.store.s3.credentials_secret_ref == "sft-store"
     assert settings.store.verify is True
+    assert settings.store.remove is True
     assert settings.pods.image == "mine:2"
     assert settings.pods.image_pull_secrets == ["a", "b"]
     assert settings.network_policy.metrics_namespaces == ["monitoring"]
@@ -154,6 +156,7 @@ def test_rights_are_few_and_named() -> None:
     writes = {(resource, verb) for _, resource, verb in granted if verb not in ("get", "list", "watch")}
     assert writes == {
         ("sftjobs", "delete"),
+        ("sftjobs", "patch"),
         ("sftjobs/status", "patch"),
         ("jobs", "create"),
         ("jobs", "patch"),

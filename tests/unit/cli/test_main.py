@@ -69,9 +69,23 @@ def test_verdicts_for_machines(good: Path, bad: Path) -> None:
 
     first, second = json.loads(result.stdout)
     assert result.exit_code == 10
-    assert first == {"file": str(good), "valid": True, "jobs": ["tiny"], "problems": []}
+    assert first == {"file": str(good), "valid": True, "jobs": ["tiny"], "problems": [], "warnings": []}
     assert second["valid"] is False
     assert len(second["problems"]) == 2
+
+
+def test_what_is_valid_and_may_surprise_is_said(good: Path) -> None:
+    policy = {"deletionPolicy": "Delete", "runPolicy": {"ttlSecondsAfterFinished": 60}}
+    job = yaml.safe_load(good.read_text())
+    job["spec"] = {**job["spec"], "checkpoint": {}, **policy}
+    good.write_text(yaml.safe_dump(job))
+
+    result = sft("validate", good)
+
+    verdict, warning = result.stdout.splitlines()
+    assert (result.exit_code, verdict) == (0, f"{good}: valid")
+    assert warning.startswith(f"{good}: warning: tiny: spec.deletionPolicy is Delete and ")
+    assert warning.endswith("trains the run anew")
 
 
 def test_plan_as_table_and_as_status(good: Path) -> None:

@@ -126,6 +126,7 @@ class World:
             self.picture,
             cast(ProgressClient, NoTrainers()),
             None,
+            None,
             metrics,
             look_again=self.wanted.add,
             now=lambda: self.now,

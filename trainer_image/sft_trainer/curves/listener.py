@@ -1,11 +1,12 @@
 """Who has the curve of a run drawn."""
 
+from sft_api.checkpoints import CURVE_KEY
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.events import Claimed, Control, Listener, Logged, SaveBegins, SaveEnded, Started
 from sft_trainer.records import StepRecords
 from sft_trainer.reporting import Reporter
 
-from .writer import CURVE_KEY, CurveWriter
+from .writer import CurveWriter
 
 _SECONDS = 20.0
 """How long the end of a run waits for its curve: a picture is not worth a pod's time to leave."""

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable
 
+from sft_api.checkpoints import CURVE_KEY, EVENTS_PREFIX, METRICS_PREFIX
 from sft_trainer.checkpoint.store import Store
 
 from .chart import Line, draw
@@ -18,10 +19,6 @@ from .events import event_file
 from .history import History, Record, Scalar
 
 log = logging.getLogger("sft_trainer")
-
-CURVE_KEY = "curve.svg"
-EVENTS_PREFIX = "tensorboard/"
-METRICS_PREFIX = "metrics/"
 
 _RECORDS = re.compile(r"metrics/step-(\d+)-a(\d+)\.jsonl")
 _EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.a(\d+)-step-(\d+)")

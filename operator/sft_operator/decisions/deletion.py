@@ -1,0 +1,120 @@
+"""What deleting an SFTJob does to the place of its run (``deletionPolicy``). Pure.
+
+The finalizer is on objects alone that ask for Delete, and whose place the operator can remove: all others go at once.
+Times are seconds of the event loop's clock.
+"""
+
+from typing import NamedTuple
+
+from sft_api.deletion import DELETES
+from sft_api.numbers import Numbers
+from sft_api.v1alpha1 import S3Spec, SFTJob, SFTJobStatus
+
+from ..config import StoreSettings
+from ..names import PLACE_FINALIZER
+from ..picture.memory import Memory, PlaceRemoval, changed
+from ..picture.observed import Manifest, RemovalTurn
+from ..picture.untrusted import part
+from .news import News
+from .pauses import doubled
+from .places import is_readable, own_folder
+from .result import RemovePlace
+
+GIVE_UP_SECONDS = 600.0
+"""So long a store may be away, or refuse, before the object goes and its place stays."""
+_MOST_WARNINGS = 20
+_LOOK_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+class Removal(NamedTuple):
+    """What becomes of a place in a look at an object that is going."""
+
+    memory: Memory
+    question: RemovePlace | None = None
+    wait: float | None = None
+    """Seconds after which to look again."""
+    words: str = ""
+    """For people who wait for the object to go."""
+    done: bool = False
+    """The object may go."""
+    news: News | None = None
+
+
+def asks_removal(manifest: Manifest) -> bool:
+    """Whether the SFTJob in ``manifest``, of which the rest need not be understood, asks for Delete."""
+    return part(manifest, "spec").get("deletionPolicy") == "Delete"
+
+
+def why_not_removable(uri: str | None, s3: S3Spec | None, store: StoreSettings | None, namespace: str) -> str:
+    """What to change so that the operator can remove the place ``uri``; empty when it can."""
+    keep = "or set spec.deletionPolicy to Keep"
+    if store is None or not store.remove:
+        return (
+            f"{DELETES}, and the operator may remove nothing here: ask the administrator to set store.remove in the "
+            f"operator's chart, {keep}"
+        )
+    if uri is None or not is_readable(uri, s3, store, namespace):
+        return (
+            f"{DELETES}, and the operator can remove places in the platform's store alone: leave spec.checkpoint.uri "
+            f"and spec.checkpoint.s3 out, name a place below {own_folder(store, namespace)}/, {keep}"
+        )
+    return ""
+
+
+def with_warnings(status: SFTJobStatus, warnings: list[str]) -> SFTJobStatus:
+    """``status`` with just these warnings about the policy, which may change at any time."""
+    others = [text for text in status.warnings if not text.startswith(DELETES)]
+    wanted = [*others[: _MOST_WARNINGS - len(warnings)], *warnings]
+    return status if wanted == status.warnings else status.model_copy(update={"warnings": wanted})
+
+
+def with_finalizer(manifest: Manifest, *, wanted: bool) -> list[str] | None:
+    """The finalizers that the object is to have; None when it has them."""
+    present: list[str] = list(manifest["metadata"].get("finalizers") or ())
+    if wanted == (PLACE_FINALIZER in present):
+        return None
+    return [*present, PLACE_FINALIZER] if wanted else [name for name in present if name != PLACE_FINALIZER]
+
+
+def kept(why: str) -> News:
+    """The place stays although it was to go."""
+    return News("Warning", "PlaceKept", f"{why}: what lies there stays, remove it by hand if it is to go")
+
+
+def remove_place(memory: Memory, job: SFTJob, uri: str, *, clock: float) -> Removal:
+    """Have the place removed, now that all pods are gone, turn by turn."""
+    removal = memory.removal or PlaceRemoval()
+    turn = removal.last
+    if turn is not None and turn.state == "gone":
+        return Removal(memory, done=True, news=News("Normal", "PlaceRemoved", f"{uri} was removed; an export stays"))
+    if turn is not None and turn.state == "kept":
+        return Removal(memory, done=True, news=kept(turn.why))
+    if removal.stuck_since is not None and clock - removal.stuck_since >= GIVE_UP_SECONDS:
+        why = f"{uri} could not be removed for {GIVE_UP_SECONDS / 60:.0f} minutes ({removal.why})"
+        return Removal(memory, done=True, news=kept(why))
+    words = f"{DELETES}: {uri} is being removed"
+    if removal.why:
+        words = f"{words}; {removal.why}"
+    memory = changed(memory, removal=removal)
+    if (wait := removal.next - clock) > 0:
+        return Removal(memory, wait=wait, words=words)
+    metadata = job.metadata
+    question = RemovePlace(memory.uid, uri, metadata.name, metadata.namespace, Numbers.of(job.spec), turn=removal.turns)
+    return Removal(memory, question, words=words)
+
+
+def removal_went(memory: Memory, turn: RemovalTurn | None, why: str = "", *, clock: float) -> Memory:
+    """One turn is over; None: the store was away, or refused, and ``why``."""
+    before = memory.removal or PlaceRemoval()
+    turns = before.turns + 1
+    if turn is not None and turn.state != "waits":
+        return changed(memory, removal=PlaceRemoval(last=turn, next=clock, turns=turns))
+    since = clock if before.stuck_since is None else before.stuck_since
+    if turn is not None:
+        # Nor does who claims the place anew each time, or a clock that is far ahead, hold the object for ever.
+        waits = changed(before, last=turn, why=turn.why, next=clock + _LOOK_SECONDS, turns=turns, stuck_since=since)
+        return changed(memory, removal=waits)
+    pause = doubled(1.0, before.failures, longest=_LONGEST_PAUSE_SECONDS)
+    failed = changed(before, why=why, next=clock + pause, turns=turns, stuck_since=since, failures=before.failures + 1)
+    return changed(memory, removal=failed)
