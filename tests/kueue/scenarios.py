@@ -159,6 +159,34 @@ def requeue_limit(stage: Stage) -> bool:
     return kept
 
 
+def half_placed(stage: Stage) -> bool:
+    """One of two pods finds no room: that waitForPodsReady is off is said; where it is on, it is Kueue's."""
+    stage.manager.restart(featureGates={"VisibilityOnDemand": False, "DisableWaitForPodsReady": True})
+    with stage.room_for_half():
+        stage.submit("half")
+        stage.until(lambda: "have waitForPodsReady switched on" in stage.message("half"))
+    stage.tell(half_placed_says=stage.message("half"), half_placed_stalled=stage.stalled("half"))
+    stage.until_state("half", "Running")
+    stage.remove("half")
+    stage.manager.restart(waitForPodsReady={"timeout": "20s"})
+    with stage.room_for_half():
+        stage.submit("kueues")
+        stage.until(lambda: "cannot be placed" in stage.message("kueues"))
+        asked = False
+
+        def evicted() -> bool:
+            nonlocal asked
+            asked = asked or "waitForPodsReady" in stage.message("kueues")
+            return not stage.admitted("kueues")
+
+        stage.until(evicted)
+    stage.tell(half_placed_asked_although_it_is_on=asked)
+    stage.until_state("kueues", "Running")
+    stage.remove("kueues")
+    stage.manager.restart()
+    return not asked and stage.facts["half_placed_stalled"] == ""
+
+
 def execution_time(stage: Stage) -> bool:
     """``max-exec-time-seconds`` reaches the Workload, which Kueue then ends; resuming does not undo that."""
     stage.submit("brief", execution="6")
@@ -327,6 +355,7 @@ ALL: tuple[Scenario, ...] = (
     submitted_suspended,
     stopped_by_others,
     requeue_limit,
+    half_placed,
     execution_time,
     labels_are_followed,
     label_taken_away,

@@ -40,6 +40,8 @@ class Kubelet(threading.Thread):
         self.ended = threading.Event()
         self.away = threading.Event()
         """Set while new pods do not start; what is deleted ends all the same."""
+        self.half = threading.Event()
+        """Set while of each group only the first pod finds a place."""
 
     def run(self) -> None:
         while not self.ended.wait(0.3):
@@ -53,7 +55,7 @@ class Kubelet(threading.Thread):
         if pod["metadata"].get("deletionTimestamp"):
             if phase not in ("Failed", "Succeeded"):
                 self.scene.end_pod(pod, 30)
-        elif phase == "Pending" and not self.away.is_set():
+        elif phase == "Pending" and not self.away.is_set() and not (self.half.is_set() and _index(pod)):
             self.scene.run_pod(pod)
 
 
@@ -117,6 +119,15 @@ class Stage:
         finally:
             self.kubelet.away.clear()
 
+    @contextmanager
+    def room_for_half(self) -> Iterator[None]:
+        """Of each group only the first pod finds a place meanwhile."""
+        self.kubelet.half.set()
+        try:
+            yield
+        finally:
+            self.kubelet.half.clear()
+
     def stop_queue(self, policy: str) -> None:
         """Play the administrator: ``HoldAndDrain``, or ``None`` to let it go on."""
         patch = json.dumps({"spec": {"stopPolicy": policy}})
@@ -171,6 +182,10 @@ class Stage:
         self.scene.delete("sftjobs", name)
         self.until(lambda: self.scene.get("sftjobs", name) is None)
         self.until(lambda: self.scene.get("jobs", name) is None)
+
+
+def _index(pod: Object) -> int:
+    return int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
 
 
 _LABELS = {"priority": PRIORITY_LABEL, "execution": EXECUTION_LABEL}

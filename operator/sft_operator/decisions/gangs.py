@@ -31,6 +31,8 @@ _FIRST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 900.0
 _KUEUES_PATIENCE = timedelta(seconds=60)
 """Beyond our deadline: its own may be longer."""
+_KUEUES_RECOVERY = timedelta(minutes=30)
+"""For how long Kueue waits for a replacement by default (0.19); versions before it wait without end by default."""
 _TOLD_BY_KUEUE = timedelta(seconds=5)
 """In which it writes what it writes of each group that it starts."""
 _LOOK_AGAIN_SECONDS = 5.0
@@ -318,6 +320,6 @@ def left_by_kueue(terms: Terms, observed: Observed, now: datetime) -> Left | Non
         told = now - since >= _TOLD_BY_KUEUE
         return Left(f"{keeps}: have waitForPodsReady switched on in its configuration", now >= due) if told else None
     were_ready = ready.status or ready.reason == "WaitForRecovery"
-    return (
-        Left(f"{keeps}: waitForPodsReady is on, but has it a recoveryTimeout?", True) if late and were_ready else None
-    )
+    if not were_ready or now < max(due, since + _KUEUES_RECOVERY) + _KUEUES_PATIENCE:
+        return None
+    return Left(f"{keeps}: waitForPodsReady is on, but has it a recoveryTimeout?", True)

@@ -283,3 +283,19 @@ def test_a_kueue_that_does_not_answer_freezes_no_status(server: Cluster, scene: 
         scene.until(lambda: "Kueue does not answer" in scene.status("frozen").get("message", ""), 60)
         assert scene.status("frozen")["state"] == "Queued"
         scene.until(lambda: stalled(scene, "frozen") == "QueueUnavailable", PATIENT)
+
+
+def test_what_becomes_of_a_group_in_part_that_its_workload_shows_is_told(scene: Scene, kueue: Kueue) -> None:
+    scene.submit("half", labels=QUEUE, runPolicy={"startDeadlineSeconds": 86_400})
+    scene.until(lambda: scene.get("jobs", "half"))
+    kueue.make_workload("half")
+    kueue.admit("half")
+    pods = scene.until_pods("half", 2)
+    scene.run_pod(pods[0])
+
+    # Kueue has written nothing of its pods, as it does where waitForPodsReady is on.
+    scene.until(lambda: "have waitForPodsReady switched on" in scene.status("half").get("message", ""))
+    assert not stalled(scene, "half")
+
+    kueue.say("half", "PodsReady", False, "WaitForStart", "Not all pods are ready or succeeded")
+    scene.until(lambda: "waitForPodsReady" not in scene.status("half")["message"])

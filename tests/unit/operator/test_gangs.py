@@ -318,9 +318,9 @@ def ready(holds: bool, reason: str) -> Object:
         (workload_manifest(), 5, "have waitForPodsReady switched on", False),
         (workload_manifest(), 300, "have waitForPodsReady switched on", True),
         (ready(False, "WaitForStart"), 5000, "", False),
-        (ready(False, "WaitForRecovery"), 359, "", False),
-        (ready(False, "WaitForRecovery"), 360, "has it a recoveryTimeout?", True),
-        (ready(True, "PodsReady"), 360, "has it a recoveryTimeout?", True),
+        (ready(False, "WaitForRecovery"), 1859, "", False),
+        (ready(False, "WaitForRecovery"), 1860, "has it a recoveryTimeout?", True),
+        (ready(True, "PodsReady"), 1860, "has it a recoveryTimeout?", True),
     ],
 )
 def test_a_group_that_kueue_leaves_half_placed_asks_for_somebody(
