@@ -49,12 +49,14 @@ def test_a_crash_in_one_pod_restarts_the_workers_of_all(group: Group) -> None:
     group.nodes = 2
     group.steps = 50
     group.faults = [{"rank": 1, "start": 1, "step": 3, "do": "signal SIGSEGV"}]
-    first, second = group.start_all()
+    first, second = (group.start(index, SFT_NODE_NAME=f"node-{index}") for index in (0, 1))
     wait_for(lambda: first.progress.generation == 2, first)
     progress = first.wait_for_step(4)
 
     (incident,) = progress.incidents
     assert (incident.failure, incident.rank, incident.step) == (FailureClass.WORKER_CRASHED, 1, 3)
+    # The other worker only lost its peer.
+    assert incident.host == "node-1"
     assert [first.wait(), second.wait()] == [0, 0]
     assert len(group.starts(0)) == len(group.starts(1)) == 2
 
