@@ -60,6 +60,12 @@ SCENARIOS = (
         begin=disturbances.begin_on_platform,
         restarts=False,
     ),
+    Scenario(
+        "deleted-with-its-place",
+        disturbances.delete_with_its_place,
+        begin=disturbances.begin_with_delete,
+        restarts=False,
+    ),
     Scenario("key-revoked", disturbances.revoke_key, restarts=False),
     Scenario("bucket-read-only", disturbances.close_bucket, restarts=False),
     Scenario("begun-by-hand", begin=disturbances.begin_by_hand, saves_first=True),

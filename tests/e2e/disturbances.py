@@ -174,6 +174,23 @@ def expire_and_recreate(stage: Stage, name: str) -> None:
     assert again["message"].endswith("nothing is left to train"), again
 
 
+def begin_with_delete(stage: Stage, job: dict[str, Any]) -> None:
+    """In the platform's store, and its checkpoints are to go with it."""
+    stage.apply(merge(stage.on_platform(job), {"spec": {"deletionPolicy": "Delete"}}))
+
+
+def delete_with_its_place(stage: Stage, name: str) -> None:
+    """A job is deleted while it trains: once its pods have saved, all goes but what it has exported, which is nothing
+    yet; and applied again: it trains from the beginning."""
+    manifest = applied(stage, name)
+    place = stage.folder(name)
+    assert (place / "run.json").exists(), stage.explain(name)
+    stage.kubectl("delete", "sftjob", name, "--wait=true", "--timeout=300s")
+    left = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
+    assert left == [], left
+    stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
 def revoke_key(stage: Stage, name: str) -> None:
     """The store knows the job's key no more, and later again."""
     _refuse_for_a_while(stage, name, revoked=True)

@@ -241,6 +241,7 @@ def _platform_store(stage: Stage) -> list[str]:
         f"store.uri={PLATFORM_URI}",
         *(f"store.s3.{name}={value}" for name, value in s3.items()),
         "store.verify=true",
+        "store.remove=true",
         f"store.operatorCredentialsSecret={OPERATOR_SECRET}",
     ]
 
