@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from sft_api.numbers import Numbers
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
+from sft_operator.cluster.store_removal import PlaceRemover
 from sft_operator.decisions.questions import (
     Asked,
     ask_kueue,
@@ -24,12 +26,12 @@ from sft_operator.decisions.questions import (
     read_events,
     trainer_answered,
 )
-from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace
+from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, RemovePlace
 from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
-from sft_operator.names import QUEUE_LABEL
-from sft_operator.picture.memory import Memory
-from sft_operator.picture.observed import Observed, Warning
+from sft_operator.names import QUEUE_LABEL, UID_LABEL
+from sft_operator.picture.memory import Memory, PlaceRemoval
+from sft_operator.picture.observed import Observed, RemovalTurn, Warning
 from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing
 from tests.unit.operator.make import NOW, at, child_manifest, job_manifest, make_child, make_pod, pod_manifest, running
@@ -330,7 +332,60 @@ def test_what_many_jobs_ask_of_the_api_server_leaves_connections_for_others(ques
 QUESTION = AskTrainer("sft-uid", "tulu-0-aaaaa", "pod-0", "10.0.0.1", due=0.0)
 
 
-def asking_about_one_job(*, pods: Any = None, api: Any = None) -> tuple[Asking, Picture, list[Key]]:
+class Jobs:
+    """Answers with one Job."""
+
+    def __init__(self, answer: dict[str, Any] | ApiError) -> None:
+        self.answer = answer
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
+        assert (kind, namespace, name) == ("Job", "team", "tulu")
+        if isinstance(self.answer, ApiError):
+            raise self.answer
+        return self.answer
+
+
+class Remover:
+    """Removes a place in one turn."""
+
+    async def turn(self, wanted: RemovePlace) -> RemovalTurn:
+        return RemovalTurn("gone")
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ({"metadata": {"labels": {UID_LABEL: "sft-uid"}}}, "kept"),
+        ({"metadata": {"labels": {UID_LABEL: "another"}}}, "gone"),
+        (ApiError(404, "NotFound", "gone"), "gone"),
+        (ApiError(500, "InternalError", "no answer"), None),
+    ],
+    ids=["left behind", "of another", "gone", "nobody knows"],
+)
+def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
+    answer: dict[str, Any] | ApiError, state: str | None
+) -> None:
+    """``--cascade=orphan``: it has lost the owner by which it would be seen, and saves on."""
+    wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0)
+
+    async def scenario() -> PlaceRemoval:
+        asking, picture, again = asking_about_one_job(api=Jobs(answer), remover=Remover())
+        picture.remember(KEY, Memory("sft-uid"))
+        asking.put(KEY, [wanted])
+        await until(lambda: bool(again))
+        removal = picture.memory(KEY).removal
+        assert removal is not None
+        return removal
+
+    removal = asyncio.run(asyncio.wait_for(scenario(), 30))
+
+    assert (removal.last and removal.last.state) == state
+    assert (removal.stuck_since is None) == (state is not None)
+
+
+def asking_about_one_job(
+    *, pods: Any = None, api: Any = None, remover: Any = None
+) -> tuple[Asking, Picture, list[Key]]:
     """What asks, the picture that it keeps, and the keys that are to be looked at again."""
     picture = Picture()
     again: list[Key] = []
@@ -342,7 +397,7 @@ def asking_about_one_job(*, pods: Any = None, api: Any = None) -> tuple[Asking, 
         picture,
         cast(ProgressClient, pods),
         None,
-        None,
+        cast(PlaceRemover, remover),
         metrics,
         look_again=again.append,
         now=lambda: NOW,
