@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from .splits import parse_split
 from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.lora import LoraSpec
 
 VERSION = 1
 """Of the list of fields, their defaults and the rules below. A digest is never computed anew by another version."""
@@ -27,6 +28,13 @@ VERSION = 1
 _DEFAULTS: Mapping[str, JsonValue] = {
     "model.tokenizerUri": None,
     "model.chatTemplate": None,
+    "lora.rank": None,
+    "lora.alpha": None,
+    "lora.dropout": None,
+    "lora.targetModules": None,
+    "lora.excludeModules": None,
+    "lora.initMethod": None,
+    "lora.basePrecision": None,
     "data.trainOn": "lastAssistantMessage",
     "data.maxLength": 4096,
     "data.overlong": "drop",
@@ -73,6 +81,8 @@ _NO_POSITION = (
     "checkpoint.resume.from.",
 )
 """What begins so decides neither which tokens a step sees nor with which random numbers."""
+_NOT_OF_VALUES = frozenset({"lora.dropout", "lora.initMethod", "lora.basePrecision"})
+"""What may be another while the same values of adapters mean the same."""
 
 NUMBERS = frozenset({*_DEFAULTS, _MODEL, f"{_SOURCES}[].uri", *(f"{_SOURCES}[].{name}" for name in _SOURCE_DEFAULTS)})
 """Every field below ``spec`` that counts."""
@@ -116,6 +126,7 @@ NOT_NUMBERS = frozenset(
         "checkpoint.resume.policy",
         "export.atEnd",
         "export.uri",
+        "export.mergeAdapter",
         "suspend",
         "runPolicy",
         "deletionPolicy",
@@ -139,9 +150,11 @@ class Numbers:
         """The numbers of ``spec``, whatever machine it runs on and however its values are written."""
         document = spec.model_dump(mode="json", exclude_none=True)
         processes = spec.compute.nodes * spec.compute.effective_processes_per_node
-        learned = {
+        precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
+        learned: dict[str, Any] = {
             "training.optimizer.learningRate": spec.training.optimizer.learning_rate,
-            "training.precision": spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
+            "training.precision": precision,
+            **(_adapters(spec.lora, spec.training.optimizer.learning_rate, precision) if spec.lora else {}),
         }
         return cls(_values(document, {**_batch(document, processes), **learned}))
 
@@ -182,6 +195,16 @@ class Numbers:
         both = {*self.values, *other.values}
         return self._differences(other, (path for path in both if not path.startswith(_NO_POSITION)))
 
+    def adapter_differences(self, other: "Numbers") -> list[str]:
+        """``differences`` in what the tensors of adapters are, and mean: the values of one fit no other."""
+        both = {path for path in (*self.values, *other.values) if path.startswith("lora.")}
+        return self._differences(other, both - _NOT_OF_VALUES)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and nothing else."""
+        return "lora.rank" in self.values
+
     def differences(self, other: "Numbers") -> list[str]:
         """Every field that is another one in ``other``, with both values: this one's, then the other's."""
         return self._differences(other, {*self.values, *other.values})
@@ -217,6 +240,17 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
     values = {path: _plain(value) for path, value in given.items() if value is not None}
     chosen = {path: value for path, value in values.items() if value != _DEFAULTS[path]}
     return {_MODEL: model, _SOURCES: [_source(source) for source in spec["data"]["train"]], **chosen}
+
+
+def _adapters(lora: LoraSpec, rate: float | None, precision: str) -> dict[str, Any]:
+    """What follows from other fields where there are adapters, by the rules of version 1; names in one order."""
+    return {
+        "training.optimizer.learningRate": 1e-4 if rate is None else rate,
+        "lora.alpha": lora.effective_alpha,
+        "lora.targetModules": sorted({*lora.target_modules}),
+        "lora.excludeModules": sorted({*lora.exclude_modules}) or None,
+        "lora.basePrecision": lora.base_precision or precision,
+    }
 
 
 def _batch(spec: Mapping[str, Any], processes: int) -> dict[str, int | None]:

@@ -8,7 +8,7 @@ object, cluster or machine starts it.
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, NamedTuple, Self, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -29,7 +29,7 @@ from .checkpoints import (
 from .numbers import Numbers, NumbersError
 from .progress import Phase, TrainingProgress
 from .report import checkpoint_status, checkpoints_status, finite
-from .v1alpha1 import ExportStatus
+from .v1alpha1 import ExportStatus, SFTJobSpec
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
@@ -39,12 +39,18 @@ RUN_FILES = (STATUS_KEY, CURVE_KEY)
 """With checkpoints, claims of attempts and what says whose place it is, all that a run writes there but its export."""
 EXPORT_CONFIG = "config.json"
 """The last file of an export: a folder without it is not a model yet."""
+EXPORT_ADAPTER_CONFIG = "adapter_config.json"
+"""The last file of an export of adapters, in its place."""
 EXPORT_RECORD = "training-run.json"
 """Lies beside ``config.json``, from before the first file of weights on."""
 EXPORT_MARK = "unfinished-export.json"
 """Lies in the folder while an export goes on, and says of what."""
 EXPORT_WEIGHTS = "model"
 """With which the names of all files of weights begin."""
+EXPORT_ADAPTER = "adapter_model.safetensors"
+"""The file of adapters, in their place."""
+ExportForm = Literal["model", "adapter"]
+"""What an export holds: a whole model, or the adapters of one."""
 ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
 _OWN_DIGEST = "sha256"
@@ -114,6 +120,11 @@ class Done(StoredModel):
     """With the step, its last checkpoint."""
 
 
+def form_of(spec: SFTJobSpec) -> ExportForm:
+    """What a run of ``spec`` exports."""
+    return "adapter" if spec.lora is not None and not spec.export.merge_adapter else "model"
+
+
 class ExportRecord(StoredModel):
     """Of which run and checkpoint the model in a folder is. Equal for equal models."""
 
@@ -124,26 +135,40 @@ class ExportRecord(StoredModel):
     """Its folder."""
     index: str = ""
     """SHA-256 of its index, which has a digest of every piece; empty where it has none, or is gone."""
+    form: ExportForm = "model"
     files: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Bytes of each file of weights, once all are there."""
 
+    @property
+    def config(self) -> str:
+        """Name of the file that comes last."""
+        return EXPORT_ADAPTER_CONFIG if self.form == "adapter" else EXPORT_CONFIG
+
+    @property
+    def weights(self) -> str:
+        """With which the names of the files of weights begin."""
+        return EXPORT_ADAPTER if self.form == "adapter" else EXPORT_WEIGHTS
+
     @classmethod
-    def of(cls, name: str, manifest: Manifest) -> Self:
+    def of(cls, name: str, manifest: Manifest, form: ExportForm = "model") -> Self:
         """The record of an export of the checkpoint of ``manifest`` that begins."""
         try:
             digest = Numbers.read(manifest.run.numbers).digest
         except NumbersError:
             digest = manifest.run.config_digest
-        return cls(name=name, digest=digest, checkpoint=manifest.id.folder, index=_index_of(manifest))
+        return cls(name=name, digest=digest, checkpoint=manifest.id.folder, index=_index_of(manifest), form=form)
 
     @classmethod
-    def of_done(cls, name: str, numbers: Numbers, done: Done, last: Manifest | None) -> Self:
+    def of_done(
+        cls, name: str, numbers: Numbers, done: Done, last: Manifest | None, form: ExportForm = "model"
+    ) -> Self:
         """The record of the export that belongs to a complete run; ``last`` is its last checkpoint, if that is there.
 
         Without its checkpoint a model that is there is taken for its own.
         """
         folder = CheckpointId(done.attempt, done.step).folder
-        return cls(name=name, digest=numbers.digest, checkpoint=folder, index=_index_of(last) if last else "")
+        index = _index_of(last) if last else ""
+        return cls(name=name, digest=numbers.digest, checkpoint=folder, index=index, form=form)
 
     def encoded(self) -> bytes:
         """As JSON, for people too."""
@@ -152,7 +177,7 @@ class ExportRecord(StoredModel):
     def is_whole(self, found: "ExportRecord | None", sizes: Mapping[str, int]) -> bool:
         """Whether the model of this record lies in a folder, whole as far as sizes tell.
 
-        ``found`` is the record there, ``sizes`` the bytes of its weights, ``EXPORT_CONFIG`` and ``EXPORT_MARK`` by
+        ``found`` is the record there, ``sizes`` the bytes of its weights, its ``config`` and ``EXPORT_MARK`` by
         name. A run that was removed and trained again has checkpoints of the same names: they are told apart by their
         indices, where this one has one.
         """
@@ -160,7 +185,7 @@ class ExportRecord(StoredModel):
             return False
         if found.model_copy(update={"files": {}}) != self.model_copy(update={"index": self.index or found.index}):
             return False
-        if EXPORT_CONFIG not in sizes or EXPORT_MARK in sizes:
+        if self.config not in sizes or EXPORT_MARK in sizes:
             return False
         return all(sizes.get(name) == size for name, size in found.files.items())
 
@@ -210,7 +235,9 @@ class Pin(NamedTuple):
 
 def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
     """What to write into the manifest of a run with the numbers ``mine`` that goes on where another one, ``theirs``,
-    saved ``step`` in ``uri``: as YAML below ``spec``, in one line."""
+    saved ``step`` in ``uri``: as YAML below ``spec``, in one line. Empty where it cannot, because of other adapters."""
+    if theirs.adapter_differences(mine):
+        return ""
     what = "weights" if theirs.position_differences(mine) else "everything"
     return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"
 

@@ -5,6 +5,8 @@ from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.status import PlanStatus
 
 DEFAULT_LEARNING_RATE = 1e-5
+DEFAULT_LORA_LEARNING_RATE = 1e-4
+"""Adapters begin at 0 and are small: they want larger steps than weights that were trained for long."""
 DEFAULT_GLOBAL_BATCH_TOKENS = 65_536
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 DEFAULT_WARMUP_RATIO = 0.03
@@ -64,7 +66,8 @@ def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:
         data_parallel=processes,
         shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
         precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
-        learning_rate=training.optimizer.learning_rate or DEFAULT_LEARNING_RATE,
+        learning_rate=training.optimizer.learning_rate
+        or (DEFAULT_LORA_LEARNING_RATE if spec.lora else DEFAULT_LEARNING_RATE),
         global_batch_size=global_batch_size,
         global_batch_tokens=global_batch_tokens,
         max_tokens_per_micro_batch=micro_batch_tokens,

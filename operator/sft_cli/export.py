@@ -82,7 +82,8 @@ def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
         assert given is not None  # noqa: S101
         uri = given.rstrip("/")
         option = "--to"
-        export = ExportSpec(at_end=True, uri=(to or spec.export.uri or default_export(uri)).rstrip("/"))
+        place = (to or spec.export.uri or default_export(uri)).rstrip("/")
+        export = ExportSpec(at_end=True, uri=place, merge_adapter=spec.export.merge_adapter)
     except ValidationError as error:
         raise UserError(*(f"{option}: {problem}" for problem in sentences(error))) from error
     changed = {"checkpoint": spec.checkpoint.model_copy(update={"uri": uri}), "export": export}

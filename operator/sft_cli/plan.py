@@ -14,6 +14,7 @@ from sft_api.report import duration
 from sft_api.small_data import small_data_warning
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
+from .adapters import Trained, measure_adapters
 from .console import result, say
 from .data_size import measure
 from .words import counted
@@ -51,7 +52,14 @@ def _origin(model: BaseModel, *fields: str) -> Origin:
 
 def explain(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     """The decisions of ``plan`` and the defaults around them, in the order in which people ask for them."""
-    return [*_processes(spec, plan), *_length(spec, plan), *_batch(spec, plan), *_optimisation(spec, plan), *_end(spec)]
+    return [
+        *_processes(spec, plan),
+        *_adapters(spec, plan),
+        *_length(spec, plan),
+        *_batch(spec, plan),
+        *_optimisation(spec, plan),
+        *_end(spec),
+    ]
 
 
 def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
@@ -73,6 +81,45 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "strategy.fsdp.shardDegree" if sharded else "FSDP2 over all processes",
         ),
     ]
+
+
+def _adapters(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    lora = spec.lora
+    if lora is None:
+        return []
+    excluded = f", not {', '.join(lora.exclude_modules)}" if lora.exclude_modules else ""
+    dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+    decisions = [
+        Decision(
+            "adapters",
+            f"rank {lora.rank}, alpha {lora.effective_alpha:g}{dropout}",
+            _origin(lora, "rank", "alpha", "dropout"),
+            "lora.rank, .alpha, .dropout",
+        ),
+        Decision(
+            "adapters on",
+            f"{', '.join(lora.target_modules)}{excluded}",
+            _origin(lora, "target_modules", "exclude_modules"),
+            "lora.targetModules, .excludeModules",
+        ),
+        Decision(
+            "frozen weights in",
+            lora.base_precision or plan.precision,
+            Origin.COMPUTED if lora.base_precision is None else Origin.GIVEN,
+            "lora.basePrecision; as precision when absent",
+        ),
+    ]
+    found = measure_adapters(spec)
+    if isinstance(found, Trained):
+        share = found.parameters / (found.parameters + found.frozen)
+        value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
+        why = f"{counted(found.layers, 'layer')} with adapters, by the files of model.uri"
+    else:
+        value, why = (
+            "unknown",
+            "as the warning says" if found else "this machine does not have the model: the log of the run says it",
+        )
+    return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
 
 
 def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
@@ -156,7 +203,7 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "learning rate",
             f"{plan.learning_rate:g}",
             _origin(training.optimizer, "learning_rate"),
-            "training.optimizer.learningRate, at its peak",
+            "training.optimizer.learningRate, at its peak" + ("; 1e-4 with lora when absent" if spec.lora else ""),
         ),
         Decision(
             "schedule",
@@ -203,6 +250,9 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         decisions.append(
             Decision("export to", export.uri or "export/ beside the checkpoints", _origin(export, "uri"), "export.uri")
         )
+        if spec.lora:
+            what = "the model with its adapters merged" if export.merge_adapter else "the adapters, for peft"
+            decisions.append(Decision("exported", what, _origin(export, "merge_adapter"), "export.mergeAdapter"))
     else:
         decisions.append(Decision("export", "none", Origin.GIVEN, "export.atEnd: false"))
     return decisions
@@ -229,6 +279,8 @@ def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
 def show_plan(job: SFTJob, output: str) -> None:
     """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON."""
     plan = make_plan(job.spec)
+    if isinstance(problem := measure_adapters(job.spec), str):
+        say(f"Warning: {problem}", fg="yellow")
     if warning := warning_of(job.spec, plan):
         say(f"Warning: {warning}", fg="yellow")
     document = plan.model_dump(mode="json", by_alias=True, exclude_none=True)

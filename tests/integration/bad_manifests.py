@@ -35,6 +35,30 @@ RULES = [
         "schedule type constant has no warm-up: use constantWithWarmup",
     ),
     Bad(
+        "all linear layers and names",
+        "spec.lora",
+        {"lora": "{targetModules: [all-linear, q_proj]}"},
+        "lora.targetModules is all-linear, or names of modules: not both",
+    ),
+    Bad(
+        "all linear layers excluded",
+        "spec.lora",
+        {"lora": "{excludeModules: [all-linear]}"},
+        "lora.excludeModules names modules: with all-linear nothing would be left to train",
+    ),
+    Bad(
+        "a pattern of modules",
+        "spec.lora.targetModules[0]",
+        {"lora": '{targetModules: [".*_proj"]}'},
+        "must be the name of a module, whole or its end (q_proj, self_attn.q_proj), or all-linear; no pattern",
+    ),
+    Bad(
+        "merged without adapters",
+        "spec",
+        {"export": "{mergeAdapter: true}"},
+        "export.mergeAdapter needs lora: without it the whole model is trained, and exported",
+    ),
+    Bad(
         "micro-batch below the longest example",
         "spec",
         {"training": "{maxTokensPerMicroBatch: 4095}"},

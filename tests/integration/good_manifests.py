@@ -63,6 +63,14 @@ spec:
     tokenizerUri: s3://bucket/tokenizer
     chatTemplate: "{{ messages }}"
     tokenSecretRef: {name: hub, key: HF_TOKEN}
+  lora:
+    rank: 16
+    alpha: 32.5
+    dropout: 0.05
+    targetModules: [q_proj, self_attn.v_proj, model.layers.0.mlp.down_proj]
+    excludeModules: [layers.3.self_attn.q_proj]
+    initMethod: gaussian
+    basePrecision: bf16
   data:
     train:
     - {uri: hf://org/rows, split: "train[:50%]", subset: en, format: alpaca, messagesKey: chat, toolsKey: functions,
@@ -119,7 +127,7 @@ spec:
     keep: {last: 3, best: 1, everySteps: 1000}
     async: false
     resume: {policy: never, from: {uri: pvc://models/other, step: 10, what: everything}}
-  export: {atEnd: true, uri: pvc://models/every-field}
+  export: {atEnd: true, uri: pvc://models/every-field, mergeAdapter: true}
   suspend: true
   deletionPolicy: Delete
   runPolicy:
@@ -145,10 +153,13 @@ _LONG_NAME = "a" * 253
 _MAP = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'v' * 63}" for number in range(32))
 _RESOURCES = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'9' * 18}" for number in range(16))
 
+_LONG_MODULES = ", ".join(["m" * 253] * 128)
+
 # Every list, map and string with a rule at its bound: what the rules cost is counted while they are evaluated.
 LARGEST = manifest(
     {
         "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65535}{{'}}",
+        "lora": f"{{targetModules: [{_LONG_MODULES}], excludeModules: [{_LONG_MODULES}]}}",
         "data": "{train: ["
         + ", ".join([f"{{uri: '{_LONG_URI}', weight: 1}}"] * 64)
         + "], eval: ["

@@ -111,6 +111,8 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("model", {"model": {"uri": "hf://org/other"}}),
     ("model", {"model": {"chatTemplate": "{{ added }}"}}),
     ("model", {"model": {"tokenSecretRef": None}}),
+    ("lora", {"lora": {"rank": 9}}),
+    ("lora", {"lora": None}),
     ("data", {"data": {"train": [{"uri": "hf://org/other"}]}}),
     ("data", {"data": {"eval": []}}),
     ("data", {"data": None}),
@@ -145,6 +147,7 @@ kind: SFTJob
 metadata: {name: changed}
 spec:
   model: {uri: hf://org/name, tokenSecretRef: {name: hub}}
+  lora: {rank: 8}
   data: {train: [{uri: hf://org/rows}], eval: [{name: a, uri: hf://org/rows}]}
   training: {steps: 1000}
   strategy: {fsdp: {}}

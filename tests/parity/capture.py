@@ -27,6 +27,7 @@ def main() -> None:
             {
                 name: parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
                 for name, parameter in strategy.model.huggingface.named_parameters()
+                if parameter.requires_grad
             }
         )
         return norm(strategy)

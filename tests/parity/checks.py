@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.optim import learning_rate
@@ -21,7 +22,7 @@ from sft_trainer.preparation import prepare
 from sft_trainer.reporting import Reporter
 from tests.worker_processes import descendants, is_worker
 
-from .reference import reference_steps
+from .reference import peft_model, plain_name, reference_steps
 from .runs import capture, manifest, resolve, step_records
 
 Gradients = list[dict[str, torch.Tensor]]
@@ -79,18 +80,45 @@ def against_reference(inputs: Path, work: Path, *, packing: str, processes: int,
     return {
         "loss": loss_error(work / "store", [step.loss for step in expected]),
         "gradients": relative_error(captured, [step.gradients for step in expected]),
-        "norm": worst(
-            abs(record["gradNorm"] - step.grad_norm) / step.grad_norm
-            for record, step in zip(step_records(work / "store").values(), expected, strict=True)
-        ),
+        "norm": norm_error(work / "store", [step.grad_norm for step in expected]),
     }
 
 
-def _reference(config: TrainerConfig, work: Path, steps: int) -> list[Any]:
+def against_peft(inputs: Path, work: Path, *, processes: int, steps: int) -> dict[str, float]:
+    """Losses and gradients of adapters, and what they are after ``steps``, against peft in a plain loop."""
+    job = manifest(
+        inputs,
+        work / "store",
+        processes=processes,
+        lora={"rank": 4, "alpha": 16, "excludeModules": ["k_proj"]},
+        training={"steps": steps, "globalBatchSize": 32, "optimizer": {"learningRate": 1e-2, "eps": 1e-4}},
+        data={"trainOn": "allAssistantMessages"},
+    )
+    config = resolve(job)
+    captured = capture(config, work / "run")
+    model = peft_model(config)
+    expected = _reference(config, work, steps, model)
+    adapters = load_file(work / "store" / "export" / "adapter_model.safetensors")
+    wanted = {plain_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        "loss": loss_error(work / "store", [step.loss for step in expected]),
+        "gradients": relative_error(captured, [step.gradients for step in expected]),
+        "norm": norm_error(work / "store", [step.grad_norm for step in expected]),
+        "adapters": relative_error([{plain_name(name): value for name, value in adapters.items()}], [wanted]),
+    }
+
+
+def norm_error(store: Path, expected: list[float]) -> float:
+    """Largest relative error of the recorded gradient norms."""
+    norms = [record["gradNorm"] for record in step_records(store).values()]
+    return worst(abs(a - b) / b for a, b in zip(norms, expected, strict=True))
+
+
+def _reference(config: TrainerConfig, work: Path, steps: int, model: Any = None) -> list[Any]:
     os.environ["SFT_CACHE_DIR"] = str(work / "run" / "cache")
     prepared = prepare(config, Reporter(work / "run" / "reference", writes=False), torch.device("cpu"))
     rates = [learning_rate(config.spec, config.plan.learning_rate, step, prepared.total_steps) for step in range(steps)]
-    return reference_steps(config, prepared, rates)
+    return reference_steps(config, prepared, rates, model)
 
 
 def accumulation(inputs: Path, work: Path) -> float:
@@ -121,16 +149,20 @@ def processes(inputs: Path, work: Path) -> float:
     return relative_error(results[1], results[0])
 
 
-def killed_and_resumed(inputs: Path, work: Path, *, processes: int, steps: int, seed: int) -> tuple[int, int]:
+def killed_and_resumed(
+    inputs: Path, work: Path, *, processes: int, steps: int, seed: int, sections: dict[str, Any] | None = None
+) -> tuple[int, int]:
     """Kill a random worker with SIGKILL at a random step of ``sft run``; compare with the undisturbed run.
 
-    Returns the step after which it was killed, and the number of step records and exported tensors that differ.
+    ``sections`` are merged into the spec. Returns the step after which it was killed, and the number of step records
+    and exported files of weights that differ.
     """
     generator = random.Random(seed)
     straight, disturbed = work / "straight", work / "disturbed"
     kill_after = generator.randrange(3, steps - 1)
-    sft_run(inputs, straight, processes, steps)
-    sft_run(inputs, disturbed, processes, steps, kill_after=kill_after, victim=generator.randrange(processes))
+    victim = generator.randrange(processes)
+    sft_run(inputs, straight, processes, steps, sections=sections)
+    sft_run(inputs, disturbed, processes, steps, kill_after=kill_after, victim=victim, sections=sections)
     attempts = list((disturbed / "store" / "attempts").iterdir())
     if len(attempts) != 2:
         raise AssertionError(f"the disturbed run has {len(attempts)} attempts instead of 2")
@@ -145,8 +177,16 @@ def differences(one: Path, other: Path, steps: int) -> int:
         step not in first or step not in second or any(first[step][key] != second[step][key] for key in compared)
         for step in range(1, steps + 1)
     )
-    digests = [hashlib.sha256((store / "export" / "model.safetensors").read_bytes()).digest() for store in (one, other)]
+    digests = [_of_weights(store / "export") for store in (one, other)]
     return different + (digests[0] != digests[1])
+
+
+def _of_weights(export: Path) -> dict[str, bytes]:
+    """Digest of each file of weights; FileNotFoundError where there is none."""
+    found = {file.name: hashlib.sha256(file.read_bytes()).digest() for file in export.glob("*.safetensors")}
+    if not found:
+        raise FileNotFoundError(export)
+    return found
 
 
 def sft_run(

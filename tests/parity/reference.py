@@ -6,11 +6,14 @@ without fusion, all in fp32. Only the choice of examples of a step is taken from
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer.boxes import WEIGHT, Box, Rectangle
+from sft_trainer.models.lora import initialize_adapters
 from sft_trainer.preparation import Prepared
 
 
@@ -23,19 +26,55 @@ class ReferenceStep:
     grad_norm: float
 
 
-def reference_steps(config: TrainerConfig, prepared: Prepared, rates: list[float]) -> list[ReferenceStep]:
-    """Train the model with learning rates ``rates``, one step for each."""
+def reference_model(config: TrainerConfig) -> Any:
+    """The model of ``config`` as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         Path(config.spec.model.uri.removeprefix("file://")), dtype=torch.float32
     )
+
+
+def peft_model(config: TrainerConfig) -> Any:
+    """The same with adapters by peft, whose first values are those of ``config``."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = config.spec.lora
+    assert lora is not None
+    (targets,) = lora.target_modules
+    options = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]
+        target_modules=targets,
+        exclude_modules=lora.exclude_modules or None,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(reference_model(config), options)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            shape = tuple(parameter.shape)
+            box = Box(plain_name(name), WEIGHT, shape, Rectangle.whole(shape), parameter.data)
+            initialize_adapters([box], lora, config.spec.training.seed)
+    return model
+
+
+def plain_name(name: str) -> str:
+    """What the adapter that peft calls ``name`` is called in checkpoints."""
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+def reference_steps(
+    config: TrainerConfig, prepared: Prepared, rates: list[float], model: Any = None
+) -> list[ReferenceStep]:
+    """Train the model, or ``model``, with learning rates ``rates``, one step for each."""
+    model = model or reference_model(config)
     model.train()
     options = config.spec.training.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ],
         betas=(options.betas[0], options.betas[1]),
         eps=options.eps,
@@ -57,7 +96,7 @@ def reference_steps(config: TrainerConfig, prepared: Prepared, rates: list[float
             loss = cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum") / trained
             loss.backward()
             total += loss.item()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {plain_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
         steps.append(ReferenceStep(total, gradients, norm.item()))
         for group in optimizer.param_groups:

@@ -23,6 +23,13 @@ def test_loss_gradients_and_norm_equal_a_plain_loop(
     assert checks.worst(figures.values()) <= LIMIT, figures
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_adapters_are_those_of_peft(processes: int, tiny_inputs: Any, tmp_path: Path) -> None:
+    figures = checks.against_peft(tiny_inputs.model.parent, tmp_path, processes=processes, steps=2)
+
+    assert checks.worst(figures.values()) <= LIMIT, figures
+
+
 def test_accumulated_gradients_equal_those_of_one_micro_batch(tiny_inputs: Any, tmp_path: Path) -> None:
     assert checks.accumulation(tiny_inputs.model.parent, tmp_path) <= LIMIT
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
-from sft_api.place import DONE_KEY, Done, ExportRecord, complete_progress, encode_done
+from sft_api.place import DONE_KEY, Done, ExportRecord, complete_progress, encode_done, form_of
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
@@ -98,7 +98,7 @@ def _exports(
     target = open_store(uri, s3)
     numbers, last = config.numbers(), found if isinstance(found, Manifest) else None
     refuse_other_run(target, config.job.name, numbers.digest)
-    wanted = ExportRecord.of_done(config.job.name, numbers, done, last)
+    wanted = ExportRecord.of_done(config.job.name, numbers, done, last, form_of(config.spec))
     if not is_finished(target, wanted):
         if isinstance(found, Skipped):
             return None

@@ -1,6 +1,6 @@
 """Model FLOPs of a step and the peak of the device, for the model-FLOPs utilisation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ def peak_flops(device: torch.device) -> float | None:
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
-def active_parameters(model: nn.Module, config: Any) -> int:
+def active_parameters(model: nn.Module, config: Any, counts: Callable[[str], bool] = lambda name: True) -> int:
     """Parameters that take part in the computation of one token: of the routed experts only those that it is sent to.
 
     Routed experts are one tensor of shape (experts, ...) below a module named ``experts``; all are counted where the
-    config does not say how many a token is sent to.
+    config does not say how many a token is sent to. ``counts`` says by their names which parameters are looked at.
     """
     chosen = next((getattr(config, name) for name in _EXPERTS_PER_TOKEN if getattr(config, name, None)), None)
     return sum(
@@ -42,13 +42,17 @@ def active_parameters(model: nn.Module, config: Any) -> int:
         if chosen is not None and ".experts." in name
         else parameter.numel()
         for name, parameter in model.named_parameters()
+        if counts(name)
     )
 
 
-def training_flops(config: Any, parameters: int, embedding_parameters: int, document_lengths: Iterable[int]) -> float:
+def training_flops(
+    config: Any, parameters: int, embedding_parameters: int, document_lengths: Iterable[int], frozen: int = 0
+) -> float:
     """FLOPs of forward and backward over documents of the given lengths; ``parameters`` are the active ones.
 
     6 per parameter and token (the input embedding is a look-up and does not count, a head that is tied to it does),
+    but 4 for those of them that are ``frozen``, which have no gradient of their own,
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
     appendix B.
     """
@@ -57,24 +61,27 @@ def training_flops(config: Any, parameters: int, embedding_parameters: int, docu
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     attention: float = 6.0 * config.num_hidden_layers * heads * head_size * sum(length * length for length in lengths)
-    return 6.0 * matrices * sum(lengths) + attention
+    still = frozen if config.tie_word_embeddings else max(0, frozen - embedding_parameters)
+    return (6.0 * matrices - 2.0 * still) * sum(lengths) + attention
 
 
 class ModelFlops:
     """FLOPs of training one model, and the share that they are of what a device can do."""
 
-    def __init__(self, blueprint: CausalLM, device: torch.device) -> None:
-        """``blueprint`` is only looked at, and may be on the meta device."""
+    def __init__(self, blueprint: CausalLM, trains: Callable[[str], bool], device: torch.device) -> None:
+        """``blueprint`` is only looked at, and may be on the meta device; ``trains`` names what of it is trained."""
         huggingface: Any = blueprint.huggingface
         self._config = huggingface.config
-        self._parameters = active_parameters(blueprint, self._config)
+        self._parameters = active_parameters(huggingface, self._config)
+        self._frozen = active_parameters(huggingface, self._config, lambda name: not trains(name))
         self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
         self._peak = peak_flops(device)
 
     def training(self, bins: Iterable[Sequence[int]]) -> float:
         """Of forward and backward over the documents of all ``bins``, given by their lengths."""
         return sum(
-            training_flops(self._config, self._parameters, self._embedding_parameters, lengths) for lengths in bins
+            training_flops(self._config, self._parameters, self._embedding_parameters, lengths, self._frozen)
+            for lengths in bins
         )
 
     def share_of_peak(self, flops: float, device_seconds: float) -> float | None:

@@ -57,6 +57,7 @@ class Origin:
         errors of the store.
         """
         manifest = self._newest() if self._recorded is None else self._find_recorded(self._recorded)
+        self._check_adapters(manifest.run)
         if self.goes_on:
             self._check_position(manifest.run)
         return manifest
@@ -109,6 +110,31 @@ class Origin:
         why = f" that can be used ({'; '.join(skipped)})" if skipped else ""
         advice = "name the checkpoint.uri of a run that has saved" if step is None else "name another step, or none"
         raise ConfigError(f"{self.uri}, which {ORIGIN_FIELD} names, holds {which}{why}: {advice}")
+
+    def _check_adapters(self, run: RunState) -> None:
+        """Refuse values that would mean something else here: of adapters, of the whole model, or of other adapters."""
+        try:
+            theirs = Numbers.read(run.numbers)
+        except NumbersError:  # whether that matters, what follows says
+            return
+        mine = self._config.numbers()
+        if mine.has_adapters and not theirs.has_adapters:
+            raise ConfigError(
+                f"{self.uri}, which {ORIGIN_FIELD} names, holds all weights of a model, and this run trains adapters "
+                "(lora) beside those of model.uri: export that checkpoint (sft export), and name its folder in "
+                f"model.uri, without {ORIGIN_FIELD}"
+            )
+        if theirs.has_adapters and not mine.has_adapters:
+            raise ConfigError(
+                f"{self.uri}, which {ORIGIN_FIELD} names, holds adapters (lora), and this run trains all weights: "
+                "export that checkpoint with export.mergeAdapter (sft export), and name its folder in model.uri, "
+                f"without {ORIGIN_FIELD}"
+            )
+        if changes := theirs.adapter_differences(mine):
+            raise ConfigError(
+                f"{self.uri}, which {ORIGIN_FIELD} names, holds other adapters ({', '.join(changes)}): restore these, "
+                "or export that checkpoint with export.mergeAdapter and name its folder in model.uri"
+            )
 
     def _check_position(self, run: RunState) -> None:
         """Refuse to go on after a step of other data: half of it would never be seen, or be seen twice."""

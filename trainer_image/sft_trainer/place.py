@@ -192,6 +192,8 @@ def _to_go_on(config: TrainerConfig, saved: Manifest | None) -> str:
         paste = continued_from(config.checkpoint_uri, saved.step, Numbers.read(saved.run.numbers), config.numbers())
     except NumbersError:
         return ""
+    if not paste:
+        return ""
     return (
         f"; to go on after its step {saved.step} as another run, give that one a place of its own and, in spec, {paste}"
     )

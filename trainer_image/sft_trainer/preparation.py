@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from sft_api.adapters import ends
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1 import DataSource
+from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
 
 from .boxes import Box
 from .checkpoint.store import S3Settings
@@ -24,6 +25,7 @@ from .errors import ModelError
 from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.digest import base_digest, companion_digests
+from .models.lora import add_adapters, initialize_adapters, is_adapter
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.weights import load_weights
@@ -34,9 +36,11 @@ from .reporting import Reporter
 class Prepared:
     """Everything read from outside before training: local files only from here on."""
 
+    model_uri: str
+    """Where the model came from, at the revision that this run is pinned to."""
     model_path: Path
     model: CausalLM
-    """On the meta device; the files of its weights were found complete."""
+    """On the meta device, with its adapters if it has any; the files of its weights were found complete."""
     base_digest: str
     """Of the model, as it came (``models.digest``)."""
     companions: dict[str, str]
@@ -48,12 +52,14 @@ class Prepared:
     total_steps: int
     epoch_size: int
 
-    def read_weights(self, boxes: Sequence[Box], uri: str, reporter: Reporter) -> None:
-        """Fill ``boxes`` from the files of the model, which came from ``uri``."""
-        what = f"reading the weights of {uri}"
+    def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
+        """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""
+        if spec.lora is not None:
+            initialize_adapters(boxes, spec.lora, spec.training.seed)
+        what = f"reading the weights of {spec.model.uri}"
         reporter.phase(Phase.LOADING, what)
         load_weights(
-            boxes,
+            [box for box in boxes if not is_adapter(box.name)],
             self.model.names,
             self.model_path,
             on_tensor=lambda done: reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
@@ -85,6 +91,8 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     model = build_on_meta(model_path)
     check_positions(model.huggingface.config, spec.data.max_length)
     digest = base_digest(model, model_path)
+    if spec.lora is not None:
+        reporter.say("%s", _with_adapters(model, spec.lora))
     check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = fetched(tokenizer_uri, "tokenizer") if tokenizer_uri else model_path
@@ -122,6 +130,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     if warning is not None:
         reporter.warn(warning)
     return Prepared(
+        spec.model.uri,
         model_path,
         model,
         digest,
@@ -132,6 +141,17 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
         steps,
         total_steps,
         epoch_size,
+    )
+
+
+def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
+    """Put adapters into ``model``; what there is to train then, in words."""
+    layers = add_adapters(model.huggingface, lora)
+    sizes = {name: parameter.numel() for name, parameter in model.huggingface.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if is_adapter(name))
+    return (
+        f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
+        f"trained, {sum(sizes.values()) - trained:,} are not"
     )
 
 

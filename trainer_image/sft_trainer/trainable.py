@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sft_api.trainer_config import TrainerConfig
+
+from .models.lora import is_adapter
+
 TRAINED_DTYPE = torch.float32
 """Of parameters that change: in bf16 most updates would be rounded away."""
 
@@ -24,7 +28,7 @@ class Trainable:
         return TRAINED_DTYPE if self.trains(name) else self.base_dtype
 
     def saves(self, name: str) -> bool:
-        """Whether checkpoints hold the parameter ``name``: the base can be loaded again."""
+        """Whether checkpoints hold the parameter or stored buffer ``name``: the base can be loaded again."""
         return self.trains(name)
 
     def saves_all(self, model: nn.Module) -> bool:
@@ -40,3 +44,12 @@ class Trainable:
 
 EVERYTHING = Trainable(trains=lambda name: True)
 """All parameters, in fp32, and all are saved."""
+
+
+def trainable_of(config: TrainerConfig) -> Trainable:
+    """What ``config`` says: all of the model, or adapters beside it."""
+    lora = config.spec.lora
+    if lora is None:
+        return EVERYTHING
+    bf16 = (lora.base_precision or config.plan.precision) == "bf16"
+    return Trainable(trains=is_adapter, base_dtype=torch.bfloat16 if bf16 else torch.float32)

@@ -67,7 +67,7 @@ from .state import Facts, resume_warnings, run_state
 from .storage import check_same_base
 from .strategies import build
 from .topology import Topology
-from .trainable import EVERYTHING, Trainable
+from .trainable import Trainable, trainable_of
 
 
 class Trainer:
@@ -79,9 +79,9 @@ class Trainer:
         ranks: Ranks,
         run_dir: Path,
         listeners: Sequence[Listener] = (),
-        trainable: Trainable = EVERYTHING,
+        trainable: Trainable | None = None,
     ) -> None:
-        """``listeners`` watch the run, after our own; ``trainable`` says what of the model is trained and saved."""
+        """``listeners`` watch the run, after our own; ``trainable`` is trained and saved, by ``config`` when None."""
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
@@ -101,7 +101,7 @@ class Trainer:
         self.control = Control()
         self._theirs = listeners
         self.events = Listeners(listeners, self.control)
-        self._trainable = trainable
+        self._trainable = trainable or trainable_of(config)
         self._place = Entered(None, None)
         self._take_over = os.environ.get(TAKE_OVER_VARIABLE, "")
         """The word by which a user asks to take the place over from another holder that is alive."""
@@ -233,7 +233,7 @@ class Trainer:
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
         blueprint = self.prepared.model
-        self._flops = ModelFlops(blueprint, self.device)
+        self._flops = ModelFlops(blueprint, self._trainable.trains, self.device)
         self._saves_all = self._trainable.saves_all(blueprint.huggingface)
         self.strategy = build(self.config, blueprint, self._trainable, self.topology, self.device)
 
@@ -244,7 +244,7 @@ class Trainer:
         if loaded and self._saves_all:
             return
         boxes = self.strategy.boxes("base") + ([] if loaded else self.strategy.boxes("trained"))
-        self.prepared.read_weights(boxes, self.spec.model.uri, self.reporter)
+        self.prepared.fill(boxes, self.spec, self.reporter)
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")

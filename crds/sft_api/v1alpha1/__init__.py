@@ -13,6 +13,7 @@ from .job import (
     SFTJob,
     SFTJobSpec,
 )
+from .lora import LoraSpec
 from .runtime import (
     CheckpointSpec,
     ComputeSpec,
@@ -70,6 +71,7 @@ __all__ = [
     "FsdpSpec",
     "GoodputStatus",
     "KeepSpec",
+    "LoraSpec",
     "LostGpuSeconds",
     "ModelSpec",
     "NodeFailures",

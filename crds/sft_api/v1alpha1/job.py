@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
+from .lora import LoraSpec
 from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
@@ -29,6 +30,7 @@ JOB_NAME_MESSAGE = (
 
 IMMUTABLE_SPEC_FIELDS = (
     "model",
+    "lora",
     "data",
     "training",
     "strategy",
@@ -57,6 +59,10 @@ class SFTJobSpec(ApiModel):
     """What to train, on what, and where."""
 
     model: ModelSpec = Field(description="The model to start from.")
+    lora: LoraSpec | None = Field(
+        default=None,
+        description="Adapters are trained, and saved, in place of the model's weights; all weights if absent.",
+    )
     data: DataSpec = Field(description="The data, and which tokens of it are trained.")
     training: TrainingSpec = Field(default_factory=TrainingSpec, description="The optimisation.")
     strategy: StrategySpec | None = Field(
@@ -169,6 +175,11 @@ class SFTJobSpec(ApiModel):
                 not (self.training.evaluation.every_steps or self.training.evaluation.before_training)
                 or len(self.data.eval) > 0
             ),
+        ),
+        Rule(
+            "!self.export.mergeAdapter || has(self.lora)",
+            "export.mergeAdapter needs lora: without it the whole model is trained, and exported",
+            lambda self: not self.export.merge_adapter or self.lora is not None,
         ),
         *PLACE_RULES,
         Rule(

@@ -327,6 +327,11 @@ class ExportSpec(ApiModel):
 
     at_end: bool = Field(default=True, description="Export when training is complete.")
     uri: StorageUri | None = Field(default=None, description="Where it goes; export/ beside the checkpoints if absent.")
+    merge_adapter: bool = Field(
+        default=False,
+        description="With lora: export the whole model, adapters added to its weights and rounded as these are; else "
+        "the adapters alone, in the format of peft.",
+    )
 
 
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]

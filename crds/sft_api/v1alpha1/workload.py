@@ -153,7 +153,7 @@ class OptimizerSpec(ApiModel):
     """AdamW: decoupled weight decay on matrices, none on norms and biases."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Peak learning rate; 1e-5 when absent."
+        default=None, description="Peak learning rate; 1e-5 when absent, with lora 1e-4."
     )
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: [0.9, 0.999], description="Decay rates of the first and second moment."

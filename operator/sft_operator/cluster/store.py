@@ -27,11 +27,10 @@ from sft_api.checkpoints import (
 from sft_api.numbers import Numbers, NumbersError
 from sft_api.place import (
     DONE_KEY,
-    EXPORT_CONFIG,
     EXPORT_MARK,
     EXPORT_RECORD,
-    EXPORT_WEIGHTS,
     RUN_KEY,
+    ExportForm,
     ExportRecord,
     RecordError,
     complete_progress,
@@ -72,12 +71,14 @@ class CheckpointStore:
         """The checkpoints below ``uri``, the newest ten of them verified; raises ``StoreError``."""
         return await self._in_thread(lambda: self._read(uri))
 
-    async def read_complete(self, uri: str, export_uri: str | None, name: str, numbers: Numbers) -> CompleteRun | None:
+    async def read_complete(
+        self, uri: str, export_uri: str | None, name: str, numbers: Numbers, form: ExportForm = "model"
+    ) -> CompleteRun | None:
         """The run ``name`` with these ``numbers`` below ``uri`` when it is complete, and nothing is left to do for it.
 
         ``export_uri`` is where its model has to be, None where none is asked for. Raises ``StoreError``.
         """
-        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers))
+        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers, form))
 
     async def _in_thread(self, work: Callable[[], _Found]) -> _Found:
         await self._limit.acquire()
@@ -134,7 +135,9 @@ class CheckpointStore:
             except (ValueError, OverflowError) as error:  # no clock shows its time
                 return f"its manifest cannot be read: {error}"
 
-    def _read_complete(self, uri: str, export_uri: str | None, name: str, numbers: Numbers) -> CompleteRun | None:
+    def _read_complete(
+        self, uri: str, export_uri: str | None, name: str, numbers: Numbers, form: ExportForm
+    ) -> CompleteRun | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -154,7 +157,7 @@ class CheckpointStore:
             export = None
             if export_uri is not None:
                 target = self._reading(export_uri, COMPLETE_SECONDS)
-                if not _holds_export(target, ExportRecord.of_done(name, numbers, done, last)):
+                if not _holds_export(target, ExportRecord.of_done(name, numbers, done, last, form)):
                     return None
                 export = ExportStatus(uri=export_uri, step=done.step)
             if last is None and export is None:
@@ -195,9 +198,9 @@ def _holds_export(target: Reading, wanted: ExportRecord) -> bool:
         return False
     if found is None:
         return False
-    weights = target.files(EXPORT_WEIGHTS)
-    sizes = {f"{EXPORT_WEIGHTS}{rest}": file.size for rest, file in weights.items()}
-    marks = {name: raw for name in (EXPORT_CONFIG, EXPORT_MARK) if (raw := target.record(name)) is not None}
+    weights = target.files(wanted.weights)
+    sizes = {f"{wanted.weights}{rest}": file.size for rest, file in weights.items()}
+    marks = {name: raw for name in (wanted.config, EXPORT_MARK) if (raw := target.record(name)) is not None}
     return wanted.is_whole(found, {**sizes, **{name: len(raw) for name, raw in marks.items()}})
 
 

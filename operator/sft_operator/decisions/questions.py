@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from sft_api.numbers import Numbers
+from sft_api.place import form_of
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 
@@ -262,7 +263,7 @@ def complete_question(
     s3, namespace = job.spec.checkpoint.s3, job.metadata.namespace
     if not all(is_readable(place, s3, store, namespace) for place in (uri, export_uri) if place is not None):
         return None
-    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(job.spec))
+    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(job.spec), form_of(job.spec))
 
 
 def read_complete(memory: Memory, question: ReadComplete | None, *, clock: float) -> Asked:

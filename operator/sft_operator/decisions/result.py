@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from sft_api.numbers import Numbers
+from sft_api.place import ExportForm
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
@@ -169,6 +170,8 @@ class ReadComplete:
     """Where its model has to be; None: none is asked for."""
     name: str
     numbers: Numbers
+    form: ExportForm = "model"
+    """Of its export."""
 
 
 @dataclass(frozen=True)

@@ -166,3 +166,45 @@ def test_damaged_bytes_are_found_and_no_other_checkpoint_is_taken_instead(other:
     other.put(key, bytes(raw))
     with pytest.raises(NoUsableCheckpointError, match=r"cannot begin from step-00000020-a00001: .* do not match their"):
         read(begins(run(other)), tmp_path, weight())
+
+
+@pytest.mark.parametrize("what", ["weights", "everything"])
+@pytest.mark.parametrize(
+    ("saved", "begun", "sentence"),
+    [
+        (
+            {},
+            {"lora": {"rank": 4}},
+            r"holds all weights of a model, and this run trains adapters \(lora\) beside those",
+        ),
+        (
+            {"lora": {"rank": 4}},
+            {},
+            r"holds adapters \(lora\), and this run trains all weights: export that checkpoint",
+        ),
+        (
+            {"lora": {"rank": 4, "alpha": 8}},
+            {"lora": {"rank": 4}},
+            r"holds other adapters \(lora.alpha: 8 -> 4\): restore these, or export that checkpoint with export.merge",
+        ),
+        (
+            {"lora": {"rank": 4}},
+            {"lora": {"rank": 4, "targetModules": ["q_proj"]}},
+            r'holds other adapters \(lora.targetModules: \["all-linear"\] -> \["q_proj"\]\)',
+        ),
+    ],
+)
+def test_values_of_adapters_mean_something_for_the_same_adapters_only(
+    other: Store, what: str, saved: dict[str, Any], begun: dict[str, Any], sentence: str
+) -> None:
+    theirs(other, 10, **saved)
+    with pytest.raises(ConfigError, match=sentence):
+        begins(run(other, what=what, **begun)).find()
+    assert begins(run(other, what=what, **saved)).find().step == 10
+
+
+def test_adapters_that_are_dropped_otherwise_begin_anew(other: Store) -> None:
+    theirs(other, 10, lora={"rank": 4})
+    assert begins(run(other, lora={"rank": 4, "dropout": 0.1})).find().step == 10
+    with pytest.raises(ConfigError, match=r"other settings \(lora.dropout: 0 -> 0.1\): restore these, or name what:"):
+        begins(run(other, what="everything", lora={"rank": 4, "dropout": 0.1})).find()

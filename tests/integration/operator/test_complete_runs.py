@@ -10,7 +10,15 @@ import pytest
 
 from sft_api.checkpoints import STATUS_KEY, CheckpointId
 from sft_api.numbers import Numbers
-from sft_api.place import DONE_KEY, EXPORT_CONFIG, RUN_KEY
+from sft_api.place import (
+    DONE_KEY,
+    EXPORT_ADAPTER,
+    EXPORT_ADAPTER_CONFIG,
+    EXPORT_CONFIG,
+    EXPORT_RECORD,
+    RUN_KEY,
+    ExportRecord,
+)
 from sft_operator.cluster.store import CheckpointStore
 from sft_operator.cluster.store_reading import StoreError
 from sft_operator.config import StoreSettings
@@ -33,8 +41,10 @@ def read(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore) -> Callable[..
         monkeypatch.setenv(name, value)
     store = CheckpointStore(StoreSettings.model_validate(settings(versitygw)))
 
-    def ask(uri: str, *, export: bool = True, numbers: Numbers = NUMBERS, name: str = "tiny") -> CompleteRun | None:
-        return asyncio.run(store.read_complete(uri, f"{uri}/export" if export else None, name, numbers))
+    def ask(
+        uri: str, *, export: bool = True, numbers: Numbers = NUMBERS, name: str = "tiny", **form: Any
+    ) -> CompleteRun | None:
+        return asyncio.run(store.read_complete(uri, f"{uri}/export" if export else None, name, numbers, **form))
 
     return ask
 
@@ -100,6 +110,27 @@ def test_what_is_there_decides(
                 read(uri, export=export)
         else:
             assert (read(uri, export=export) is not None) == expected
+
+
+def test_adapters_are_the_export_of_a_run_that_asks_for_them(s3: Any, read: Ask) -> None:
+    # Given a complete run whose export holds adapters
+    uri = f"{URI}/team/adapters"
+    files = finished_run("tiny", NUMBERS)
+    del files["export/model.safetensors"], files[f"export/{EXPORT_CONFIG}"]
+    record = ExportRecord.model_validate_json(files[f"export/{EXPORT_RECORD}"])
+    adapters = record.model_copy(update={"form": "adapter", "files": {EXPORT_ADAPTER: 7}})
+    files[f"export/{EXPORT_RECORD}"] = adapters.encoded()
+    files |= {f"export/{EXPORT_ADAPTER}": b"weights", f"export/{EXPORT_ADAPTER_CONFIG}": b"{}"}
+    put_files(s3, uri, files)
+
+    # Then it is complete for who asks for these, and not for who asks for the merged model
+    assert read(uri, form="adapter") is not None
+    assert read(uri, form="model") is None
+
+    # And without the file that comes last it is not
+    del files[f"export/{EXPORT_ADAPTER_CONFIG}"]
+    put_files(s3, f"{uri}-begun", files)
+    assert read(f"{uri}-begun", form="adapter") is None
 
 
 def test_a_run_with_another_name_or_other_numbers_is_not_this_one(s3: Any, read: Ask) -> None:

@@ -1,9 +1,13 @@
 """What `sft plan` says about where numbers come from."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sft_api.plan import make_plan
-from sft_cli.plan import Decision, Origin, explain
+from sft_cli.plan import Decision, Origin, explain, show_plan
 
 from .jobs import job
 
@@ -69,3 +73,55 @@ def test_a_batch_that_was_rounded_says_from_what() -> None:
 
 def test_accumulation_that_varies_says_so() -> None:
     assert decisions(training={"globalBatchSize": 8})["gradient accumulation"].value == "varies"
+
+
+def test_adapters_are_shown_with_what_is_trained_of_a_model_on_this_machine(tmp_path: Path) -> None:
+    # Given the headers of a model's files
+    shapes = {
+        "model.embed_tokens.weight": [100, 8],
+        "model.layers.0.input_layernorm.weight": [8],
+        "model.layers.0.self_attn.q_proj.weight": [8, 8],
+        "model.layers.0.self_attn.q_proj.bias": [8],
+        "model.layers.0.mlp.up_proj.weight": [24, 8],
+        "lm_head.weight": [100, 8],
+    }
+    header = json.dumps({"__metadata__": {}, **{name: {"shape": shape} for name, shape in shapes.items()}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    model = {"uri": f"file://{tmp_path}"}
+
+    shown = decisions(model=model, lora={"rank": 2, "dropout": 0.1})
+
+    held = 2 * 800 + 8 + 64 + 8 + 192
+    trained = 2 * (8 + 8) + 2 * (24 + 8)
+    assert shown["trained parameters"].value == f"{trained} of {trained + held:,} ({trained / (trained + held):.2%})"
+    assert shown["trained parameters"].why == "2 layers with adapters, by the files of model.uri"
+    assert (shown["adapters"].value, shown["adapters"].origin) == ("rank 2, alpha 2, dropout 0.1", Origin.GIVEN)
+    assert shown["adapters on"].value == "all-linear"
+    assert (shown["frozen weights in"].value, shown["frozen weights in"].origin) == ("fp32", Origin.COMPUTED)
+    assert shown["learning rate"].value == "0.0001"
+    assert shown["exported"].value == "the adapters, for peft"
+    only = decisions(model=model, lora={"rank": 2, "targetModules": ["up_proj"]}, export={"mergeAdapter": True})
+    assert only["trained parameters"].value.startswith("64 of ")
+    assert only["exported"].value == "the model with its adapters merged"
+
+
+def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = json.dumps({"model.layers.0.self_attn.q_proj.weight": {"shape": [8, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    show_plan(job(model={"uri": f"file://{tmp_path}"}, lora={"targetModules": ["query"]}), "table")
+
+    told = capsys.readouterr()
+    assert "lora.targetModules names 'query', and no linear layer of the model is called so" in told.err + told.out
+    assert "trained parameters" in told.out
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
+def test_what_is_trained_is_unknown_where_the_model_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    for uri in ("hf://org/model", f"file://{tmp_path}"):
+        assert decisions(model={"uri": uri}, lora={})["trained parameters"].value == "unknown"
+    assert "adapters" not in decisions(model={"uri": f"file://{tmp_path}"})

@@ -57,6 +57,11 @@ def test_nothing_is_made_before_the_store_has_said_whether_the_run_is_complete()
     assert questions(first) == [ReadComplete("sft-uid", PLACE, f"{PLACE}/export", "tulu", numbers)]
     assert (first.actions, first.status, first.again) == ((), None, 2.0)
 
+    # Of a run with adapters these are asked for, or the model with them
+    (adapters,) = questions(decided(manifest(lora={})))
+    (merged,) = questions(decided(manifest(lora={}, export={"mergeAdapter": True})))
+    assert (adapters.form, merged.form) == ("adapter", "model")
+
     # When it does not answer at once, that the job is being prepared is said meanwhile
     later = decided(manifest(), memory=first.memory, clock=1003)
     assert (questions(later), later.actions, state(later)) == (questions(first), (), "Preparing")

@@ -36,7 +36,11 @@ def model(tmp_path: Path) -> Path:
 
 def at_end(folder: Path, model: Path) -> tuple[AtEnd, Reporter]:
     prepared: Any = SimpleNamespace(
-        model=build_on_meta(model), model_path=model, tokenizer=chat_tokenizer("chatml"), base_digest=""
+        model_uri="file:///model",
+        model=build_on_meta(model),
+        model_path=model,
+        tokenizer=chat_tokenizer("chatml"),
+        base_digest="",
     )
     reporter = Reporter(folder, writes=True)
     config = resolve(manifest(folder, folder / "store"))

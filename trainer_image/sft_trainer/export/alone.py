@@ -15,6 +15,7 @@ from sft_trainer.state import changed_fields
 
 from .companions import model_card
 from .exporting import Exported
+from .forms import Adapters
 from .values import Base
 
 Fetch = Callable[[str, Literal["model", "tokenizer"]], Path]
@@ -59,4 +60,5 @@ def exported_alone(
         card=model_card(config, manifest),
         name=config.job.name,
         base=base,
+        adapters=Adapters.of(config, files.uri),
     )

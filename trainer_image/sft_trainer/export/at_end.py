@@ -17,6 +17,7 @@ from sft_trainer.topology import Topology
 
 from .companions import model_card
 from .exporting import Exported, export_checkpoint
+from .forms import Adapters
 from .values import Base
 
 _TIMEOUT = timedelta(hours=24)
@@ -58,6 +59,7 @@ class AtEnd:
             card=model_card(self._config, found),
             name=self._config.job.name,
             base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
+            adapters=Adapters.of(self._config, self._prepared.model_uri),
         )
         export_checkpoint(exported, target, group, on_bytes=self._count)
 

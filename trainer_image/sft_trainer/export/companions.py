@@ -3,11 +3,12 @@
 import json
 import logging
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sft_api.checkpoints import BEST_METRIC, Manifest
-from sft_api.place import EXPORT_CONFIG
+from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.models.causal_lm import CausalLM
@@ -17,10 +18,13 @@ log = logging.getLogger("sft_trainer")
 _GENERATION_CONFIG = "generation_config.json"
 
 
-def companions(model: CausalLM, source: Path, tokenizer: Any, card: str) -> dict[str, bytes]:
+def companions(
+    model: CausalLM, source: Path, tokenizer: Any, card: str, adapter_config: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
     """Content by name, in the order in which they are written: ``EXPORT_CONFIG`` is the last.
 
-    ``source`` is the folder that the model came from; its weights are not needed.
+    ``source`` is the folder that the model came from; its weights are not needed. ``adapter_config`` is that of
+    adapters, which then stands for the model's as ``EXPORT_ADAPTER_CONFIG``.
     """
     huggingface: Any = model.huggingface
     with tempfile.TemporaryDirectory() as scratch:
@@ -31,11 +35,15 @@ def companions(model: CausalLM, source: Path, tokenizer: Any, card: str) -> dict
             settings = json.loads((folder / _GENERATION_CONFIG).read_bytes())
             settings = with_end_of_turn(_generation_settings(source) or settings, tokenizer)
             (folder / _GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        huggingface.config.dtype = model.stored_dtype
-        huggingface.config.architectures = [type(huggingface).__name__]
-        huggingface.config.save_pretrained(folder)
+        if adapter_config is None:
+            huggingface.config.dtype = model.stored_dtype
+            huggingface.config.architectures = [type(huggingface).__name__]
+            huggingface.config.save_pretrained(folder)
+        else:
+            (folder / EXPORT_ADAPTER_CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
         (folder / "README.md").write_text(card)
-        files = sorted(folder.iterdir(), key=lambda file: (file.name == EXPORT_CONFIG, file.name))
+        last = (EXPORT_CONFIG, EXPORT_ADAPTER_CONFIG)
+        files = sorted(folder.iterdir(), key=lambda file: (file.name in last, file.name))
         return {file.name: file.read_bytes() for file in files}
 
 
@@ -77,10 +85,21 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
         "evaluation loss": run.metrics.get(BEST_METRIC),
         "peak learning rate": config.plan.learning_rate,
     }
+    lora = config.spec.lora
+    if lora is not None:
+        facts |= {
+            "adapters": f"rank {lora.rank}, alpha {lora.effective_alpha:g}",
+            "digest of the model": run.base_digest,
+        }
+    peft = form_of(config.spec) == "adapter"
+    name = config.spec.model.uri.removeprefix("hf://").partition("@")[0]
+    base = f"base_model: {name}\n" if peft and config.spec.model.uri.startswith("hf://") else ""
+    tags = "- sft\n- lora\n" if lora else "- sft\n"
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
     sources = "\n".join(f"- `{source.uri}`" for source in config.spec.data.train)
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- sft\n---\n\n"
+        f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: text-generation\ntags:\n{tags}"
+        "---\n\n"
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
         f"| | |\n|---|---|\n{rows}\n"
     )

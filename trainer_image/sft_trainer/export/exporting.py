@@ -1,6 +1,7 @@
-"""A checkpoint of some step as a Hugging Face folder in a store, by one process or by many that take files in turn.
+"""A checkpoint of some step as a Hugging Face or peft folder in a store, by one process or by many in turn.
 
-Each file of weights appears whole or not at all, ``config.json`` comes last: a folder without it is not a model yet.
+Each file of weights appears whole or not at all, ``config.json`` (of adapters ``adapter_config.json``) comes last: a
+folder without it is not a model yet.
 While an export goes on, a mark in the folder says of which checkpoint the files in it are. An export that finds its own
 mark goes on with the files that are missing; one that finds another or none removes all weights first, before them the
 ``config.json`` of an older model. So the weights of two steps never lie beside a config.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from sft_api.checkpoints import Manifest
-from sft_api.place import EXPORT_CONFIG, EXPORT_MARK, EXPORT_RECORD, EXPORT_WEIGHTS, ExportRecord
+from sft_api.place import EXPORT_ADAPTER, EXPORT_MARK, EXPORT_RECORD, ExportRecord
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
@@ -27,7 +28,8 @@ from sft_trainer.errors import AccessDeniedError, ConfigError, SharedPlaceError,
 from sft_trainer.models.causal_lm import CausalLM
 
 from .companions import companions
-from .plan import FILE_BYTES, INDEX, SINGLE, File, Plan, plan_export
+from .forms import Adapters, Shape, shape_of
+from .plan import FILE_BYTES, INDEX, SINGLE, File, Plan
 from .record import is_finished, refuse_other_run
 from .values import Base, Values
 
@@ -55,6 +57,8 @@ class Exported:
     """Of the run."""
     base: Callable[[], Base]
     """Gets the model that the run started from with its weights, if the checkpoint lacks some."""
+    adapters: Adapters | None = None
+    """Where the run trains some."""
 
 
 def export_checkpoint(
@@ -73,13 +77,14 @@ def export_checkpoint(
     CheckpointCorruptError, which names the checkpoint, ConfigError when it does not fit the model or another run's
     model is there, or what the stores raise. What was finished until then stays for the next try.
     """
-    record = ExportRecord.of(exported.name, exported.manifest)
-    plan = plan_export(exported.model, exported.model.stored_dtype, file_bytes)
+    shape = shape_of(exported.model, exported.adapters, file_bytes)
+    plan = shape.plan
+    record = ExportRecord.of(exported.name, exported.manifest, shape.form)
     mark = _mark(exported.manifest, plan)
     # Only a process that reads values asks for their index, and the leader asks twice.
-    values = functools.cache(lambda: _values(exported, plan))
+    values = functools.cache(lambda: _values(exported, shape))
     missing = group.on_leader(
-        lambda: None if _is_there(target, record) else _begin(values, target, plan, mark, record, on_bytes)
+        lambda: None if _is_there(target, record) else _begin(values, target, shape, mark, record, on_bytes)
     )
     if missing is None:
         log.info("%s holds the model of %s already", target.uri, record.checkpoint)
@@ -87,7 +92,7 @@ def export_checkpoint(
     turn = group.topology.turn(missing, target.uri)
     mine = [file for file in plan.files if file.name in turn]
     group.agree(group.tried(lambda: _write_files(mine, values, target, mark, on_bytes)))
-    group.on_leader(lambda: _end(exported, target, plan, mark, record))
+    group.on_leader(lambda: _end(exported, target, shape, mark, record))
 
 
 def _is_there(target: Store, record: ExportRecord) -> bool:
@@ -95,9 +100,9 @@ def _is_there(target: Store, record: ExportRecord) -> bool:
     return is_finished(target, record)
 
 
-def _values(exported: Exported, plan: Plan) -> Values:
-    values = Values(exported.store, exported.manifest, exported.model.names, exported.base)
-    values.check(plan)
+def _values(exported: Exported, shape: Shape) -> Values:
+    values = Values(exported.store, exported.manifest, exported.model.names, exported.base, shape.scaling)
+    values.check(shape.plan)
     return values
 
 
@@ -113,41 +118,43 @@ def _mark(manifest: Manifest, plan: Plan) -> bytes:
 
 
 def _begin(
-    get: Callable[[], Values], target: Store, plan: Plan, mark: bytes, record: ExportRecord, on_bytes: OnBytes
+    get: Callable[[], Values], target: Store, shape: Shape, mark: bytes, record: ExportRecord, on_bytes: OnBytes
 ) -> list[str]:
     """Names of the files that are to be written into the folder, of which all others are finished."""
-    values = get()  # before anything is removed
-    _drop_earlier_uploads(target)
-    present, found = _present(target)
-    if found is None and _is_model(target):
+    values, plan = get(), shape.plan  # before anything is removed
+    _drop_earlier_uploads(target, record)
+    present, found = _present(target, shape)
+    if found is None and any(_is_there_whole(target, config) for config in shape.configs):
         # Who reads it loses it for what can be written whole, and for nothing less: so all is read once before.
         for file in plan.files:
             deque(values.of(file, on_bytes), maxlen=0)
     # A reader must never take the weights of one step for those of another.
-    target.delete([EXPORT_CONFIG])
+    target.delete([*shape.configs])
     target.put(EXPORT_RECORD, record.encoded())
     if found == mark:
         return [file.name for file in plan.files if present.get(file.name) != file.size]
     # Readers prefer the single file to an index: it must go also where nothing can be listed.
-    target.delete(sorted({SINGLE, INDEX, *(name for name in present if _WEIGHTS.fullmatch(name))}))
+    weights = {SINGLE, INDEX, *(name for name in present if _WEIGHTS.fullmatch(name))}
+    target.delete(sorted(weights | {EXPORT_ADAPTER} if shape.either else weights))
     target.put(EXPORT_MARK, mark)
     return [file.name for file in plan.files]
 
 
-def _drop_earlier_uploads(target: Store) -> None:
+def _drop_earlier_uploads(target: Store, record: ExportRecord) -> None:
     """Drop files that an export of this model began and did not finish: nobody else ever would."""
     try:
-        for prefix in ("model.safetensors", "model-0", EXPORT_MARK, EXPORT_RECORD, EXPORT_CONFIG):
+        weights = (EXPORT_ADAPTER,) if record.form == "adapter" else ("model.safetensors", "model-0")
+        for prefix in (*weights, EXPORT_MARK, EXPORT_RECORD, record.config):
             target.abort_incomplete_uploads(prefix)
     except (AccessDeniedError, ConfigError) as error:
         # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
         log.warning("unfinished uploads of an earlier export were not dropped: %s", error)
 
 
-def _is_model(target: Store) -> bool:
-    """Whether a finished model may lie in the folder."""
+def _is_there_whole(target: Store, config: str) -> bool:
+    """Whether a finished model may lie in the folder, of which ``config`` is the last file."""
     try:
-        target.read(EXPORT_CONFIG)
+        target.read(config)
     except StorageNotFoundError:
         return False
     except AccessDeniedError:
@@ -155,17 +162,22 @@ def _is_model(target: Store) -> bool:
     return True
 
 
-def _present(target: Store) -> tuple[dict[str, int], bytes | None]:
+def _present(target: Store, shape: Shape) -> tuple[dict[str, int], bytes | None]:
     """Bytes by name of what lies in the folder, and the mark in it."""
     present: dict[str, int] = {}
     try:
-        present = {entry.key: entry.size for entry in target.list(EXPORT_WEIGHTS)}
+        present = _weights_in(target, shape)
         return present, target.read(EXPORT_MARK)
     except StorageNotFoundError:  # no mark, or a folder that the first write creates
         return present, None
     except AccessDeniedError as error:
         log.warning("what an earlier export finished is not looked for, but written again: %s", error)
         return present, None
+
+
+def _weights_in(target: Store, shape: Shape) -> dict[str, int]:
+    """Bytes by name of what may be weights."""
+    return {entry.key: entry.size for prefix in shape.prefixes for entry in target.list(prefix)}
 
 
 def _write_files(
@@ -201,27 +213,29 @@ def _check_mark(target: Store, mark: bytes) -> None:
         )
 
 
-def _end(exported: Exported, target: Store, plan: Plan, mark: bytes, record: ExportRecord) -> None:
+def _end(exported: Exported, target: Store, shape: Shape, mark: bytes, record: ExportRecord) -> None:
+    plan = shape.plan
     _check_mark(target, mark)
-    _check_sizes(target, plan)
+    _check_sizes(target, shape)
     if plan.index is not None:
         target.put(INDEX, plan.index)
     files = {file.name: file.size for file in plan.files}
     target.put(EXPORT_RECORD, record.model_copy(update={"files": files}).encoded())
-    for name, content in companions(exported.model, exported.folder, exported.tokenizer, exported.card).items():
-        if name == EXPORT_CONFIG:
+    beside = companions(exported.model, exported.folder, exported.tokenizer, exported.card, shape.adapter_config)
+    for name, content in beside.items():
+        if name == record.config:
             _check_mark(target, mark)
         target.put(name, content)
     _check_mark(target, mark)
     target.delete([EXPORT_MARK])
 
 
-def _check_sizes(target: Store, plan: Plan) -> None:
+def _check_sizes(target: Store, shape: Shape) -> None:
     try:
-        present = {entry.key: entry.size for entry in target.list(EXPORT_WEIGHTS)}
+        present = _weights_in(target, shape)
     except AccessDeniedError:
         return  # it could be written, and may not be listed
-    for file in plan.files:
+    for file in shape.plan.files:
         if present.get(file.name) != file.size:
             raise SharedPlaceError(
                 f"{target.uri}/{file.name} has {present.get(file.name, 'no')} bytes instead of {file.size} right after "

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_api.place import EXPORT_ADAPTER
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.lora import is_adapter
 from sft_trainer.models.tensors import stored_tensors
 
 FILE_BYTES = 4 * 2**30
@@ -20,6 +22,8 @@ FILE_BYTES = 4 * 2**30
 SINGLE = "model.safetensors"
 """The file of weights where there is one only."""
 INDEX = "model.safetensors.index.json"
+_PEFT_PREFIX = "base_model.model."
+"""Of the names of adapters, by which peft wraps a model twice."""
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -161,6 +165,22 @@ def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTE
             for number, file in enumerate(files, 1)
         )
     )
+
+
+def plan_adapter(model: CausalLM) -> Plan:
+    """The one file of the adapters of ``model``, as peft reads it: its names, and fp32, as they are trained."""
+    names = model.names
+    entries = [
+        Entry(
+            f"{_PEFT_PREFIX}{parameter}",
+            part.shape,
+            Part(part.name, part.shape, Rectangle.whole(part.shape), torch.float32),
+        )
+        for parameter, tensor in stored_tensors(model)
+        if is_adapter(parameter)
+        for part in names.parts(parameter, tuple(tensor.shape))
+    ]
+    return Plan((File(EXPORT_ADAPTER, tuple(entries)),))
 
 
 def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[Entry]:

@@ -5,7 +5,7 @@ import logging
 
 from pydantic import ValidationError
 
-from sft_api.place import EXPORT_CONFIG, EXPORT_MARK, EXPORT_RECORD, EXPORT_WEIGHTS, ExportRecord
+from sft_api.place import EXPORT_MARK, EXPORT_RECORD, ExportRecord
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError
 
@@ -40,8 +40,8 @@ def is_finished(target: Store, wanted: ExportRecord) -> bool:
     if found is None or not found.files:
         return False
     try:
-        sizes = {entry.key: entry.size for entry in target.list(EXPORT_WEIGHTS)}
-        sizes[EXPORT_CONFIG] = len(target.read(EXPORT_CONFIG))
+        sizes = {entry.key: entry.size for entry in target.list(wanted.weights)}
+        sizes[wanted.config] = len(target.read(wanted.config))
     except (StorageNotFoundError, AccessDeniedError):
         return False
     with contextlib.suppress(StorageNotFoundError):

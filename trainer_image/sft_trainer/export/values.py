@@ -21,6 +21,7 @@ from sft_trainer.checkpoint.reading import open_index, read_boxes
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import ConfigError
+from sft_trainer.models.lora import adapter_of
 from sft_trainer.models.weights import load_weights
 from sft_trainer.names.canonical import Names
 
@@ -42,14 +43,18 @@ class Base:
 class Values:
     """Of the tensors of one checkpoint."""
 
-    def __init__(self, store: Store, manifest: Manifest, names: Names, base: Callable[[], Base]) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, names: Names, base: Callable[[], Base], scaling: float | None = None
+    ) -> None:
         """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
 
+        To weights beside which the checkpoint has adapters, these are added ``scaling`` times, unless that is None.
         Raises CheckpointCorruptError, which names the checkpoint.
         """
         self._store = store
         self._manifest = manifest
         self._names = names
+        self._scaling = scaling
         self._get_base = base
         self._base_folder: Path | None = None
         try:
@@ -109,11 +114,42 @@ class Values:
         if from_base:
             assert self._base_folder is not None, "check comes first"  # noqa: S101
             load_weights(from_base, self._names, self._base_folder, on_tensor=lambda done: on_bytes(0))
+        for box in from_base:
+            self._add_adapter(box, on_bytes)
         return [box.local.to(part.dtype) for box, part in zip(boxes, block, strict=True)]
+
+    def _add_adapter(self, box: Box, on_bytes: OnBytes) -> None:
+        """Add B A to ``box``, of the base, if it has an adapter; in fp32, to be rounded once."""
+        if not self._is_adapted(box.name):
+            return
+        a_name, b_name = adapter_of(box.name)
+        (rank, inputs), (outputs, _) = (self._shape(name) for name in (a_name, b_name))
+        (row, column), (rows, columns) = box.place.offsets, box.place.sizes
+        a, b = (
+            Box(name, WEIGHT, shape, place, torch.empty(place.sizes))
+            for name, shape, place in (
+                (a_name, (rank, inputs), Rectangle((0, column), (rank, columns))),
+                (b_name, (outputs, rank), Rectangle((row, 0), (rows, rank))),
+            )
+        )
+        try:
+            read_boxes([a, b], self._store, self._manifest, self._index, on_bytes)
+        except CheckpointCorruptError as error:
+            raise self._damaged(error) from error
+        box.local.addmm_(b.local, a.local, alpha=self._scaling or 0.0)
+
+    def _is_adapted(self, name: str) -> bool:
+        """Whether an adapter is added to the tensor ``name``."""
+        return self._scaling is not None and (adapter_of(name)[0], WEIGHT) in self._index.numbers
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._index.tensors[self._index.numbers[name, WEIGHT]].shape
 
     def _box(self, part: Part) -> Box:
         number = self._index.numbers.get((part.name, WEIGHT))
         dtype = part.dtype if number is None else DTYPES[self._index.tensors[number].dtype]
+        if self._is_adapted(part.name):
+            dtype = torch.float32
         return Box(part.name, WEIGHT, part.shape, part.place, torch.empty(part.place.sizes, dtype=dtype))
 
     @property

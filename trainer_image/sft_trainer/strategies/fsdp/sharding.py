@@ -13,7 +13,7 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
-from sft_trainer.trainable import Trainable
+from sft_trainer.trainable import TRAINED_DTYPE, Trainable
 
 
 def build_model(
@@ -34,9 +34,10 @@ def build_model(
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
     mesh = topology.parameter_mesh(device.type)
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.plan.precision == "bf16" else None, reduce_dtype=torch.float32
-    )
+    computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
+    # What is held in another precision than it is computed in is cast when it is gathered.
+    held = {TRAINED_DTYPE, trainable.base_dtype}
+    policy = MixedPrecisionPolicy(param_dtype=None if held == {computed} else computed, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(
             block,

@@ -10,6 +10,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer, set_updates, updates
 from sft_trainer.topology import Topology
@@ -40,12 +41,11 @@ class FsdpStrategy:
         self._topology = topology
         huggingface: Any = blueprint.huggingface
         self._names = Names.of(huggingface.config)
-        # Buffers that files hold are what the model was made with: they are saved with what is trained.
         self._base = {
             part.name
-            for name, parameter in huggingface.named_parameters()
+            for name, tensor in stored_tensors(blueprint)
             if not trainable.saves(name)
-            for part in self._names.parts(name, tuple(parameter.shape))
+            for part in self._names.parts(name, tuple(tensor.shape))
         }
         spec = config.spec
         bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length

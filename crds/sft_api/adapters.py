@@ -1,0 +1,56 @@
+"""Which layers of a model get adapters: by name, as peft's ``target_modules`` and ``exclude_modules`` are read."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+ALL_LINEAR = "all-linear"
+"""In place of names: every linear layer of the model but its head."""
+
+
+class AdapterError(ValueError):
+    """Names that fit no layer, or too many; the text says which there are."""
+
+
+def named(module: str, names: Iterable[str]) -> bool:
+    """Whether one of ``names`` is the name ``module``, or ends it after a dot."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def adapted(
+    linear: Collection[str], head: str | None, targets: Collection[str], excluded: Collection[str]
+) -> list[str]:
+    """The linear layers that get adapters, of all that a model has (``linear``, full names, in order).
+
+    ``head`` is the name of its output layer, which ``all-linear`` leaves out. Raises ``AdapterError`` for a name in
+    ``targets`` or ``excluded`` that no linear layer has, and when nothing is left.
+    """
+    everything = ALL_LINEAR in targets
+    wanted = [name for name in linear if name != head] if everything else [m for m in linear if named(m, targets)]
+    for field, names in (("targetModules", () if everything else targets), ("excludeModules", excluded)):
+        for name in names:
+            if not any(named(module, [name]) for module in linear):
+                raise AdapterError(
+                    f"lora.{field} names {name!r}, and no linear layer of the model is called so: its linear layers "
+                    f"are {', '.join(ends(linear))}"
+                )
+    found = [module for module in wanted if not named(module, excluded)]
+    if not found:
+        raise AdapterError(
+            f"lora.excludeModules leaves nothing to train of {', '.join(ends(wanted))}: take a name out of it"
+        )
+    return found
+
+
+def ends(modules: Iterable[str]) -> list[str]:
+    """The last parts of names, each once: q_proj, k_proj, …"""
+    return list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+
+
+def shortest(modules: Collection[str], linear: Collection[str]) -> list[str]:
+    """The fewest names that mean exactly ``modules`` of all that are ``linear``: their ends where these say it."""
+    short = ends(modules)
+    return short if {name for name in linear if named(name, short)} == {*modules} else sorted(modules)
+
+
+def adapter_parameters(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
+    """Parameters of the adapters of linear layers with these weights, (outputs, inputs): A and B of each."""
+    return sum(rank * (outputs + inputs) for outputs, inputs in shapes.values())

@@ -1,0 +1,71 @@
+"""``spec.lora``: small matrices beside frozen weights are trained in place of the weights."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from sft_api.adapters import ALL_LINEAR
+
+from .base import ApiModel, Rule, matches
+
+ModuleName = Annotated[
+    str,
+    Field(max_length=253),
+    matches(
+        rf"^({ALL_LINEAR}|[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)$",
+        "must be the name of a module, whole or its end (q_proj, self_attn.q_proj), or all-linear; no pattern",
+    ),
+]
+
+
+class LoraSpec(ApiModel):
+    """Low-rank adapters (LoRA): the model stays as it is, and what is added to its linear layers is trained."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)] = Field(default=32, description="Rank of what is added to each weight.")
+    alpha: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
+        default=None, description="What is added is scaled by alpha / rank; as rank when absent."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Probability with which an input of an adapter is dropped in training."
+    )
+    target_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=128)] = Field(
+        default_factory=lambda: [ALL_LINEAR],
+        description="Linear layers that get adapters, by name or the end of it (q_proj, self_attn.q_proj); "
+        "all-linear: all of the model but its head. A name that no linear layer has is an error.",
+    )
+    exclude_modules: Annotated[list[ModuleName], Field(max_length=128)] = Field(
+        default_factory=list, description="Of those, the ones that get none; by name or the end of it."
+    )
+    init_method: Literal["kaiming", "gaussian"] = Field(
+        default="kaiming",
+        description="First values of the matrix A: kaiming, uniform within 1 / sqrt(inputs) of 0, or gaussian, with a "
+        "deviation of 1 / rank. B is 0: training starts from the model as it is.",
+    )
+    base_precision: Literal["bf16", "fp32"] | None = Field(
+        default=None,
+        description="In which the frozen weights are held; adapters are fp32. As training.precision when absent. bf16 "
+        "takes half the memory and loses nothing of a model that is stored in bf16, as most are.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            f"!has(self.targetModules) || !('{ALL_LINEAR}' in self.targetModules) || size(self.targetModules) == 1",
+            "lora.targetModules is all-linear, or names of modules: not both",
+            lambda self: ALL_LINEAR not in self.target_modules or len(self.target_modules) == 1,
+        ),
+        Rule(
+            f"!has(self.excludeModules) || !('{ALL_LINEAR}' in self.excludeModules)",
+            "lora.excludeModules names modules: with all-linear nothing would be left to train",
+            lambda self: ALL_LINEAR not in self.exclude_modules,
+        ),
+    )
+
+    @property
+    def scaling(self) -> float:
+        """By which what an adapter adds is multiplied."""
+        return self.effective_alpha / self.rank
+
+    @property
+    def effective_alpha(self) -> float:
+        """``alpha``, or what it is when absent."""
+        return self.rank if self.alpha is None else self.alpha

@@ -1,0 +1,67 @@
+"""How many parameters a run with ``lora`` trains, where this machine has the model's files."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_api.adapters import AdapterError, adapted, adapter_parameters
+from sft_api.v1alpha1.job import SFTJobSpec
+
+_FILE = "file://"
+_MOST_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of a model with adapters."""
+
+    parameters: int
+    """That are trained."""
+    frozen: int
+    """That are not."""
+    layers: int
+    """That have adapters."""
+
+
+def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
+    """What ``spec`` trains of a model on this machine, or what is wrong with its names; None when it cannot be told.
+
+    Read from the headers of the model's files: the linear layers are its matrices within the decoder's layers.
+    """
+    if spec.lora is None or not spec.model.uri.startswith(_FILE):
+        return None
+    try:
+        shapes = _shapes(Path(spec.model.uri.removeprefix(_FILE)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # sft run says what is wrong with the files
+        return None
+    matrices = {found["layer"]: shape for name, shape in shapes.items() if (found := _matrix(name, shape))}
+    if not matrices:
+        return None
+    try:
+        layers = adapted(matrices.keys(), None, spec.lora.target_modules, spec.lora.exclude_modules)
+    except AdapterError as error:
+        return str(error)
+    chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
+    frozen = sum(math.prod(shape) for shape in shapes.values())
+    return Trained(adapter_parameters(chosen, spec.lora.rank), frozen, len(layers))
+
+
+def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
+    return _OF_A_LAYER.fullmatch(name) if len(shape) == 2 else None
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Of every tensor in the safetensors files of ``folder``; raises what reading wrong ones does."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"{file} is no safetensors file")
+            header = json.loads(opened.read(length))
+        shapes |= {name: [*map(int, entry["shape"])] for name, entry in header.items() if name != "__metadata__"}
+    return shapes

@@ -1,0 +1,263 @@
+"""Runs with adapters: what their checkpoints hold, how they go on, and what they export."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_api.checkpoints import Manifest
+from sft_api.ports import free_port
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.reading import open_index
+from sft_trainer.distributed import Ranks
+from sft_trainer.errors import StopRequested, TrainingError
+from sft_trainer.models.lora import is_adapter
+from sft_trainer.trainer import Trainer
+from tests.integration.checkpoint import ranks
+from tests.integration.checkpoint.test_frozen_base import Watching
+from tests.parity.runs import manifest, resolve
+
+LORA: dict[str, Any] = {"rank": 3, "alpha": 12, "excludeModules": ["0.mlp.down_proj"]}
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Ended:
+    losses: dict[int, float]
+    weights: dict[str, npt.NDArray[np.float32]]
+    """Of all that is trained, whole."""
+    error: str
+    """What the run was refused with."""
+
+
+def train(config: TrainerConfig, folder: Path, last: int | None, rank: int, size: int, port: int) -> Ended:
+    """One process of a run up to its end, or up to step ``last``."""
+    os.environ["SFT_CACHE_DIR"] = str(folder.parent / "cache")
+    watching = Watching(last)
+    run_dir = folder / f"run-{rank}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(config, Ranks(rank, rank, size, size, "127.0.0.1", port, "0"), run_dir, [watching])
+    try:
+        trainer.run()
+    except StopRequested:
+        assert last is not None
+    except TrainingError as error:
+        return Ended(watching.losses, {}, f"{type(error).__name__}: {error}")
+    # A run that was complete already has made nothing
+    model = trainer.prepared.model if hasattr(trainer, "prepared") else None
+    trained = {
+        name: parameter.detach().full_tensor().numpy()  # type: ignore[attr-defined]
+        for name, parameter in (model.huggingface.named_parameters() if model else ())
+        if parameter.requires_grad
+    }
+    return Ended(watching.losses, trained, "")
+
+
+def run(
+    folder: Path, inputs: Any, processes: int = 1, *, shard: int | None = None, last: int | None = None, **sections: Any
+) -> Ended:
+    """A run of ``processes`` in ``folder``, which goes on there if it can."""
+    base: dict[str, Any] = {
+        "model": {"uri": f"file://{inputs.model}"},
+        "lora": LORA,
+        "data": {
+            "train": [{"uri": f"file://{inputs.train}", "split": "train[:60]"}],
+            "eval": [{"uri": f"file://{inputs.eval}", "split": "train[:10]", "name": "held-out"}],
+            "maxLength": 256,
+        },
+        "training": {
+            "steps": STEPS,
+            "globalBatchTokens": 1536,
+            "maxTokensPerMicroBatch": 256,
+            "optimizer": {"learningRate": 1e-2},
+        },
+    }
+    if shard is not None:
+        base["strategy"] = {"fsdp": {"shardDegree": shard}}
+    for section, fields in sections.items():
+        base[section] = {**base.get(section, {}), **fields}
+    config = resolve(manifest(folder, folder / "store", processes=processes, **base))
+    port = free_port()
+    started = [ranks.start(train, config, folder, last, rank, processes, port, rank=rank) for rank in range(processes)]
+    first, *others = [ranks.answer(*process) for process in started]
+    assert all(other.error == first.error and other.losses == first.losses for other in others)
+    return first
+
+
+def same(left: Ended, right: Ended) -> bool:
+    return left.weights.keys() == right.weights.keys() and all(
+        np.array_equal(value, right.weights[name]) for name, value in left.weights.items()
+    )
+
+
+def newest(folder: Path) -> Manifest:
+    found = next(Catalog(LocalStore(folder / "store")).candidates())
+    assert isinstance(found, Manifest)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "shard", "others", "lora"),
+    [(2, None, 1, {"dropout": 0.2}), (4, 2, 2, {"rank": 1, "basePrecision": "bf16"})],
+    ids=["sharded", "hybrid"],
+)
+def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
+    tmp_path: Path, tiny_inputs: Any, processes: int, shard: int | None, others: int, lora: dict[str, Any]
+) -> None:
+    # Given a run with adapters, to its end, and one that was stopped in the middle
+    # A step that is made of whole micro-batches on either number of processes
+    sections: dict[str, Any] = {"lora": lora, "training": {"globalBatchTokens": 1024 if shard else 1536}}
+    undisturbed = run(tmp_path / "undisturbed", tiny_inputs, processes, shard=shard, **sections)
+    assert undisturbed.error == ""
+    assert undisturbed.losses[STEPS] < undisturbed.losses[1]
+    assert not run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, last=2, **sections).error
+
+    # When that goes on, on as many processes and on others
+    shutil.copytree(tmp_path / "stopped", tmp_path / "others")
+    resumed = run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, **sections)
+    resharded = run(tmp_path / "others", tiny_inputs, others, **sections)
+
+    # Then it is the same to the last bit, and elsewhere but for rounding
+    assert (resumed.error, resharded.error) == ("", "")
+    assert resumed.losses == {step: undisturbed.losses[step] for step in (3, 4)}
+    assert same(resumed, undisturbed)
+    assert resharded.losses == pytest.approx(resumed.losses, rel=2e-5)
+
+    # And of every adapter a checkpoint holds 12 bytes a parameter, its value and its moments, and nothing else
+    found = newest(tmp_path / "stopped")
+    index, _ = open_index(LocalStore(tmp_path / "stopped" / "store"), found)
+    assert {tensor.name for tensor in index.tensors} == resumed.weights.keys()
+    assert all(is_adapter(name) for name in resumed.weights)
+    size = 4 * sum(value.size for value in resumed.weights.values())
+    assert found.kinds == {"weight": size, "exp_avg": size, "exp_avg_sq": size}
+    assert sum(file.size for file in found.files) == 3 * size
+    assert found.run.updates == STEPS
+    assert found.run.metrics["evalLoss"] is not None
+
+
+def logits(model: Any, inputs: Any) -> torch.Tensor:
+    ids = torch.arange(20).reshape(1, 20) + 5
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids).logits
+    return found
+
+
+def test_exports_are_what_peft_and_transformers_load(tmp_path: Path, tiny_inputs: Any) -> None:
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # Given a model in fp32, so that nothing is rounded, and a run that exports adapters
+    model = fp32_copy(tiny_inputs.model, tmp_path / "model")
+    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}}
+    ended = run(tmp_path / "run", tiny_inputs, 2, **sections)
+    assert ended.error == ""
+    folder = tmp_path / "run" / "store" / "export"
+    assert {file.name for file in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert not (folder / "config.json").exists()
+    assert not list(folder.glob("model*"))
+
+    # Then transformers computes with them what was trained
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    untouched = logits(expected, tiny_inputs)
+    with torch.no_grad():
+        for name, value in ended.weights.items():
+            if name.endswith("lora_B.weight"):
+                layer = name.removesuffix(".lora_B.weight")
+                a, b = torch.from_numpy(ended.weights[f"{layer}.lora_A.weight"]), torch.from_numpy(value)
+                expected.get_submodule(layer).weight += 12 / 3 * (b @ a)
+    wanted = logits(expected, tiny_inputs)
+    assert (wanted - untouched).abs().max() > 0.01
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(folder))
+    torch.testing.assert_close(logits(loaded, tiny_inputs), wanted, rtol=1e-5, atol=1e-5)
+    theirs = {name: p.numel() for name, p in loaded.named_parameters() if "lora_" in name}
+    assert sum(theirs.values()) == sum(value.size for value in ended.weights.values())
+    # By its folder alone, too: it names the model, and has the tokenizer with its template
+    whole = AutoPeftModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    torch.testing.assert_close(logits(whole, tiny_inputs), wanted, rtol=1e-5, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+    # And when the same run is asked for the merged model, nothing is trained: the whole model takes their place
+    merged = run(tmp_path / "run", tiny_inputs, 2, **sections, export={"mergeAdapter": True})
+    assert (merged.error, merged.losses) == ("", {})
+    assert not list(folder.glob("adapter*"))
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tiny_inputs),
+        wanted,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    # And once more the adapters; what is there already is not written again
+    assert run(tmp_path / "run", tiny_inputs, 2, **sections).error == ""
+    assert not (folder / "config.json").exists()
+    assert not list(folder.glob("model*"))
+    before = (folder / "adapter_model.safetensors").stat().st_mtime_ns
+    assert run(tmp_path / "run", tiny_inputs, 1, **sections).error == ""
+    assert (folder / "adapter_model.safetensors").stat().st_mtime_ns == before
+
+
+def fp32_copy(model: Path, to: Path) -> Path:
+    shutil.copytree(model, to)
+    tensors = load_file(to / "model.safetensors")
+    save_file({name: value.float() for name, value in tensors.items()}, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}))
+    return to
+
+
+def test_another_base_than_the_run_started_from_is_refused(tmp_path: Path, tiny_inputs: Any) -> None:
+    # Given a run that was stopped, and a model that is another one since then
+    model = fp32_copy(tiny_inputs.model, tmp_path / "model")
+    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}}
+    assert not run(tmp_path / "run", tiny_inputs, 2, last=2, **sections).error
+    before = (model / "model.safetensors").read_bytes()
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: value * 2 for name, value in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+
+    # When it goes on, it is refused in words before anything is trained
+    refused = run(tmp_path / "run", tiny_inputs, 1, **sections)
+    assert refused.losses == {}
+    assert f"all else comes from the model in file://{model}, which is not the one that this run st" in refused.error
+
+    # And with the model that it was it goes on; with other adapters it is another run
+    (model / "model.safetensors").write_bytes(before)
+    other = run(tmp_path / "run", tiny_inputs, 1, **sections, lora={"alpha": 3})
+    assert "belongs to the run parity with other settings (lora.alpha: 12 -> 3)" in other.error
+    assert "to go on after its step" not in other.error, "other adapters cannot begin from these"
+    assert sorted(run(tmp_path / "run", tiny_inputs, 2, **sections).losses) == [3, 4]
+
+
+def test_a_run_begins_from_the_adapters_of_another(tmp_path: Path, tiny_inputs: Any) -> None:
+    # Given a run with a constant rate
+    constant = {"schedule": {"type": "constant"}}
+    first = run(tmp_path / "first", tiny_inputs, 2, training={**constant, "steps": 2})
+    assert first.error == ""
+
+    def begun(name: str, what: str, processes: int, **sections: Any) -> Ended:
+        origin = {"resume": {"from": {"uri": f"file://{tmp_path}/first/store", "what": what}}}
+        checkpoint = {"uri": f"file://{tmp_path}/{name}/store", **origin}
+        return run(tmp_path / name, tiny_inputs, processes, checkpoint=checkpoint, **sections)
+
+    # When others begin from it, with everything or with its adapters only
+    whole = run(tmp_path / "whole", tiny_inputs, 2, training=constant)
+    longer = begun("longer", "everything", 2, training=constant)
+    again = begun("again", "weights", 1, training={**constant, "seed": 7, "steps": 1}, lora={"dropout": 0.1})
+
+    # Then the one goes on as if the first had been longer, the other begins at step 1 with what was learnt
+    assert (longer.error, again.error) == ("", "")
+    assert longer.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert same(longer, whole)
+    assert sorted(again.losses) == [1]
+    started = newest(tmp_path / "again").run.model_extra or {}
+    assert started["first_eval_loss"] is None

@@ -1,0 +1,120 @@
+"""Which layers get adapters, by name, and what of them is a number of a run."""
+
+from typing import Any
+
+import pytest
+
+from sft_api.adapters import AdapterError, adapted, adapter_parameters, ends, shortest
+from sft_api.numbers import Numbers
+from sft_api.place import continued_from
+from sft_api.plan import make_plan
+from sft_api.v1alpha1 import SFTJobSpec
+
+LAYERS = [
+    f"model.layers.{layer}.{name}"
+    for layer in range(12)
+    for name in ("self_attn.q_proj", "self_attn.out_proj", "mlp.up_proj")
+]
+LINEAR = [*LAYERS, "lm_head"]
+
+
+def chosen(*targets: str, without: tuple[str, ...] = ()) -> list[str]:
+    return adapted(LINEAR, "lm_head", targets, without)
+
+
+def test_all_linear_layers_but_the_head() -> None:
+    assert chosen("all-linear") == LAYERS
+    assert chosen("all-linear", without=("up_proj",)) == [name for name in LAYERS if "up_proj" not in name]
+
+
+def test_a_name_is_whole_or_an_end_after_a_dot() -> None:
+    assert chosen("q_proj") == [name for name in LAYERS if name.endswith("q_proj")]
+    assert chosen("1.mlp.up_proj") == ["model.layers.1.mlp.up_proj"]
+    assert chosen("model.layers.11.mlp.up_proj") == ["model.layers.11.mlp.up_proj"]
+    assert chosen("lm_head") == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "without", "words"),
+    [
+        (("q_proj", "t_proj"), (), "lora.targetModules names 't_proj', .* are q_proj, out_proj, up_proj, lm_head$"),
+        (("_proj",), (), "names '_proj'"),
+        (("layers.1",), (), "names 'layers.1'"),
+        (("all-linear",), ("k_proj",), "lora.excludeModules names 'k_proj'"),
+        (("q_proj",), ("q_proj",), "lora.excludeModules leaves nothing to train of q_proj: take a name out"),
+    ],
+)
+def test_what_fits_nothing_is_refused(targets: tuple[str, ...], without: tuple[str, ...], words: str) -> None:
+    with pytest.raises(AdapterError, match=words):
+        chosen(*targets, without=without)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[:2], chosen("q_proj"), [name for name in LAYERS if ".3." in name]])
+def test_the_shortest_names_mean_the_same_layers(layers: list[str]) -> None:
+    names = shortest(layers, LINEAR)
+    assert sorted(chosen(*names)) == sorted(layers)
+    assert len(names) <= len(layers)
+
+
+def test_the_shortest_names_are_ends_where_these_will_do() -> None:
+    assert shortest(LAYERS, LINEAR) == ends(LAYERS) == ["q_proj", "out_proj", "up_proj"]
+
+
+def test_an_adapter_has_rank_times_inputs_and_outputs() -> None:
+    assert adapter_parameters({"a": (8, 4), "b": (3, 4)}, rank=2) == 2 * (8 + 4) + 2 * (3 + 4)
+
+
+def spec(**sections: Any) -> SFTJobSpec:
+    document = {"model": {"uri": "hf://org/model"}, "data": {"train": [{"uri": "hf://org/data"}]}, "compute": {}}
+    return SFTJobSpec.model_validate({**document, **sections})
+
+
+def test_adapters_learn_faster_unless_told_otherwise() -> None:
+    given = {"optimizer": {"learningRate": 3e-5}}
+    assert make_plan(spec(lora={})).learning_rate == 1e-4
+    assert make_plan(spec()).learning_rate == 1e-5
+    assert make_plan(spec(lora={}, training=given)).learning_rate == 3e-5
+
+
+def test_alpha_and_the_base_are_as_rank_and_precision() -> None:
+    written = spec(
+        lora={"rank": 32, "alpha": 32, "basePrecision": "bf16", "targetModules": ["all-linear"]},
+        training={"optimizer": {"learningRate": 1e-4}},
+    )
+    assert Numbers.of(spec(lora={})) == Numbers.of(written)
+    assert Numbers.of(spec(lora={"rank": 8})).values["lora.alpha"] == 8
+    cpu = spec(lora={}, compute={"gpusPerNode": 0})
+    assert Numbers.of(cpu).values["lora.basePrecision"] == "fp32"
+    assert not any(path.startswith("lora.") for path in Numbers.of(spec()).values)
+
+
+def test_names_count_in_any_order_and_once() -> None:
+    one, other = (Numbers.of(spec(lora={"targetModules": names})) for names in (["b", "a"], ["a", "b", "a"]))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fits"),
+    [
+        ("rank", 8, False),
+        ("alpha", 7, False),
+        ("targetModules", ["q_proj"], False),
+        ("excludeModules", ["q_proj"], False),
+        ("dropout", 0.1, True),
+        ("initMethod", "gaussian", True),
+        ("basePrecision", "fp32", True),
+    ],
+)
+def test_whose_values_another_run_can_begin_with(field: str, value: Any, fits: bool) -> None:
+    mine, theirs = Numbers.of(spec(lora={field: value})), Numbers.of(spec(lora={}))
+    assert (theirs.adapter_differences(mine) == []) == fits
+    assert (continued_from("s3://bucket/a", 5, theirs, mine) != "") == fits
+    assert mine.digest != theirs.digest
+
+
+def test_all_weights_and_adapters_fit_one_another_not() -> None:
+    whole, adapters = Numbers.of(spec()), Numbers.of(spec(lora={}))
+    assert (whole.has_adapters, adapters.has_adapters) == (False, True)
+    assert whole.adapter_differences(adapters)
+    assert adapters.adapter_differences(whole)
+    assert continued_from("s3://bucket/a", 5, whole, adapters) == ""

@@ -1,0 +1,210 @@
+"""Exports of adapters: peft's files, or the model with them in its weights, each in place of the other."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_api.place import EXPORT_MARK, ExportRecord
+from sft_api.v1alpha1 import LoraSpec
+from sft_trainer.checkpoint import pieces
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.errors import ConfigError, StorageFullError
+from sft_trainer.export import values
+from sft_trainer.export.companions import model_card
+from sft_trainer.export.exporting import Exported
+from sft_trainer.export.forms import Adapters
+from sft_trainer.export.record import is_finished, read_export
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.digest import base_digest
+from tests.exports import content, export, exported
+from tests.parity.runs import manifest as job
+from tests.parity.runs import resolve
+from tests.unit.trainer.exporting import SMALL, checkpoint, make_model
+from tests.unit.trainer.test_export_folder import Watched, full_at
+from tests.unit.trainer.test_lora import adapters_of, filled, strategy
+from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+LORA: dict[str, Any] = {"rank": 3, "alpha": 6, "excludeModules": ["1.mlp.up_proj"]}
+SPEC = LoraSpec.model_validate(LORA)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Of a model that is stored in fp32."""
+    return make_model(tmp_path / "model", "llama", "float32")
+
+
+@pytest.fixture
+def run(tmp_path: Path, source: Path) -> tuple[Any, Exported]:
+    """What a run has trained, and its checkpoint as it is exported by default."""
+    ours, store = filled(strategy(source, LORA)), LocalStore(tmp_path / "store")
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    return ours, of_adapters(store, manifest, source)
+
+
+def of_adapters(store: LocalStore, manifest: Any, source: Path, uri: str = "hf://org/model@0123abc") -> Exported:
+    return replace(exported(store, manifest, source), adapters=Adapters(SPEC, "adapter", uri))
+
+
+def merged(what: Exported) -> Exported:
+    return replace(what, adapters=Adapters(SPEC, "model", "hf://org/model"), model=build_on_meta(what.folder))
+
+
+def anew(what: Exported) -> Exported:
+    """The same once more: a model that got adapters cannot get them twice."""
+    return replace(what, model=build_on_meta(what.folder))
+
+
+def sums(ours: Any, source: Path) -> dict[str, torch.Tensor]:
+    """The weights with what the adapters add to them."""
+    adapters = adapters_of(ours)
+    weights = load_file(source / "model.safetensors")
+    for name in adapters:
+        if name.endswith("lora_A.weight"):
+            layer = name.removesuffix(".lora_A.weight")
+            weights[f"{layer}.weight"] += 2.0 * (adapters[f"{layer}.lora_B.weight"] @ adapters[name])
+    return weights
+
+
+@pytest.mark.parametrize("block", [2**27, 3000], ids=["large blocks", "small blocks"])
+def test_the_merged_model_is_the_base_and_what_the_adapters_add(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: tuple[Any, Exported], source: Path, block: int
+) -> None:
+    monkeypatch.setattr(values, "BLOCK_BYTES", block)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", block)
+    ours, what = run
+
+    export(merged(what), LocalStore(tmp_path / "out"), file_bytes=SMALL)
+
+    wanted, found = sums(ours, source), {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    untouched = load_file(source / "model.safetensors")
+    changed = {name for name in found if not torch.equal(found[name], untouched[name])}
+    assert changed == {name.replace("lora_A.", "") for name in adapters_of(ours) if "lora_A" in name}, (
+        "what has no adapter is the base's, to the last bit"
+    )
+
+
+def test_a_merged_model_in_bf16_is_rounded_once(tmp_path: Path) -> None:
+    # Given a model that is stored, and said to be, in bf16
+    source = make_model(tmp_path / "model", "llama")
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        {name: value.bfloat16() for name, value in tensors.items()}, source / "model.safetensors", {"format": "pt"}
+    )
+    ours, store = filled(strategy(source, LORA)), LocalStore(tmp_path / "store")
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: value.float() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+
+    export(merged(of_adapters(store, manifest, source)), LocalStore(tmp_path / "out"))
+
+    exact = sums(ours, tmp_path)
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert value.dtype == torch.bfloat16
+        # To the nearest; that of a sum which lies between two may be either
+        torch.testing.assert_close(value.float(), exact[name], rtol=2**-8, atol=1e-9)
+
+
+def test_adapters_have_the_names_and_the_configuration_of_peft(tmp_path: Path, run: tuple[Any, Exported]) -> None:
+    ours, what = run
+
+    export(what, LocalStore(tmp_path / "out"))
+
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    wanted = {f"base_model.model.{name}": value for name, value in adapters_of(ours).items()}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abc")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
+    from peft import LoraConfig, PeftConfig
+
+    assert isinstance(PeftConfig.from_pretrained(str(tmp_path / "out")), LoraConfig)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files >= {"README.md", "tokenizer.json", "chat_template.jinja", "training-run.json"}
+    assert not {"config.json", EXPORT_MARK} & files
+
+
+def test_each_form_takes_the_place_of_the_other(tmp_path: Path, run: tuple[Any, Exported]) -> None:
+    _, what = run
+    export(merged(what), LocalStore(tmp_path / "model alone"), file_bytes=SMALL)
+    export(anew(what), LocalStore(tmp_path / "adapters alone"))
+    out = LocalStore(tmp_path / "out")
+
+    # When one is exported where the other lies, finished or begun, then nothing of that is left
+    export(anew(what), out)
+    export(merged(what), out, file_bytes=SMALL)
+    assert content(tmp_path / "out") == content(tmp_path / "model alone")
+    export(anew(what), out)
+    assert content(tmp_path / "out") == content(tmp_path / "adapters alone")
+    with pytest.raises(StorageFullError):
+        export(merged(what), Watched(tmp_path / "out", full_at("model-00002")), file_bytes=SMALL)
+    assert not (tmp_path / "out" / "adapter_config.json").exists(), "half a model is none"
+    export(anew(what), out)
+    assert content(tmp_path / "out") == content(tmp_path / "adapters alone")
+
+    # And what is there is known for what it is
+    record = read_export(out)
+    assert record is not None
+    assert record.form == "adapter"
+    assert is_finished(out, ExportRecord.of("tiny", what.manifest, "adapter"))
+    assert not is_finished(out, ExportRecord.of("tiny", what.manifest, "model"))
+    watched = Watched(tmp_path / "out")
+    export(anew(what), watched)
+    assert watched.told == []
+
+
+def test_the_last_file_comes_last_and_one_that_was_killed_goes_on(tmp_path: Path, run: tuple[Any, Exported]) -> None:
+    _, what = run
+    with pytest.raises(StorageFullError):
+        export(anew(what), Watched(tmp_path / "out", full_at("README")))
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    target = Watched(tmp_path / "out")
+    export(anew(what), target)
+    assert "adapter_model.safetensors" not in target.told
+    assert target.told[-2:] == ["adapter_config.json", f"-{EXPORT_MARK}"]
+
+
+def test_a_merged_model_needs_the_base_that_was_trained_on_and_adapters_do_not(
+    tmp_path: Path, run: tuple[Any, Exported], source: Path
+) -> None:
+    _, what = run
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: value * 2 for name, value in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    elsewhere = of_adapters(LocalStore(tmp_path / "store"), what.manifest, other)
+
+    with pytest.raises(ConfigError, match=r"they would come from model.uri, which has the digest .* but the run start"):
+        export(merged(elsewhere), LocalStore(tmp_path / "out"))
+    assert not (tmp_path / "out" / "config.json").exists()
+    export(elsewhere, LocalStore(tmp_path / "out"))
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
+    _, what = run
+    sections: dict[str, Any] = {"model": {"uri": "hf://org/model@main"}, "lora": LORA}
+    cards = {
+        merge: model_card(
+            resolve(job(Path("/in"), Path("/out"), **sections, export={"mergeAdapter": merge})), what.manifest
+        )
+        for merge in (False, True)
+    }
+    assert cards[False].startswith("---\nlibrary_name: peft\nbase_model: org/model\n")
+    assert cards[True].startswith("---\nlibrary_name: transformers\npipeline_tag")
+    for card in cards.values():
+        assert "- sft\n- lora\n---\n" in card
+        assert "| adapters | rank 3, alpha 6 |" in card
+        assert f"| digest of the model | {what.manifest.run.base_digest} |" in card

@@ -1,0 +1,104 @@
+"""What an export looks like: a whole model, or the adapters of one in the format of peft."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sft_api.adapters import shortest
+from sft_api.place import (
+    EXPORT_ADAPTER,
+    EXPORT_ADAPTER_CONFIG,
+    EXPORT_CONFIG,
+    EXPORT_WEIGHTS,
+    ExportForm,
+    form_of,
+)
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.lora import LoraSpec
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.lora import add_adapters, linear_layers
+
+from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Of a run that trains some, in place of the model's weights."""
+
+    lora: LoraSpec
+    form: ExportForm
+    """What of them is exported: themselves, or the model with them in its weights."""
+    base_uri: str
+    """Where the model beside them came from, at the revision that the run is pinned to."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig, base_uri: str) -> "Adapters | None":
+        """Those of the run of ``config``, if it has some."""
+        lora = config.spec.lora
+        return None if lora is None else cls(lora, form_of(config.spec), base_uri)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The files of an export besides those of its tokenizer."""
+
+    form: ExportForm
+    plan: Plan
+    adapter_config: Mapping[str, Any] | None = None
+    """Content of the last file, where that is not the model's own configuration."""
+    scaling: float | None = None
+    """By what adapters are multiplied that are added to the weights; None where none are."""
+    either: bool = False
+    """Whether the same run may have been exported into the folder in the other form: nothing of that stays."""
+
+    @property
+    def configs(self) -> tuple[str, ...]:
+        """Names of the files that come last, in any form that this run may have in the folder."""
+        return (EXPORT_CONFIG, EXPORT_ADAPTER_CONFIG) if self.either else (EXPORT_CONFIG,)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Of the names of all weights that this run may have in the folder."""
+        return (EXPORT_WEIGHTS, EXPORT_ADAPTER) if self.either else (EXPORT_WEIGHTS,)
+
+
+def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_BYTES) -> Shape:
+    """That of an export of ``model``, on the meta device and without adapters.
+
+    Where ``adapters`` are to be exported as such, it gets them.
+    """
+    if adapters is None:
+        return Shape("model", plan_export(model, model.stored_dtype, file_bytes))
+    if adapters.form == "model":
+        plan = plan_export(model, model.stored_dtype, file_bytes)
+        return Shape("model", plan, scaling=adapters.lora.scaling, either=True)
+    config = _peft_config(adapters, model)
+    return Shape("adapter", plan_adapter(model), config, either=True)
+
+
+def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
+    """Fields of peft's ``LoraConfig`` for the adapters that ``model`` gets here."""
+    linear, _ = linear_layers(model.huggingface)
+    lora = adapters.lora
+    layers = add_adapters(model.huggingface, lora)
+    base, revision = adapters.base_uri.removeprefix("file://"), ""
+    if base.startswith("hf://"):
+        base, _, revision = base.removeprefix("hf://").partition("@")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision or None,
+        "r": lora.rank,
+        "lora_alpha": lora.effective_alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": shortest(layers, linear),
+        "exclude_modules": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True if lora.init_method == "kaiming" else lora.init_method,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
