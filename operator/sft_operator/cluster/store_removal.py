@@ -120,6 +120,9 @@ class _Place:
         self._reading = Reading(client, wanted.uri, clock, seconds=READING_SECONDS)
         self._bucket, _, key = wanted.uri.removeprefix("s3://").partition("/")
         self._root = f"{key.rstrip('/')}/"
+        self._own_uid = f"removal-of-{wanted.uid}"
+        """Of claim and sign: a pod of the object that lives on somewhere finds that another has the place, and ends for
+        good. One of its own would have it begin again."""
         self._fence = 0
 
     def remove(self) -> RemovalTurn:
@@ -169,7 +172,7 @@ class _Place:
                 raise _Kept(f"{uri} was begun by another start of this run (uid {record.uid})")
             return True
         claim = self._claim(newest)
-        if claim is None or claim.job_uid != wanted.uid:
+        if claim is None or claim.job_uid not in (wanted.uid, self._own_uid):
             who = "by another start of this run"
             told = f"{who} (uid {claim.job_uid}, on {claim.host})" if claim else f"{who}, whose claim cannot be read"
             raise _Kept(f"{uri} was last claimed {told}"[:500])
@@ -191,15 +194,14 @@ class _Place:
         """The claim by which all who train there are told that they have to go: made unless it is the newest."""
         newest = self._newest()
         claim = self._claim(newest) if newest else None
-        prefix = f"removal-{self._wanted.uid}-"
-        if claim is not None and claim.job_uid == self._wanted.uid and claim.claim_id.startswith(prefix):
+        if claim is not None and claim.job_uid == self._own_uid:
             self._fence = newest
             return claim
         state = "quiet" if self._is_quiet() else _WATCHED
         mine = AttemptClaim(
             attempt=newest + 1,
-            job_uid=self._wanted.uid,
-            claim_id=f"{prefix}{secrets.token_hex(8)}-{state}",
+            job_uid=self._own_uid,
+            claim_id=f"{secrets.token_hex(8)}-{state}",
             host=f"{socket.gethostname()} ({_HOST})",
             time=self._now(),
         )
@@ -233,7 +235,7 @@ class _Place:
             attempt=self._fence,
             name=wanted.name,
             namespace=wanted.namespace,
-            uid=wanted.uid,
+            uid=self._own_uid,
             host=_HOST,
             count=secrets.randbits(31),
         )

@@ -228,7 +228,8 @@ def test_who_did_not_say_that_he_ended_is_given_time_also_by_the_next_operator(
     assert CheckpointId(attempt=1, step=STEP).manifest_key in below(s3, place)
     assert attempt_key(2) in below(s3, place)
     sign = s3.get_object(Bucket="platform", Key=f"sft/team/{place}/{ALIVE_KEY}")["Body"].read()
-    assert (json.loads(sign)["attempt"], json.loads(sign)["uid"], json.loads(sign)["ended"]) == (2, UID, "")
+    told = [json.loads(sign)[name] for name in ("attempt", "uid", "ended")]
+    assert told == [2, f"removal-of-{UID}", ""]
 
     # And an operator that begins meanwhile goes on waiting
     remover.restart()

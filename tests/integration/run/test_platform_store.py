@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,10 @@ from sft_operator.cluster.store_removal import PlaceRemover
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.result import RemovePlace
 from tests.cluster.object_store import ObjectStore
+from tests.integration.run.conftest import LONG
 from tests.integration.run.runs import Place
 from tests.integration.run.stores import credentials, s3_spec
+from tests.waiting import wait_until
 
 BUCKET = "platform-of-runs"
 URI = f"s3://{BUCKET}/team/run"
@@ -30,18 +34,35 @@ def store(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore) -> StoreSetti
     return StoreSettings.model_validate(document)
 
 
+@pytest.fixture(scope="module")
+def client(versitygw: ObjectStore) -> Any:
+    made = versitygw.client()
+    made.create_bucket(Bucket=BUCKET)
+    return made
+
+
+def keys_of(client: Any, uri: str) -> set[str]:
+    prefix = f"{uri.removeprefix(f's3://{BUCKET}/')}/"
+    listed = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents") or ()
+    return {entry["Key"].removeprefix(prefix) for entry in listed}
+
+
+def removal_of(client: Any, uri: str) -> RemovePlace:
+    """Of the run that lies there."""
+    key = f"{uri.removeprefix(f's3://{BUCKET}/')}/run.json"
+    record = decode_record(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    return RemovePlace(record.uid, uri, record.name, record.namespace, Numbers.read(record.numbers), 0)
+
+
 def test_a_real_run_is_found_complete_and_nothing_of_it_is_left_but_its_export(
-    versitygw: ObjectStore, store: StoreSettings, place: Place
+    versitygw: ObjectStore, client: Any, store: StoreSettings, place: Place
 ) -> None:
-    client = versitygw.client()
-    client.create_bucket(Bucket=BUCKET)
     job = place.job(checkpoint={"uri": URI, "s3": s3_spec(versitygw)}, export={"atEnd": True})
     ended = place.run(job, **credentials(versitygw))
     assert ended.code == 0, ended.said
-    record = decode_record(client.get_object(Bucket=BUCKET, Key="team/run/run.json")["Body"].read())
-    numbers = Numbers.read(record.numbers)
+    wanted = removal_of(client, URI)
 
-    found = asyncio.run(CheckpointStore(store).read_complete(URI, f"{URI}/export", record.name, numbers))
+    found = asyncio.run(CheckpointStore(store).read_complete(URI, f"{URI}/export", wanted.name, wanted.numbers))
 
     assert found is not None
     assert found.progress.step == found.progress.total_steps
@@ -49,9 +70,31 @@ def test_a_real_run_is_found_complete_and_nothing_of_it_is_left_but_its_export(
     assert found.progress.checkpoints.latest.step == found.progress.step
 
     # And when it is to go, every file that this version of the trainer writes is known
-    wanted = RemovePlace(record.uid, URI, record.name, record.namespace, numbers, 0)
     assert PlaceRemover(store)._turn(wanted, threading.Event()).state == "gone"
-    listed = client.list_objects_v2(Bucket=BUCKET, Prefix="team/run/")["Contents"]
-    left = {entry["Key"].removeprefix("team/run/") for entry in listed}
+    left = keys_of(client, URI)
     assert "export/config.json" in left
     assert {key for key in left if not key.startswith("export/")} == set()
+
+
+def test_a_real_run_that_lives_on_while_its_place_is_removed_ends_for_good(
+    versitygw: ObjectStore, client: Any, store: StoreSettings, place: Place
+) -> None:
+    # Given a run that trains on behind a lost node
+    uri = f"s3://{BUCKET}/team/lost"
+    training, checkpoint = {**LONG["training"], "steps": 100_000}, {"uri": uri, "s3": s3_spec(versitygw)}
+    job = place.job(training=training, checkpoint={**checkpoint, **LONG["checkpoint"]})
+    process = place.start(job, **credentials(versitygw))
+    wait_until(lambda: any(key.endswith("manifest.json") for key in keys_of(client, uri)))
+    wanted = removal_of(client, uri)
+
+    # When its place is to go
+    turn = PlaceRemover(store)._turn(wanted, threading.Event())
+
+    # Then nothing goes before it can know that, and it does not begin again
+    assert turn.state == "waits"
+    ended = place.finish(process)
+    assert ended.code == 18, ended.said
+    assert "the operator, which removes this place" in ended.said
+    later = PlaceRemover(store, now=lambda: datetime.now(UTC) + timedelta(seconds=181))
+    assert later._turn(wanted, threading.Event()).state == "gone"
+    assert keys_of(client, uri) == set()
