@@ -110,7 +110,7 @@ SENTENCES = {
     "spec.data.maxLength?",
     "learningRate: 1e-5": "unknown field spec.learningRate; did you mean spec.training.optimizer.learningRate?",
     "name: job": "unknown field spec.name",
-    "lora: {}": "unknown field spec.lora",
+    "trackers: []": "unknown field spec.trackers",
     "data: {train: [{url: hf://org/rows, uri: hf://org/rows}]}": "unknown field spec.data.train[0].url; did you mean "
     "uri?",
     "data: {train: [{split: train}]}": "spec.data.train[0].uri: is required",
