@@ -9,7 +9,8 @@ folder, on the same processors.
 ``stall_ratio``: the seconds by which steps with one asynchronous save among them take longer than as many without, from
 the call until the save is committed, by the seconds of a synchronous save. Windows of steps alternate (without, with,
 with, without), and each one with is compared with those beside it. Here the server competes with the steps for the
-processors; ``stall_ratio_server_yields`` is the same while it has the lowest priority, as if it were elsewhere.
+processors; ``stall_ratio_server_yields`` is the same while it has the lowest priority, as if it were elsewhere, and
+``stall_ratio_core_free`` while the steps leave one processor to save and server, as those of a GPU do.
 ``upload_ratio``: bytes a second of a synchronous save, by those of its bytes put by as many threads in the same parts,
 with nothing hashed and nothing signed but the headers. ``resume_read_ratio``: of a load that verifies, by those of
 parallel GETs of the same bytes in ranges of as much as a piece may have. Alternating as well (bare, ours, ours, bare).
@@ -240,12 +241,16 @@ class Bench:
         return steps, seconds
 
     def stalls(self, steps: int) -> None:
-        """Windows of saves with the server as it is, and with one that yields."""
+        """Windows of saves: with the server as it is, with one that yields, with a processor that steps leave free."""
         self.stall(steps, "")
         if self.server is not None:
             weigh(self.server, 19)
             self.stall(steps, "_server_yields")
             weigh(self.server, 0)
+        if (threads := torch.get_num_threads()) > 1:
+            torch.set_num_threads(threads - 1)
+            self.stall(steps, "_core_free")
+            torch.set_num_threads(threads)
 
     def stall(self, steps: int, how: str) -> None:
         """Windows of at least ``steps`` steps without, with, with, and without a save."""
@@ -319,7 +324,7 @@ def main() -> None:
             if "stalls" in options.parts:
                 bench.stalls(steps)
     sync = bench.median("save_sync_seconds")
-    for how in ("", "_server_yields"):
+    for how in ("", "_server_yields", "_core_free"):
         for lost in bench.figures.get(f"stall_seconds{how}", []):
             bench.note(f"stall_ratio{how}", lost / sync)
     if "bare_put_seconds" in bench.figures:
