@@ -163,6 +163,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("out_of_memory", kernels.out_of_memory),
             ("together", lambda device: steps.together(work / "inputs", device)),
             ("skipped", lambda device: steps.skipped(work / "inputs", device)),
+            ("adapters", lambda device: steps.adapters(work / "inputs", device)),
         )
     ]
     whole = runs.checks(work / "inputs", work / "checks", device)

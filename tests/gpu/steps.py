@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
-from sft_trainer.trainable import EVERYTHING
+from sft_trainer.trainable import EVERYTHING, trainable_of
 from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
 
@@ -62,7 +63,7 @@ def _bins() -> tuple[list[BinTensors], int]:
 
 def _gradients(strategy: FsdpStrategy) -> torch.Tensor:
     """All of them as one vector."""
-    parts: list[Any] = [parameter.grad for parameter in strategy.model.parameters()]
+    parts: list[Any] = [parameter.grad for parameter in strategy.model.parameters() if parameter.requires_grad]
     return torch.cat([part.full_tensor().flatten() for part in parts])
 
 
@@ -93,6 +94,49 @@ def together(inputs: Path, device: torch.device) -> dict[str, Figure]:
     require("several bins at once: error of the loss", abs(several / one - 1), 1e-3)
     require("several bins at once: error of the gradients", error, 2e-2)
     return {"together_loss_error": abs(several / one - 1), "together_gradient_error": error}
+
+
+def adapters(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """Adapters in bf16 beside a base that is held in bf16 against one in fp32: the same but for what a kernel rounds,
+    and the gradients beside those in fp32; a step changes adapters and nothing else."""
+    bins, trained = _bins()
+    with _alone(device):
+        held, wide, exact = (
+            _with_adapters(inputs, device, precision, base)
+            for precision, base in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
+        )
+        losses = [float(each.forward_backward(bins, trained)) for each in (held, wide, exact)]
+        base = [box.read().clone() for box in held.boxes("base")]
+        before = [box.read().clone() for box in held.boxes("trained")]
+        found = [_gradients(each) for each in (held, wide, exact)]
+        held.apply(1e-3, 1.0, held.grad_norm(), torch.tensor(True, device=device))
+        changed = [not torch.equal(old, box.read()) for old, box in zip(before, held.boxes("trained"), strict=True)]
+        kept = all(torch.equal(old, box.read()) for old, box in zip(base, held.boxes("base"), strict=True))
+    if not (all(changed) and kept):
+        raise AssertionError("a step must change all adapters, and nothing of the base")
+    figures = {
+        "adapters_base_loss_error": abs(losses[0] / losses[1] - 1),
+        "adapters_base_gradient_error": error_of(found[0], found[1]),
+        "adapters_gradient_error": error_of(found[0], found[2]),
+    }
+    for (name, error), limit in zip(figures.items(), (1e-3, 2e-2, 1e-1), strict=True):
+        require(name.replace("_", " "), error, limit)
+    return dict(figures)
+
+
+def _with_adapters(inputs: Path, device: torch.device, precision: str, base: str) -> FsdpStrategy:
+    """The small model of ``inputs`` with adapters that add something."""
+    lora = {"rank": 8, "basePrecision": base}
+    config = resolve(manifest(inputs, inputs.with_name("store"), lora=lora, training={"precision": precision}))
+    blueprint = build_on_meta(inputs / "model")
+    assert config.spec.lora is not None
+    add_adapters(blueprint.huggingface, config.spec.lora)
+    strategy = FsdpStrategy(config, blueprint, trainable_of(config), ALONE, device)
+    load_weights(strategy.boxes("base"), strategy.model.names, inputs / "model")
+    generator = torch.Generator().manual_seed(0)
+    for box in strategy.boxes("trained"):
+        box.write(torch.randn(box.shape, generator=generator) * 0.05)
+    return strategy
 
 
 def skipped(inputs: Path, device: torch.device) -> dict[str, Figure]:

@@ -12,13 +12,14 @@ from click.testing import CliRunner, Result
 
 from sft_api.checkpoints import RunState
 from sft_api.numbers import Numbers
-from sft_api.v1alpha1 import SFTJob
+from sft_api.v1alpha1 import LoraSpec, SFTJob
 from sft_cli.main import cli
 from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.digest import companion_digests
+from sft_trainer.models.digest import base_digest, companion_digests
+from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tensors import whole_boxes
 from tests.exports import save
 from tests.topologies import here
@@ -93,6 +94,34 @@ def test_the_newest_the_best_or_any_step(tmp_path: Path, run: dict[str, Any], op
     assert exported_step(tmp_path / "run" / "export") == step
     card = (tmp_path / "run" / "export" / "README.md").read_text()
     assert f"| steps | {step} |" in card
+
+
+def test_adapters_are_exported_alone_or_merged_as_the_manifest_says(tmp_path: Path, tiny_inputs: Any) -> None:
+    # Given the checkpoint of a run with adapters
+    document = manifest(tiny_inputs, tmp_path, lora={"rank": 2})
+    model = build_on_meta(tiny_inputs.model)
+    digest = base_digest(model, tiny_inputs.model)
+    add_adapters(model.huggingface, LoraSpec(rank=2))
+    tensors = {box.name: torch.full(box.shape, 0.1) for box in whole_boxes(model) if is_adapter(box.name)}
+    numbers = Numbers.of(SFTJob.from_manifest(document).spec).as_record()
+    save(whole(tensors), LocalStore(tmp_path / "run"), 5, numbers=numbers, base_digest=digest)
+
+    # When it is exported by two manifests
+    alone = sft(tmp_path, document)
+    document["spec"]["export"] = {"mergeAdapter": True}
+    merged = sft(tmp_path, document, "--to", f"file://{tmp_path}/merged")
+
+    # Then the one has adapters, the other a model
+    assert (alone.exit_code, merged.exit_code) == (0, 0), alone.stderr + merged.stderr
+    assert {file.name for file in (tmp_path / "run" / "export").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    from transformers import AutoModelForCausalLM
+
+    name = "model.layers.0.mlp.up_proj.weight"
+    base, with_them = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).get_parameter(name)
+        for folder in (tiny_inputs.model, tmp_path / "merged")
+    )
+    torch.testing.assert_close(with_them, base + 2 * 0.1 * 0.1, rtol=2**-7, atol=1e-3)
 
 
 def test_another_place_to_read_and_to_write(tmp_path: Path, run: dict[str, Any]) -> None:
