@@ -21,7 +21,7 @@ def adapted(
     """The linear layers that get adapters, of all that a model has (``linear``, full names, in order).
 
     ``head`` is the name of its output layer, which ``all-linear`` leaves out. Raises ``AdapterError`` for a name in
-    ``targets`` or ``excluded`` that no linear layer has, and when nothing is left.
+    ``targets`` or ``excluded`` that no linear layer has, for the head in ``targets``, and when nothing is left.
     """
     everything = ALL_LINEAR in targets
     wanted = [name for name in linear if name != head] if everything else [m for m in linear if named(m, targets)]
@@ -36,6 +36,11 @@ def adapted(
     if not found:
         raise AdapterError(
             f"lora.excludeModules leaves nothing to train of {', '.join(ends(wanted))}: take a name out of it"
+        )
+    if head in found:
+        raise AdapterError(
+            f"lora.targetModules names {head}, the head of the model, which gets no adapter: its loss is computed from "
+            "its weight alone; take it out"
         )
     return found
 

@@ -79,6 +79,8 @@ _NO_POSITION = (
     "training.optimizer.",
     "training.schedule.",
     "checkpoint.resume.from.",
+    "lora.initMethod",
+    "lora.basePrecision",
 )
 """What begins so decides neither which tokens a step sees nor with which random numbers."""
 _NOT_OF_VALUES = frozenset({"lora.dropout", "lora.initMethod", "lora.basePrecision"})
@@ -235,6 +237,7 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
     if given["model.tokenizerUri"] is not None:
         tokenizer = _uri(given["model.tokenizerUri"])
         given["model.tokenizerUri"] = None if tokenizer == model else tokenizer
+    given["lora.excludeModules"] = given["lora.excludeModules"] or None
     if given[_ORIGIN] is not None:
         given[_ORIGIN] = _uri(given[_ORIGIN])
     values = {path: _plain(value) for path, value in given.items() if value is not None}
@@ -248,7 +251,7 @@ def _adapters(lora: LoraSpec, rate: float | None, precision: str) -> dict[str, A
         "training.optimizer.learningRate": 1e-4 if rate is None else rate,
         "lora.alpha": lora.effective_alpha,
         "lora.targetModules": sorted({*lora.target_modules}),
-        "lora.excludeModules": sorted({*lora.exclude_modules}) or None,
+        "lora.excludeModules": sorted({*lora.exclude_modules}),
         "lora.basePrecision": lora.base_precision or precision,
     }
 

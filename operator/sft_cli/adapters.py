@@ -12,6 +12,8 @@ from sft_api.v1alpha1.job import SFTJobSpec
 _FILE = "file://"
 _MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+_HEADS = ("lm_head", "embed_out")
+"""Names of output layers; a tied one is in no file."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
 
 
@@ -30,7 +32,8 @@ class Trained:
 def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
     """What ``spec`` trains of a model on this machine, or what is wrong with its names; None when it cannot be told.
 
-    Read from the headers of the model's files: the linear layers are its matrices within the decoder's layers.
+    Read from the headers of the model's files: the linear layers are its matrices within the decoder's layers, and its
+    head.
     """
     if spec.lora is None or not spec.model.uri.startswith(_FILE):
         return None
@@ -41,8 +44,9 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
     matrices = {found["layer"]: shape for name, shape in shapes.items() if (found := _matrix(name, shape))}
     if not matrices:
         return None
+    head = next((name for name in _HEADS if f"{name}.weight" in shapes), _HEADS[0])
     try:
-        layers = adapted(matrices.keys(), None, spec.lora.target_modules, spec.lora.exclude_modules)
+        layers = adapted([*matrices, head], head, spec.lora.target_modules, spec.lora.exclude_modules)
     except AdapterError as error:
         return str(error)
     chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}

@@ -24,6 +24,7 @@ def chosen(*targets: str, without: tuple[str, ...] = ()) -> list[str]:
 
 def test_all_linear_layers_but_the_head() -> None:
     assert chosen("all-linear") == LAYERS
+    assert chosen("all-linear", without=("lm_head",)) == LAYERS
     assert chosen("all-linear", without=("up_proj",)) == [name for name in LAYERS if "up_proj" not in name]
 
 
@@ -31,7 +32,6 @@ def test_a_name_is_whole_or_an_end_after_a_dot() -> None:
     assert chosen("q_proj") == [name for name in LAYERS if name.endswith("q_proj")]
     assert chosen("1.mlp.up_proj") == ["model.layers.1.mlp.up_proj"]
     assert chosen("model.layers.11.mlp.up_proj") == ["model.layers.11.mlp.up_proj"]
-    assert chosen("lm_head") == ["lm_head"]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,7 @@ def test_a_name_is_whole_or_an_end_after_a_dot() -> None:
         (("_proj",), (), "names '_proj'"),
         (("layers.1",), (), "names 'layers.1'"),
         (("all-linear",), ("k_proj",), "lora.excludeModules names 'k_proj'"),
+        (("q_proj", "lm_head"), (), "lora.targetModules names lm_head, the head of the model"),
         (("q_proj",), ("q_proj",), "lora.excludeModules leaves nothing to train of q_proj: take a name out"),
     ],
 )
@@ -83,6 +84,7 @@ def test_alpha_and_the_base_are_as_rank_and_precision() -> None:
     )
     assert Numbers.of(spec(lora={})) == Numbers.of(written)
     assert Numbers.of(spec(lora={"rank": 8})).values["lora.alpha"] == 8
+    assert "lora.excludeModules" not in Numbers.of(written).values, "what is as by default is left out"
     cpu = spec(lora={}, compute={"gpusPerNode": 0})
     assert Numbers.of(cpu).values["lora.basePrecision"] == "fp32"
     assert not any(path.startswith("lora.") for path in Numbers.of(spec()).values)
@@ -110,6 +112,20 @@ def test_whose_values_another_run_can_begin_with(field: str, value: Any, fits: b
     assert (theirs.adapter_differences(mine) == []) == fits
     assert (continued_from("s3://bucket/a", 5, theirs, mine) != "") == fits
     assert mine.digest != theirs.digest
+
+
+@pytest.mark.parametrize(
+    ("changed", "goes_on"),
+    [
+        ({"lora": {"dropout": 0.1}}, False),
+        ({"lora": {"initMethod": "gaussian"}}, True),
+        ({"training": {"precision": "fp32"}}, True),
+    ],
+)
+def test_after_whose_steps_another_run_can_go_on(changed: Any, goes_on: bool) -> None:
+    """A dropout draws other random numbers; first values and precisions decide no place in the data."""
+    mine, theirs = Numbers.of(spec(**{"lora": {}, **changed})), Numbers.of(spec(lora={}))
+    assert (theirs.position_differences(mine) == []) == goes_on
 
 
 def test_all_weights_and_adapters_fit_one_another_not() -> None:

@@ -116,6 +116,12 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     told = capsys.readouterr()
     assert "lora.targetModules names 'query', and no linear layer of the model is called so" in told.err + told.out
     assert "trained parameters" in told.out
+    # The head is a linear layer, also where it is tied and in no file: to except it says nothing wrong
+    tied = job(model={"uri": f"file://{tmp_path}"}, lora={"excludeModules": ["lm_head"]})
+    show_plan(tied, "table")
+    told = capsys.readouterr()
+    assert "Warning: lora" not in told.err + told.out
+    assert "1 layer with adapters" in told.out
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])

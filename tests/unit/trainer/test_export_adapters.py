@@ -128,6 +128,7 @@ def test_adapters_have_the_names_and_the_configuration_of_peft(tmp_path: Path, r
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abc")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
+    assert isinstance(config["lora_alpha"], int)
     from peft import LoraConfig, PeftConfig
 
     assert isinstance(PeftConfig.from_pretrained(str(tmp_path / "out")), LoraConfig)
@@ -151,6 +152,8 @@ def test_each_form_takes_the_place_of_the_other(tmp_path: Path, run: tuple[Any, 
     with pytest.raises(StorageFullError):
         export(merged(what), Watched(tmp_path / "out", full_at("model-00002")), file_bytes=SMALL)
     assert not (tmp_path / "out" / "adapter_config.json").exists(), "half a model is none"
+    # Also of a file that was being written when its process was killed
+    (tmp_path / "out" / f".incomplete-{'0' * 32}-model-00002-of-00003.safetensors").write_bytes(b"half")
     export(anew(what), out)
     assert content(tmp_path / "out") == content(tmp_path / "adapters alone")
 

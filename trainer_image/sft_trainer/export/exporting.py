@@ -122,7 +122,7 @@ def _begin(
 ) -> list[str]:
     """Names of the files that are to be written into the folder, of which all others are finished."""
     values, plan = get(), shape.plan  # before anything is removed
-    _drop_earlier_uploads(target, record)
+    _drop_earlier_uploads(target, shape)
     present, found = _present(target, shape)
     if found is None and any(_is_there_whole(target, config) for config in shape.configs):
         # Who reads it loses it for what can be written whole, and for nothing less: so all is read once before.
@@ -140,11 +140,11 @@ def _begin(
     return [file.name for file in plan.files]
 
 
-def _drop_earlier_uploads(target: Store, record: ExportRecord) -> None:
-    """Drop files that an export of this model began and did not finish: nobody else ever would."""
+def _drop_earlier_uploads(target: Store, shape: Shape) -> None:
+    """Drop files that an export of this run began and did not finish, in either form: nobody else ever would."""
     try:
-        weights = (EXPORT_ADAPTER,) if record.form == "adapter" else ("model.safetensors", "model-0")
-        for prefix in (*weights, EXPORT_MARK, EXPORT_RECORD, record.config):
+        weights = (SINGLE, "model-0", *((EXPORT_ADAPTER,) if shape.either else ()))
+        for prefix in (*weights, EXPORT_MARK, EXPORT_RECORD, *shape.configs):
             target.abort_incomplete_uploads(prefix)
     except (AccessDeniedError, ConfigError) as error:
         # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.

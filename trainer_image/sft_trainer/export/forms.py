@@ -80,6 +80,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     """Fields of peft's ``LoraConfig`` for the adapters that ``model`` gets here."""
     linear, _ = linear_layers(model.huggingface)
     lora = adapters.lora
+    alpha = lora.effective_alpha
     layers = add_adapters(model.huggingface, lora)
     base, revision = adapters.base_uri.removeprefix("file://"), ""
     if base.startswith("hf://"):
@@ -90,7 +91,8 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "revision": revision or None,
         "r": lora.rank,
-        "lora_alpha": lora.effective_alpha,
+        # peft declares a whole number, and others that read the file take no 16.0 for one.
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": lora.dropout,
         "target_modules": shortest(layers, linear),
         "exclude_modules": None,

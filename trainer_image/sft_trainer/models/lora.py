@@ -79,15 +79,9 @@ def adapted_layers(huggingface: Any, lora: LoraSpec) -> list[str]:
     """Names of the layers of ``huggingface`` that get adapters; ``ConfigError`` for names that it does not have."""
     names, head = linear_layers(huggingface)
     try:
-        chosen = adapted(names, head, lora.target_modules, lora.exclude_modules)
+        return adapted(names, head, lora.target_modules, lora.exclude_modules)
     except AdapterError as error:
         raise ConfigError(str(error)) from error
-    if head in chosen:
-        raise ConfigError(
-            f"lora.targetModules names {head}, the head of the model, which gets no adapter: its loss is computed from "
-            "its weight alone; take it out"
-        )
-    return chosen
 
 
 def add_adapters(huggingface: Any, lora: LoraSpec) -> list[str]:
