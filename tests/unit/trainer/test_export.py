@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sft_api.checkpoints import decode_manifest
 from sft_trainer.checkpoint import pieces
@@ -212,6 +212,18 @@ def test_what_a_checkpoint_lacks_is_taken_from_no_other_model(tmp_path: Path, so
     with pytest.raises(ConfigError, match=r"lacks \d+ tensors, the first is .*; name that model, pinned to a commit"):
         export(exported(store, manifest, source), LocalStore(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_digest_of_a_base_sees_each_tensor(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model into which adapters of some layers were merged is another one."""
+    # A file of which samples at even distances are as small a part as of a large model's.
+    monkeypatch.setattr("sft_trainer.models.digest._SAMPLE_BYTES", 16)
+    weights = source / "model.safetensors"
+    tensors, found = load_file(weights), {base_digest(build_on_meta(source), source)}
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor + 1}, weights, {"format": "pt"})
+        found.add(base_digest(build_on_meta(source), source))
+    assert len(found) == 1 + len(tensors)
 
 
 def test_the_digest_of_a_base_is_that_of_its_config_layout_and_bytes(tmp_path: Path, source: Path) -> None:

@@ -1,7 +1,10 @@
 """Which model a run starts from, in digests, without reading all of its bytes."""
 
 import hashlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from sft_trainer.names.canonical import VERSION
 
@@ -28,8 +31,9 @@ def base_digest(model: CausalLM, path: Path) -> str:
     """SHA-256 of the model in the folder ``path``, whose blueprint is ``model`` (on the meta device, not yet sharded).
 
     It covers ``config.json``, canonical name, shape and stored dtype of every tensor, and of each file of weights its
-    name, its size and 16 samples of 4 KiB at even distances: not all bytes, because to read the weights twice takes
-    minutes. Another fine-tune of the same model differs in every sample; a change of a few numbers may go unseen.
+    name, its size, 16 samples of 4 KiB at even distances and one from the middle of every tensor: not all bytes, as
+    to read the weights twice takes minutes. Another fine-tune of the same model differs in every sample, and one with
+    adapters merged into some of its layers in one of each; a change of a few numbers may go unseen.
     Raises ``ModelError`` when files are missing, are not whole, or do not hold what the model needs.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
@@ -41,10 +45,20 @@ def base_digest(model: CausalLM, path: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{name} {size}".encode())
         with file.open("rb") as opened:
-            for sample in range(_SAMPLES):
-                opened.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            even = [max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)]
+            for place in [*even, *_middles(opened)]:
+                opened.seek(place)
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _middles(opened: BinaryIO) -> Iterator[int]:
+    """Of every tensor of a safetensors file that was found whole, where its middle sample begins; in order."""
+    length = int.from_bytes(opened.read(8), "little")
+    header = json.loads(opened.read(length))
+    offsets = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+    for begin, end in offsets:
+        yield 8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2)
 
 
 def companion_digests(model: Path, tokenizer: Path) -> dict[str, str]:
