@@ -235,8 +235,10 @@ class Pin(NamedTuple):
 
 def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
     """What to write into the manifest of a run with the numbers ``mine`` that goes on where another one, ``theirs``,
-    saved ``step`` in ``uri``: as YAML below ``spec``, in one line. Empty where it cannot, because of other adapters."""
-    if theirs.adapter_differences(mine):
+    saved ``step`` in ``uri``: as YAML below ``spec``, in one line. Empty where it cannot: with other adapters, or with
+    them beside another model."""
+    other_base = mine.has_adapters and mine.values["model.uri"] != theirs.values["model.uri"]
+    if other_base or theirs.adapter_differences(mine):
         return ""
     what = "weights" if theirs.position_differences(mine) else "everything"
     return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"

@@ -35,7 +35,7 @@ def check_same_base(model_uri: str, recorded: str, here: str) -> None:
     if here != recorded:
         raise ConfigError(
             f"the checkpoints hold only what was trained, and all else comes from the model in {model_uri}, which is "
-            f"not the one that this run started from: its digest was {recorded[:16] or 'not recorded'} and is "
-            f"{here[:16]}; name that model in model.uri, pinned to a commit (@revision), or give this run another "
-            "metadata.name to start anew"
+            f"not the one beside which that was trained: its digest was {recorded[:16] or 'not recorded'} and is "
+            f"{here[:16]}; name that model in model.uri, pinned to a commit (@revision), or start anew, with another "
+            "metadata.name and without checkpoint.resume.from"
         )

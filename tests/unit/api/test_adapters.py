@@ -134,3 +134,8 @@ def test_all_weights_and_adapters_fit_one_another_not() -> None:
     assert whole.adapter_differences(adapters)
     assert adapters.adapter_differences(whole)
     assert continued_from("s3://bucket/a", 5, whole, adapters) == ""
+
+
+def test_adapters_fit_no_other_model() -> None:
+    mine, theirs = (Numbers.of(spec(lora={}, model={"uri": f"hf://org/{name}"})) for name in ("one", "other"))
+    assert continued_from("s3://bucket/a", 5, theirs, mine) == ""
