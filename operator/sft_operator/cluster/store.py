@@ -53,6 +53,8 @@ READ_SECONDS = 60.0
 COMPLETE_SECONDS = 20.0
 """The same, to find out whether it is complete."""
 CONCURRENCY = 4
+_WARNINGS, _WARNING_CHARACTERS = 20, 1000
+"""As a status shows them."""
 _Found = TypeVar("_Found")
 
 
@@ -205,10 +207,15 @@ def _holds_export(target: Reading, wanted: ExportRecord) -> bool:
 
 
 def _progress(raw: bytes | None) -> TrainingProgress | None:
-    """What a run reported last; None where that says nothing."""
+    """What a run reported last, as much of it as a status can show; None where that says nothing.
+
+    It is remembered for as long as its job is there, and it takes no pods to have a thousand such jobs.
+    """
     if raw is None:
         return None
     try:
-        return with_clean_checkpoints(TrainingProgress.model_validate(untrusted.loads(raw)))
+        told = with_clean_checkpoints(TrainingProgress.model_validate(untrusted.loads(raw)))
     except (ValidationError, ValueError):
         return None
+    warnings = [warning[:_WARNING_CHARACTERS] for warning in told.warnings[:_WARNINGS]]
+    return told.model_copy(update={"warnings": warnings, "eval_losses": {}})

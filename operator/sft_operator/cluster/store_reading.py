@@ -73,7 +73,9 @@ class Reading:
         names = 0
         for page in self._pages(CHECKPOINTS_PREFIX, Delimiter="/"):
             prefixes = [entry["Prefix"].rstrip("/").rpartition("/")[2] for entry in page.get("CommonPrefixes") or ()]
-            found += [one for one in map(checkpoint_id, prefixes) if one and max(one) < 2**31]
+            ids = ((checkpoint_id(name), name) for name in prefixes)
+            # Names with more zeros, or other digits, are no trainer's: what lies there is nowhere else.
+            found += [one for one, name in ids if one and one.folder == name and max(one) < 2**31]
             names += len(prefixes) + len(page.get("Contents") or ())
             if names > MAX_FOLDERS:
                 raise StoreError(f"more than {MAX_FOLDERS} names in {CHECKPOINTS_PREFIX}")

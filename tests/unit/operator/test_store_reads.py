@@ -1,15 +1,19 @@
-"""How much of the platform's store is read at the same time."""
+"""How much of the platform's store is read, and kept."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from sft_api.checkpoints import CheckpointId
+from sft_api.progress import TrainingProgress
 from sft_api.v1alpha1 import CheckpointsStatus
-from sft_operator.cluster.store import CONCURRENCY, CheckpointStore
+from sft_operator.cluster.store import CONCURRENCY, CheckpointStore, _progress
+from sft_operator.cluster.store_reading import Reading
 from sft_operator.config import StoreSettings
 from sft_operator.picture.observed import Stored
 
@@ -52,3 +56,39 @@ def test_a_reading_that_nobody_waits_for_any_more_counts_until_it_has_ended(monk
         runner.run(scenario())
 
     assert most == CONCURRENCY
+
+
+class Listing:
+    """A store that lists folders of these names."""
+
+    def __init__(self, *names: str) -> None:
+        self._page = {"CommonPrefixes": [{"Prefix": f"team/run/checkpoints/{name}/"} for name in names]}
+
+    def get_paginator(self, _: str) -> Listing:
+        return self
+
+    def paginate(self, **_: Any) -> list[Any]:
+        return [self._page]
+
+
+def test_a_folder_that_is_not_written_as_a_trainer_does_is_no_checkpoint() -> None:
+    """Who removes folders until there are none would look for its files elsewhere, again and again."""
+    strange = ("step-000000000010-a00001", "step-00000010-a000001", "step-0000001\u0660-a00001", "step-00000010-a1")
+    listing = Listing("step-00000010-a00001", *strange, "step-1234567890-a00001")
+
+    folders = Reading(listing, "s3://platform/team/run", lambda: 0.0, seconds=1).folders()
+
+    assert folders == [CheckpointId(1, 10), CheckpointId(1, 1234567890)]
+
+
+def test_of_what_a_complete_run_reported_no_more_is_kept_than_a_status_shows() -> None:
+    """Each job keeps it, and such a job takes neither pods nor quota."""
+    told = TrainingProgress(
+        attempt=1, step=10, warnings=["a" * 5000] * 1000, eval_losses={str(number): 0.5 for number in range(1000)}
+    )
+
+    kept = _progress(told.model_dump_json(by_alias=True).encode())
+
+    assert kept is not None
+    assert (kept.step, len(kept.warnings), kept.eval_losses) == (10, 20, {})
+    assert {len(warning) for warning in kept.warnings} == {1000}
