@@ -26,6 +26,8 @@ MOST_AVOIDED = 4
 _LIFTED_AFTER = 0.1
 """Of the start deadline without room, where the scheduler names the affinity: in the 30 s that this mostly is an
 autoscaler has said that a node is on its way."""
+_REFUSED_SECONDS = 600.0
+"""After a refusal; without another try a run that finds no room would wait for ever."""
 SCALE_UP = frozenset({"TriggeredScaleUp", "Nominated"})
 """Events of a pod for which a node is on its way: of the cluster autoscaler, and of Karpenter."""
 
@@ -64,7 +66,8 @@ def avoided_of(child: ChildJob) -> Avoided:
 def newly_avoided(restarts: RestartsStatus, observed: Observed, now: datetime) -> Avoided | None:
     """What the pods are to be kept off from now on; None: nothing is to change.
 
-    Only a group that has a pod on such a node now is moved.
+    Only a group that has a pod on such a node now is moved, and none that has failed on more nodes than it can be kept
+    off: it would go round among them, and no move of it would count.
     """
     child = observed.job
     if child is None or any(pod.phase == "Succeeded" for pod in observed.pods):
@@ -72,9 +75,10 @@ def newly_avoided(restarts: RestartsStatus, observed: Observed, now: datetime) -
     avoided = avoided_of(child)
     if avoided.lifted is not None and now - avoided.lifted < REMEMBERED:
         return None
+    suspected = suspects(restarts, now)
     used = {pod.node for pod in observed.live_pods if pod.node}
-    new = sorted(node for node in suspects(restarts, now) if node in used and node not in avoided.nodes)
-    if not new:
+    new = sorted(node for node in suspected if node in used and node not in avoided.nodes)
+    if not new or len(suspected) > MOST_AVOIDED:
         return None
     nodes = {**dict.fromkeys(new, now), **avoided.without_old(now).nodes}
     return Avoided(dict(list(nodes.items())[:MOST_AVOIDED]))
@@ -83,7 +87,7 @@ def newly_avoided(restarts: RestartsStatus, observed: Observed, now: datetime) -
 def lifted_at(terms: Terms, observed: Observed) -> datetime | None:
     """When the pods are to be kept off nodes no longer, since they find no room; None: they are not, or they do."""
     child = observed.job
-    if child is None or not (avoided := avoided_of(child)).nodes or avoided.lifted is not None:
+    if child is None or not (avoided := avoided_of(child)).nodes:
         return None
     refused = [(pod, why) for pod in observed.active_pods if (why := pod.unplaced) is not None and why.time is not None]
     if not refused:
@@ -91,6 +95,9 @@ def lifted_at(terms: Terms, observed: Observed) -> datetime | None:
     names = {f"Pod/{pod.name}" for pod, _ in refused}
     ordered = [event.time for event in observed.warnings if event.reason in SCALE_UP and event.subject in names]
     since = max([min(why.time for _, why in refused if why.time), *(time for time in ordered if time)])
+    if avoided.lifted is not None:
+        # A change of the template was refused, and the nodes still stand there: perhaps it is allowed by now.
+        since = max(since, shifted(avoided.lifted, _REFUSED_SECONDS))
     # Other words: another scheduler's, or there is no room anyhow. That we are the reason is possible still.
     named = any("affinity" in why.message for _, why in refused)
     deadline = terms.start_deadline_seconds

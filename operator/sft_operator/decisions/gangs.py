@@ -179,15 +179,28 @@ def take_turn(
     if not terms.suspend and not child.queue:
         times = release.times if release else 0
         lifted = lifted_at(terms, observed)
+        avoid: tuple[str, ...] | None = None
         if lifted is not None and lifted <= now:
-            return Turn(_released(observed, now, now, times, avoid=()))
-        if avoided := newly_avoided(restarts or RestartsStatus(), observed, now):
-            return Turn(_released(observed, now, now, times, avoid=tuple(avoided.nodes)))
+            avoid = ()
+        elif avoided := newly_avoided(restarts or RestartsStatus(), observed, now):
+            avoid = tuple(avoided.nodes)
+        if avoid is not None and (wait := _resumed_by_another(release, avoid, terms, now)) > 0:
+            return Turn(wait=wait)
+        if avoid is not None:
+            return Turn(_released(observed, now, now, times, avoid=avoid))
     turn = _give_back(key, manifest, terms, observed, child, rivals, now)
     if turn.patch is not None or lifted is None:
         return turn
     left = (lifted - now).total_seconds()
     return Turn(wait=left if turn.wait is None else min(left, turn.wait))
+
+
+def _resumed_by_another(release: Release | None, avoid: tuple[str, ...], terms: Terms, now: datetime) -> float:
+    """Seconds for which a group that somebody resumed while it was to begin anew is left alone: without them two
+    controllers suspend and resume it by turns."""
+    if release is None or release.avoid is None or set(release.avoid) != set(avoid):
+        return 0.0
+    return (shifted(release.at, terms.start_deadline_seconds) - now).total_seconds()
 
 
 def _give_back(
@@ -215,9 +228,9 @@ def _give_back(
     soon = shifted(now, deadline)
     goes_first = any((rival.created, rival.key) > (created, key) and rival.due < soon for rival in rivals.half_placed)
     waited = (now - since).total_seconds()
-    if goes_first and waited < 2 * deadline + SETTLING.total_seconds():
-        return Turn(wait=_LOOK_AGAIN_SECONDS)
-    if rivals.settled is not None and rivals.settled > now:
+    settles = rivals.settled is not None and rivals.settled > now
+    # Not for longer: tenants write the marks of their Jobs too, and their pods may never end.
+    if (goes_first or settles) and waited < 2 * deadline + SETTLING.total_seconds():
         return Turn(wait=_LOOK_AGAIN_SECONDS)
     times = min((release.times if release else 0) + 1, 1000)
     return Turn(_released(observed, now, shifted(now, pause_seconds(terms.uid, times)), times))

@@ -149,6 +149,16 @@ def test_few_nodes_at_once_and_none_for_ever() -> None:
     assert wanted(against("node-a", seconds=DAY), avoiding("old"), seconds=DAY) == ["node-a"]
 
 
+def test_a_run_that_has_failed_on_more_nodes_than_it_can_be_kept_off_stays_where_it_is() -> None:
+    # As when a device plugin is replaced everywhere, and each kubelet refuses a pod or two meanwhile
+    names = [f"node-{number}" for number in range(MOST_AVOIDED + 1)]
+    observed = running(job=avoiding(*names[1:]), pods=(make_pod(0, node=names[0]),))
+
+    # Then it is not moved to the one that would be forgotten for that, and from there to the next, and round again
+    assert newly_avoided(against(*names), observed, at(0)) is None
+    assert newly_avoided(against(*names[:MOST_AVOIDED]), observed, at(0)) is not None
+
+
 @pytest.mark.parametrize("text", ["x", "[]", '"a"', '{"nodes": 5}', '{"nodes": {"a": 5, "": "2026-01-01T00:00:00Z"}}'])
 def test_whatever_stands_in_the_annotation_is_read(text: str) -> None:
     assert avoided_of(replace(make_child(), avoided=text)) == Avoided({})
@@ -216,6 +226,23 @@ def test_a_group_without_room_gets_all_nodes_back_and_is_not_moved_again() -> No
     child = marked(turn(blocked, 30, restarts).patch, avoided=blocked.job.avoided if blocked.job else "")
     assert turn(Observed(job=child), 31, restarts) == Turn(renewal=Renewal(Avoided({}, at(31))))
     assert turn(running(job=avoiding(lifted=31)), 40, restarts) == Turn()
+
+
+def test_a_lift_that_was_refused_is_tried_again() -> None:
+    # Given that the template could not be changed: the pods are kept off still, and find no room
+    child = avoiding("node-a", lifted=31)
+
+    assert lifted_at(make_terms(), running(job=child, pods=(make_pod(0), refused()))) == at(31 + 600 + 30)
+
+
+def test_one_who_resumes_a_group_that_is_to_rest_is_not_fought() -> None:
+    restarts = against("node-a")
+    resumed = replace(marked(turn(running(), 10, restarts).patch), suspended=False)
+
+    assert turn(running(job=resumed), 11, restarts) == Turn(wait=299)
+    assert turn(running(job=resumed), 310, restarts).patch is not None
+    pods = (make_pod(0, node="node-c"), make_pod(1))
+    assert turn(running(job=resumed, pods=pods), 12, against("node-a", "node-c")).patch is not None
 
 
 def test_what_is_in_a_queue_is_not_moved_and_what_joins_one_gets_its_own_template_back() -> None:

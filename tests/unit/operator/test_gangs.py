@@ -180,6 +180,15 @@ def test_an_older_one_does_not_wait_for_ever_for_a_younger_one_to_go() -> None:
     assert turn(half(), 2 * DEADLINE + SETTLING.total_seconds(), younger).patch is not None
 
 
+def test_what_stands_on_jobs_of_others_holds_it_up_for_no_longer() -> None:
+    said = dict.fromkeys(("at", "until"), "2999-01-01T00:00:00Z")
+    never = Observed(job=replace(make_child(suspend=True), released=json.dumps(said)))
+    rivals = rivals_of(KEY, [(Key("theirs", "b"), manifest(), never)], at(DEADLINE))
+
+    assert turn(half(), DEADLINE, rivals).patch is None
+    assert turn(half(), 2 * DEADLINE + SETTLING.total_seconds(), rivals).patch is not None
+
+
 def test_rivals_are_the_others_that_are_half_placed_and_what_they_have_given_back() -> None:
     mine, theirs, free = KEY, Key("team", "b"), Key("team", "c")
     ending = Observed(job=released(at_second=500), pods=(placed(),))
