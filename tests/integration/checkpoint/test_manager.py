@@ -258,6 +258,28 @@ def test_a_stale_attempt_can_neither_commit_nor_remove(store: Store) -> None:
     assert "step-00000040-a00001" not in folders(store)
 
 
+@pytest.mark.parametrize("starts", [0, 1, 3])
+def test_who_was_out_of_reach_while_the_place_was_removed_neither_commits_nor_removes(
+    store: Store, starts: int
+) -> None:
+    # Given a third attempt that trains on behind a lost node, while its place is removed, and perhaps begun anew
+    for _ in range(2):
+        started(store)
+    stale = started(store)
+    save(stale, 10)
+    store.delete([entry.key for entry in store.list("")])
+    for _ in range(starts):
+        save(started(store, uid="job-b"), 5)
+
+    # When it is back, and saves as it is told to end
+    with pytest.raises(StoreSharedError, match=r"the claim of attempt 3 .* was removed meanwhile"):
+        save(stale, 20, keep=KeepPolicy(last=1))
+
+    # Then nobody goes on from there, and what was begun anew is whole
+    loaded = loaded_by(started(store, uid="job-b"))
+    assert (loaded.step if loaded else None) == (5 if starts else None)
+
+
 def test_a_commit_that_slips_past_the_check_is_harmless(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stale attempt checks, then the newer one claims and saves, then the stale one commits a later step."""
     stale = started(store)

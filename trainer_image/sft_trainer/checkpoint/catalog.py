@@ -129,9 +129,13 @@ class Catalog:
         return None
 
     def check_newest(self, attempt: int, job_uid: str) -> None:
-        """Raise AttemptSupersededError when a newer attempt than ``attempt`` was claimed."""
+        """Raise AttemptSupersededError when a newer attempt than ``attempt`` was claimed, or its claim is another's.
+
+        Where a place was removed the numbers begin anew: who was out of reach meanwhile would be the newest there.
+        """
         newest = self.newest_attempt()
         if newest <= attempt:
+            self._check_own(attempt, job_uid)
             return
         message = f"attempt {attempt} was superseded: attempt {newest} was claimed in {self._store.uri}"
         claim = self._store.read(attempt_key(newest))
@@ -141,6 +145,18 @@ class Catalog:
                 "a place; delete the job that is not wanted, or give it another metadata.name and checkpoint.uri"
             )
         raise AttemptSupersededError(f"{message}; this group must stop, the newer one goes on")
+
+    def _check_own(self, attempt: int, job_uid: str) -> None:
+        try:
+            claim = self._store.read(attempt_key(attempt))
+        except ObjectNotFoundError:
+            claim = b""
+        if f'"{job_uid}"'.encode() not in claim:
+            now = f"is now claimed in {self._store.uri} by another start ({_who(claim)})" if claim else "is gone"
+            raise StoreSharedError(
+                f"the claim of attempt {attempt} {now}: what lay in {self._store.uri} was removed meanwhile, and this "
+                "group must stop"
+            )
 
 
 def _who(claim: bytes) -> str:
