@@ -4,10 +4,12 @@ The finalizer is on objects alone that ask for Delete, and whose place the opera
 Times are seconds of the event loop's clock.
 """
 
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from sft_api.deletion import DELETES
 from sft_api.numbers import Numbers
+from sft_api.times import parse_time
 from sft_api.v1alpha1 import S3Spec, SFTJob, SFTJobStatus
 
 from ..config import StoreSettings
@@ -22,6 +24,9 @@ from .result import RemovePlace
 
 GIVE_UP_SECONDS = 600.0
 """So long a store may be away, or refuse, before the object goes and its place stays."""
+_LONGEST = timedelta(days=1)
+"""The same, however well its removal gets on: somebody may write there all the time. By the time in the object, so
+that no number of operators begins it anew."""
 _MOST_WARNINGS = 20
 _LOOK_SECONDS = 10.0
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -80,6 +85,12 @@ def with_finalizer(manifest: Manifest, *, wanted: bool) -> list[str] | None:
 def kept(why: str) -> News:
     """The place stays although it was to go."""
     return News("Warning", "PlaceKept", f"{why}: what lies there stays, remove it by hand if it is to go")
+
+
+def is_overdue(manifest: Manifest, now: datetime) -> bool:
+    """Whether the object has been going for so long that its place stays."""
+    since = parse_time(manifest["metadata"].get("deletionTimestamp"))
+    return since is not None and now - since >= _LONGEST
 
 
 def remove_place(memory: Memory, job: SFTJob, uri: str, *, clock: float) -> Removal:

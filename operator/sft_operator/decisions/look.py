@@ -16,7 +16,7 @@ from ..picture.observed import Observed
 from .avoidance import renew_job
 from .backoff import seconds_to_next_word, waits_to_end
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
-from .deletion import asks_removal, kept, remove_place, why_not_removable, with_finalizer, with_warnings
+from .deletion import asks_removal, is_overdue, kept, remove_place, why_not_removable, with_finalizer, with_warnings
 from .gangs import take_turn
 from .healing import plan_healing
 from .news import News
@@ -135,6 +135,8 @@ class _Look(Notes):
         uri, _ = self._places(job)
         assert job is not None  # noqa: S101 -- else it is not removable
         assert uri is not None  # noqa: S101
+        if is_overdue(self._manifest, self._now):
+            return self._let_go(finalizers, kept(f"{uri} could not be removed within a day"))
         removal = remove_place(self._memory, job, uri, clock=self._clock)
         if removal.done:
             return self._let_go(finalizers, removal.news)
@@ -271,6 +273,8 @@ class _Look(Notes):
             self._remember(refusal=None, refusals=0)
         elif (wait := self._memory.next_creation - self._clock) > 0:
             self._look_in(wait)
+        elif changes.create and any(isinstance(action, SetFinalizers) for action in self._actions):
+            pass  # nothing is made for an object before it carries our finalizer
         elif changes.create and not (job and self._may_be_complete(job)):
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
         elif patch and child:

@@ -164,7 +164,7 @@ def test_another_base_than_the_run_started_from_is_refused(tmp_path: Path, tiny_
             "ConfigError: the checkpoints hold only what was trained, and all else comes from "
         )
         assert (
-            f"the model in file://{model}, which is not the one that this run started from: its digest was"
+            f"the model in file://{model}, which is not the one beside which that was trained: its digest was"
             in ended.error
         )
         assert "name that model in model.uri, pinned to a commit (@revision)" in ended.error

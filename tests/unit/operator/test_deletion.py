@@ -63,7 +63,7 @@ def questions(result: Result) -> list[RemovePlace]:
 def test_the_finalizer_is_there_before_anything_is_made_and_only_on_what_asks_for_it() -> None:
     begun = decided(manifest("theirs"))
 
-    assert kinds(begun) == ["SetFinalizers", "CreateChildren"]
+    assert kinds(begun) == ["SetFinalizers"], "which may be refused"
     assert finalizers(begun) == [("theirs", PLACE_FINALIZER)]
     assert kinds(decided(manifest(PLACE_FINALIZER))) == ["CreateChildren"]
     assert kinds(decided(manifest(policy="Keep"))) == ["CreateChildren"]
@@ -219,6 +219,15 @@ def test_who_claims_the_place_anew_each_time_does_not_hold_the_object_for_ever()
 
     assert finalizers(decided(manifest(PLACE_FINALIZER, going=True), memory=memory, clock=1599)) == []
     assert finalizers(decided(manifest(PLACE_FINALIZER, going=True), memory=memory, clock=1601)) == [()]
+
+
+def test_who_writes_there_all_the_time_holds_the_object_for_a_day_and_no_longer() -> None:
+    memory = removal_went(Memory("sft-uid"), RemovalTurn("goes on"), clock=1000)
+    going = manifest(PLACE_FINALIZER, going=True)
+
+    for seconds, let_go in ((-86_399, []), (-86_400, [()])):
+        going["metadata"]["deletionTimestamp"] = stamp(seconds)
+        assert finalizers(decided(going, memory=memory)) == let_go
 
 
 def test_people_who_wait_are_told_what_for() -> None:
