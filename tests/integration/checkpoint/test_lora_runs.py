@@ -228,7 +228,7 @@ def test_another_base_than_the_run_started_from_is_refused(tmp_path: Path, tiny_
     # When it goes on, it is refused in words before anything is trained
     refused = run(tmp_path / "run", tiny_inputs, 1, **sections)
     assert refused.losses == {}
-    assert f"all else comes from the model in file://{model}, which is not the one that this run st" in refused.error
+    assert f"all else comes from the model in file://{model}, which is not the one beside" in refused.error
 
     # And with the model that it was it goes on; with other adapters it is another run
     (model / "model.safetensors").write_bytes(before)
