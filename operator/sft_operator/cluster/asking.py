@@ -24,8 +24,8 @@ from ..decisions.result import (
 )
 from ..metrics import OperatorMetrics
 from ..names import UID_LABEL
-from ..picture.memory import Memory
-from ..picture.observed import Manifest, RemovalTurn, Warning
+from ..picture.memory import Memory, RemovalTurn
+from ..picture.observed import Manifest, Warning
 from ..picture.picture import Key, Picture
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing

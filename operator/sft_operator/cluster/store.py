@@ -6,7 +6,6 @@ threads.
 """
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from sft_api.place import (
     decode_record,
 )
 from sft_api.progress import TrainingProgress
-from sft_api.report import checkpoint_status, checkpoints_status
+from sft_api.report import checkpoint_status, checkpoints_status, finite
 from sft_api.v1alpha1 import CheckpointStatus, ExportStatus
 
 from ..config import StoreSettings
@@ -131,8 +130,7 @@ class CheckpointStore:
                 manifest = _manifest(reading, one, files)
                 if isinstance(manifest, str):
                     return manifest
-                metric = manifest.run.metrics.get(BEST_METRIC)
-                loss = metric if metric is not None and math.isfinite(metric) else None
+                loss = finite(manifest.run.metrics.get(BEST_METRIC))
                 return checkpoint_status(one, folder, manifest.created, manifest.bytes, loss)
             except (ValueError, OverflowError) as error:  # no clock shows its time
                 return f"its manifest cannot be read: {error}"

@@ -31,7 +31,7 @@ from sft_api.times import bounded_time
 
 from ..config import StoreSettings
 from ..decisions.result import RemovePlace
-from ..picture.observed import RemovalTurn
+from ..picture.memory import RemovalTurn
 from .store_reading import Reading, StoreError, connect
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
 
-from sft_api.times import parse_time, shifted, timestamp
+from sft_api.times import EARLIEST, parse_time, shifted, timestamp
 from sft_api.v1alpha1 import RestartsStatus
 
 from ..names import AVOIDED_ANNOTATION
 from ..picture import untrusted
-from ..picture.observed import ChildJob, Manifest, Observed
+from ..picture.observed import ChildJob, Manifest, Observed, Pod
 from ..picture.untrusted import mapping, text
 from .result import RenewJob
 from .spec import Terms
@@ -84,6 +84,13 @@ def newly_avoided(restarts: RestartsStatus, observed: Observed, now: datetime) -
     return Avoided(dict(list(nodes.items())[:MOST_AVOIDED]))
 
 
+def nodes_ordered(observed: Observed, pods: Iterable[Pod]) -> list[datetime]:
+    """When nodes were ordered for ``pods``; never empty: the beginning of time where none was."""
+    names = {f"Pod/{pod.name}" for pod in pods}
+    found = (event.time for event in observed.warnings if event.reason in SCALE_UP and event.subject in names)
+    return [EARLIEST, *(time for time in found if time)]
+
+
 def lifted_at(terms: Terms, observed: Observed) -> datetime | None:
     """When the pods are to be kept off nodes no longer, since they find no room; None: they are not, or they do."""
     child = observed.job
@@ -92,9 +99,7 @@ def lifted_at(terms: Terms, observed: Observed) -> datetime | None:
     refused = [(pod, why) for pod in observed.active_pods if (why := pod.unplaced) is not None and why.time is not None]
     if not refused:
         return None
-    names = {f"Pod/{pod.name}" for pod, _ in refused}
-    ordered = [event.time for event in observed.warnings if event.reason in SCALE_UP and event.subject in names]
-    since = max([min(why.time for _, why in refused if why.time), *(time for time in ordered if time)])
+    since = max(min(why.time for _, why in refused if why.time), *nodes_ordered(observed, (pod for pod, _ in refused)))
     if avoided.lifted is not None:
         # A change of the template was refused, and the nodes still stand there: perhaps it is allowed by now.
         since = max(since, shifted(avoided.lifted, _REFUSED_SECONDS))

@@ -14,8 +14,8 @@ from sft_api.v1alpha1 import S3Spec, SFTJob, SFTJobStatus
 
 from ..config import StoreSettings
 from ..names import PLACE_FINALIZER
-from ..picture.memory import Memory, PlaceRemoval, changed
-from ..picture.observed import Manifest, RemovalTurn
+from ..picture.memory import Memory, PlaceRemoval, RemovalTurn, changed
+from ..picture.observed import Manifest
 from ..picture.untrusted import part
 from .news import News
 from .pauses import doubled

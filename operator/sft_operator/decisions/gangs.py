@@ -21,7 +21,7 @@ from ..picture import untrusted
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.picture import Key
 from ..picture.untrusted import integer, part, text
-from .avoidance import MOST_AVOIDED, SCALE_UP, Avoided, anew_words, avoided_of, lifted_at, newly_avoided
+from .avoidance import MOST_AVOIDED, Avoided, anew_words, avoided_of, lifted_at, newly_avoided, nodes_ordered
 from .pauses import doubled, spread
 from .spec import Terms, start_deadline_seconds
 
@@ -107,9 +107,7 @@ def half_placed_since(observed: Observed) -> datetime | None:
     refused = [pod.unplaced.time for pod in waiting if pod.unplaced and pod.unplaced.time]
     if not refused:
         return None
-    names = {f"Pod/{pod.name}" for pod in waiting}
-    scaled = [event.time for event in observed.warnings if event.reason in SCALE_UP and event.subject in names]
-    return max(*begun, min(refused), *(time for time in scaled if time))
+    return max(*begun, min(refused), *nodes_ordered(observed, waiting))
 
 
 def _gives_back(observed: Observed) -> datetime | None:

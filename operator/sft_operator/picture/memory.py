@@ -6,12 +6,12 @@ another operator would miss: what was heard is heard again, and what was paced b
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
-from .observed import CompleteRun, Manifest, Refusal, RemovalTurn, Report, Stored, Unanswered, Warning
+from .observed import CompleteRun, Manifest, Refusal, Report, Stored, Unanswered, Warning
 from .workload import Queueing
 
 Remembered = TypeVar("Remembered")
@@ -94,6 +94,16 @@ class Patched:
     """How often it was made again."""
     next: float
     """When it may be made again."""
+
+
+@dataclass(frozen=True)
+class RemovalTurn:
+    """How far the removal of a place came in one turn."""
+
+    state: Literal["goes on", "waits", "gone", "kept"]
+    """kept: it is not ours, and stays."""
+    why: str = ""
+    """It waits, or is kept."""
 
 
 @dataclass(frozen=True)

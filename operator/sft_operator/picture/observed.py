@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from sys import intern
-from typing import Any, Literal
+from typing import Any
 
 from sft_api.progress import Progress, TerminationMessage, TrainingProgress
 from sft_api.times import LATEST, parse_time, shifted
@@ -351,16 +351,6 @@ class CompleteRun:
     """Its place."""
     progress: TrainingProgress
     """As a trainer would tell it that found the same."""
-
-
-@dataclass(frozen=True)
-class RemovalTurn:
-    """How far the removal of a place came in one turn."""
-
-    state: Literal["goes on", "waits", "gone", "kept"]
-    """kept: it is not ours, and stays."""
-    why: str = ""
-    """It waits, or is kept."""
 
 
 @dataclass(frozen=True)

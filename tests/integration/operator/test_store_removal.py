@@ -19,7 +19,7 @@ from sft_operator.cluster.store_reading import StoreError
 from sft_operator.cluster.store_removal import PlaceRemover
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.result import RemovePlace
-from sft_operator.picture.observed import RemovalTurn
+from sft_operator.picture.memory import RemovalTurn
 from tests.cluster.object_store import ObjectStore
 from tests.integration.operator.finished import STEP, UID, finished_run, keys_below, put_files
 from tests.integration.operator.test_store import URI, settings

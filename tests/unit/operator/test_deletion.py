@@ -14,8 +14,8 @@ from sft_operator.decisions.deletion import GIVE_UP_SECONDS, removal_went, with_
 from sft_operator.decisions.look import look
 from sft_operator.decisions.result import Delete, RemovePlace, Result, SetFinalizers
 from sft_operator.names import PLACE_FINALIZER
-from sft_operator.picture.memory import Memory
-from sft_operator.picture.observed import Observed, RemovalTurn
+from sft_operator.picture.memory import Memory, RemovalTurn
+from sft_operator.picture.observed import Observed
 from tests.unit.operator.make import JOB_UID, Object, job_manifest, make_job, make_pod, running, stamp
 from tests.unit.operator.test_look import ASKED, SETTINGS, healed_lately, kinds, seen, state
 

@@ -30,8 +30,8 @@ from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEv
 from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import QUEUE_LABEL, UID_LABEL
-from sft_operator.picture.memory import Memory, PlaceRemoval
-from sft_operator.picture.observed import Observed, RemovalTurn, Warning
+from sft_operator.picture.memory import Memory, PlaceRemoval, RemovalTurn
+from sft_operator.picture.observed import Observed, Warning
 from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing
 from tests.unit.operator.make import NOW, at, child_manifest, job_manifest, make_child, make_pod, pod_manifest, running
