@@ -154,19 +154,19 @@ def loss(device: Device) -> dict[str, Figure]:
     """The loss that keeps no logits, its value and gradients, against cross-entropy in double precision."""
     from torch.nn.functional import cross_entropy
 
-    from sft_trainer.loss import CHUNK_ELEMENTS, linear_cross_entropy_sum
+    from sft_trainer.loss import CHUNK_ELEMENTS, linear_cross_entropy
 
     width = 64
     vocabulary = 151_936 if device.type == "cuda" else 40_000
-    # Enough rows for the path in chunks, and for more than one of them on a GPU.
+    # Enough rows for more than one chunk on a GPU.
     rows = CHUNK_ELEMENTS // vocabulary + 100 if device.type == "cuda" else CHUNK_ELEMENTS // 8 // vocabulary + 10
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=generator) / 8).to(device, torch.bfloat16).requires_grad_()
     labels = torch.randint(vocabulary, (rows,), generator=generator).to(device)
-    linear_cross_entropy_sum(hidden, weight, labels).backward()
+    scaled, actual = linear_cross_entropy(hidden, weight, labels, 1.0)
+    scaled.backward()
     right_hidden, right_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    actual = linear_cross_entropy_sum(hidden, weight, labels).detach()
     expected = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, rows, 64):
         part = slice(start, start + 64)

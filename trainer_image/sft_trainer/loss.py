@@ -3,63 +3,84 @@
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import log_softmax
 
 CHUNK_ELEMENTS = 2**27
 """Logits held at a time (512 MiB in fp32), so memory does not grow with vocabulary or length."""
+_SLICE_ROWS = 2**14
+"""Of a gradient of the head whose product is made apart from the sum that it goes into."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass: every chunk's logits exist once, and are never recomputed."""
+    """Computes the gradients in the forward pass: every chunk's logits exist once, and are never recomputed.
+
+    They are scaled there as well, so that the backward pass hands over what there is: scaled there, a gradient of the
+    head, vocabulary x width, would exist twice while the activations of all layers are held.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_weight: torch.Tensor | None = None
         for start in range(0, hidden.shape[0], rows):
-            piece, target = hidden[start : start + rows], labels[start : start + rows]
-            logits = (piece @ weight.T).float()
-            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
-            loss += (log_normalizer - logits.gather(1, target[:, None])).sum()
+            piece, target = hidden[start : start + rows], labels[start : start + rows, None]
+            log_probabilities = log_softmax(piece @ weight.T, dim=-1, dtype=torch.float32)
+            total -= log_probabilities.gather(1, target).sum()
             if not (needs_hidden or needs_weight):
                 continue
             # d loss / d logits = softmax(logits) - one_hot(labels)
-            grad_logits = logits.sub_(log_normalizer).exp_()
-            grad_logits.scatter_add_(1, target[:, None], torch.full_like(target[:, None], -1, dtype=logits.dtype))
-            grad_logits = grad_logits.to(hidden.dtype)
+            slope = log_probabilities.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
+            # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
+            room = slope if slope.dtype == hidden.dtype else torch.empty_like(slope, dtype=hidden.dtype)
+            grad_logits = torch.mul(slope, scale, out=room)
             if grad_hidden is not None:
-                grad_hidden[start : start + rows] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += (grad_logits.T @ piece).float()
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return loss
+                torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
+            if needs_weight:
+                grad_weight = _with_product(grad_weight, grad_logits.T, piece)
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.mark_non_differentiable(total)
+        return total * scale, total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (scale,) = gradients
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
-            None if grad_hidden is None else (grad_hidden.float() * scale).to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),
-            None,
-        )
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        upstream, _ = gradients
+        if upstream.device.type == "cpu" and upstream != 1:  # a GPU's the host would wait for
+            raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
+        # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+        return grad_hidden, grad_weight, None, None
 
 
-def linear_cross_entropy_sum(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum over positions of the cross-entropy of ``hidden @ weight.T`` against ``labels``; a float32 scalar.
+def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``one @ other`` added to ``total`` in place, which is fp32 from the second product on."""
+    if total is None:
+        return one @ other
+    if total.dtype == one.dtype == torch.float32:
+        return total.addmm_(one, other)
+    total = total.float()
+    for rows in range(0, total.shape[0], _SLICE_ROWS):
+        total[rows : rows + _SLICE_ROWS] += one[rows : rows + _SLICE_ROWS] @ other
+    return total
 
-    ``hidden`` is (positions, width), ``weight`` (vocabulary, width), ``labels`` (positions,) token ids.
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of ``hidden @ weight.T`` against ``labels``, summed over positions; two float32 scalars.
+
+    The first is the sum times ``scale``, and the one to call ``backward`` of, as it is: its gradients are made here,
+    scaled. The second is the sum itself, without a gradient. ``hidden`` is (positions, width), ``weight``
+    (vocabulary, width), ``labels`` (positions,) token ids.
     """
-    if hidden.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS // 8:
-        # Small enough that plain autograd is the simplest, and as fast.
-        return cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
         hidden, weight = hidden.detach(), weight.detach()
-    result: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, labels)
-    return result
+    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale)
+    return scaled, total

@@ -141,7 +141,7 @@ def look_after_a_forward() -> tuple[bool, bool, int]:
     before = [(box.name, box.place, box.read().clone()) for box in model_boxes(model, names, here())]
     ids = torch.arange(4)
     with torch.no_grad():
-        model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:])
+        model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:], 1.0)
     after = [(box.name, box.place, box.read()) for box in model_boxes(model, names, here())]
     same = [b[:2] == a[:2] and torch.equal(b[2], a[2]) for b, a in zip(before, after, strict=True)]
     for parameter in model.parameters():
@@ -168,7 +168,7 @@ def count_collectives() -> tuple[int, int]:
         box.write(torch.full_like(box.local, 0.1))
     ids = torch.arange(4)
     with torch.no_grad():
-        model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:])
+        model(ids, ids, Boundaries.of((4,)), ids[:3], ids[1:], 1.0)
     with CommDebugMode() as taking:
         boxes_of(model, optimizer, names, 2)
     with CommDebugMode() as gathering:

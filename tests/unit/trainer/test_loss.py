@@ -7,45 +7,112 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_trainer import loss as loss_module
+from sft_trainer.loss import linear_cross_entropy
+from tests.live_bytes import LiveBytes
+
+VOCABULARY, WIDTH = 97, 16
 
 
-@pytest.mark.parametrize("elements", [8 * 50 * 97, 7 * 97, 97])
+def inputs(dtype: torch.dtype = torch.float32, rows: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a head, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCABULARY, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("elements", [8 * 50 * VOCABULARY, 7 * VOCABULARY, VOCABULARY])
 @pytest.mark.parametrize("frozen_head", [False, True])
 def test_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch, elements: int, frozen_head: bool) -> None:
     # Given room for all logits, for seven rows, and for one row at a time
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(50, 16, generator=generator, requires_grad=True)
-    weight = torch.randn(97, 16, generator=generator, requires_grad=not frozen_head)
-    labels = torch.randint(0, 97, (50,), generator=generator)
+    hidden, weight, labels = inputs()
+    weight.requires_grad_(not frozen_head)
 
     expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-    inputs = [hidden] if frozen_head else [hidden, weight]
-    expected_gradients = torch.autograd.grad(expected / 7, inputs)
-    actual = loss_module.linear_cross_entropy_sum(hidden, weight, labels)
-    gradients = torch.autograd.grad(actual / 7, inputs)
+    wanted = [hidden] if frozen_head else [hidden, weight]
+    expected_gradients = torch.autograd.grad(expected / 7, wanted)
+    scaled, total = linear_cross_entropy(hidden, weight, labels, 1 / 7)
+    gradients = torch.autograd.grad(scaled, wanted)
 
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled, expected / 7, rtol=1e-6, atol=0)
     for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_scale_of_the_loss_is_not_rounded(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    # Given a denominator whose inverse bf16 cannot hold
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 1)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(97, 16, generator=generator).to(dtype).requires_grad_()
-    labels = torch.randint(0, 97, (50,), generator=generator)
-    scale = torch.tensor(1 / 1027, dtype=torch.float32)
+@pytest.mark.parametrize("elements", [50 * VOCABULARY, VOCABULARY])
+def test_gradients_in_bf16_are_rounded_and_not_scaled_wrongly(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    # Given a denominator whose inverse bf16 holds wrong by 0.4%, all rows in one chunk and each in its own
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(loss_module, "_SLICE_ROWS", 10)
+    hidden, weight, labels = inputs(torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logits = exact[0] @ exact[1].T
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / 1020, exact)
 
-    unscaled = torch.autograd.grad(loss_module.linear_cross_entropy_sum(hidden, weight, labels), hidden)[0]
-    scaled = torch.autograd.grad(loss_module.linear_cross_entropy_sum(hidden, weight, labels) * scale, hidden)[0]
+    scaled, _ = linear_cross_entropy(hidden, weight, labels, 1 / 1020)
+    gradients = torch.autograd.grad(scaled, [hidden, weight])
 
-    # Then each gradient is rounded once, at the end
-    assert scaled.dtype == dtype
-    assert torch.equal(scaled, (unscaled.double() * scale.double()).float().to(dtype))
+    # Then they are off by what rounding does, in either direction: their length is right
+    for one, other in zip(gradients, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.double() - other).norm() <= 4e-3 * other.norm()
+        assert one.double().norm().item() == pytest.approx(other.norm().item(), rel=1e-3)
+
+
+def test_without_positions_there_is_nothing_to_learn() -> None:
+    hidden, weight, labels = inputs(rows=0)
+    scaled, total = linear_cross_entropy(hidden, weight, labels, 0.5)
+    scaled.backward()
+    assert total == scaled == 0
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_a_loss_that_is_scaled_again_is_refused() -> None:
+    scaled, _ = linear_cross_entropy(*inputs(), 0.5)
+    with pytest.raises(ValueError, match=r"scaled already.*not by 2\.0"):
+        (scaled * 2).backward()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "copies"),
+    [
+        (torch.float32, 50 * VOCABULARY, 1),
+        (torch.float32, 7 * VOCABULARY, 1),
+        (torch.bfloat16, 50 * VOCABULARY, 1),
+        # Sums of products are fp32, the size of two, until the last one is there.
+        (torch.bfloat16, 7 * VOCABULARY, 3),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_the_head_exists_once(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, elements: int, copies: int, tied: bool
+) -> None:
+    # Given a head, perhaps the embedding at the same time, and products that are made in slices
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(loss_module, "_SLICE_ROWS", 10)
+    hidden, weight, labels = inputs(dtype)
+    size = weight.nbytes
+    if tied:
+        hidden = torch.nn.functional.embedding(labels, weight)
+
+    # When forward and backward pass are made, and tensors as large as the head are counted
+    with LiveBytes(lambda nbytes: nbytes in (size, 2 * size)) as forward:
+        scaled, _ = linear_cross_entropy(hidden, weight, labels, 1 / 1027)
+    held = forward.now
+    with LiveBytes(lambda nbytes: nbytes in (size, 2 * size)) as backward:
+        scaled.backward()
+
+    # Then one is made, kept, and handed over: what is made anew is the embedding's own, and, while it is counted, their
+    # sum, which is otherwise made in place
+    assert forward.most == copies * size
+    assert held == size
+    assert backward.most == (2 * size if tied else 0)
+    assert forward.now + backward.now == size
+    assert weight.grad is not None
+    assert weight.grad.dtype == dtype
 
 
 class _Products(TorchDispatchMode):
@@ -58,7 +125,8 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        aten = torch.ops.aten
+        self.products += func in (aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm_.default)
         if isinstance(result, torch.Tensor) and func not in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             self.shapes.add(tuple(result.shape))
         return result
@@ -73,10 +141,10 @@ def test_an_evaluation_does_no_work_for_gradients(monkeypatch: pytest.MonkeyPatc
 
     # When its loss is computed
     with _Products() as work, torch.set_grad_enabled(not evaluates):
-        value = loss_module.linear_cross_entropy_sum(hidden, weight, torch.tensor([0, 1, 2, 3]))
+        scaled, value = linear_cross_entropy(hidden, weight, torch.tensor([0, 1, 2, 3]), 1.0)
 
     # Then without gradients it takes one product a chunk, not three, and no room for a gradient of the head
     assert value.item() == pytest.approx(4 * torch.log(torch.tensor(5.0)).item())
     assert work.products == (2 if evaluates else 6)
     assert ((5, 4) in work.shapes) == (not evaluates)
-    assert value.requires_grad == (not evaluates)
+    assert scaled.requires_grad == (not evaluates)

@@ -97,7 +97,7 @@ def test_loss_and_gradients_equal_the_eager_model(
     # When both compute the loss, one packed, the other document by document
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     model = strategy.model
-    loss = model(ids, positions, Boundaries.of(LENGTHS), targets, ids[targets + 1])
+    loss, _ = model(ids, positions, Boundaries.of(LENGTHS), targets, ids[targets + 1], 1.0)
     loss.backward()
     norm = strategy.grad_norm()
     expected = sum(

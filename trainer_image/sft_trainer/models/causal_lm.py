@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ModelError
-from sft_trainer.loss import linear_cross_entropy_sum
+from sft_trainer.loss import linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
@@ -18,7 +18,7 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale",
 
 
 class CausalLM(nn.Module):
-    """The root module that is sharded: its forward returns the summed loss of a micro-batch.
+    """The root module that is sharded: its forward returns the loss of a micro-batch.
 
     The loss is inside the forward pass because only there FSDP2 has gathered the weights of the head.
     """
@@ -36,11 +36,13 @@ class CausalLM(nn.Module):
         boundaries: Boundaries,
         targets: torch.Tensor,
         labels: torch.Tensor,
-    ) -> torch.Tensor:
-        """Sum of the cross-entropy over the trained tokens of one micro-batch, a float32 scalar.
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy summed over the trained tokens of one micro-batch: times ``scale``, and as it is.
 
-        ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
-        ``labels`` the tokens they must predict, both (trained tokens,).
+        Two float32 scalars; ``backward`` is called of the first. ``input_ids`` and ``position_ids`` are (tokens,),
+        ``targets`` the positions whose output is trained and ``labels`` the tokens they must predict, both
+        (trained tokens,).
         """
         model: Any = self.huggingface
         output = model.base_model(
@@ -51,7 +53,7 @@ class CausalLM(nn.Module):
             **boundary_arguments(boundaries),
         )
         hidden = output.last_hidden_state.squeeze(0)[targets]
-        return linear_cross_entropy_sum(hidden, model.get_output_embeddings().weight, labels)
+        return linear_cross_entropy(hidden, model.get_output_embeddings().weight, labels, scale)
 
     @property
     def blocks(self) -> nn.ModuleList:

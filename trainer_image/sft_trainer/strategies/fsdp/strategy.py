@@ -76,11 +76,11 @@ class FsdpStrategy:
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
         self.model.train()
         loss_sum, most_tokens = self._zero(), 0
-        for bin_, loss in self._losses(bins):
-            # The denominator is that of the whole step, so gradients only need to be summed.
-            (loss * (1.0 / denominator if bin_.counts else 0.0)).backward()
+        # The denominator is that of the whole step, so gradients only need to be summed.
+        for bin_, loss, total in self._losses(bins, 1.0 / denominator):
+            loss.backward()
             if bin_.counts:
-                loss_sum += loss.detach()
+                loss_sum += total
                 most_tokens = max(most_tokens, bin_.input_ids.shape[0])
         if self._together and self._together.after_pass(most_tokens) and self._topology.tells:
             log.info("there is memory for %s bins in one forward pass: so many are computed at once", self._at_once)
@@ -105,9 +105,9 @@ class FsdpStrategy:
     def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
         self.model.eval()
         loss_sum = self._zero()
-        for bin_, loss in self._losses(bins):
+        for bin_, _, total in self._losses(bins, 1.0):
             if bin_.counts:
-                loss_sum += loss
+                loss_sum += total
         return loss_sum
 
     @property
@@ -117,12 +117,19 @@ class FsdpStrategy:
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def _losses(self, bins: Iterable[BinTensors]) -> Iterator[tuple[BinTensors, torch.Tensor]]:
-        """What goes through the model at once, and its summed loss."""
+    def _losses(
+        self, bins: Iterable[BinTensors], scale: float
+    ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
+        """What goes through the model at once, and its summed loss: times ``scale``, and as it is."""
         for bin_ in grouped((bin_.to(self._device) for bin_ in bins), self._at_once):
             # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
             torch.manual_seed(bin_.seed)
-            yield (
-                bin_,
-                self.model(bin_.input_ids, bin_.position_ids, bin_.boundaries, bin_.targets, bin_.labels),
+            loss, total = self.model(
+                bin_.input_ids,
+                bin_.position_ids,
+                bin_.boundaries,
+                bin_.targets,
+                bin_.labels,
+                scale if bin_.counts else 0.0,
             )
+            yield bin_, loss, total
