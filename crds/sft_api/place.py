@@ -27,7 +27,7 @@ from .checkpoints import (
     digest_of,
 )
 from .numbers import Numbers, NumbersError
-from .progress import Phase, TrainingProgress
+from .progress import STOPPED_EARLY_CHARACTERS, Phase, TrainingProgress
 from .report import checkpoint_status, checkpoints_status, finite
 from .v1alpha1 import ExportStatus, SFTJobSpec
 
@@ -118,6 +118,8 @@ class Done(StoredModel):
     step: Count
     attempt: Annotated[int, Field(ge=1)]
     """With the step, its last checkpoint."""
+    stopped_early: str = ""
+    """Why it made no more steps; empty where it made all of them."""
 
 
 def form_of(spec: SFTJobSpec) -> ExportForm:
@@ -206,11 +208,13 @@ def complete_progress(
             folder = f"{uri}/{last.id.prefix}".rstrip("/")
             metric = finite(last.run.metrics.get(BEST_METRIC))
             kept = [checkpoint_status(last.id, folder, last.created, last.bytes, metric)]
+        total = None if done.stopped_early else done.step
         reported = TrainingProgress(
-            attempt=done.attempt, step=done.step, total_steps=done.step, checkpoints=checkpoints_status(kept)
+            attempt=done.attempt, step=done.step, total_steps=total, checkpoints=checkpoints_status(kept)
         )
     update = {"resumed_from_step": done.step, "export": export, "remaining_seconds": None}
-    return reported.model_copy(update={**update, "phase": Phase.COMPLETE, "phase_detail": "", "storage_outage": None})
+    ended = {"phase": Phase.COMPLETE, "stopped_early": done.stopped_early[:STOPPED_EARLY_CHARACTERS]}
+    return reported.model_copy(update={**update, **ended, "phase_detail": "", "storage_outage": None})
 
 
 class Pin(NamedTuple):

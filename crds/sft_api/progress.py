@@ -18,6 +18,9 @@ PROGRESS_PORT = 8471
 """Port of the supervisor's HTTP server in every pod: /v1/progress, /metrics, /healthz."""
 
 
+STOPPED_EARLY_CHARACTERS = 500
+
+
 class Phase(StrEnum):
     """What the group is doing. Everything but TRAINING may take long without a new step."""
 
@@ -92,6 +95,8 @@ class TrainingProgress(ReportModel):
     tokens_seen: int = 0
     trained_tokens_seen: int = 0
     remaining_seconds: float | None = None
+    stopped_early: str = Field(default="", max_length=STOPPED_EARLY_CHARACTERS)
+    """Why the run ends with ``step``, and complete, before it made ``total_steps``; empty where it does not."""
     skipped_steps: int = 0
     """Steps without an update because loss or gradients were not finite."""
     skipped_checkpoints: int = 0
@@ -192,6 +197,8 @@ class TerminationMessage(ReportModel):
     """Folder that holds ``checkpoints``."""
     checkpoints: list[CommittedCheckpoint] = Field(default_factory=list, max_length=10)
     """All that are kept, newest first: what was reported before may have been pruned since."""
+    stopped_early: str = Field(default="", max_length=STOPPED_EARLY_CHARACTERS)
+    """As in ``TrainingProgress``."""
     export_uri: str | None = Field(default=None, max_length=500)
     curve_uri: str | None = Field(default=None, max_length=500)
     spent: SpentSeconds | None = None

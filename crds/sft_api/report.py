@@ -9,6 +9,8 @@ from .progress import CommittedCheckpoint, TerminationMessage, TrainingProgress
 from .times import timestamp
 from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus
 
+STOPPED_EARLY = "StoppedEarly"
+"""Reason of ``Complete`` where the run did not make all its steps."""
 _SHOWN_CHECKPOINTS = 10
 
 
@@ -37,6 +39,11 @@ def shown(value: float | None) -> float | None:
     return None if exact is None else float(f"{exact:.5g}")
 
 
+def stopped_early_words(why: str) -> str:
+    """The sentence of a status about ``stoppedEarly``."""
+    return f"the run was stopped early, {why}"
+
+
 def percent(step: int, total: int | None) -> int | None:
     """Steps done, in percent; None when nobody knows of how many."""
     return max(0, min(100, step * 100 // total)) if total else None
@@ -63,6 +70,7 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         tokens_per_second_per_gpu=shown(training.tokens_per_second_per_gpu),
         model_flops_utilization=shown(training.model_flops_utilization),
         tokens_seen=training.tokens_seen,
+        stopped_early=training.stopped_early,
         curve=training.curve_uri or "",
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),

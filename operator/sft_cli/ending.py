@@ -8,7 +8,7 @@ from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, i
 from sft_api.goodput import Devices, account
 from sft_api.plan import Plan
 from sft_api.progress import Incident, Phase, Progress, TerminationMessage
-from sft_api.report import progress_status
+from sft_api.report import STOPPED_EARLY, progress_status, stopped_early_words
 from sft_api.times import timestamp
 from sft_api.v1alpha1.status import Condition, ConditionType, RestartsStatus, SFTJobStatus, State
 
@@ -97,14 +97,17 @@ def run_status(
     """``status`` of a run on this machine that has ended, as the operator would write it."""
     training = progress.training
     state, reason = _state(ending.failure)
+    message = ending.message
+    if state == "Complete" and training.stopped_early:
+        reason, message = STOPPED_EARLY, stopped_early_words(training.stopped_early)
     if state == "Complete":
         training = training.model_copy(update={"phase": Phase.COMPLETE, "remaining_seconds": None})
     elif state == "Failed":
         training = training.model_copy(update={"phase": Phase.FAILED})
     return SFTJobStatus(
         state=state,
-        message=ending.message[:_MAX_MESSAGE],
-        conditions=_conditions(state, reason, ending.message, times),
+        message=message[:_MAX_MESSAGE],
+        conditions=_conditions(state, reason, message, times),
         attempt=training.attempt,
         progress=progress_status(training),
         checkpoints=training.checkpoints,

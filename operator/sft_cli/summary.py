@@ -26,6 +26,7 @@ def summary(
     if ending.failure is None:
         lines = [
             ("Complete", f"{name}: {_done(status, steps, seconds)}"),
+            ("Stopped", f"early, {why}" if (why := _stopped_early(status.progress)) else ""),
             ("Loss", loss or "no step was made"),
             ("Model", _model(status)),
             ("Time", _time(status)),
@@ -56,6 +57,10 @@ def _done(status: SFTJobStatus, steps: str, seconds: float) -> str:
     if status.first_step_time is None and status.progress is not None and status.progress.step:
         return f"{steps} steps, all of them done before; --fresh trains anew"
     return f"{steps} steps in {duration(seconds)}"
+
+
+def _stopped_early(progress: ProgressStatus | None) -> str:
+    return progress.stopped_early if progress else ""
 
 
 def _loss(progress: ProgressStatus | None) -> str:

@@ -35,6 +35,12 @@ RULES = [
         "schedule type constant has no warm-up: use constantWithWarmup",
     ),
     Bad(
+        "early stopping without evaluations",
+        "spec.training.evaluation",
+        {"training": "{evaluation: {earlyStopping: {}}}"},
+        "training.evaluation.earlyStopping needs training.evaluation.everySteps: how often to look",
+    ),
+    Bad(
         "all linear layers and names",
         "spec.lora",
         {"lora": "{targetModules: [all-linear, q_proj]}"},

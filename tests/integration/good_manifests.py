@@ -93,7 +93,7 @@ spec:
     precision: bf16
     activationCheckpointing: full
     seed: 7
-    evaluation: {everySteps: 100, beforeTraining: true}
+    evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
   strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false}}
   compute:
     nodes: 2

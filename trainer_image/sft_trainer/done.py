@@ -23,6 +23,7 @@ from .errors import ConfigError, StorageNotFoundError, TrainingError
 from .events import Control, Ended, Listener, Outcome
 from .export.record import is_finished, refuse_other_run
 from .fetch import cache_directory, localise
+from .figures import Figures
 from .reporting import Reporter
 from .revisions import pinned
 from .saving import Saving
@@ -47,7 +48,9 @@ class DoneFile(Listener):
             if isinstance(found, Skipped):
                 log.warning("%s is not written: %s", DONE_KEY, found)
             else:
-                self._store.put(DONE_KEY, encode_done(Done(step=last.step, attempt=last.attempt)))
+                why = Figures.recorded(found).stopped_early
+                done = Done(step=last.step, attempt=last.attempt, stopped_early=why)
+                self._store.put(DONE_KEY, encode_done(done))
         except TrainingError as error:
             # Who starts the run again finds the last checkpoint, no step to do, and writes it then.
             log.warning("%s was not written: %s", DONE_KEY, error)

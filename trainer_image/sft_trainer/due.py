@@ -1,4 +1,4 @@
-"""When a run evaluates, saves and stops by itself: the listeners that ask for it."""
+"""When a run evaluates, saves, stops and finishes by itself: the listeners that ask for it."""
 
 from pathlib import Path
 
@@ -83,6 +83,27 @@ class SavesWhenDue(Listener):
         best = keep.best > 0 and self._evaluated_at == step
         kept = keep.every_steps is not None and step % keep.every_steps == 0
         return best or kept or not self._in_flight
+
+
+class FinishesWhenNoBetter(Listener):
+    """After so many evaluations in a row that were not better: all processes have the same figures, and see it alike.
+
+    What decides is in the figures of the run, which its checkpoints keep: a restart changes nothing of it.
+    """
+
+    def __init__(self, spec: SFTJobSpec) -> None:
+        self._early = spec.training.evaluation.early_stopping
+
+    def on_evaluate(self, event: Evaluated, control: Control) -> None:
+        figures = event.figures
+        if self._early is None or figures.worse_evaluations < self._early.patience or figures.best_eval_loss is None:
+            return
+        by = f" by more than {self._early.min_delta:g}" if self._early.min_delta else ""
+        control.decide(
+            Request.FINISH,
+            f"the evaluation loss was not better{by} than {figures.best_eval_loss:.4f} in {figures.worse_evaluations} "
+            "evaluations (training.evaluation.earlyStopping)",
+        )
 
 
 class StopsWhenAsked(Listener):

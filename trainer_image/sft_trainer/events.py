@@ -26,7 +26,10 @@ class Request(Enum):
     """What a listener may ask the loop for."""
 
     EVALUATE = "evaluate"
+    FINISH = "finish"
+    """End the run here, complete: evaluated, saved and exported like one that has made all its steps."""
     STOP = "stop"
+    """Save and leave; whoever starts the run again goes on."""
     SAVE = "save"
 
 
@@ -36,14 +39,25 @@ class Control:
     def __init__(self) -> None:
         self._asked: set[Request] = set()
         self._agreed: set[Request] = set()
+        self._why: dict[Request, str] = {}
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: Request, why: str = "") -> None:
         """Want that done after the step that is agreed on next, or the one after it; one process is enough."""
         self._asked.add(request)
+        self._because(request, why)
 
-    def decide(self, request: Request) -> None:
+    def decide(self, request: Request, why: str = "") -> None:
         """Have that done now. For what every process decides alike."""
         self._agreed.add(request)
+        self._because(request, why)
+
+    def _because(self, request: Request, why: str) -> None:
+        if why:
+            self._why.setdefault(request, why)
+
+    def why(self, request: Request) -> str:
+        """The first reason that was given for that on this process; empty where only others have one."""
+        return self._why.get(request, "")
 
     def asks(self, request: Request) -> bool:
         """Whether this process asks for that, which is not agreed on yet."""
@@ -185,6 +199,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Finishing:
+    """The run ends with ``step``, earlier than planned, and as complete; ``figures`` say why."""
+
+    step: int
+    figures: Figures
+
+
+@dataclass(frozen=True)
 class SaveBegins:
     """The state of ``step`` is about to be saved."""
 
@@ -270,6 +292,7 @@ Event = (
     | Logged
     | Evaluating
     | Evaluated
+    | Finishing
     | SaveBegins
     | SaveEnded
     | Committed
@@ -297,6 +320,8 @@ class Listener:
     def on_evaluating(self, event: Evaluating, control: Control) -> None: ...
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None: ...
+
+    def on_finish(self, event: Finishing, control: Control) -> None: ...
 
     def on_save_begins(self, event: SaveBegins, control: Control) -> None: ...
 
@@ -358,6 +383,8 @@ def _tell(listener: Listener, event: Event, control: Control) -> None:
             listener.on_evaluating(event, control)
         case Evaluated():
             listener.on_evaluate(event, control)
+        case Finishing():
+            listener.on_finish(event, control)
         case SaveBegins():
             listener.on_save_begins(event, control)
         case SaveEnded():

@@ -8,9 +8,15 @@ from sft_api.report import finite
 
 from .data.batches import Step
 
-_TOTALS = ("examples_seen", "tokens_seen", "trained_tokens_seen", "step_seconds", "first_loss", "first_eval_loss")
+_TOTALS = (
+    *("examples_seen", "tokens_seen", "trained_tokens_seen", "step_seconds", "first_loss", "first_eval_loss"),
+    *("best_eval_loss", "worse_evaluations", "judged_at", "stopped_early"),
+)
 """Fields of a ``RunState`` by the same names."""
-_SHOWN = ("step", "loss", "first_loss", "eval_loss", "first_eval_loss", "tokens_seen", "trained_tokens_seen")
+_SHOWN = (
+    *("step", "loss", "first_loss", "eval_loss", "first_eval_loss", "tokens_seen", "trained_tokens_seen"),
+    "stopped_early",
+)
 """Fields of a ``TrainingProgress`` by the same names."""
 
 
@@ -34,6 +40,14 @@ class Figures:
     """Of the one before the first step, if there was one."""
     evaluated_at: int = -1
     """Step of the last evaluation of this attempt."""
+    best_eval_loss: float | None = None
+    """The lowest, by which the evaluations after it are judged."""
+    worse_evaluations: int = 0
+    """Evaluations since then, none of which was better."""
+    judged_at: int = -1
+    """Step of the last evaluation that is counted in these, by whatever attempt: none counts twice."""
+    stopped_early: str = ""
+    """Why the run ends with ``step`` and not as planned, a sentence; empty while it does not."""
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> "Figures":
@@ -66,8 +80,21 @@ class Figures:
             first_loss=shown if number == 1 else self.first_loss,
         )
 
-    def evaluated(self, loss: float) -> "Figures":
-        """With an evaluation after ``step``."""
+    def evaluated(self, loss: float, *, min_delta: float = 0.0) -> "Figures":
+        """With an evaluation after ``step``; one that is lower by no more than ``min_delta`` is not better."""
         shown = finite(loss)
         first = shown if self.step == 0 else self.first_eval_loss
-        return replace(self, eval_loss=shown, first_eval_loss=first, evaluated_at=self.step)
+        told = replace(self, eval_loss=shown, first_eval_loss=first, evaluated_at=self.step)
+        if self.judged_at == self.step:
+            return told
+        better = shown is not None and (self.best_eval_loss is None or shown < self.best_eval_loss - min_delta)
+        return replace(
+            told,
+            best_eval_loss=shown if better else self.best_eval_loss,
+            worse_evaluations=0 if better else self.worse_evaluations + 1,
+            judged_at=self.step,
+        )
+
+    def as_another_run(self) -> "Figures":
+        """Those of a run that goes on from another one's checkpoint: how its own go, and how long, it tells itself."""
+        return replace(self, step_seconds=0.0, best_eval_loss=None, worse_evaluations=0, judged_at=-1, stopped_early="")

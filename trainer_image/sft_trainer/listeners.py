@@ -9,7 +9,7 @@ from .alive import Alive
 from .checkpoint.store import Store
 from .curves.listener import Curve
 from .done import DoneFile
-from .due import EvaluatesWhenDue, SavesWhenDue, StopsWhenAsked
+from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
 from .events import Listener
 from .records import RecordsFile, StatusFile
 from .reporting import Reporter, Reporting
@@ -53,6 +53,7 @@ class OurListeners:
                 Reporting(reporter),
                 *(written if topology.writes else []),
                 EvaluatesWhenDue(config.spec),
+                FinishesWhenNoBetter(config.spec),
                 StopsWhenAsked(stop_file),
             ],
         )

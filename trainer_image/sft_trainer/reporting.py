@@ -27,6 +27,7 @@ from .events import (
     Evaluating,
     ExportBegins,
     ExportEnded,
+    Finishing,
     Listener,
     Outcome,
     Resumed,
@@ -266,6 +267,10 @@ class Reporting(Listener):
         self._reporter.update(**event.figures.progress(), eval_losses=losses)
         self._reporter.say("evaluation after step %s: loss %.4f", event.step, event.loss)
         self._go_on(event.step)
+
+    def on_finish(self, event: Finishing, control: Control) -> None:
+        self._reporter.update(**event.figures.progress(), remaining_seconds=None)
+        self._reporter.say("stopped early %s", event.figures.stopped_early)
 
     def on_save_begins(self, event: SaveBegins, control: Control) -> None:
         self._curve_at[event.step] = self._curve

@@ -176,11 +176,16 @@ class Saving:
         return True
 
     def _is_saved(self, step: int, run: RunState) -> bool:
-        """Whether the run began at ``step``, or went on from its checkpoint, which knows of its evaluation if any."""
+        """Whether the run began at ``step``, or went on from its checkpoint, which knows of its evaluation if any, and
+        of its end."""
         if self._resumed is None:
             return step == 0
-        known = self._resumed.run.metrics.get("evalLoss")
-        return step == self._resumed.step and run.metrics.get("evalLoss") in (None, known)
+        known = self._resumed.run
+        same_end = (known.model_extra or {}).get("stopped_early", "") == (run.model_extra or {}).get(
+            "stopped_early", ""
+        )
+        same_loss = run.metrics.get("evalLoss") in (None, known.metrics.get("evalLoss"))
+        return step == self._resumed.step and same_loss and same_end
 
     def patiently(self, work: Callable[[], None], what: str) -> None:
         """Do ``work``, again and again during an outage of the store. It is collective, and raises on all alike."""

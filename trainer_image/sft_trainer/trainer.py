@@ -16,7 +16,7 @@ import torch
 
 from sft_api.checkpoints import Manifest, RunState
 from sft_api.place import TAKE_OVER_VARIABLE, Done
-from sft_api.progress import Phase
+from sft_api.progress import STOPPED_EARLY_CHARACTERS, Phase
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 
@@ -41,6 +41,7 @@ from .events import (
     Evaluating,
     ExportBegins,
     ExportEnded,
+    Finishing,
     Listener,
     Listeners,
     Logged,
@@ -137,12 +138,15 @@ class Trainer:
         self.strategy.loaded()
         self._begin()
         with closing(self._feed()) as self._shares:
-            while self.step < self.prepared.total_steps:
+            while not self._is_over():
                 self._train_step()
                 self._follow()
         self._evaluate()
         self._save(final=True)
         self._export()
+
+    def _is_over(self) -> bool:
+        return self.step == self.prepared.total_steps or bool(self.figures.stopped_early)
 
     def _begin(self) -> None:
         """Wait until all processes are here, which agree on what comes first."""
@@ -155,11 +159,24 @@ class Trainer:
         """Do what the processes have agreed on."""
         if self.control.takes(Request.EVALUATE):
             self._evaluate()
+        if self._finishes_now() and self.control.takes(Request.FINISH):
+            self._finish()
         if self.control.takes(Request.STOP):
             self._stop()
-        if self._saves_now():
+        if not self._is_over() and self._saves_now():
             self.control.takes(Request.SAVE)
             self._save()
+
+    def _finishes_now(self) -> bool:
+        # Of step 0 nothing is saved, and so nothing can be exported.
+        return self.control.wants(Request.FINISH) and self.step > 0 and not self._is_over()
+
+    def _finish(self) -> None:
+        """End the run with this step. Its checkpoint says so too: whoever is stopped before the end goes on with it."""
+        why = self.control.why(Request.FINISH) or "a callback on another process asked for it"
+        told = f"after step {self.step}: {why}"[:STOPPED_EARLY_CHARACTERS]
+        self.figures = replace(self.figures, stopped_early=told)
+        self.events.emit(Finishing(self.step, self.figures))
 
     def _saves_now(self) -> bool:
         return self.control.wants(Request.SAVE) and self.ours.saves.may_save(self.step)
@@ -260,8 +277,7 @@ class Trainer:
         boxes = self._boxes() if origin.goes_on else self.strategy.boxes("trained")
         manifest = origin.read(self.saving, boxes, self._check_base, self.prepared.total_steps)
         if origin.goes_on:
-            # What its steps took, the run tells that made them.
-            self._go_on_after(manifest, replace(Figures.recorded(manifest), step_seconds=0.0), [])
+            self._go_on_after(manifest, Figures.recorded(manifest).as_another_run(), [])
         return True
 
     def _go_on_after(self, manifest: Manifest, figures: Figures, warnings: list[str]) -> None:
@@ -300,6 +316,7 @@ class Trainer:
     def _something_follows(self) -> bool:
         # A save that waits for the upload before it follows when that has ended: until then no step is waited for.
         asked = self.control.wants(Request.EVALUATE) or self.control.wants(Request.STOP) or self._saves_now()
+        asked = asked or self._finishes_now()
         return asked or self.step == self.prepared.total_steps or bool(planned(self.spec, self.step))
 
     def _launch(self) -> Launched:
@@ -371,7 +388,8 @@ class Trainer:
         )
         if result is None:
             self._stop()
-        self.figures = self.figures.evaluated(result.loss)
+        early = self.spec.training.evaluation.early_stopping
+        self.figures = self.figures.evaluated(result.loss, min_delta=early.min_delta if early else 0.0)
         self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))
         self.events.emit(Evaluated(self.step, result.loss, result.losses, self.figures))
 

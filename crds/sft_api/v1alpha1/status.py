@@ -60,6 +60,9 @@ class ProgressStatus(ApiModel):
         default=None, description="Share of the GPUs' peak FLOP/s that goes into the model; absent on CPU."
     )
     tokens_seen: int = Field(default=0, description="Tokens trained on so far, context included.")
+    stopped_early: Text = Field(
+        default="", description="Why the run is complete before totalSteps: early stopping, or a callback."
+    )
     curve: Annotated[str, Field(max_length=2048)] = Field(
         default="", description="Losses over the steps, as SVG; files for TensorBoard are in tensorboard/ beside it."
     )

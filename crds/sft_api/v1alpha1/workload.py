@@ -198,6 +198,18 @@ class ScheduleSpec(ApiModel):
     )
 
 
+class EarlyStoppingSpec(ApiModel):
+    """When a run that gets no better is complete before its last step."""
+
+    patience: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=3, description="Evaluations in a row that are not better, after which the run ends."
+    )
+    min_delta: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
+        default=0.0,
+        description="An evaluation is better when its loss, over all sets, is lower than the best so far by more.",
+    )
+
+
 class EvaluationSpec(ApiModel):
     """When the evaluation sets are run; always at the end."""
 
@@ -205,6 +217,17 @@ class EvaluationSpec(ApiModel):
         default=None, description="Also after every so many steps."
     )
     before_training: bool = Field(default=False, description="Also before the first step.")
+    early_stopping: EarlyStoppingSpec | None = Field(
+        default=None, description="Ends the run, as complete, when evaluations get no better; never when absent."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.earlyStopping) || has(self.everySteps)",
+            "training.evaluation.earlyStopping needs training.evaluation.everySteps: how often to look",
+            lambda self: self.early_stopping is None or self.every_steps is not None,
+        ),
+    )
 
 
 class TrainingSpec(ApiModel):

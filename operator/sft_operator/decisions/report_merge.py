@@ -141,6 +141,7 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         "summary": f"{words.step}/{total}" if total else str(words.step),
         "percent": percent(words.step, total),
         "phase": _LAST_PHASE.get(words.failure, Phase.FAILED).value,
+        "stopped_early": words.stopped_early or known.stopped_early,
         "curve": words.curve_uri or known.curve,
         "remaining": "",
     }

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from sft_api.fitting import fit_status
 from sft_api.plan import make_plan
 from sft_api.progress import Phase
+from sft_api.report import STOPPED_EARLY, stopped_early_words
 from sft_api.restarts import Reached, as_phase
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
@@ -97,6 +98,7 @@ def follow(
         restarts = _preempted(restarts, situation, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)
+        situation = _stopped_early(situation, status)
     progress = status.progress
     if progress and situation.state != "Running":
         progress = at_rest(progress, situation.state)
@@ -199,14 +201,23 @@ def _preempted(restarts: RestartsStatus, situation: Situation, now: datetime) ->
 
 
 def _completed(status: SFTJobStatus, export_uri: str | None) -> SFTJobStatus:
-    """A complete run has done all its steps, and exported when it was to: exit code 0 means just that."""
+    """A complete run has done all its steps, or says why not, and exported if it was to: so says exit code 0."""
     progress = status.progress
     if progress is not None:
-        progress = progress.model_copy(update={"phase": "Complete", "percent": 100, "remaining": ""})
+        done = progress.percent if progress.stopped_early else 100
+        progress = progress.model_copy(update={"phase": "Complete", "percent": done, "remaining": ""})
     export = status.export
     if export is None and export_uri is not None:
         export = ExportStatus(uri=export_uri, step=progress.step if progress else 0)
     return status.model_copy(update={"progress": progress, "export": export})
+
+
+def _stopped_early(situation: Situation, status: SFTJobStatus) -> Situation:
+    """``situation`` of a complete run, and why it made no more steps, if it did not make all of them."""
+    if status.progress is None or not status.progress.stopped_early:
+        return situation
+    message = "; ".join(filter(None, (situation.message, stopped_early_words(status.progress.stopped_early))))
+    return replace(situation, reason=STOPPED_EARLY, message=message)
 
 
 def _steps_at_risk(status: SFTJobStatus, state: State | None) -> int | None:

@@ -69,6 +69,14 @@ def test_a_complete_run() -> None:
     assert SFTJobStatus.model_validate(shown.model_dump(mode="json", by_alias=True, exclude_none=True)) == shown
 
 
+def test_a_run_that_was_stopped_early_is_complete() -> None:
+    training = TRAINING.model_copy(update={"stopped_early": "after step 10: no better"})
+    shown = run_status(PLAN, Progress(training=training), RestartsStatus(), Ending(None), TIMES, devices=DEVICES)
+
+    assert (shown.state, shown.message) == ("Complete", "the run was stopped early, after step 10: no better")
+    assert conditions(shown)["Complete"] == ("True", "StoppedEarly")
+
+
 def test_a_failed_run_says_why() -> None:
     shown = status(Ending(FailureClass.OUT_OF_MEMORY, "too long", rank=1))
 

@@ -51,6 +51,13 @@ def test_a_run_that_was_complete_already_does_not_say_that_it_trained() -> None:
     assert result == "Complete    tiny: 40/40 steps, all of them done before; --fresh trains anew"
 
 
+def test_a_run_that_was_stopped_early_says_why() -> None:
+    result, why = lines(Ending(None), progress=progress(loss=1.0, stopped_early="after step 40: no better"))[:2]
+
+    assert result.startswith("Complete    ")
+    assert why == "Stopped     early, after step 40: no better"
+
+
 def test_the_picture_of_the_losses_is_named_with_them() -> None:
     drawn = progress(first_loss=6.41, loss=1.034, curve="file:///c/curve.svg")
 

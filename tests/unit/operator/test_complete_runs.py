@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sft_api.numbers import Numbers
+from sft_api.place import Done, complete_progress
 from sft_api.progress import Phase
 from sft_api.v1alpha1 import ExportStatus
 from sft_operator.config import StoreSettings
@@ -88,6 +89,21 @@ def test_a_complete_run_is_complete_without_a_job() -> None:
     # Also for an operator that begins after that was written
     again = decided(manifest(), status=result.document)
     assert (again.actions, questions(again), state(again)) == ((), [], "Complete")
+
+
+def test_a_complete_run_that_was_stopped_early_says_so_again() -> None:
+    done = Done(step=60, attempt=3, stopped_early="after step 60: it got no better")
+    found = CompleteRun(PLACE, complete_progress(PLACE, done, None, None, None))
+
+    status = decided(manifest(), memory=complete_was_read(decided(manifest()).memory, found)).status
+
+    assert status is not None
+    assert status.progress is not None
+    assert (status.state, status.progress.summary, status.progress.total_steps) == ("Complete", "60", None)
+    assert status.message.endswith(
+        "nothing is left to train; the run was stopped early, after step 60: it got no better"
+    )
+    assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["not complete", "no answer"])

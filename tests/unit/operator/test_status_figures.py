@@ -49,6 +49,26 @@ def test_figures_of_an_attempt_show_once_it_trains(phase: Phase) -> None:
     assert (going_on.attempt, going_on.progress.step) == (2, 41)
 
 
+EARLY = "after step 60: it got no better"
+
+
+@pytest.mark.parametrize("told", ["report", "last words", "both"])
+def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> None:
+    complete = training(60, phase=Phase.COMPLETE, stopped_early=EARLY)
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 60, stopped_early=EARLY, total_steps=100))
+    before = status_of(running(report=report(training(59) if told == "last words" else complete)))
+
+    pods = (make_pod(0),) if told == "report" else (pod,)
+    status = status_of(running(job=make_child(conditions={"Complete": ("", "")}), pods=pods), before)
+
+    assert status.state == "Complete"
+    assert status.progress
+    assert (status.progress.summary, status.progress.percent) == ("60/100", 60)
+    assert status.progress.stopped_early == EARLY
+    assert status.message == f"the run was stopped early, {EARLY}"
+    assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
+
+
 def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
     """Its new supervisor knows of no incident: the old one could not tell any more."""
     first = status_of(running(report=report(training(50, update_time=at(-60)))))

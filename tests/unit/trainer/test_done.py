@@ -153,7 +153,7 @@ def test_the_model_of_another_run_is_never_taken_away(config: TrainerConfig, tmp
 
 
 def test_the_word_is_written_when_the_last_checkpoint_is_found_whole(
-    config: TrainerConfig, final: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: TrainerConfig, final: Manifest, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(tmp_path / "store")
     store.delete([DONE_KEY])
@@ -166,6 +166,12 @@ def test_the_word_is_written_when_the_last_checkpoint_is_found_whole(
     assert read_done(store) is None, "there is no such checkpoint"
     listener.on_end(Ended(6), Control())
     assert read_done(store) == Done(step=6, attempt=1)
+
+    # Also that it is the last because the run was stopped early
+    checkpoint(trained(source), LocalStore(tmp_path / "early"), 4, stopped_early="after step 4: no better")
+    early = LocalStore(tmp_path / "early")
+    DoneFile(early, Saving.__new__(Saving)).on_end(Ended(4), Control())
+    assert read_done(early) == Done(step=4, attempt=1, stopped_early="after step 4: no better")
 
     store.put(DONE_KEY, json.dumps({"version": 1}).encode())
     with pytest.raises(

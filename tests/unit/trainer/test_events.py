@@ -47,5 +47,5 @@ def test_what_one_process_asks_for_all_do_once() -> None:
 def test_what_all_decide_alike_needs_no_agreement() -> None:
     control = Control()
     control.decide(Request.SAVE)
-    assert control.asked() == [0.0, 0.0, 0.0]
+    assert control.asked() == [0.0] * len(Request)
     assert control.takes(Request.SAVE)

@@ -178,7 +178,8 @@ def test_a_run_goes_on_with_its_own_figures_whatever_was_shown(begin: Callable[.
     again = begin()
 
     # Then it has what it had, an evaluation of this attempt excepted, and shows it
-    assert again.figures == Figures(2, 4, 60, 20, loss=3.0, first_loss=4.0, eval_loss=3.5)
+    judged = {"best_eval_loss": 3.5, "judged_at": 2}
+    assert again.figures == Figures(2, 4, 60, 20, loss=3.0, first_loss=4.0, eval_loss=3.5, **judged)
     shown = again.reporter.progress
     assert (shown.step, shown.loss, shown.first_loss, shown.eval_loss) == (2, 3.0, 4.0, 3.5)
     assert (shown.tokens_seen, shown.trained_tokens_seen) == (60, 20)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from sft_trainer.events import (
     Control,
     Ended,
     Evaluated,
+    Finishing,
     Listener,
     Listeners,
     Outcome,
@@ -65,6 +67,8 @@ class Story(Trainer):
         super().__init__(resolve(job), ranks, folder, listeners)  # type: ignore[arg-type]
         self.happens = happens
         self.told: list[str] = []
+        self.eval_losses: dict[int, float] = {}
+        """By step; 1.0 where there is none."""
         self.saving = SimpleNamespace(  # type: ignore[assignment]
             settle=lambda: self.told.append("settle"),
             seconds_since_save=0,
@@ -109,7 +113,7 @@ class Story(Trainer):
 
     def _evaluate(self) -> None:
         if self.figures.evaluated_at != self.step:
-            self.figures = Figures(self.step).evaluated(1.0)
+            self.figures = replace(self.figures, step=self.step).evaluated(self.eval_losses.get(self.step, 1.0))
             self.told.append(f"evaluate {self.step}")
             self.events.emit(Evaluated(self.step, 1.0, {"held-out": 1.0}, self.figures))
 
@@ -422,3 +426,92 @@ def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
     assert len(computed) == 2
     assert story.told == ["save 4 at the end"]
     assert story.figures.evaluated_at == -1
+
+
+class Hears(Listener):
+    """Keeps why a run was stopped early, and how it ended."""
+
+    why = ""
+    outcome: Outcome | None = None
+
+    def on_finish(self, event: Finishing, control: Control) -> None:
+        self.why = event.figures.stopped_early
+
+    def on_end(self, event: Ended, control: Control) -> None:
+        self.outcome = event.outcome
+
+
+EARLY = {"training": {"steps": 6, "evaluation": {"everySteps": 1, "earlyStopping": {"patience": 2}}}}
+
+
+def test_a_run_that_gets_no_better_is_complete_where_it_was_seen(tmp_path: Path) -> None:
+    hears = Hears()
+    story = Story(tmp_path, {}, listeners=[hears], checkpoint={"keep": {"best": 1}}, **EARLY)
+    story.eval_losses = {1: 1.5, 2: 1.25, 3: 1.25, 4: 1.3}
+
+    story.run()
+
+    # Neither saved twice nor trained further
+    each = [word for step in (1, 2, 3) for word in (f"evaluate {step}", f"save {step}")]
+    assert story.told == [*each, "evaluate 4", "save 4 at the end"]
+    assert hears.outcome is Outcome.COMPLETE
+    assert hears.why == (
+        "after step 4: the evaluation loss was not better than 1.2500 in 2 evaluations "
+        "(training.evaluation.earlyStopping)"
+    )
+    assert story.reporter.progress.stopped_early == hears.why
+    assert (story.reporter.progress.phase, story.reporter.progress.remaining_seconds) == (Phase.COMPLETE, None)
+
+
+def test_a_run_that_goes_on_from_its_last_checkpoint_makes_no_step_more(tmp_path: Path) -> None:
+    story = Story(tmp_path, {}, **EARLY)
+    story.step, story.figures = 4, Figures(4, eval_loss=1.0, evaluated_at=4, stopped_early="after step 4: so it was")
+
+    story.run()
+
+    assert story.told == ["save 4 at the end"]
+
+
+def test_a_stop_within_the_step_that_finishes_the_run_loses_nothing_of_that(tmp_path: Path) -> None:
+    story = Story(tmp_path, {3: "stop"}, **EARLY)
+    with pytest.raises(StopRequested):
+        story.run()
+    assert story.told[-1] == "save 3 at the end"
+    assert story.figures.stopped_early, "the checkpoint records it"
+
+
+class Asks(Listener):
+    """Asks for the end of the run at the start, or after a step."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_start(self, event: Started, control: Control) -> None:
+        if self._after == 0:
+            control.ask(Request.FINISH, "it was asked to")
+
+    def on_step(self, event: StepDone, control: Control) -> None:
+        if event.step == self._after:
+            control.ask(Request.FINISH, "it was asked to")
+
+
+@pytest.mark.parametrize(("after", "ends"), [(0, 1), (2, 3)], ids=["at the start", "later"])
+def test_what_asks_for_the_end_gets_it_after_a_step(tmp_path: Path, after: int, ends: int) -> None:
+    story = Story(tmp_path, {}, listeners=[Asks(after)])
+    story.run()
+    assert story.told == [f"evaluate {ends}", f"save {ends} at the end"]
+    assert story.figures.stopped_early == f"after step {ends}: it was asked to"
+
+
+def test_a_run_that_makes_all_its_steps_is_not_stopped_early(tmp_path: Path) -> None:
+    story = Story(tmp_path, {}, listeners=[Asks(5)])
+    story.run()
+    assert story.told == ["evaluate 6", "save 6 at the end"]
+    assert story.figures.stopped_early == ""
+
+
+def test_of_another_process_only_that_it_asks_is_known(tmp_path: Path) -> None:
+    story = Story(tmp_path, {})
+    story.control.agree([float(request is Request.FINISH) for request in Request])
+    story.run()
+    assert story.figures.stopped_early == "after step 1: a callback on another process asked for it"

@@ -209,3 +209,20 @@ def test_a_step_that_is_evaluated_after_a_resume_is_saved_again_with_that(tmp_pa
     # Then the one with it is a checkpoint of its own, and the one that counts
     assert [(entry.step, entry.attempt, entry.eval_loss) for entry in saving.checkpoints.kept] == [(4, 3, 2.5)]
     assert saving.checkpoint_of(4) == CheckpointId(attempt=3, step=4)
+
+
+def test_a_checkpoint_that_does_not_say_that_the_run_ends_with_it_is_saved_once_more(run: Run) -> None:
+    # Given a run that goes on from the checkpoint of its last step
+    run.save(4, final=True)
+    again = Saving(run.config, run.store, run.reporter, device=torch.device("cpu"), topology=ALONE)
+    again.claim_attempt()
+    assert again.resume(run.boxes) is not None
+    state = RunState(cursor=4, numbers=run.config.numbers().as_record())
+
+    # When nothing is new of it, then it is not saved; when it is the last one, it is
+    again.save(4, run.boxes, state, final=True)
+    assert run.saved == {"step-00000004-a00001"}
+    ended = RunState.model_validate({**dict(state), "stopped_early": "after step 4: no better"})
+    again.save(4, run.boxes, ended, final=True)
+    assert run.saved == {"step-00000004-a00001", "step-00000004-a00002"}
+    assert again.checkpoint_of(4) == CheckpointId(2, 4)

@@ -158,6 +158,7 @@ def termination(
         total_steps=training.total_steps,
         loss=training.loss,
         eval_loss=training.eval_loss,
+        stopped_early=training.stopped_early,
         checkpoints_uri=checkpoints_uri,
         checkpoints=checkpoints,
         export_uri=_short(export_uri),
