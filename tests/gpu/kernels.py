@@ -99,7 +99,7 @@ def attention(device: Device) -> dict[str, Figure]:
 
     Heads that share keys, a sliding window, the head sizes of the models that we name.
     """
-    from sft_trainer.models.attention import document_attention
+    from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
 
     figures: dict[str, Figure] = {}
     # On the CPU bf16 has the path of fp32; on a GPU it has the kernel of variable lengths.
@@ -116,7 +116,6 @@ def attention(device: Device) -> dict[str, Figure]:
             right = [tensor.double().requires_grad_() for tensor in drawn]
             upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, dtype)
             scale = size**-0.5
-            ends = torch.tensor((0, *_DOCUMENTS), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
             output, _ = document_attention(
                 _Causal(),
                 query,
@@ -125,11 +124,7 @@ def attention(device: Device) -> dict[str, Figure]:
                 None,
                 scaling=scale,
                 sliding_window=window,
-                document_lengths=_DOCUMENTS,
-                cu_seq_lens_q=ends,
-                cu_seq_lens_k=ends,
-                max_length_q=max(_DOCUMENTS),
-                max_length_k=max(_DOCUMENTS),
+                **boundary_arguments(Boundaries.of(_DOCUMENTS).to(torch.device(device))),
             )
             expected = _attended(right[0], right[1], right[2], scale, window)
             output.backward(upstream)

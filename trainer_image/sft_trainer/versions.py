@@ -49,6 +49,45 @@ def variable_length_attention(
     return output
 
 
+def attention_on_cpu(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    mask: "torch.Tensor | None",
+    scale: float | None,
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """What torch's attention is on a CPU: output (1, heads, tokens, head size), and logarithms for its backward.
+
+    Those of the softmax's denominators, (1, heads, tokens). ``key`` and ``value`` may have fewer heads than ``query``.
+    ``mask`` is added to the scores; None is causal.
+    """
+    import torch
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    output, logarithms = kernel(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return output, logarithms
+
+
+def attention_on_cpu_backward(
+    gradient: "torch.Tensor",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    output: "torch.Tensor",
+    logarithms: "torch.Tensor",
+    mask: "torch.Tensor | None",
+    scale: float | None,
+) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    """Gradients of query, key and value from that of the output of ``attention_on_cpu``, whose arguments these are."""
+    import torch
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    of_query, of_key, of_value = kernel(
+        gradient, query, key, value, output, logarithms, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    return of_query, of_key, of_value
+
+
 @cache
 def _knows_groups(kernel: Any) -> bool:
     """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""

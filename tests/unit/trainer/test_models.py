@@ -224,9 +224,9 @@ def test_missing_boundaries_and_masks_are_refused() -> None:
     with pytest.raises(ModelError, match="does not pass document boundaries"):
         document_attention(module, q, q, q, None)
     with pytest.raises(ModelError, match="not a plain causal attention"):
-        document_attention(module, q, q, q, torch.ones(1), document_lengths=(3,))
+        document_attention(module, q, q, q, torch.ones(1), document_ends=torch.tensor([0, 3]))
     with pytest.raises(ModelError, match="softcap"):
-        document_attention(module, q, q, q, None, document_lengths=(3,), softcap=30.0)
+        document_attention(module, q, q, q, None, document_ends=torch.tensor([0, 3]), softcap=30.0)
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:

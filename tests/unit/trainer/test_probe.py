@@ -58,7 +58,7 @@ def test_what_no_kernel_computes_is_said_before_the_data_is_read(
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             raise RuntimeError(words)
 
-    monkeypatch.setattr(attention, "_per_document", lambda query, *_: Kernel.apply(query))
+    monkeypatch.setattr(attention, "attend", lambda query, *_: Kernel.apply(query))
     monkeypatch.setattr("sft_trainer.models.causal_lm.check_documents_stay_apart", lambda model: None)
     save_model("llama", tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
@@ -86,19 +86,19 @@ def test_dropout_that_a_kernel_does_not_know_is_refused_before_the_data_is_read(
         ("cuda", torch.bfloat16, "_varlen"),
         ("cuda", torch.float16, "_varlen"),
         ("cuda", torch.float32, "_per_document"),
-        ("cpu", torch.bfloat16, "_per_document"),
-        ("cpu", torch.float32, "_per_document"),
+        ("cpu", torch.bfloat16, "attend"),
+        ("cpu", torch.float32, "attend"),
     ],
 )
 def test_a_kernel_is_chosen_that_knows_the_dtype(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, path: str
 ) -> None:
     called = []
-    for name in ("_varlen", "_per_document"):
+    for name in ("_varlen", "_per_document", "attend"):
         monkeypatch.setattr(attention, name, lambda *_, name=name: called.append(name))
     with FakeTensorMode():
         q = torch.empty(1, 4, 6, 8, dtype=dtype, device=device)
-    attention.document_attention(torch.nn.Identity(), q, q, q, None, document_lengths=(2, 4))
+    attention.document_attention(torch.nn.Identity(), q, q, q, None, document_ends=torch.tensor([0, 2, 6]))
     assert called == [path]
 
 
@@ -106,8 +106,8 @@ def test_heads_that_are_repeated_give_what_groups_give() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 6, 9, 8, generator=generator)
     k, v = torch.randn(2, 1, 2, 9, 8, generator=generator)
-    grouped = attention._per_document(q, k, v, (4, 5), 0.0, None, None)
-    repeated = attention._per_document(q, attention._repeated(k, q), attention._repeated(v, q), (4, 5), 0.0, None, None)
+    grouped = attention._per_document(q, k, v, [4, 5], 0.0, None, None)
+    repeated = attention._per_document(q, attention._repeated(k, q), attention._repeated(v, q), [4, 5], 0.0, None, None)
     torch.testing.assert_close(repeated, grouped)
 
 
@@ -148,4 +148,4 @@ def test_heads_are_repeated_for_a_kernel_that_knows_no_groups(
     output = attention._varlen(q, k, v, 0.0, None, None, ends)
 
     # Then heads of queries find their keys
-    torch.testing.assert_close(output, attention._per_document(q, k, v, (9,), 0.0, None, None))
+    torch.testing.assert_close(output, attention._per_document(q, k, v, [9], 0.0, None, None))

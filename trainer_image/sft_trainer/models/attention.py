@@ -1,7 +1,8 @@
 """The one attention path: documents of a micro-batch are concatenated, never padded, and never see one another.
 
 The model calls the registered function with the boundaries among its keyword arguments: variable-length kernels on
-the GPU, one causal attention per document on the CPU, and on the GPU in fp32, which those kernels do not know.
+the GPU, one operator for all documents on the CPU (``documents``), and one causal attention per document where neither
+can be: on the GPU in fp32, and with dropout.
 Whatever it does not know is refused, because an argument that is silently dropped trains a different model.
 """
 
@@ -15,9 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from sft_trainer.errors import ModelError
 from sft_trainer.versions import variable_length_attention
 
+from .documents import attend, window_mask
+
 IMPLEMENTATION = "sft_documents"
 """Name under which the function is registered with transformers."""
 
+_SHORTEST_BUCKET = 8
+"""Power of 2: documents of up to so many tokens are all of one length to what depends on it."""
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _HARMLESS = frozenset(
     {
@@ -41,12 +46,14 @@ class Boundaries:
     """Tokens of every document."""
     ends: torch.Tensor
     """Their cumulative sum from 0 on, int32, (documents + 1,), on the device of the tokens."""
+    host_ends: torch.Tensor
+    """The same on the CPU, where they are read without waiting for a device."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Boundaries":
         """Of documents of the given lengths, on the CPU."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), ends)
+        return cls(tuple(lengths), ends, ends)
 
     def to(self, device: torch.device) -> "Boundaries":
         """The same on ``device``; nothing waits for the copy."""
@@ -56,12 +63,13 @@ class Boundaries:
 def boundary_arguments(boundaries: Boundaries) -> dict[str, Any]:
     """Keyword arguments of the model that carry the document boundaries.
 
-    ``document_lengths`` for this module; the ``cu_seq_lens`` and ``max_length`` names of transformers for layers that
-    know boundaries themselves (linear attention, state spaces).
+    ``document_ends`` for this module; the ``cu_seq_lens`` and ``max_length`` names of transformers for layers that
+    know boundaries themselves (linear attention, state spaces). ``max_length`` is an upper bound, one of few: kernels
+    are chosen, and code is compiled, for it.
     """
-    longest = max(boundaries.lengths)
+    longest = 1 << max(_SHORTEST_BUCKET, (max(boundaries.lengths) - 1).bit_length())
     return {
-        "document_lengths": boundaries.lengths,
+        "document_ends": boundaries.host_ends,
         "cu_seq_lens_q": boundaries.ends,
         "cu_seq_lens_k": boundaries.ends,
         "max_length_q": longest,
@@ -80,7 +88,7 @@ def document_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    document_lengths: tuple[int, ...] | None = None,
+    document_ends: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within every document.
@@ -93,20 +101,22 @@ def document_attention(
         raise ModelError(
             f"{type(module).__name__} needs attention features that are not supported: {', '.join(unknown)}"
         )
-    if document_lengths is None:
+    if document_ends is None:
         raise ModelError(f"{type(module).__name__} does not pass document boundaries on to its attention")
     if attention_mask is not None or is_causal is False or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not a plain causal attention")
     if query.device.type == "cuda" and query.dtype in _VARLEN_DTYPES:
         return _varlen(query, key, value, dropout, scaling, sliding_window, arguments), None
-    return _per_document(query, key, value, document_lengths, dropout, scaling, sliding_window), None
+    if query.device.type == "cpu" and not dropout and query.shape[-1] == value.shape[-1]:
+        return attend(query, key, value, document_ends, scaling, sliding_window), None
+    return _per_document(query, key, value, document_ends.diff().tolist(), dropout, scaling, sliding_window), None
 
 
 def _per_document(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    document_lengths: tuple[int, ...],
+    document_lengths: list[int],
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
@@ -125,9 +135,7 @@ def _per_document(
         length = q.shape[2]
         mask = None
         if sliding_window is not None and length > sliding_window:
-            positions = torch.arange(length, device=q.device)
-            distance = positions[:, None] - positions[None, :]
-            mask = (distance >= 0) & (distance < sliding_window)
+            mask = window_mask(length, sliding_window, q.device)
         outputs.append(
             scaled_dot_product_attention(
                 q,

@@ -36,15 +36,19 @@ def grouped(bins: Iterable[BinTensors], size: int) -> Iterator[BinTensors]:
 
 def _joined(bins: list[BinTensors]) -> BinTensors:
     """One bin with the documents of all, which see one another no more than before."""
-    targets, ends, tokens = [], [bins[0].boundaries.ends[:1]], 0
+    begin = bins[0].boundaries
+    targets, ends, host_ends, tokens = [], [begin.ends[:1]], [begin.host_ends[:1]], 0
     for bin_ in bins:
         targets.append(bin_.targets + tokens)
         ends.append(bin_.boundaries.ends[1:] + tokens)
+        host_ends.append(bin_.boundaries.host_ends[1:] + tokens)
         tokens += bin_.input_ids.shape[0]
     return BinTensors(
         input_ids=torch.cat([bin_.input_ids for bin_ in bins]),
         position_ids=torch.cat([bin_.position_ids for bin_ in bins]),
-        boundaries=Boundaries(tuple(n for bin_ in bins for n in bin_.boundaries.lengths), torch.cat(ends)),
+        boundaries=Boundaries(
+            tuple(n for bin_ in bins for n in bin_.boundaries.lengths), torch.cat(ends), torch.cat(host_ends)
+        ),
         targets=torch.cat(targets),
         labels=torch.cat([bin_.labels for bin_ in bins]),
         seed=bins[0].seed,
