@@ -48,6 +48,8 @@ class FailureClass(StrEnum):
     """Another start of this run trains in the same place."""
     STORAGE_DEADLINE_EXCEEDED = "StorageDeadlineExceeded"
     """Nothing could be saved for longer than runPolicy.storageDeadlineSeconds."""
+    CALLBACK_ERROR = "CallbackError"
+    """A class of training.callbacks raised an error."""
 
 
 class ExitCode(IntEnum):
@@ -64,6 +66,7 @@ class ExitCode(IntEnum):
     RESTARTS_EXHAUSTED = 17
     PLACE_IN_USE = 18
     STORAGE_DEADLINE_EXCEEDED = 19
+    CALLBACK_ERROR = 20
     INTERRUPTED = 30
     WORKER_CRASHED = 31
     OUT_OF_MEMORY = 32

@@ -98,6 +98,7 @@ NOT_NUMBERS = frozenset(
         "training.microBatchSize",
         "training.activationCheckpointing",
         "training.evaluation",
+        "training.callbacks",  # they see values, and decide where it ends at most
         "strategy.fsdp.shardDegree",
         "strategy.fsdp.reshardAfterForward",
         # Processes share a step out; where the batch is left open, the step that follows from them counts.

@@ -30,6 +30,8 @@ _ADVICE = {
         "Lower training.optimizer.learningRate or look at the data, then run again with --fresh; the last good "
         "checkpoint is kept."
     ),
+    FailureClass.CALLBACK_ERROR: "Mend the class of training.callbacks, then run again: it goes on from the last "
+    "checkpoint.",
     FailureClass.OUT_OF_MEMORY: (
         "Lower data.maxLength or training.maxTokensPerMicroBatch (training.microBatchSize without packing), or set "
         "training.activationCheckpointing: full."

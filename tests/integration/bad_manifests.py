@@ -41,6 +41,24 @@ RULES = [
         "training.evaluation.earlyStopping needs training.evaluation.everySteps: how often to look",
     ),
     Bad(
+        "a callback without a colon",
+        "spec.training.callbacks[0].class",
+        {"training": "{callbacks: [{class: my_team.watch.StopAtLoss}]}"},
+        "must be package.module:Class, where Python finds it in the image; put a colon before the name of the class",
+    ),
+    Bad(
+        "a callback with a space",
+        "spec.training.callbacks[0].class",
+        {"training": '{callbacks: [{class: "my team:StopAtLoss"}]}'},
+        "must be package.module:Class, where Python finds it in the image",
+    ),
+    Bad(
+        "an argument that Python has no name for",
+        "spec.training.callbacks[0].arguments",
+        {"training": '{callbacks: [{class: "watch:Stop", arguments: {stop-at: "1"}}]}'},
+        "names of arguments are those of Python: letters, digits and _, at most 63",
+    ),
+    Bad(
         "all linear layers and names",
         "spec.lora",
         {"lora": "{targetModules: [all-linear, q_proj]}"},

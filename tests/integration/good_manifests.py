@@ -94,6 +94,7 @@ spec:
     activationCheckpointing: full
     seed: 7
     evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
+    callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]
   strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false}}
   compute:
     nodes: 2

@@ -15,6 +15,7 @@ from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
+from .callbacks.loading import find as find_callbacks
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings
 from .data.first_rows import check_first_rows
@@ -44,6 +45,8 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     if (origin := Origin.of(config, recorded)) is not None and nothing_saved(store):
         reporter.phase(Phase.STARTING, f"looking at {origin.uri}")
         origin.find()
+    # Their modules may import much, which only a run that has any waits for here.
+    find_callbacks(config.spec.training.callbacks)
     config = pinned(config, recorded)
     spec = config.spec
     codec = cache(lambda: _codec(config, s3, reporter))

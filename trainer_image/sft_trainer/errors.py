@@ -65,6 +65,12 @@ class NonFiniteLossError(TrainingError):
     failure = FailureClass.NON_FINITE_LOSS
 
 
+class CallbackError(TrainingError):
+    """A callback of the user raised an error."""
+
+    failure = FailureClass.CALLBACK_ERROR
+
+
 class PeerLostError(TrainingError):
     failure = FailureClass.PEER_LOST
 

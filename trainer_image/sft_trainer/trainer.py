@@ -22,6 +22,7 @@ from sft_api.trainer_config import TrainerConfig
 
 from .alike import check_alike, fingerprint
 from .boxes import Box
+from .callbacks.telling import Callbacks
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
@@ -100,8 +101,8 @@ class Trainer:
         self._base_digest = ""
         """Of the model that the run started from; unknown where its checkpoints do not say."""
         self.control = Control()
-        self._theirs = listeners
-        self.events = Listeners(listeners, self.control)
+        self._theirs = [*listeners]
+        self.events = Listeners(self._theirs, self.control)
         self._trainable = trainable or trainable_of(config)
         self._place = Entered(None, None)
         self._take_over = os.environ.get(TAKE_OVER_VARIABLE, "")
@@ -125,6 +126,7 @@ class Trainer:
         if self._place.done is not None:
             self._end_again(self._place.done)
             return
+        self._theirs.append(Callbacks(self.config, self.topology))
         if self.topology.prepares:
             self.prepared = self._prepare()
         self._meet()

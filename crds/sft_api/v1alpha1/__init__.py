@@ -38,6 +38,7 @@ from .status import (
     SFTJobStatus,
 )
 from .workload import (
+    CallbackSpec,
     DataSource,
     DataSpec,
     EvalSource,
@@ -57,6 +58,7 @@ __all__ = [
     "PLURAL",
     "VERSION",
     "ApiModel",
+    "CallbackSpec",
     "CheckpointSpec",
     "CheckpointStatus",
     "CheckpointsStatus",

@@ -1,12 +1,13 @@
 """``spec.model``, ``spec.data`` and ``spec.training``: what is trained, on what, and how."""
 
+import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from sft_api.splits import SPLIT_PATTERN, SPLIT_SENTENCE
 
-from .base import ApiModel, Name, Rule, ShortText, matches
+from .base import ApiModel, Name, NearMiss, Rule, ShortText, matches
 from .uris import DataUri, ModelUri
 
 ChatTemplate = Annotated[
@@ -230,6 +231,37 @@ class EvaluationSpec(ApiModel):
     )
 
 
+ArgumentNames = Rule(
+    "self.all(name, name.matches('^[A-Za-z_][A-Za-z0-9_]{0,62}$'))",
+    "names of arguments are those of Python: letters, digits and _, at most 63",
+    lambda value: all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,62}", name, re.ASCII) for name in value),
+)
+
+
+class CallbackSpec(ApiModel):
+    """A class of the user's that is told what happens in the run, and may ask for a save, an evaluation or its end."""
+
+    import_path: Annotated[
+        str,
+        Field(max_length=256),
+        matches(
+            r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$",
+            "must be package.module:Class, where Python finds it in the image",
+            NearMiss(r"^[A-Za-z0-9_.]+$", ("put a colon before the name of the class",)),
+        ),
+    ] = Field(
+        alias="class",
+        description="package.module:Class, where Python finds it in the image; it inherits from "
+        "sft_trainer.callbacks.Callback.",
+    )
+    arguments: Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=16), ArgumentNames] = (
+        Field(
+            default_factory=dict,
+            description="Keyword arguments of the class, as strings, which are read as the types in its __init__.",
+        )
+    )
+
+
 class TrainingSpec(ApiModel):
     """The optimisation."""
 
@@ -270,6 +302,10 @@ class TrainingSpec(ApiModel):
         default=42, description="Seed of the order of the data and of everything random."
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When the evaluation sets are run.")
+    callbacks: Annotated[list[CallbackSpec], Field(max_length=16)] = Field(
+        default_factory=list,
+        description="Classes of yours that are told what happens in the run, in this order, on every process.",
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

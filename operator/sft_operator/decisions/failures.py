@@ -17,6 +17,7 @@ ADVICE = {
     FailureClass.STORAGE_FULL: "free room in the checkpoint store, or lower spec.checkpoint.keep",
     FailureClass.STORAGE_DEADLINE_EXCEEDED: "mend the checkpoint store, then submit the SFTJob again",
     FailureClass.NON_FINITE_LOSS: "lower spec.training.optimizer.learningRate, or look at the data of that step",
+    FailureClass.CALLBACK_ERROR: "mend the class of spec.training.callbacks in the image, then submit the SFTJob again",
     FailureClass.RESTARTS_EXHAUSTED: "see the last failure; spec.runPolicy.maxRestarts sets the limit",
     FailureClass.OUT_OF_MEMORY: "lower the micro-batch, set spec.training.activationCheckpointing: full, or give the "
     "pods more memory",

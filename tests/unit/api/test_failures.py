@@ -14,6 +14,8 @@ STABLE = {
     "NonFiniteLoss": 16,
     "RestartsExhausted": 17,
     "PlaceInUse": 18,
+    "StorageDeadlineExceeded": 19,
+    "CallbackError": 20,
     "Interrupted": 30,
     "WorkerCrashed": 31,
     "OutOfMemory": 32,

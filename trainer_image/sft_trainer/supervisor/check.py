@@ -22,6 +22,7 @@ _VERDICTS = frozenset(
         FailureClass.STORAGE_NOT_FOUND,
         FailureClass.STORAGE_FULL,
         FailureClass.STORAGE_UNAVAILABLE,
+        FailureClass.CALLBACK_ERROR,
     }
 )
 """What it may find. Any other end is its own, and stops nobody."""
