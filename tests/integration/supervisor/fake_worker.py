@@ -8,6 +8,7 @@ joins the others. The ranks step together over a socket of rank 0, so the end of
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -130,7 +131,16 @@ def main() -> None:
     with starts.open("a") as record:
         mine: dict[str, object] = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(RECORDED)}
         record.write(
-            json.dumps({"pid": os.getpid(), "time": time.time(), "preloaded": "ssl" in sys.modules, **mine}) + "\n"
+            json.dumps(
+                {
+                    "pid": os.getpid(),
+                    "time": time.time(),
+                    "preloaded": "ssl" in sys.modules,
+                    "collects": gc.isenabled(),
+                    **mine,
+                }
+            )
+            + "\n"
         )
     start = len(starts.read_text().splitlines())
     saved = FOLDER / "checkpoint"

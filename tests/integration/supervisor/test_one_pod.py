@@ -270,6 +270,7 @@ def test_workers_are_forks_of_one_process_that_has_imported_everything(group: Gr
         wait_for(lambda number=start: pod.progress.generation == number == len(group.starts(1)), pod)  # type: ignore[misc]
 
     assert [start["preloaded"] for start in group.starts(1)] == [True, True, True]
+    assert all(start["collects"] for start in group.starts(1)), "garbage is left only by the imports"
     assert [start["RANK"] for start in group.starts(1)] == ["1", "1", "1"]
     assert len({start["MASTER_PORT"] for start in group.starts(1)}) == 3
     assert "worker of rank 1 was killed (SIGKILL)" in pod.log
