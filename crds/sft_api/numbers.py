@@ -92,6 +92,7 @@ NUMBERS = frozenset({*_DEFAULTS, _MODEL, f"{_SOURCES}[].uri", *(f"{_SOURCES}[].{
 NOT_NUMBERS = frozenset(
     {
         "model.tokenSecretRef",
+        "model.parameters",
         "data.eval",  # it measures, and changes no weight
         "data.workers",
         # How much of a step goes through one forward: sums are rounded otherwise, as with other processes.
@@ -110,6 +111,8 @@ NOT_NUMBERS = frozenset(
         "compute.imagePullSecrets",
         "compute.serviceAccountName",
         "compute.gpuResourceName",
+        "compute.gpuMemory",
+        "compute.memoryCheck",
         "compute.resources",
         "compute.nodeSelector",
         "compute.tolerations",

@@ -1,6 +1,10 @@
 """Pure planning: from a spec to the numbers the run uses where the spec leaves them open."""
 
 from .goodput import Devices
+from .gpus import declared_gpu_memory
+from .known_models import known_shape
+from .memory_plan import memory_status
+from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.status import PlanStatus
 
@@ -31,12 +35,20 @@ def devices_of(spec: SFTJobSpec) -> Devices:
     return Devices("Processes", compute.effective_processes_per_node, compute.nodes)
 
 
-def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:
+def make_plan(
+    spec: SFTJobSpec,
+    *,
+    processes: int | None = None,
+    gpu_memory: int | None = None,
+    shape: ModelShape | None = None,
+) -> Plan:
     """The plan of ``spec``: the same in the operator, ``sft run`` and after any restart.
 
     With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
     process; without packing 32 examples, rounded up to the processes. See docs/reference for every field.
     ``processes``, where they differ from what ``spec`` asks for, change how a step is shared out and never the step.
+    ``gpu_memory`` (bytes) and ``shape`` are those of GPUs and model where ``spec`` names neither; no step depends on
+    them.
     """
     declared = declared_processes(spec)
     processes = processes or declared
@@ -61,7 +73,7 @@ def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:
             global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, declared * training.micro_batch_size)
         micro_batches = global_batch_size // training.micro_batch_size
 
-    return Plan(
+    plan = Plan(
         processes=processes,
         data_parallel=processes,
         shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
@@ -75,6 +87,9 @@ def make_plan(spec: SFTJobSpec, *, processes: int | None = None) -> Plan:
         total_steps=training.steps,
         epochs=None if training.steps else (training.epochs or 1),
     )
+    shape = shape or known_shape(spec.model.uri)
+    memory = memory_status(spec, plan, shape, declared_gpu_memory(spec) or gpu_memory)
+    return plan.model_copy(update={"memory": memory})
 
 
 def warmup_steps(spec: SFTJobSpec, total_steps: int) -> int:

@@ -47,11 +47,18 @@ class TrainerConfig(ReportModel):
 
     @classmethod
     def resolve(
-        cls, job: SFTJob, *, uid: str, default_checkpoint_uri: str | None, processes: int | None = None
+        cls,
+        job: SFTJob,
+        *,
+        uid: str,
+        default_checkpoint_uri: str | None,
+        processes: int | None = None,
+        gpu_memory: int | None = None,
     ) -> "TrainerConfig":
         """The configuration of ``job``; ``default_checkpoint_uri`` is used when the spec names none.
 
-        ``processes`` is how many there are, when not as many as the spec asks for.
+        ``processes`` is how many there are, when not as many as the spec asks for; ``gpu_memory`` the bytes of a GPU,
+        where the spec does not say it. The plan is without its memory: the trainer sees model and GPU itself.
         Raises ``ValueError`` when there is no place for checkpoints, or the export would go where it must not.
         """
         checkpoint_uri = job.spec.checkpoint.uri or default_checkpoint_uri
@@ -72,7 +79,7 @@ class TrainerConfig(ReportModel):
         return cls(
             job=JobIdentity(name=job.metadata.name, namespace=job.metadata.namespace, uid=uid),
             spec=job.spec,
-            plan=make_plan(job.spec, processes=processes),
+            plan=make_plan(job.spec, processes=processes, gpu_memory=gpu_memory).model_copy(update={"memory": None}),
             checkpoint_uri=checkpoint_uri,
             export_uri=(export.uri or default_export(checkpoint_uri)).rstrip("/") if export.at_end else None,
         )

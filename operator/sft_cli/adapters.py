@@ -58,10 +58,20 @@ def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
     return _OF_A_LAYER.fullmatch(name) if len(shape) == 2 else None
 
 
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model in ``folder``: those of its index, whatever lies beside them."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted({*names})]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def _shapes(folder: Path) -> dict[str, list[int]]:
     """Of every tensor in the safetensors files of ``folder``; raises what reading wrong ones does."""
     shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in _files(folder):
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > _MOST_HEADER_BYTES:

@@ -150,11 +150,12 @@ def validate(manifests: tuple[Path, ...], output: str) -> None:
 def plan(manifest: Path, name: str | None, output: str) -> None:
     """Show what would be run, and why.
 
-    Every number, and whether the manifest gives it, it is a default, or it was computed from the rest.
+    Every number, and whether the manifest gives it, it is a default, or it was computed from the rest. The exit code
+    is 10 when the run does not fit its GPUs.
     """
     from .plan import show_plan
 
-    show_plan(_load(manifest, name), output)
+    sys.exit(show_plan(_load(manifest, name), output))
 
 
 @cli.command()

@@ -9,6 +9,8 @@ import click
 import yaml
 from pydantic import BaseModel
 
+from sft_api.failures import ExitCode
+from sft_api.memory_plan import judge
 from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
 from sft_api.small_data import small_data_warning
@@ -17,6 +19,7 @@ from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from .adapters import Trained, measure_adapters
 from .console import result, say
 from .data_size import measure
+from .local_model import memory_warnings, model_shape
 from .words import counted
 
 
@@ -50,11 +53,15 @@ def _origin(model: BaseModel, *fields: str) -> Origin:
     return Origin.GIVEN if model.model_fields_set.intersection(fields) else Origin.DEFAULT
 
 
-def explain(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
-    """The decisions of ``plan`` and the defaults around them, in the order in which people ask for them."""
+def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
+    """The decisions of ``plan`` and the defaults around them, in the order in which people ask for them.
+
+    ``found`` is what ``measure_adapters`` says of ``spec``.
+    """
     return [
         *_processes(spec, plan),
-        *_adapters(spec, plan),
+        *_memory(plan),
+        *_adapters(spec, plan, found),
         *_length(spec, plan),
         *_batch(spec, plan),
         *_optimisation(spec, plan),
@@ -83,7 +90,37 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     ]
 
 
-def _adapters(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+_PARTS = {
+    "weights": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered layers": "gathered",
+    "activations": "activations",
+    "logits": "logits",
+    "CUDA and NCCL": "reserve",
+}
+"""Parts of the memory of a GPU, as the plan names them."""
+
+
+def _memory(plan: Plan) -> list[Decision]:
+    memory = plan.memory
+    if memory is None:
+        return []
+    if memory.total is None:
+        return [Decision("memory of a GPU", "unknown", Origin.COMPUTED, memory.unknown)]
+    parts = ", ".join(f"{name} {size}" for name, part in _PARTS.items() if (size := getattr(memory, part)))
+    least = "" if memory.activations else "at least "
+    of = f" of {memory.gpu_memory}" if memory.gpu_memory else ""
+    decisions = [Decision("memory of a GPU", f"{least}{memory.total}{of}", Origin.COMPUTED, parts)]
+    if memory.unknown:
+        decisions.append(Decision("not known", "", Origin.COMPUTED, memory.unknown))
+    if memory.host_staging:
+        why = "of each node's host memory, for a save in the background: checkpoint.async"
+        decisions.append(Decision("staging", memory.host_staging, Origin.COMPUTED, why))
+    return decisions
+
+
+def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
     lora = spec.lora
     if lora is None:
         return []
@@ -109,7 +146,6 @@ def _adapters(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "lora.basePrecision; as precision when absent",
         ),
     ]
-    found = measure_adapters(spec)
     if isinstance(found, Trained):
         share = found.parameters / (found.parameters + found.frozen)
         value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
@@ -276,11 +312,18 @@ def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
     return small_data_warning(spec, rows=rows, step_rows=held, total_steps=steps, estimated=estimated)
 
 
-def show_plan(job: SFTJob, output: str) -> None:
-    """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON."""
-    plan = make_plan(job.spec)
-    if isinstance(problem := measure_adapters(job.spec), str):
-        say(f"Warning: {problem}", fg="yellow")
+def show_plan(job: SFTJob, output: str) -> int:
+    """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON. Returns the exit code."""
+    shape = model_shape(job.spec)
+    plan = make_plan(job.spec, shape=shape)
+    found = measure_adapters(job.spec)
+    if isinstance(found, str):
+        say(f"Warning: {found}", fg="yellow")
+    fit = judge(job.spec, plan, shape=shape)
+    if fit.refused:
+        say(f"Error: {fit.refused}", fg="red")
+    for text in memory_warnings(job.spec, fit, shape):
+        say(f"Warning: {text}", fg="yellow")
     if warning := warning_of(job.spec, plan):
         say(f"Warning: {warning}", fg="yellow")
     document = plan.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -290,9 +333,10 @@ def show_plan(job: SFTJob, output: str) -> None:
         result(yaml.safe_dump(document, sort_keys=False).rstrip())
     else:
         result(job.metadata.name, bold=True)
-        decisions = explain(job.spec, plan)
+        decisions = explain(job.spec, plan, found)
         subjects = max(len(decision.subject) for decision in decisions)
         values = max(len(decision.value) for decision in decisions)
         for decision in decisions:
             value = click.style(f"{decision.value:<{values}}  {decision.origin:<8}", **_STYLES[decision.origin])
             result(f"  {decision.subject:<{subjects}}  {value}  {decision.why}")
+    return int(ExitCode.CONFIG_ERROR) if fit.refused else 0

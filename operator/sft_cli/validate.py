@@ -7,8 +7,11 @@ from pathlib import Path
 
 from sft_api.deletion import deletion_warnings
 from sft_api.failures import ExitCode
+from sft_api.memory_plan import judge
+from sft_api.plan import make_plan
 
 from .console import result
+from .local_model import memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
 
 
@@ -28,8 +31,14 @@ def verdict_on(path: Path) -> Verdict:
         jobs = load_manifests(path)
     except ManifestError as error:
         return Verdict(error.problems)
-    warnings = tuple(f"{job.metadata.name}: {text}" for job in jobs for text in deletion_warnings(job.spec))
-    return Verdict((), tuple(job.metadata.name for job in jobs), warnings)
+    problems, warnings = [], []
+    for job in jobs:
+        shape = model_shape(job.spec)
+        fit = judge(job.spec, make_plan(job.spec, shape=shape), shape=shape)
+        told = [*deletion_warnings(job.spec), *memory_warnings(job.spec, fit, shape)]
+        warnings += [f"{job.metadata.name}: {text}" for text in told]
+        problems += [f"{job.metadata.name}: {fit.refused}"] if fit.refused else []
+    return Verdict(tuple(problems), tuple(job.metadata.name for job in jobs), tuple(warnings))
 
 
 def validate_manifests(paths: Sequence[Path], output: str) -> int:

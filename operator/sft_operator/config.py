@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from sft_api.v1alpha1 import ResourcesSpec, S3Spec
+from sft_api.v1alpha1.quantities import Quantity, quantity_value
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -65,11 +66,19 @@ class PodSettings(SettingsModel):
     image_pull_secrets: list[str] = []
     command: list[str] = ["python", "-m", "sft_trainer.launch"]
     """Entry of the trainer image: the supervisor."""
+    gpu_memory: Quantity | None = None
+    """Of each GPU of this cluster, for the plans of jobs that do not say on which kind they run."""
     resources: DefaultResources = DefaultResources(
         # Little enough for the smallest nodes with GPUs: 4 CPUs and 16 GiB for one.
         per_gpu=ResourcesSpec(requests={"cpu": 2, "memory": "8Gi"}),
         per_cpu_process=ResourcesSpec(requests={"cpu": 1, "memory": "2Gi"}),
     )
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """``gpu_memory`` as a number."""
+        value = quantity_value(self.gpu_memory) if self.gpu_memory else None
+        return int(value) if value else None
 
 
 class NetworkPolicySettings(SettingsModel):

@@ -59,6 +59,18 @@ RULES = [
         "names of arguments are those of Python: letters, digits and _, at most 63",
     ),
     Bad(
+        "parameters without a unit",
+        "spec.model.parameters",
+        {"model": "{uri: hf://org/name, parameters: '8000000000'}"},
+        "must be a number of parameters such as 8B, 0.6B or 350M",
+    ),
+    Bad(
+        "memory of a GPU in bytes",
+        "spec.compute.gpuMemory",
+        {"compute": "{gpuMemory: 80}"},
+        "must be at least 1Gi: 80 alone is 80 bytes; write 80Gi",
+    ),
+    Bad(
         "all linear layers and names",
         "spec.lora",
         {"lora": "{targetModules: [all-linear, q_proj]}"},

@@ -62,6 +62,7 @@ spec:
     uri: hf://org/name@0123abc
     tokenizerUri: s3://bucket/tokenizer
     chatTemplate: "{{ messages }}"
+    parameters: 0.6B
     tokenSecretRef: {name: hub, key: HF_TOKEN}
   lora:
     rank: 16
@@ -105,6 +106,8 @@ spec:
     imagePullSecrets: [registry]
     serviceAccountName: trainer
     gpuResourceName: nvidia.com/gpu
+    gpuMemory: 80Gi
+    memoryCheck: Warn
     resources: {requests: {cpu: "8", memory: 64Gi}, limits: {cpu: 16, memory: 64Gi}}
     nodeSelector: {node.kubernetes.io/instance-type: p5}
     tolerations:

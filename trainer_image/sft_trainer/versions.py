@@ -7,6 +7,8 @@ told by the signature of what is called, never by the number of a version: a mac
 
 import http.client
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -88,26 +90,6 @@ def attention_on_cpu_backward(
     return of_query, of_key, of_value
 
 
-_ATTENTION_KERNELS = (
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "torch_attn._varlen_attn",
-    "sft.document_attention",
-)
-
-
-@cache
-def attention_kernels() -> "frozenset[Any]":
-    """Operators that compute attention in one piece, those of them that this torch has: theirs and our own."""
-    import torch
-    import torch.nn.attention.varlen  # registers its own
-
-    packets = (getattr(getattr(torch.ops, name.split(".")[0]), name.split(".")[1], None) for name in _ATTENTION_KERNELS)
-    return frozenset(packet.default for packet in packets if packet is not None)
-
-
 @cache
 def _knows_groups(kernel: Any) -> bool:
     """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""
@@ -142,3 +124,34 @@ def plain_response(body: Any) -> tuple[Any, http.client.HTTPResponse] | None:
     response = getattr(body, "_raw_stream", None)
     plain = getattr(response, "_fp", None)
     return (response, plain) if isinstance(plain, http.client.HTTPResponse) else None
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Within it tensors have a shape, a dtype and a device, and no memory; those of before may be mixed with them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+def watching_operators(after: Callable[[list["torch.Tensor"]], None]) -> AbstractContextManager[Any]:
+    """Within it ``after`` is called with the tensors that each operator of torch has returned."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            made = function(*arguments, **(options or {}))
+            after(tensors_in(made))
+            return made
+
+    mode: Any = Watching
+    watching: AbstractContextManager[Any] = mode()
+    return watching
+
+
+def tensors_in(value: Any) -> list["torch.Tensor"]:
+    """All tensors in ``value``: in lists, tuples and dictionaries within one another."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -174,6 +174,18 @@ class ComputeSpec(ApiModel):
         default=None, description="Service account of the pods (its token is never mounted)."
     )
     gpu_resource_name: ShortText = Field(default="nvidia.com/gpu", description="Resource name of the GPUs.")
+    gpu_memory: (
+        Annotated[Quantity, at_least("1Gi", "must be at least 1Gi: 80 alone is 80 bytes; write 80Gi")] | None
+    ) = Field(
+        default=None,
+        description="Memory of one GPU (80Gi), for the plan: what does not fit is refused before any pod is made. By "
+        "nvidia.com/gpu.memory or nvidia.com/gpu.product of nodeSelector, or the chart's pods.gpuMemory, when absent.",
+    )
+    memory_check: Literal["Refuse", "Warn"] = Field(
+        default="Refuse",
+        description="What is done with a run that by the plan takes more than 110% of a GPU's memory: Refuse says what "
+        "to change; Warn has it tried.",
+    )
     resources: ResourcesSpec = Field(
         default_factory=ResourcesSpec,
         description="Resources of each pod besides its GPUs. Of CPU and memory that are named neither in requests nor "

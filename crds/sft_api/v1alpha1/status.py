@@ -136,6 +136,24 @@ class RestartsStatus(ApiModel):
     )
 
 
+class MemoryStatus(ApiModel):
+    """What a run is reckoned to take of each GPU when it takes most, by what takes it."""
+
+    parameters: Text | None = Field(default=None, description="A process's share of the weights.")
+    gradients: Text | None = Field(default=None, description="Their gradients.")
+    optimizer: Text | None = Field(default=None, description="Their moments.")
+    gathered: Text | None = Field(default=None, description="Whole layers, and their gradients, while in use.")
+    activations: Text | None = Field(default=None, description="What layers keep for the backward pass.")
+    logits: Text | None = Field(default=None, description="Logits, and gradients of the head.")
+    reserve: Text | None = Field(default=None, description="CUDA's context and buffers of NCCL.")
+    total: Text | None = Field(default=None, description="Of the parts that are known.")
+    gpu_memory: Text | None = Field(default=None, description="What a GPU has, where that is known.")
+    host_staging: Text | None = Field(
+        default=None, description="Of each node's host memory, for a save in the background."
+    )
+    unknown: Text = Field(default="", description="What is not known, and how to say it.")
+
+
 class PlanStatus(ApiModel):
     """What was decided where the spec left it open."""
 
@@ -153,6 +171,7 @@ class PlanStatus(ApiModel):
     )
     total_steps: int | None = Field(default=None, description="Steps in all, when known before the data was read.")
     epochs: int | None = Field(default=None, description="Passes over the data, when steps are not given.")
+    memory: MemoryStatus | None = Field(default=None, description="What is taken of each GPU; absent on CPU.")
 
 
 class ExportStatus(ApiModel):

@@ -43,6 +43,19 @@ class ModelSpec(ApiModel):
         default=None,
         description="Text of a Jinja chat template used instead of the tokenizer's own; saved with the export.",
     )
+    parameters: (
+        Annotated[
+            str,
+            Field(max_length=16),
+            matches(r"^[0-9]{1,4}([.][0-9]{1,4})?[MBT]$", "must be a number of parameters such as 8B, 0.6B or 350M"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="How many parameters the model has (8B, 350M), where the plan cannot know: by it the memory of "
+        "weights, gradients and optimizer is reckoned, and a run that cannot fit is refused. Not needed for models "
+        "in the table of docs/memory.md.",
+    )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None, description="Hub token for hf:// models and data, from a Secret of the job's namespace."
     )
@@ -294,11 +307,9 @@ class TrainingSpec(ApiModel):
         description="Compute precision; parameters, reductions and optimizer state are fp32. bf16 on GPUs and fp32 "
         "on CPU when absent. On GPUs fp32 is slow: attention is computed document by document.",
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+    activation_checkpointing: Literal["none", "full"] = Field(
         default="none",
-        description="What layers compute again in the backward pass: selective, all but products of matrices and "
-        "attention (about half the memory of activations, some percent slower); full, everything (least memory, a "
-        "third slower).",
+        description="full recomputes every layer in the backward pass: less memory, a third slower.",
     )
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = Field(
         default=42, description="Seed of the order of the data and of everything random."

@@ -27,8 +27,8 @@ def default_checkpoint_uri(job: SFTJob, store: StoreSettings | None) -> str | No
     return f"{own_folder(store, identity.namespace)}/{folder_name(identity.name, Numbers.of(job.spec))}"
 
 
-def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
-    """The resolved configuration of the run.
+def trainer_config(job: SFTJob, store: StoreSettings | None, gpu_memory: int | None = None) -> TrainerConfig:
+    """The resolved configuration of the run; ``gpu_memory`` is that of GPUs of which its spec does not say it.
 
     Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod, and
     ``PlaceNotAllowed`` when it is another namespace's in the platform's store.
@@ -50,7 +50,10 @@ def trainer_config(job: SFTJob, store: StoreSettings | None) -> TrainerConfig:
     spec = job.spec.model_copy(update={"checkpoint": checkpoint})
     resolved = job.model_copy(update={"spec": spec})
     return TrainerConfig.resolve(
-        resolved, uid=job.metadata.uid, default_checkpoint_uri=default_checkpoint_uri(job, store)
+        resolved,
+        uid=job.metadata.uid,
+        default_checkpoint_uri=default_checkpoint_uri(job, store),
+        gpu_memory=gpu_memory,
     )
 
 
@@ -60,9 +63,9 @@ def place_annotations(config: TrainerConfig) -> dict[str, str]:
     return {name: uri for name, uri in places.items() if uri is not None}
 
 
-def build_config_map(job: SFTJob, store: StoreSettings | None) -> Manifest:
+def build_config_map(job: SFTJob, store: StoreSettings | None, gpu_memory: int | None = None) -> Manifest:
     """The ConfigMap; raises ``ValueError`` like ``trainer_config``."""
-    config = trainer_config(job, store)
+    config = trainer_config(job, store, gpu_memory)
     text = config.model_dump_json(by_alias=True, exclude_none=True, indent=1)
     return config_map(job.metadata, text, place_annotations(config))
 

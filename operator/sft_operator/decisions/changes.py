@@ -10,6 +10,7 @@ from sft_api.v1alpha1.job import TAKE_OVER_ENDING
 from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
 from ..config import Settings, StoreSettings
 from ..picture.observed import ChildJob, Manifest, Observed
+from .gpu_memory import check_fits
 from .queue import job_patch
 from .spec import Terms, run_terms, time_to_live_seconds
 
@@ -36,7 +37,7 @@ def desired_children(job: SFTJob, settings: Settings, *, take_over: str = "") ->
     ``take_over`` is the word by which a user asks to take the place of the run over from another holder. Raises
     ``ValueError`` with what to change when the spec cannot be run here.
     """
-    children = [build_config_map(job, settings.store), build_service(job.metadata)]
+    children = [build_config_map(job, settings.store, settings.pods.gpu_bytes), build_service(job.metadata)]
     if settings.network_policy.enabled:
         children.append(build_network_policy(job.metadata, settings.network_policy))
     return [*children, build_job(job, settings, take_over=take_over)]
@@ -63,9 +64,11 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     """The changes for ``job``, whose last written status is ``status``.
 
     Children are created once and never applied again: what other controllers set on them (Kueue on the Job) stays.
-    Raises ``ValueError`` like ``desired_children``.
+    Raises ``ValueError`` like ``desired_children``, and ``DoesNotFit``.
     """
     if observed.job is None and not observed.namespace_terminating and not is_finished(status):
+        if status.first_step_time is None:  # what has trained does fit
+            check_fits(job.spec, settings.pods)
         asked = status.retried if status.retried.endswith(TAKE_OVER_ENDING) else ""
         children = desired_children(job, settings, take_over=asked)
         # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be

@@ -18,6 +18,7 @@ from .backoff import seconds_to_next_word, waits_to_end
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
 from .deletion import asks_removal, is_overdue, kept, remove_place, why_not_removable, with_finalizer, with_warnings
 from .gangs import take_turn
+from .gpu_memory import DoesNotFit
 from .healing import plan_healing
 from .news import News
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
@@ -222,7 +223,7 @@ class _Look(Notes):
         previous = self._previous.model_copy(update={"retried": retry_word(self._manifest)})
         if job is None:
             return follow(terms, previous, observed, now, export_uri=export_uri)
-        return compute_status(job, previous, observed, now, export_uri=export_uri)
+        return compute_status(job, previous, observed, now, export_uri=export_uri, pods=self._settings.pods)
 
     # What to ask
 
@@ -257,6 +258,8 @@ class _Look(Notes):
             )
         except PlaceNotAllowed as error:
             return Wrong("PlaceNotAllowed", str(error))
+        except DoesNotFit as error:
+            return Wrong("DoesNotFit", str(error))
         except ValueError as error:
             return Wrong("NotConfigured", str(error))
         if self._changes_wait:

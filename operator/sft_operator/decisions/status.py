@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
-from sft_api.plan import make_plan
 from sft_api.progress import Phase
 from sft_api.report import STOPPED_EARLY, stopped_early_words
 from sft_api.restarts import Reached, as_phase
@@ -16,10 +15,12 @@ from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SF
 from sft_api.v1alpha1.job import TAKE_OVER_ENDING
 from sft_api.v1alpha1.status import ConditionType, State
 
+from ..config import PodSettings
 from ..picture.observed import Manifest, Observed
 from .avoidance import avoided_of
 from .changes import is_finished
 from .goodput import account_pods
+from .gpu_memory import memory_warnings, plan_of
 from .queue import HELD_BACK
 from .report_merge import at_rest, merge_complete, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
@@ -27,6 +28,7 @@ from .silence import OUT_OF_SIGHT
 from .situation import Situation, find_situation
 from .spec import Terms, run_terms
 
+_NO_SETTINGS = PodSettings()
 _NOTHING_AGAINST_IT: dict[str, Any] = {"failures": 0, "repeated": None, "recovery_seconds": None, "nodes": []}
 INVALID_SPEC = "InvalidSpec"
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
@@ -62,12 +64,19 @@ def _without_empty(value: Any) -> Any:
 
 
 def compute_status(
-    job: SFTJob, previous: SFTJobStatus, observed: Observed, now: datetime, *, export_uri: str | None = None
+    job: SFTJob,
+    previous: SFTJobStatus,
+    observed: Observed,
+    now: datetime,
+    *,
+    export_uri: str | None = None,
+    pods: PodSettings = _NO_SETTINGS,
 ) -> SFTJobStatus:
-    """The status of ``job`` now: see ``follow``."""
+    """The status of ``job`` now: see ``follow``. ``pods`` are this cluster's settings."""
     status = follow(run_terms(job), previous, observed, now, export_uri=export_uri)
     if status.plan is None and not is_finished(previous):
-        status = status.model_copy(update={"plan": make_plan(job.spec)})
+        warnings = [*status.warnings, *memory_warnings(job.spec, pods)]
+        status = status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings[:20]})
     return status
 
 

@@ -60,6 +60,7 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
         ("logLevel=LOUD", "/logLevel"),
         ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
+        ("pods.gpuMemory=80GB", "/pods/gpuMemory"),
         ("pods.resources.perNode.requests.cpu=8", "/pods/resources"),
         ("settings.httpPort=9090", "/settings/httpPort"),
         ("settings.namespace=team", "/settings/namespace"),
@@ -95,6 +96,7 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
             "store.remove=true",
             "pods.image=mine:2",
             "pods.imagePullSecrets={a,b}",
+            "pods.gpuMemory=80Gi",
             "networkPolicy.metricsNamespaces={monitoring}",
             "settings.pollSeconds=33",
         ),
@@ -110,6 +112,7 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
     assert settings.store.remove is True
     assert settings.pods.image == "mine:2"
     assert settings.pods.image_pull_secrets == ["a", "b"]
+    assert settings.pods.gpu_bytes == 80 * 2**30
     assert settings.network_policy.metrics_namespaces == ["monitoring"]
     assert settings.poll_seconds == 33
 

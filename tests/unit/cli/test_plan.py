@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sft_api.plan import make_plan
+from sft_cli.adapters import measure_adapters
 from sft_cli.plan import Decision, Origin, explain, show_plan
 
 from .jobs import job
@@ -14,7 +15,7 @@ from .jobs import job
 
 def decisions(**spec: Any) -> dict[str, Decision]:
     asked = job(**spec).spec
-    return {decision.subject: decision for decision in explain(asked, make_plan(asked))}
+    return {decision.subject: decision for decision in explain(asked, make_plan(asked), measure_adapters(asked))}
 
 
 def test_what_the_manifest_leaves_open_is_default_or_computed() -> None:

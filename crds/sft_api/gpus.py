@@ -1,0 +1,47 @@
+"""How much memory the GPUs of a job have, as far as its manifest says it: nobody has seen a node then. Pure."""
+
+import re
+
+from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.quantities import quantity_value
+
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+MEMORY_LABEL = "nvidia.com/gpu.memory"
+"""Labels that NVIDIA's GPU feature discovery gives to nodes; the second one counts MiB."""
+_GIBIBYTE = 2**30
+_SLICE = re.compile(r"-MIG-\d+g\.(?P<size>\d+)gb", re.IGNORECASE)
+_SIZE = re.compile(r"(?<![\d.])(?P<size>\d+)GB(?![a-z])", re.IGNORECASE)
+_WITHOUT_SIZE = {
+    "B200": 179.0,
+    "H200": 140.0,
+    "L40S": 45.0,
+    "L40": 45.0,
+    "A10G": 22.5,
+    "A10": 22.5,
+    "L4": 22.5,
+    "T4": 15.0,
+}
+"""GiB that nvidia-smi shows of products whose label does not name their memory."""
+
+
+def declared_gpu_memory(spec: SFTJobSpec) -> int | None:
+    """Bytes of one GPU: ``compute.gpuMemory``, or by the labels that ``compute.nodeSelector`` asks for; else None."""
+    given = spec.compute.gpu_memory
+    if given is not None:
+        value = quantity_value(given)
+        return int(value) if value else None
+    labels = spec.compute.node_selector
+    counted = labels.get(MEMORY_LABEL, "")
+    if counted.isdecimal():
+        return int(counted) * 2**20
+    return product_memory(labels.get(PRODUCT_LABEL, ""))
+
+
+def product_memory(product: str) -> int | None:
+    """Bytes of a GPU by the value of its product label (NVIDIA-H100-80GB-HBM3, Tesla-T4); None where it is unknown."""
+    if product.endswith("-SHARED"):
+        return None
+    if found := _SLICE.search(product) or _SIZE.search(product):
+        return int(found["size"]) * _GIBIBYTE
+    words = {*product.upper().split("-")}
+    return next((int(size * _GIBIBYTE) for word, size in _WITHOUT_SIZE.items() if word in words), None)

@@ -1,0 +1,133 @@
+"""Shapes of models that many people start from, by their names on the hub: so a plan is made where nobody can look.
+
+The figures are those of each model's config.json; tests count the parameters that follow from them and compare with
+the published number. A model that is tuned from another one keeps its shape: names of both stand in one row.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from .model_shape import ModelShape, shape_of
+
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        ("llama", 4096, 32, 32, 8, 128, 14336, 128256, False),
+        "meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct meta-llama/Llama-3.1-8B "
+        "meta-llama/Llama-3.1-8B-Instruct meta-llama/Meta-Llama-3.1-8B meta-llama/Meta-Llama-3.1-8B-Instruct "
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    ),
+    (
+        ("llama", 8192, 80, 64, 8, 128, 28672, 128256, False),
+        "meta-llama/Meta-Llama-3-70B meta-llama/Meta-Llama-3-70B-Instruct meta-llama/Llama-3.1-70B "
+        "meta-llama/Llama-3.1-70B-Instruct meta-llama/Meta-Llama-3.1-70B meta-llama/Meta-Llama-3.1-70B-Instruct "
+        "meta-llama/Llama-3.3-70B-Instruct deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+    ),
+    (
+        ("llama", 2048, 16, 32, 8, 64, 8192, 128256, True),
+        "meta-llama/Llama-3.2-1B meta-llama/Llama-3.2-1B-Instruct",
+    ),
+    (
+        ("llama", 3072, 28, 24, 8, 128, 8192, 128256, True),
+        "meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct",
+    ),
+    (("llama", 576, 30, 9, 3, 64, 1536, 49152, True), "HuggingFaceTB/SmolLM2-135M HuggingFaceTB/SmolLM2-135M-Instruct"),
+    (
+        ("llama", 960, 32, 15, 5, 64, 2560, 49152, True),
+        "HuggingFaceTB/SmolLM2-360M HuggingFaceTB/SmolLM2-360M-Instruct",
+    ),
+    (
+        ("llama", 2048, 24, 32, 32, 64, 8192, 49152, True),
+        "HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    ),
+    (("smollm3", 2048, 36, 16, 4, 128, 11008, 128256, True), "HuggingFaceTB/SmolLM3-3B HuggingFaceTB/SmolLM3-3B-Base"),
+    (("qwen2", 896, 24, 14, 2, 64, 4864, 151936, True), "Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct"),
+    (("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True), "Qwen/Qwen2.5-1.5B Qwen/Qwen2.5-1.5B-Instruct"),
+    (("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True), "Qwen/Qwen2.5-3B Qwen/Qwen2.5-3B-Instruct"),
+    (
+        ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False),
+        "Qwen/Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    ),
+    (
+        ("qwen2", 5120, 48, 40, 8, 128, 13824, 152064, False),
+        "Qwen/Qwen2.5-14B Qwen/Qwen2.5-14B-Instruct deepseek-ai/DeepSeek-R1-Distill-Qwen-14B",
+    ),
+    (
+        ("qwen2", 5120, 64, 40, 8, 128, 27648, 152064, False),
+        "Qwen/Qwen2.5-32B Qwen/Qwen2.5-32B-Instruct Qwen/QwQ-32B deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+    ),
+    (("qwen2", 8192, 80, 64, 8, 128, 29568, 152064, False), "Qwen/Qwen2.5-72B Qwen/Qwen2.5-72B-Instruct"),
+    (("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True), "Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B-Base"),
+    (("qwen3", 2048, 28, 16, 8, 128, 6144, 151936, True), "Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B-Base"),
+    (
+        ("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True),
+        "Qwen/Qwen3-4B Qwen/Qwen3-4B-Base Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507",
+    ),
+    (("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False), "Qwen/Qwen3-8B Qwen/Qwen3-8B-Base"),
+    (("qwen3", 5120, 40, 40, 8, 128, 17408, 151936, False), "Qwen/Qwen3-14B Qwen/Qwen3-14B-Base"),
+    (("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False), "Qwen/Qwen3-32B"),
+    (
+        ("mistral", 4096, 32, 32, 8, 128, 14336, 32000, False),
+        "mistralai/Mistral-7B-v0.1 mistralai/Mistral-7B-Instruct-v0.1 mistralai/Mistral-7B-Instruct-v0.2 "
+        "HuggingFaceH4/zephyr-7b-beta",
+    ),
+    (
+        ("mistral", 4096, 32, 32, 8, 128, 14336, 32768, False),
+        "mistralai/Mistral-7B-v0.3 mistralai/Mistral-7B-Instruct-v0.3",
+    ),
+    (
+        ("mistral", 5120, 40, 32, 8, 128, 14336, 131072, False),
+        "mistralai/Mistral-Nemo-Base-2407 mistralai/Mistral-Nemo-Instruct-2407",
+    ),
+    (
+        ("mistral", 5120, 40, 32, 8, 128, 32768, 131072, False),
+        "mistralai/Mistral-Small-24B-Base-2501 mistralai/Mistral-Small-24B-Instruct-2501",
+    ),
+    (
+        ("phi3", 3072, 32, 32, 32, 96, 8192, 32064, False),
+        "microsoft/Phi-3-mini-4k-instruct microsoft/Phi-3-mini-128k-instruct microsoft/Phi-3.5-mini-instruct",
+    ),
+    (("phi3", 3072, 32, 24, 8, 128, 8192, 200064, True), "microsoft/Phi-4-mini-instruct"),
+    (
+        ("phi3", 5120, 40, 40, 10, 128, 17920, 100352, False),
+        "microsoft/phi-4 microsoft/Phi-4-reasoning microsoft/Phi-4-reasoning-plus",
+    ),
+    (
+        ("olmo2", 4096, 32, 32, 32, 128, 11008, 100352, False),
+        "allenai/OLMo-2-1124-7B allenai/OLMo-2-1124-7B-SFT allenai/OLMo-2-1124-7B-DPO allenai/OLMo-2-1124-7B-Instruct",
+    ),
+    (
+        ("olmo2", 5120, 40, 40, 40, 128, 13824, 100352, False),
+        "allenai/OLMo-2-1124-13B allenai/OLMo-2-1124-13B-SFT allenai/OLMo-2-1124-13B-DPO "
+        "allenai/OLMo-2-1124-13B-Instruct",
+    ),
+    (("gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, True), "google/gemma-3-1b-pt google/gemma-3-1b-it"),
+)
+
+
+def known_configs() -> Mapping[str, Mapping[str, Any]]:
+    """The known part of the config of every model, by its name on the hub."""
+    return {name: dict(zip(_FIELDS, figures, strict=True)) for figures, names in _ROWS for name in names.split()}
+
+
+@cache
+def _shapes() -> Mapping[str, ModelShape]:
+    return {name.lower(): shape for name, config in known_configs().items() if (shape := shape_of(config)) is not None}
+
+
+def known_shape(uri: str) -> ModelShape | None:
+    """The shape of the model at ``uri``; None when it is not in the table. A revision does not change it."""
+    if not uri.startswith("hf://"):
+        return None
+    return _shapes().get(uri.removeprefix("hf://").partition("@")[0].rstrip("/").lower())

@@ -1,0 +1,196 @@
+"""How much memory a run takes: of each GPU, and of each node's host. Pure: from a model's shape and a plan.
+
+What a formula here says of one block is what torch keeps of it, operator by operator; a test compares it with what is
+seen on tensors without memory, and the whole estimate with the strategy itself on such (docs/memory.md).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from math import ceil
+
+from .adapters import ALL_LINEAR, adapter_parameters, named
+from .model_shape import ModelShape
+from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.lora import LoraSpec
+from .v1alpha1.status import PlanStatus
+
+MOMENTS = 2
+"""Of AdamW, for each parameter."""
+CHUNK_ELEMENTS = 2**27
+"""Logits that the trainer holds at a time."""
+CONTEXT_BYTES = 640 * 2**20
+"""Of a GPU that torch's allocator does not see: CUDA's context with its kernels, and the workspaces of cuBLAS."""
+GROUP_BYTES = 704 * 2**20
+"""Buffers of NCCL for each group of processes: 544 to 688 MiB were measured on an A100 (NVIDIA/nccl, issue 964)."""
+_BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes that one block takes for each token."""
+
+    kept: float
+    """From its forward to its backward pass."""
+    working: float
+    """Besides that, at the worst moment of its backward pass."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one GPU at the moment when most is held, by what holds them; None is not known."""
+
+    parameters: int
+    """This process's share of the weights."""
+    gradients: int
+    optimizer: int
+    """Moments."""
+    gathered: int | None
+    """Whole layers, gathered from all shares to be computed with, and their gradients before they are shared out."""
+    activations: int | None
+    """What the layers keep for the backward pass."""
+    logits: int | None
+    """Of the loss: logits and their gradients, and the gradient of the head."""
+    reserve: int
+    """CUDA's context and the buffers of NCCL."""
+
+    @property
+    def known(self) -> bool:
+        """Whether every part is."""
+        return None not in (self.gathered, self.activations, self.logits)
+
+    @property
+    def total(self) -> int:
+        """Of the parts that are known: at least so much."""
+        return sum(getattr(self, part.name) or 0 for part in fields(self))
+
+    @property
+    def allocated(self) -> int:
+        """``total`` without the reserve: what torch's allocator sees."""
+        return self.total - self.reserve
+
+
+def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, block: BlockMemory | None = None) -> MemoryEstimate:
+    """Memory of one process of ``plan`` that trains a model of ``shape``; ``block`` where it was seen, not reckoned.
+
+    One micro-batch goes through the model at a time, as in the first steps: several do only where there is room.
+    """
+    computed = _BYTES[plan.precision]
+    trained_block, trained_root = _trained(shape, spec)
+    trained = shape.layers * trained_block + trained_root
+    states = _states(trained, 0 if spec.lora is None else shape.parameters, spec, plan)
+    block = block or block_memory(shape, spec, computed)
+    tokens = micro_batch_tokens(spec, plan)
+    full = spec.training.activation_checkpointing == "full"
+    kept = computed * shape.hidden_size if full else block.kept
+    layers = shape.layers * kept * tokens
+    backward = layers + tokens * (block.working + (block.kept if full else 0))
+    # Of the last norm, and of its output where it is trained.
+    top = tokens * shape.hidden_size * (4 + 3 * computed)
+
+    block_bytes = computed * _held_by_block(shape, spec)
+    root = computed * shape.root_parameters
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    whole = fsdp is not None and not fsdp.reshard_after_forward
+    blocks = shape.layers * block_bytes if whole else 2 * block_bytes
+    # A gradient in the dtype of the computation, and the same in fp32, in which it is summed over the processes.
+    reduced_block, reduced_root = ((computed + 4) * count for count in (trained_block, trained_root))
+
+    head = shape.head_parameters if trained_root else 0
+    elements = min(tokens * shape.vocabulary, max(CHUNK_ELEMENTS, shape.vocabulary))
+    several = tokens * shape.vocabulary > CHUNK_ELEMENTS
+    # Added up in fp32 where there are several chunks, and rounded when the last one is gone.
+    chunk = elements * (4 + computed) + head * (4 if several else computed)
+    loss = tokens * shape.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
+    # What is gathered, kept by layers, and held by the loss, at the three moments when most is held.
+    moments = (
+        (root + (blocks if whole else block_bytes), layers + top, loss),
+        (root + blocks + reduced_block, backward, computed * head),
+        (root + (blocks if whole else 0) + reduced_root + 4 * trained_block, 0, 0),
+    )
+    gathered, activations, logits = max(moments, key=sum)
+    return MemoryEstimate(**states, gathered=ceil(gathered), activations=ceil(activations), logits=ceil(logits))
+
+
+def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
+    """What is known of a model of which only the number of ``parameters`` is: weights, gradients, moments."""
+    trained = 0 if spec.lora else parameters
+    return MemoryEstimate(
+        **_states(trained, parameters if spec.lora else 0, spec, plan), gathered=None, activations=None, logits=None
+    )
+
+
+def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
+    """Host memory of one node that a save in the background takes: weights and moments, which the nodes share out."""
+    return ceil(trained * 4 * (1 + MOMENTS) / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
+
+
+def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
+    """Tokens of the largest micro-batch of a process."""
+    return plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
+
+
+def trained_parameters(shape: ModelShape, spec: SFTJobSpec) -> int:
+    """How many parameters of a model of ``shape`` are trained, adapters included."""
+    block, root = _trained(shape, spec)
+    return shape.layers * block + root
+
+
+def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
+    held = _BYTES[(spec.lora.base_precision or plan.precision) if spec.lora else "fp32"]
+    share = 4 * ceil(trained / plan.shard_degree)
+    groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes)
+    return {
+        "parameters": share + held * ceil(frozen / plan.shard_degree),
+        "gradients": share,
+        "optimizer": MOMENTS * share,
+        "reserve": CONTEXT_BYTES + groups * GROUP_BYTES,
+    }
+
+
+def _trained(shape: ModelShape, spec: SFTJobSpec) -> tuple[int, int]:
+    """Parameters that are trained, of a block and of the rest."""
+    if spec.lora is None:
+        return shape.block_parameters, shape.root_parameters
+    return adapter_parameters(adapted_of(shape, spec.lora), spec.lora.rank), 0
+
+
+def adapted_of(shape: ModelShape, lora: LoraSpec) -> dict[str, tuple[int, int]]:
+    """The linear layers of one block that get adapters; names that no layer has are left to the trainer to refuse."""
+    targets: Collection[str] = [*shape.linear] if ALL_LINEAR in lora.target_modules else lora.target_modules
+    return {
+        name: size
+        for name, size in shape.linear.items()
+        if named(name, targets) and not named(name, lora.exclude_modules)
+    }
+
+
+def _held_by_block(shape: ModelShape, spec: SFTJobSpec) -> int:
+    """Parameters of a block, trained or not."""
+    return shape.block_parameters + (_trained(shape, spec)[0] if spec.lora else 0)
+
+
+def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMemory:
+    """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
+
+    Attention keeps queries, keys, values, its output and a number for each token and head. A norm is computed in fp32
+    and keeps its input in fp32.
+    """
+    family, width = shape.family, shape.hidden_size
+    queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
+    lora = spec.lora
+    # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
+    normed = 4 if family.norms_in_fp32 else (0 if lora else computed)
+    norms = shape.norms * width * (4 + normed) + 2 * width * computed
+    between = (queries + keys) * (4 + normed) if family.query_key_norm else 0
+    attention = computed * 2 * (queries + keys) + 4 * shape.heads
+    if family.fused:
+        # Values are part of what the one projection gave.
+        attention += computed * (queries + keys + width)
+    mlp = computed * 4 * inner
+    kept = norms + between + attention + mlp
+    if lora:
+        adapted = adapted_of(shape, lora)
+        kept += computed * lora.rank * len(adapted)
+        if lora.dropout:
+            kept += sum((computed + 1) * inputs for _, inputs in adapted.values())
+    return BlockMemory(kept=kept, working=computed * 2 * (inner + width))

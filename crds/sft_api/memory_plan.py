@@ -1,0 +1,218 @@
+"""Whether a run fits its GPUs, and what to change where it does not. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .gpus import declared_gpu_memory
+from .known_models import known_shape
+from .memory import MemoryEstimate, estimate, estimate_states, staging_bytes, trained_parameters
+from .model_shape import ModelShape
+from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.lora import LoraSpec
+from .v1alpha1.status import MemoryStatus, PlanStatus
+
+REFUSED_SHARE = 1.1
+"""Of a GPU's memory: what takes more is not tried. An estimate is up to 15% above what is then held (docs/memory.md),
+and a run that takes 96% of a GPU has no room for the holes between its blocks."""
+WARNED_SHARE = 0.9
+_GIBIBYTE = 2**30
+_UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
+_STAGED = 1.1
+"""Of what is staged: the uploads take some as well."""
+_WORTH_SAYING = 0.97
+"""A remedy leaves less than this share of what is taken without it."""
+_SHOWN = 4
+_MOST_DOUBLED = 4
+"""How often the GPUs are doubled in search of enough of them."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What there is to say of a run's memory; empty sentences where it fits, or nothing is known."""
+
+    refused: str = ""
+    """Why it is not tried, and what to change."""
+    warning: str = ""
+    """Why it may not fit, and what to change."""
+
+
+def parameter_count(text: str) -> int:
+    """The number that ``model.parameters`` stands for: 8B, 0.6B, 350M."""
+    return round(float(text[:-1]) * _UNITS[text[-1]])
+
+
+def memory_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> MemoryEstimate | None:
+    """Of one GPU, by the model's ``shape`` or, without one, by ``model.parameters``; None where neither is known."""
+    if shape is not None:
+        return estimate(shape, spec, plan)
+    count = spec.model.parameters
+    return None if count is None else estimate_states(parameter_count(count), spec, plan)
+
+
+def memory_status(
+    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu_memory: int | None
+) -> MemoryStatus | None:
+    """What ``status.plan`` says of memory; None for a run without GPUs, whose memory the host shares out."""
+    if spec.compute.gpus_per_node == 0:
+        return None
+    memory = memory_of(spec, plan, shape)
+    unknown = _unknown(spec, memory, gpu_memory)
+    gpu = None if gpu_memory is None else gibibytes(gpu_memory)
+    if memory is None:
+        return MemoryStatus(gpu_memory=gpu, unknown=unknown)
+    staged = staging(spec, shape)
+
+    def shown(part: int | None) -> str | None:
+        return None if part is None else gibibytes(part)
+
+    return MemoryStatus(
+        parameters=shown(memory.parameters),
+        gradients=shown(memory.gradients),
+        optimizer=shown(memory.optimizer),
+        gathered=shown(memory.gathered),
+        activations=shown(memory.activations),
+        logits=shown(memory.logits),
+        reserve=shown(memory.reserve),
+        total=shown(memory.total),
+        gpu_memory=gpu,
+        host_staging=shown(staged or None),
+        unknown=unknown,
+    )
+
+
+def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | None) -> str:
+    missing = []
+    if memory is None:
+        missing.append(
+            f"the shape of {spec.model.uri}, which is not in the table of known models: give model.parameters (8B) for "
+            "what follows from their number; the trainer reads the rest from its config"
+        )
+    elif not memory.known:
+        missing.append(
+            "gathered layers, activations and logits: model.parameters says nothing of the layers, so the total is "
+            "the least that is needed"
+        )
+    if gpu_memory is None:
+        missing.append("the size of the GPUs: give compute.gpuMemory (80Gi)")
+    return "; ".join(missing)
+
+
+def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
+    """Bytes of host memory of a node that a save in the background takes; 0 where none is made, or it is not known."""
+    if shape is not None:
+        return staging_bytes(trained_parameters(shape, spec), spec)
+    count = spec.model.parameters
+    return 0 if count is None or spec.lora else staging_bytes(parameter_count(count), spec)
+
+
+def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
+    """What to say when a pod with ``pod_memory`` bytes does not hold what a save in the background copies to it."""
+    needed = round(staging(spec, shape) * _STAGED)
+    if pod_memory is None or needed <= pod_memory:
+        return ""
+    return (
+        f"a save in the background copies {gibibytes(needed)} to the memory of each node, and its pod asks for "
+        f"{gibibytes(pod_memory)}: give compute.resources.requests.memory and limits.memory, or set checkpoint.async: "
+        "false; where there is no room, training waits while it is saved"
+    )
+
+
+def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, shape: ModelShape | None = None) -> Fit:
+    """Whether ``spec`` fits GPUs of ``gpu_memory`` bytes, where the manifest does not say how large they are.
+
+    ``shape`` is that of its model, where the table does not know it. With ``compute.memoryCheck: Warn`` nothing is
+    refused.
+    """
+    gpu = declared_gpu_memory(spec) or gpu_memory
+    shape = shape or known_shape(spec.model.uri)
+    memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
+    if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:
+        return Fit()
+    return sentences(spec, memory, gpu, remedies(spec, plan, shape, gpu))
+
+
+def sentences(spec: SFTJobSpec, memory: MemoryEstimate, gpu: int, remedy: str) -> Fit:
+    """The verdict on a run that takes ``memory`` of GPUs of ``gpu`` bytes, and that ``remedy`` makes smaller."""
+    if memory.total <= WARNED_SHARE * gpu:
+        return Fit()
+    least = "" if memory.known else "at least "
+    what = f"{least}{gibibytes(memory.total)} of each GPU's {gibibytes(gpu)} would be taken ({parts_in_words(memory)})"
+    if memory.total <= REFUSED_SHARE * gpu or spec.compute.memory_check == "Warn":
+        return Fit(warning=f"it may not fit: {what}; {remedy}")
+    return Fit(
+        refused=f"it does not fit: {what}; {remedy}. Where you know better, compute.memoryCheck: Warn has it tried"
+    )
+
+
+def parts_in_words(memory: MemoryEstimate) -> str:
+    """The parts of an estimate, the largest first."""
+    parts = {
+        "weights": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "gathered layers": memory.gathered,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "CUDA and NCCL": memory.reserve,
+    }
+    known = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
+    return ", ".join(f"{name} {size / _GIBIBYTE:.1f}" for size, name in known)
+
+
+def remedies(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> str:
+    """What to change so that less is taken of GPUs of ``gpu`` bytes, with what is taken then: the most useful first."""
+    now = memory_of(spec, plan, shape)
+    found = []
+    for words, other, changed in _changes(spec, plan, shape, gpu):
+        then = memory_of(other, changed, shape)
+        if now and then and then.total < _WORTH_SAYING * now.total:
+            found.append(f"{words} ({gibibytes(then.total)})")
+    return f"change one or several of: {', '.join(found[:_SHOWN])}" if found else "take GPUs with more memory"
+
+
+def _changes(
+    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int
+) -> Iterator[tuple[str, SFTJobSpec, PlanStatus]]:
+    """In words, as a spec and as its plan: only what of them decides about memory is right."""
+    if spec.training.activation_checkpointing != "full":
+        yield "training.activationCheckpointing: full", _with(spec, "training", activation_checkpointing="full"), plan
+    if plan.shard_degree < plan.processes:
+        wider = plan.model_copy(update={"shard_degree": plan.processes})
+        yield f"no strategy.fsdp.shardDegree, to shard over all {plan.processes} GPUs", spec, wider
+    else:
+        more = [_over(plan, 2**doubled * plan.processes) for doubled in range(1, _MOST_DOUBLED + 1)]
+        fitting = (wider for wider in more if _takes(spec, wider, shape) <= WARNED_SHARE * gpu)
+        wider = next(fitting, more[0])
+        yield f"{wider.processes} GPUs in compute", spec, wider
+    if spec.lora is None:
+        yield "lora", spec.model_copy(update={"lora": LoraSpec()}), plan
+    longest = spec.data.max_length
+    tokens = plan.max_tokens_per_micro_batch
+    if tokens is not None and tokens > longest:
+        fewer = plan.model_copy(update={"max_tokens_per_micro_batch": longest})
+        yield f"training.maxTokensPerMicroBatch: {longest}", spec, fewer
+    elif tokens is None and spec.training.micro_batch_size > 1:
+        yield "training.microBatchSize: 1", _with(spec, "training", micro_batch_size=1), plan
+    else:
+        half = max(8, longest // 2)
+        fewer = plan.model_copy(update={"max_tokens_per_micro_batch": half if tokens else None})
+        yield f"data.maxLength: {half}", _with(spec, "data", max_length=half), fewer
+
+
+def _over(plan: PlanStatus, processes: int) -> PlanStatus:
+    return plan.model_copy(update={"shard_degree": processes, "processes": processes})
+
+
+def _takes(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> int:
+    memory = memory_of(spec, plan, shape)
+    return memory.total if memory else 0
+
+
+def _with(spec: SFTJobSpec, section: str, **fields: Any) -> SFTJobSpec:
+    return spec.model_copy(update={section: getattr(spec, section).model_copy(update=fields)})
+
+
+def gibibytes(size: int) -> str:
+    """A number of bytes as a quantity for people: 61.2Gi."""
+    return f"{size / _GIBIBYTE:.1f}Gi"

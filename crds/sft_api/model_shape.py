@@ -1,0 +1,155 @@
+"""The sizes of a decoder, by which its parameters and its memory are counted. Pure: from the words of a config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the decoders of one ``model_type`` have in common, and differ in from those of another."""
+
+    attention_bias: bool = False
+    """Of the projections to queries, keys and values, where the config does not say."""
+    query_key_norm: Literal["", "head", "whole"] = ""
+    """A norm of queries and keys: over each head, or over all of them."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where the norms of a block stand: before attention and MLP, after them, or both."""
+    norms_in_fp32: bool = False
+    """Whether the weight of a norm is multiplied in fp32, before the result is rounded."""
+    fused: bool = False
+    """Whether queries, keys and values are one projection, and gate and up another."""
+    tied: bool = False
+    """Whether embedding and head are one, where the config does not say."""
+    head_size: int | None = None
+    """Where the config does not say; hidden size / heads when None."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(attention_bias=True),
+    "qwen3": Family(query_key_norm="head", head_size=128),
+    "phi3": Family(fused=True),
+    "smollm3": Family(tied=True),
+    "olmo2": Family(query_key_norm="whole", norms="after", norms_in_fp32=True),
+    "gemma3_text": Family(query_key_norm="head", norms="both", norms_in_fp32=True, tied=True, head_size=256),
+}
+"""The architectures that are counted by a formula; the trainer counts any other one as it is."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of equal blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them."""
+
+    family: Family
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocabulary: int
+    tied: bool
+    """Whether embedding and head are one tensor."""
+    attention_bias: bool
+    """Of the projections to queries, keys and values."""
+    output_bias: bool = False
+    """Of the projection after attention."""
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries together."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys together, and of all values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of a block by name: (outputs, inputs)."""
+        attention = {
+            "self_attn.q_proj": (self.queries, self.hidden_size),
+            "self_attn.k_proj": (self.keys, self.hidden_size),
+            "self_attn.v_proj": (self.keys, self.hidden_size),
+        }
+        mlp = {
+            "mlp.gate_proj": (self.intermediate_size, self.hidden_size),
+            "mlp.up_proj": (self.intermediate_size, self.hidden_size),
+        }
+        if self.family.fused:
+            attention = {"self_attn.qkv_proj": (self.queries + 2 * self.keys, self.hidden_size)}
+            mlp = {"mlp.gate_up_proj": (2 * self.intermediate_size, self.hidden_size)}
+        return {
+            **attention,
+            "self_attn.o_proj": (self.hidden_size, self.queries),
+            **mlp,
+            "mlp.down_proj": (self.hidden_size, self.intermediate_size),
+        }
+
+    @property
+    def norms(self) -> int:
+        """Norms of the width of the model in a block."""
+        return 4 if self.family.norms == "both" else 2
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        matrices = sum(outputs * inputs for outputs, inputs in self.linear.values())
+        biases = (self.queries + 2 * self.keys if self.attention_bias else 0) + (
+            self.hidden_size if self.output_bias else 0
+        )
+        normed = {"": 0, "head": 2 * self.head_size, "whole": self.queries + self.keys}[self.family.query_key_norm]
+        return matrices + biases + self.norms * self.hidden_size + normed
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head, which is the embedding where they are tied."""
+        return self.vocabulary * self.hidden_size
+
+    @property
+    def root_parameters(self) -> int:
+        """Of all that is in no block: embedding, last norm, head."""
+        return self.head_parameters * (1 if self.tied else 2) + self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; tied ones once."""
+        return self.layers * self.block_parameters + self.root_parameters
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape that ``config``, the content of a model's config.json, describes; None where no formula counts it."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
+    vocabulary = _size(config, "vocab_size")
+    if heads is None or hidden is None or layers is None or intermediate is None or vocabulary is None:
+        return None
+    if config.get("mlp_bias"):
+        return None
+    bias, tied = config.get("attention_bias"), config.get("tie_word_embeddings")
+    own = family.attention_bias  # of families whose config has no such field
+    return ModelShape(
+        family=family,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=_size(config, "num_key_value_heads") or heads,
+        head_size=_size(config, "head_dim") or family.head_size or hidden // heads,
+        intermediate_size=intermediate,
+        vocabulary=vocabulary,
+        tied=family.tied if tied is None else bool(tied),
+        attention_bias=own or bool(bias),
+        output_bias=bool(bias) and not own,
+    )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,51 @@
+"""What this machine knows of a job's model: its shape, by the config.json of a folder or of the hub's cache."""
+
+import json
+import os
+from pathlib import Path
+
+from sft_api.known_models import known_shape
+from sft_api.memory_plan import Fit, staging_warning
+from sft_api.model_shape import ModelShape, shape_of
+from sft_api.v1alpha1.job import SFTJobSpec
+from sft_api.v1alpha1.quantities import quantity_value
+
+_FILE, _HUB = "file://", "hf://"
+
+
+def model_shape(spec: SFTJobSpec) -> ModelShape | None:
+    """The shape of the model of ``spec``: as its config says it, where that is here, or by the table; else None."""
+    config = _config(spec.model.uri)
+    if config is None:
+        return known_shape(spec.model.uri)
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # sft run says what is wrong with it
+        return None
+    return shape_of(content) if isinstance(content, dict) else None
+
+
+def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> list[str]:
+    """What to say of the memory of a run that may be tried: of its GPUs, and of the host as far as ``spec`` says it."""
+    resources = spec.compute.resources
+    asked = resources.limits.get("memory", resources.requests.get("memory"))
+    size = None if asked is None else quantity_value(asked)
+    on_gpu = spec.compute.gpus_per_node > 0
+    staging = staging_warning(spec, shape, None if size is None or not on_gpu else int(size))
+    return [text for text in (fit.warning, staging) if text]
+
+
+def _config(uri: str) -> Path | None:
+    if uri.startswith(_FILE):
+        return Path(uri.removeprefix(_FILE)) / "config.json"
+    if not uri.startswith(_HUB):
+        return None
+    name, _, revision = uri.removeprefix(_HUB).partition("@")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cached = home / "hub" / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (cached / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = revision
+    path = cached / "snapshots" / commit / "config.json"
+    return path if commit and path.is_file() else None

@@ -1,0 +1,172 @@
+"""Memory of a run by formula: states, parts, what the table and the config of a model say."""
+
+from typing import Any
+
+import pytest
+
+from sft_api.known_models import known_configs, known_shape
+from sft_api.memory import MemoryEstimate, estimate, estimate_states, staging_bytes, trained_parameters
+from sft_api.model_shape import FAMILIES, ModelShape, shape_of
+from sft_api.plan import make_plan
+from tests.unit.cli.jobs import job
+
+PUBLISHED = {
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "microsoft/phi-4": 14_659_507_200,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "google/gemma-3-1b-pt": 999_885_952,
+}
+"""Parameters as the hub counts them in the models' files; tied ones once."""
+EIGHT_BILLION = "hf://meta-llama/Llama-3.1-8B"
+
+
+def shape(uri: str = EIGHT_BILLION) -> ModelShape:
+    found = known_shape(uri)
+    assert found is not None
+    return found
+
+
+def estimated(model: str = EIGHT_BILLION, gpus: int = 8, **spec: Any) -> MemoryEstimate:
+    asked = job(**{"model": {"uri": model}, "compute": {"gpusPerNode": gpus}, **spec}).spec
+    return estimate(shape(model), asked, make_plan(asked))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_figures_of_a_known_model_add_up_to_its_published_parameters(name: str) -> None:
+    assert shape(f"hf://{name}").parameters == PUBLISHED[name]
+
+
+def test_every_row_of_the_table_is_held_against_a_published_number() -> None:
+    shapes = {shape(f"hf://{name}") for name in PUBLISHED}
+
+    assert {shape(f"hf://{name}") for name in known_configs()} == shapes
+    assert len(shapes) == len(PUBLISHED)
+
+
+def test_a_model_is_known_by_its_name_whatever_the_revision_and_only_on_the_hub() -> None:
+    assert known_shape("hf://qwen/Qwen3-8B@main") == shape("hf://Qwen/Qwen3-8B")
+    assert known_shape("hf://someone/Qwen3-8B") is None
+    assert known_shape("s3://Qwen/Qwen3-8B") is None
+
+
+def test_a_config_that_says_little_is_read_with_the_defaults_of_its_family() -> None:
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+
+    assert shape_of(config) == shape("hf://Qwen/Qwen2.5-0.5B")
+    biased = {**config, "model_type": "llama", "attention_bias": True}
+    llama, with_bias = shape_of({**config, "model_type": "llama"}), shape_of(biased)
+    assert llama is not None
+    assert with_bias is not None
+    # Queries, keys, values and the output
+    assert with_bias.block_parameters - llama.block_parameters == 896 + 2 * 128 + 896
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "mamba"}, {"hidden_size": None}, {"hidden_size": "896"}, {"num_hidden_layers": 0}, {"mlp_bias": 1}],
+)
+def test_what_no_formula_counts_has_no_shape(change: dict[str, Any]) -> None:
+    known = dict(known_configs()["Qwen/Qwen2.5-0.5B"])
+    assert shape_of(known) is not None
+
+    assert shape_of({**known, **change}) is None
+    assert shape_of({}) is None
+    assert "mamba" not in FAMILIES
+
+
+def test_states_take_16_bytes_a_parameter_shared_out() -> None:
+    memory = estimated()
+
+    parameters = 8_030_261_248
+    assert memory.parameters == memory.gradients == 4 * parameters / 8
+    assert memory.optimizer == 8 * parameters / 8
+    assert estimated(gpus=1).parameters == 4 * parameters
+    asked = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy={"fsdp": {"shardDegree": 4}}).spec
+    assert estimate(shape(), asked, make_plan(asked)).parameters == parameters
+
+
+def test_adapters_take_their_own_states_beside_a_frozen_base() -> None:
+    memory = estimated(lora={"rank": 16})
+
+    # By hand: seven layers with 16 x (inputs + outputs) each, in 32 blocks
+    pairs = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
+    adapters = 32 * 16 * sum(a + b for a, b in pairs)
+    assert memory.gradients == 4 * adapters / 8
+    assert memory.optimizer == 8 * adapters / 8
+    assert memory.parameters == 4 * adapters / 8 + 2 * 8_030_261_248 / 8
+    asked = job(lora={"rank": 16, "targetModules": ["q_proj", "up_proj"], "excludeModules": ["up_proj"]}).spec
+    assert trained_parameters(shape(), asked) == 32 * 16 * (4096 + 4096)
+    in_fp32 = estimated(lora={"rank": 16, "basePrecision": "fp32"})
+    assert in_fp32.parameters == 4 * adapters / 8 + 4 * 8_030_261_248 / 8
+
+
+def test_activations_follow_the_tokens_and_checkpointing() -> None:
+    short, long = (estimated(data={"train": [{"uri": "hf://a/b"}], "maxLength": n}) for n in (8192, 16384))
+    full = estimated(
+        data={"train": [{"uri": "hf://a/b"}], "maxLength": 16384}, training={"activationCheckpointing": "full"}
+    )
+
+    activations = [memory.activations or 0 for memory in (short, long, full)]
+    assert activations[1] == pytest.approx(2 * activations[0], rel=0.02)
+    assert 0 < activations[2] < activations[1] / 10
+    assert long.logits == pytest.approx(short.logits or 0, rel=0.02)
+
+
+def test_more_than_one_process_keeps_buffers_for_its_groups() -> None:
+    alone, together = estimated(gpus=1).reserve, estimated(gpus=8).reserve
+    asked = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy={"fsdp": {"shardDegree": 8}}).spec
+    hybrid = estimate(shape(), asked, make_plan(asked)).reserve
+
+    assert together - alone == hybrid - together > 0
+
+
+def test_of_a_number_of_parameters_only_the_states_follow() -> None:
+    asked = job(compute={"gpusPerNode": 8}).spec
+
+    memory = estimate_states(8_000_000_000, asked, make_plan(asked))
+
+    assert (memory.gathered, memory.activations, memory.logits, memory.known) == (None, None, None, False)
+    assert memory.allocated == 16 * 1_000_000_000
+
+
+def test_a_save_is_staged_by_all_nodes_together() -> None:
+    asked = job(compute={"nodes": 2, "gpusPerNode": 8}).spec
+
+    assert staging_bytes(1_000_000, asked) == 6_000_000
+    assert staging_bytes(1_000_000, job(checkpoint={"async": False}).spec) == 0

@@ -1,0 +1,166 @@
+"""Whether a run fits its GPUs, what is said when it does not, and what the manifest says of the GPUs."""
+
+from typing import Any
+
+import pytest
+
+from sft_api.gpus import declared_gpu_memory, product_memory
+from sft_api.known_models import known_shape
+from sft_api.memory_plan import Fit, judge, parameter_count, staging_warning
+from sft_api.plan import make_plan
+from sft_api.v1alpha1.job import SFTJobSpec
+from tests.unit.cli.jobs import job
+
+GIB = 2**30
+EIGHT_BILLION = {"uri": "hf://meta-llama/Llama-3.1-8B"}
+
+
+def spec(gpus: int = 8, model: dict[str, Any] | None = None, length: int = 8192, **parts: Any) -> SFTJobSpec:
+    compute = {"gpusPerNode": gpus, "gpuMemory": "80Gi", **parts.pop("compute", {})}
+    data = {"train": [{"uri": "hf://a/b"}], "maxLength": length}
+    return job(model=model or EIGHT_BILLION, compute=compute, data=data, **parts).spec
+
+
+def verdict(asked: SFTJobSpec, **known: Any) -> Fit:
+    return judge(asked, make_plan(asked, **known), **known)
+
+
+def total(asked: SFTJobSpec) -> str | None:
+    memory = make_plan(asked).memory
+    return memory and memory.total
+
+
+def test_what_fits_needs_no_words() -> None:
+    assert verdict(spec(gpus=8, length=4096)) == Fit()
+
+
+def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
+    refused = verdict(spec(gpus=2)).refused
+
+    taken = total(spec(gpus=2))
+    assert refused.startswith(f"it does not fit: {taken} of each GPU's 80.0Gi would be taken (activations 4")
+    remedies = [part.split(" (")[0] for part in refused.partition("several of: ")[2].split("), ")]
+    assert remedies[:3] == ["training.activationCheckpointing: full", "8 GPUs in compute", "lora"]
+    assert "compute.memoryCheck: Warn has it tried" in refused
+
+
+def test_between_90_and_110_percent_there_is_a_warning() -> None:
+    tight = verdict(spec(gpus=2, compute={"gpuMemory": "120Gi"}))
+    loose = verdict(spec(gpus=2, compute={"gpuMemory": "131Gi"}))
+
+    assert (tight.refused, tight.warning.split(":")[0]) == ("", "it may not fit")
+    assert loose == Fit()
+    assert verdict(spec(gpus=2, compute={"gpuMemory": "105Gi"})).refused
+
+
+def test_who_knows_better_is_warned_only() -> None:
+    fit = verdict(spec(gpus=1, compute={"memoryCheck": "Warn"}))
+
+    assert (fit.refused, fit.warning.split(":")[0]) == ("", "it may not fit")
+
+
+def test_remedies_are_those_that_make_a_difference() -> None:
+    adapters = spec(
+        gpus=1, lora={"rank": 8}, training={"activationCheckpointing": "full"}, compute={"gpuMemory": "20Gi"}
+    )
+    hybrid = spec(gpus=8, strategy={"fsdp": {"shardDegree": 1}})
+
+    told = verdict(adapters).refused
+    assert "activationCheckpointing" not in told
+    assert ", lora" not in told
+    over_all = f"no strategy.fsdp.shardDegree, to shard over all 8 GPUs ({total(spec(gpus=8))})"
+    assert over_all in verdict(hybrid).refused
+    bins = spec(gpus=4, training={"maxTokensPerMicroBatch": 65536})
+    assert "training.maxTokensPerMicroBatch: 8192 (" in verdict(bins).refused
+    unpacked = job(
+        model=EIGHT_BILLION,
+        compute={"gpusPerNode": 8, "gpuMemory": "80Gi"},
+        data={"train": [{"uri": "hf://a/b"}], "packing": "none", "maxLength": 8192},
+        training={"microBatchSize": 4},
+    ).spec
+    assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).refused
+
+
+def test_of_a_number_of_parameters_what_is_sure_is_judged() -> None:
+    own = {"uri": "s3://models/own", "parameters": "8B"}
+
+    refused = verdict(spec(gpus=1, model=own)).refused
+    assert "at least 119.8Gi of each GPU's 80.0Gi would be taken" in refused
+    assert verdict(spec(gpus=2, model=own)) == Fit()
+    assert verdict(spec(gpus=1, model={"uri": "s3://models/own"})) == Fit()
+    counts = [parameter_count(text) for text in ("8B", "0.6B", "350M", "1T")]
+    assert counts == [8_000_000_000, 600_000_000, 350_000_000, 10**12]
+
+
+def test_without_gpus_nothing_is_judged() -> None:
+    asked = job(model=EIGHT_BILLION, compute={"gpusPerNode": 0, "gpuMemory": "1Gi"}).spec
+
+    assert verdict(asked) == Fit()
+    assert make_plan(asked).memory is None
+
+
+def test_the_size_of_a_gpu_is_that_of_the_manifest_then_of_the_cluster() -> None:
+    asked = job(model=EIGHT_BILLION, compute={"gpusPerNode": 1}).spec
+
+    assert verdict(asked) == Fit()
+    assert verdict(asked, gpu_memory=80 * GIB).refused
+    assert verdict(spec(gpus=1, compute={"gpuMemory": "300Gi"}), gpu_memory=GIB) == Fit()
+
+
+@pytest.mark.parametrize(
+    ("compute", "gibibytes"),
+    [
+        ({}, None),
+        ({"gpuMemory": "80Gi"}, 80),
+        ({"nodeSelector": {"nvidia.com/gpu.memory": "81920"}}, 80),
+        ({"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}}, 80),
+        ({"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"}, "gpuMemory": "20Gi"}, 20),
+        ({"nodeSelector": {"nvidia.com/gpu.memory": "large"}}, None),
+    ],
+)
+def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: int | None) -> None:
+    assert declared_gpu_memory(job(compute=compute).spec) == (gibibytes and gibibytes * GIB)
+
+
+@pytest.mark.parametrize(
+    ("product", "gibibytes"),
+    [
+        ("NVIDIA-A100-SXM4-40GB", 40),
+        ("Tesla-V100-SXM2-16GB", 16),
+        ("NVIDIA-H200", 140),
+        ("NVIDIA-L40S", 45),
+        ("Tesla-T4", 15),
+        ("NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", 5),
+        ("NVIDIA-H100-80GB-HBM3-SHARED", None),
+        ("NVIDIA-GB200-something", None),
+        ("", None),
+    ],
+)
+def test_what_a_product_label_says(product: str, gibibytes: int | None) -> None:
+    assert product_memory(product) == (gibibytes and gibibytes * GIB)
+
+
+def test_the_plan_shows_the_parts_and_what_is_not_known() -> None:
+    memory = make_plan(spec(gpus=8)).memory
+    assert memory is not None
+    assert (memory.parameters, memory.optimizer, memory.total) == ("3.7Gi", "7.5Gi", total(spec(gpus=8)))
+    assert (memory.gpu_memory, memory.host_staging, memory.unknown) == ("80.0Gi", "89.7Gi", "")
+    own = make_plan(job(model={"uri": "s3://models/own"}, compute={"gpusPerNode": 1}).spec).memory
+    assert own is not None
+    assert own.total is None
+    assert "the shape of s3://models/own" in own.unknown
+    assert "give compute.gpuMemory" in own.unknown
+    counted = make_plan(job(model={"uri": "s3://m/o", "parameters": "8B"}, compute={"gpusPerNode": 1}).spec).memory
+    assert counted is not None
+    assert (counted.activations, counted.total) == (None, "119.8Gi")
+    assert "activations" in counted.unknown
+
+
+def test_a_host_that_does_not_hold_a_save_is_warned_of() -> None:
+    shape = known_shape(EIGHT_BILLION["uri"])
+
+    assert "98.7Gi to the memory of each node" in staging_warning(spec(), shape, 64 * GIB)
+    assert staging_warning(spec(), shape, 100 * GIB) == ""
+    assert staging_warning(spec(), shape, None) == ""
+    assert staging_warning(spec(checkpoint={"async": False}), shape, GIB) == ""
+    assert staging_warning(spec(lora={"rank": 8}), shape, GIB) == ""
