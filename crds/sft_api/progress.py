@@ -84,6 +84,9 @@ class TrainingProgress(ReportModel):
     first_eval_loss: float | None = None
     """``eval_loss`` before the first step, if it was evaluated then."""
     eval_losses: dict[str, float | None] = Field(default_factory=dict)
+    eval_accuracy: float | None = None
+    """Share of the trained tokens of all sets that the last evaluation found the most likely ones."""
+    eval_accuracies: dict[str, float | None] = Field(default_factory=dict)
     learning_rate: float | None = None
     grad_norm: float | None = None
     step_seconds: float | None = None
@@ -193,6 +196,7 @@ class TerminationMessage(ReportModel):
     total_steps: int | None = None
     loss: float | None = None
     eval_loss: float | None = None
+    eval_accuracy: float | None = None
     checkpoints_uri: str = Field(default="", max_length=1000)
     """Folder that holds ``checkpoints``."""
     checkpoints: list[CommittedCheckpoint] = Field(default_factory=list, max_length=10)

@@ -64,6 +64,7 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         # As exact as the trainer says it: it is what an export is checked against.
         eval_loss=finite(training.eval_loss),
         first_eval_loss=finite(training.first_eval_loss),
+        eval_accuracy=shown(training.eval_accuracy),
         learning_rate=shown(training.learning_rate),
         grad_norm=shown(training.grad_norm),
         tokens_per_second=shown(training.tokens_per_second),

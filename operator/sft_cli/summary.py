@@ -69,6 +69,8 @@ def _loss(progress: ProgressStatus | None) -> str:
     parts = [_change("", progress.first_loss, progress.loss)]
     if progress.eval_loss is not None:
         parts.append(_change("evaluation ", progress.first_eval_loss, progress.eval_loss))
+    if progress.eval_accuracy is not None:
+        parts.append(f"{100 * progress.eval_accuracy:.1f}% of its tokens right")
     drawn = f"; drawn in {place(progress.curve)}" if progress.curve else ""
     return ", ".join(parts) + drawn
 

@@ -20,6 +20,7 @@ _FIGURES = (
     ("sft_job_total_steps", "Optimizer steps of the whole run.", ("progress", "totalSteps")),
     ("sft_job_loss", "Loss of the last step.", ("progress", "loss")),
     ("sft_job_eval_loss", "Last evaluation loss.", ("progress", "evalLoss")),
+    ("sft_job_eval_accuracy", "Last evaluation's token accuracy.", ("progress", "evalAccuracy")),
     ("sft_job_tokens_per_second", "Tokens a second.", ("progress", "tokensPerSecond")),
     (
         "sft_job_model_flops_utilization",

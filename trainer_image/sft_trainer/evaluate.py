@@ -1,4 +1,4 @@
-"""Token-weighted mean loss over the evaluation sets."""
+"""Token-weighted mean loss and accuracy over the evaluation sets."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,10 +19,14 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean loss per trained token of every set, and over all sets together."""
+    """Of every set, and over all sets together."""
 
     losses: dict[str, float]
+    """Mean loss per trained token."""
     loss: float
+    accuracies: dict[str, float]
+    """Share of the trained tokens that the model finds the most likely ones, from 0 to 1."""
+    accuracy: float
 
 
 class EvaluationBins:
@@ -69,7 +73,7 @@ def evaluate(
     batch and says how many processes want to leave: the evaluation ends then on all of them, and gives None.
     """
     bins = EvaluationBins(sets, bin_tokens, topology)
-    sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in sets}
+    sums = {name: torch.zeros((2,), dtype=torch.float64, device=device) for name in sets}
     names = bins.names
     left: deque[LateFigures] = deque()
     with closing(Feed(bins, first=0, total=len(names), device=device)) as feed:
@@ -83,9 +87,13 @@ def evaluate(
                 if len(left) > steps_behind(device) and any(left.popleft().read()):
                     return None
     with adding_up():
-        reduced = sum_over_ranks([total if topology.counts_loss else 0.0 for total in sums.values()], device)
+        each = [total for both in sums.values() for total in both]
+        reduced = sum_over_ranks([total if topology.counts_loss else 0.0 for total in each], device)
+    losses, rights = reduced[::2], reduced[1::2]
     tokens = [int(examples.trained.sum(dtype=np.int64)) for examples in sets.values()]
     return EvaluationResult(
-        losses={name: total / count for name, total, count in zip(sets, reduced, tokens, strict=True)},
-        loss=sum(reduced) / sum(tokens),
+        losses={name: total / count for name, total, count in zip(sets, losses, tokens, strict=True)},
+        loss=sum(losses) / sum(tokens),
+        accuracies={name: right / count for name, right, count in zip(sets, rights, tokens, strict=True)},
+        accuracy=sum(rights) / sum(tokens),
     )

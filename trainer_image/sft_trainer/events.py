@@ -189,11 +189,13 @@ class Evaluating:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean losses after ``step``, over all sets together and of each."""
+    """Mean losses and token accuracies after ``step``, over all sets together and of each."""
 
     step: int
     loss: float
     losses: Mapping[str, float]
+    accuracy: float
+    accuracies: Mapping[str, float]
     figures: Figures
     """Of the run, with this evaluation."""
 

@@ -14,8 +14,8 @@ _TOTALS = (
 )
 """Fields of a ``RunState`` by the same names."""
 _SHOWN = (
-    *("step", "loss", "first_loss", "eval_loss", "first_eval_loss", "tokens_seen", "trained_tokens_seen"),
-    "stopped_early",
+    *("step", "loss", "first_loss", "eval_loss", "eval_accuracy", "first_eval_loss", "tokens_seen"),
+    *("trained_tokens_seen", "stopped_early"),
 )
 """Fields of a ``TrainingProgress`` by the same names."""
 
@@ -36,6 +36,8 @@ class Figures:
     """Of the first step."""
     eval_loss: float | None = None
     """Of the last evaluation."""
+    eval_accuracy: float | None = None
+    """Of the last evaluation: share of the trained tokens that were found the most likely ones."""
     first_eval_loss: float | None = None
     """Of the one before the first step, if there was one."""
     evaluated_at: int = -1
@@ -54,12 +56,19 @@ class Figures:
         """Those of a run that goes on from there."""
         extra, metrics = manifest.run.model_extra or {}, manifest.run.metrics
         totals = {name: extra[name] for name in _TOTALS if name in extra}
-        return cls(step=manifest.step, loss=metrics.get("loss"), eval_loss=metrics.get("evalLoss"), **totals)
+        return cls(
+            step=manifest.step,
+            loss=metrics.get("loss"),
+            eval_loss=metrics.get("evalLoss"),
+            eval_accuracy=metrics.get("evalAccuracy"),
+            **totals,
+        )
 
     def record(self) -> dict[str, Any]:
         """Fields of the ``RunState`` of a checkpoint of ``step``."""
-        evaluated = self.evaluated_at == self.step
-        metrics = {"loss": self.loss, "evalLoss": self.eval_loss if evaluated else None}
+        metrics = {"loss": self.loss, "evalLoss": None, "evalAccuracy": None}
+        if self.evaluated_at == self.step:
+            metrics |= {"evalLoss": self.eval_loss, "evalAccuracy": self.eval_accuracy}
         return {"cursor": self.step, "metrics": metrics, **{name: getattr(self, name) for name in _TOTALS}}
 
     def progress(self) -> dict[str, Any]:
@@ -80,11 +89,11 @@ class Figures:
             first_loss=shown if number == 1 else self.first_loss,
         )
 
-    def evaluated(self, loss: float, *, min_delta: float = 0.0) -> "Figures":
+    def evaluated(self, loss: float, accuracy: float | None = None, *, min_delta: float = 0.0) -> "Figures":
         """With an evaluation after ``step``; one that is lower by no more than ``min_delta`` is not better."""
         shown = finite(loss)
         first = shown if self.step == 0 else self.first_eval_loss
-        told = replace(self, eval_loss=shown, first_eval_loss=first, evaluated_at=self.step)
+        told = replace(self, eval_loss=shown, eval_accuracy=accuracy, first_eval_loss=first, evaluated_at=self.step)
         if self.judged_at == self.step:
             return told
         better = shown is not None and (self.best_eval_loss is None or shown < self.best_eval_loss - min_delta)

@@ -84,3 +84,21 @@ def linear_cross_entropy(
         hidden, weight = hidden.detach(), weight.detach()
     scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale)
     return scaled, total
+
+
+@torch.no_grad()
+def evaluation_sums(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
+
+    Arguments as of ``linear_cross_entropy``, whose sum the first one is to the last bit.
+    """
+    rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.shape[0], rows):
+        piece, target = hidden[start : start + rows], labels[start : start + rows]
+        log_probabilities = log_softmax(piece @ weight.T, dim=-1, dtype=torch.float32)
+        total -= log_probabilities.gather(1, target[:, None]).sum()
+        right += (log_probabilities.argmax(dim=-1) == target).sum()
+    return total, right

@@ -264,8 +264,11 @@ class Reporting(Listener):
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
         losses = {name: finite(each) for name, each in event.losses.items()}
-        self._reporter.update(**event.figures.progress(), eval_losses=losses)
-        self._reporter.say("evaluation after step %s: loss %.4f", event.step, event.loss)
+        accuracies = {name: finite(each) for name, each in event.accuracies.items()}
+        self._reporter.update(**event.figures.progress(), eval_losses=losses, eval_accuracies=accuracies)
+        self._reporter.say(
+            "evaluation after step %s: loss %.4f, token accuracy %.4f", event.step, event.loss, event.accuracy
+        )
         self._go_on(event.step)
 
     def on_finish(self, event: Finishing, control: Control) -> None:

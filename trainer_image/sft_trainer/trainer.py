@@ -391,9 +391,14 @@ class Trainer:
         if result is None:
             self._stop()
         early = self.spec.training.evaluation.early_stopping
-        self.figures = self.figures.evaluated(result.loss, min_delta=early.min_delta if early else 0.0)
-        self.events.emit(Logged(self.step, {"evalLoss": result.loss, "evalLosses": result.losses}))
-        self.events.emit(Evaluated(self.step, result.loss, result.losses, self.figures))
+        min_delta = early.min_delta if early else 0.0
+        self.figures = self.figures.evaluated(result.loss, result.accuracy, min_delta=min_delta)
+        losses = {"evalLoss": result.loss, "evalLosses": result.losses}
+        accuracies = {"evalAccuracy": result.accuracy, "evalAccuracies": result.accuracies}
+        self.events.emit(Logged(self.step, {**losses, **accuracies}))
+        self.events.emit(
+            Evaluated(self.step, result.loss, result.losses, result.accuracy, result.accuracies, self.figures)
+        )
 
     def _leaving(self) -> LateFigures:
         """How many processes were asked to stop: an evaluation may take longer than they are given."""

@@ -52,6 +52,10 @@ class ProgressStatus(ApiModel):
     first_eval_loss: float | None = Field(
         default=None, description="The same before the first step, with training.evaluation.beforeTraining."
     )
+    eval_accuracy: float | None = Field(
+        default=None,
+        description="Share of the trained tokens of all evaluation sets that the model finds the most likely ones.",
+    )
     learning_rate: float | None = Field(default=None, description="Learning rate of the last step.")
     grad_norm: float | None = Field(default=None, description="Global gradient norm before clipping.")
     tokens_per_second: float | None = Field(default=None, description="Tokens a second, over all processes.")

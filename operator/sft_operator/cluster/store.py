@@ -216,4 +216,4 @@ def _progress(raw: bytes | None) -> TrainingProgress | None:
     except (ValidationError, ValueError):
         return None
     warnings = [warning[:_WARNING_CHARACTERS] for warning in told.warnings[:_WARNINGS]]
-    return told.model_copy(update={"warnings": warnings, "eval_losses": {}})
+    return told.model_copy(update={"warnings": warnings, "eval_losses": {}, "eval_accuracies": {}})

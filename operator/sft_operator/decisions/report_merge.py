@@ -151,6 +151,7 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         update["loss"] = shown(words.loss)
     if words.eval_loss is not None:
         update["eval_loss"] = words.eval_loss
+        update["eval_accuracy"] = shown(words.eval_accuracy)
     export = ExportStatus(uri=words.export_uri, step=words.step) if words.export_uri else status.export
     return status.model_copy(
         update={

@@ -64,13 +64,30 @@ def test_a_run_leaves_its_picture_and_what_tensorboard_reads(store: Store, tmp_p
     curve = CurveWriter(store, "tiny <1>", attempt=1, resumed_at=0, written=lambda: written.append(True))
     first = [{"step": 0, "evalLoss": 6.0, "evalLosses": {"a": 5.0, "b": 7.0}}, *(record(n, 6 - n) for n in (1, 2))]
     save(store, curve, 1, first)
-    save(store, curve, 1, [record(3, 3.0), record(4, None, evalLoss=2.5, evalLosses={"a": 2.0, "b": 3.0})])
+    save(
+        store,
+        curve,
+        1,
+        [
+            record(3, 3.0),
+            record(
+                4,
+                None,
+                evalLoss=2.5,
+                evalLosses={"a": 2.0, "b": 3.0},
+                evalAccuracy=0.5,
+                evalAccuracies={"a": 0.25, "b": 0.75},
+            ),
+        ],
+    )
     curve.finish(PATIENCE_SECONDS)
 
     assert written == [True, True]
     assert shown_by_tensorboard(store, tmp_path / "loss", "train/loss") == [(1, 5.0), (2, 4.0), (3, 3.0)]
     assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(0, 6.0), (4, 2.5)]
     assert shown_by_tensorboard(store, tmp_path / "b", "eval/loss/b") == [(0, 7.0), (4, 3.0)]
+    assert shown_by_tensorboard(store, tmp_path / "right", "eval/accuracy") == [(4, 0.5)]
+    assert shown_by_tensorboard(store, tmp_path / "right b", "eval/accuracy/b") == [(4, 0.75)]
     assert shown_by_tensorboard(store, tmp_path / "speed", "train/tokens_per_second")[0] == (1, 200.0)
     svg = store.read("curve.svg")
     assert b"tiny &lt;1&gt;" in svg

@@ -29,14 +29,14 @@ from tests.worker_processes import is_worker
 BUCKET = "good-runs"
 
 
-def evaluation_loss(folder: Path, rows: list[dict[str, Any]], max_length: int) -> float:
-    """Mean loss of the model in ``folder`` per token of the last answers, its end-of-turn token included.
+def evaluation_of(folder: Path, rows: list[dict[str, Any]], max_length: int) -> tuple[float, float]:
+    """Mean loss and accuracy of the model in ``folder`` per token of the last answers, their end-of-turn included.
 
     Plain transformers, one row at a time; longer rows are left out.
     """
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    total, count = 0.0, 0
+    total, right, count = 0.0, 0, 0
     for row in rows:
         prompt = tokenizer.apply_chat_template(row["messages"][:-1], tokenize=False, add_generation_prompt=True)
         answer = row["messages"][-1]["content"] + tokenizer.eos_token
@@ -49,10 +49,11 @@ def evaluation_loss(folder: Path, rows: list[dict[str, Any]], max_length: int) -
         ids = torch.tensor([encoded["input_ids"]])
         with torch.no_grad():
             logits = model(ids).logits[0]
-        targets = ids[0, trained]
-        loss = torch.nn.functional.cross_entropy(logits[torch.tensor(trained) - 1], targets, reduction="sum")
+        targets, said = ids[0, trained], logits[torch.tensor(trained) - 1]
+        loss = torch.nn.functional.cross_entropy(said, targets, reduction="sum")
+        right += int((said.argmax(dim=-1) == targets).sum())
         total, count = total + loss.item(), count + len(trained)
-    return total / count
+    return total / count, right / count
 
 
 def test_model_data_and_checkpoints_in_a_bucket(place: Place, versitygw: ObjectStore) -> None:
@@ -90,9 +91,11 @@ def test_model_data_and_checkpoints_in_a_bucket(place: Place, versitygw: ObjectS
     assert len(list((run / "tensorboard").glob("events.out.tfevents.a00001-step-*"))) == 3
     assert not (place.folder / "sft-runs" / "tiny" / "checkpoints").exists()
     rows = [json.loads(line) for line in inputs.eval.read_text().splitlines()]
-    exported = evaluation_loss(run / "export", rows, max_length=256)
+    exported, accuracy = evaluation_of(run / "export", rows, max_length=256)
     assert status["progress"]["evalLoss"] == pytest.approx(exported, abs=1e-4)
-    assert exported < evaluation_loss(inputs.model, rows, max_length=256) - 0.05
+    assert status["progress"]["evalAccuracy"] == pytest.approx(accuracy, abs=1e-3)
+    assert 0 < accuracy < 1
+    assert exported < evaluation_of(inputs.model, rows, max_length=256)[0] - 0.05
 
 
 def test_a_bf16_model_and_two_sources_partly_from_the_hub(place: Place, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_what_is_not_known_of_before_is_left_out() -> None:
     loss = lines(Ending(None), progress=progress(loss=1.0, eval_loss=1.5))[1]
 
     assert loss == "Loss        1.0000, evaluation 1.5000"
+    known = lines(Ending(None), progress=progress(loss=1.0, eval_loss=1.5, eval_accuracy=0.4812))[1]
+    assert known == f"{loss}, 48.1% of its tokens right"
 
 
 def test_without_an_export_the_checkpoint_is_named() -> None:

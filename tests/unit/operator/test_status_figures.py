@@ -54,8 +54,9 @@ EARLY = "after step 60: it got no better"
 
 @pytest.mark.parametrize("told", ["report", "last words", "both"])
 def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> None:
-    complete = training(60, phase=Phase.COMPLETE, stopped_early=EARLY)
-    pod = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 60, stopped_early=EARLY, total_steps=100))
+    figures = {"stopped_early": EARLY, "eval_loss": 1.5, "eval_accuracy": 0.4}
+    complete = training(60, phase=Phase.COMPLETE, **figures)
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 60, total_steps=100, **figures))
     before = status_of(running(report=report(training(59) if told == "last words" else complete)))
 
     pods = (make_pod(0),) if told == "report" else (pod,)
@@ -64,7 +65,7 @@ def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> Non
     assert status.state == "Complete"
     assert status.progress
     assert (status.progress.summary, status.progress.percent) == ("60/100", 60)
-    assert status.progress.stopped_early == EARLY
+    assert (status.progress.stopped_early, status.progress.eval_accuracy) == (EARLY, 0.4)
     assert status.message == f"the run was stopped early, {EARLY}"
     assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 

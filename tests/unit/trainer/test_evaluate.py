@@ -23,8 +23,8 @@ def process(rank: int, of: int) -> Topology:
 
 
 def awkward(bin_: BinTensors) -> torch.Tensor:
-    """A loss whose sums depend on their order in the last bits."""
-    return (bin_.labels.double() + 0.1).sqrt().sum() / 3
+    """A loss whose sums depend on their order in the last bits, and a count."""
+    return torch.stack([(bin_.labels.double() + 0.1).sqrt().sum() / 3, torch.tensor(len(bin_.labels) / 2).double()])
 
 
 class Computes:
@@ -40,14 +40,14 @@ class Computes:
         self.bins.append(bin_)
         taken = sum(len(bin_.boundaries.lengths) for bin_ in self.bins if bin_.counts)
         self.ahead.append(sum(len(examples.read) for examples in self._read) - taken)
-        return awkward(bin_) if bin_.counts else torch.zeros((), dtype=torch.float64)
+        return awkward(bin_) if bin_.counts else torch.zeros((2,), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("of", [1, 3])
 def test_sums_are_those_of_one_bin_after_the_other_to_the_last_bit(monkeypatch: pytest.MonkeyPatch, of: int) -> None:
     sets = {"a": Numbers(50), "b": Numbers(7)}
     shared: list[torch.Tensor] = []
-    monkeypatch.setattr(evaluating, "sum_over_ranks", lambda values, device: shared.extend(values) or [1.0, 1.0])
+    monkeypatch.setattr(evaluating, "sum_over_ranks", lambda values, device: shared.extend(values) or [1.0] * 4)
     computed = []
     for rank in range(of):
         computes = Computes()
@@ -61,12 +61,12 @@ def test_sums_are_those_of_one_bin_after_the_other_to_the_last_bit(monkeypatch: 
     # Each process's sum of a set is that of its bins in their order
     for rank, bins in enumerate(computed):
         prepared = EvaluationBins(sets, 16, process(rank, of))
-        sums = {name: torch.zeros((), dtype=torch.float64) for name in sets}
+        sums = {name: torch.zeros((2,), dtype=torch.float64) for name in sets}
         for index, name in enumerate(prepared.names):
             direct = prepared.share(index)
             assert torch.equal(direct.input_ids, bins[index].input_ids)
             sums[name] += awkward(direct) if direct.counts else 0.0
-        assert [float(value) for value in shared[2 * rank : 2 * rank + 2]] == [float(value) for value in sums.values()]
+        assert [float(value) for value in shared[4 * rank : 4 * rank + 4]] == torch.cat([*sums.values()]).tolist()
 
 
 def test_bins_are_prepared_by_a_thread_no_more_than_two_ahead(

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import linear_cross_entropy
+from sft_trainer.loss import evaluation_sums, linear_cross_entropy
 from tests.live_bytes import LiveBytes
 
 VOCABULARY, WIDTH = 97, 16
@@ -148,3 +148,22 @@ def test_an_evaluation_does_no_work_for_gradients(monkeypatch: pytest.MonkeyPatc
     assert work.products == (2 if evaluates else 6)
     assert ((5, 4) in work.shapes) == (not evaluates)
     assert scaled.requires_grad == (not evaluates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [50 * VOCABULARY, 7 * VOCABULARY])
+def test_an_evaluation_counts_what_the_model_finds_most_likely_and_its_loss_is_that_of_training(
+    monkeypatch: pytest.MonkeyPatch, elements: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    hidden, weight, labels = inputs(dtype)
+    # Given labels of which a third is what the model would say
+    said = (hidden @ weight.T).argmax(dim=-1)
+    labels[::3] = said[::3]
+
+    total, right = evaluation_sums(hidden, weight, labels)
+
+    assert torch.equal(total, linear_cross_entropy(hidden, weight, labels, 1.0)[1])
+    assert (total.dtype, right.item()) == (torch.float32, (said == labels).sum().item())
+    assert 17 <= right.item() < 50
+    assert not total.requires_grad

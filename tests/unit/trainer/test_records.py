@@ -80,7 +80,7 @@ class Run(Trainer):
     def evaluated(self, loss: float) -> None:
         self.events.emit(Logged(self.step, {"evalLoss": loss, "evalLosses": {"a": loss}}))
         self.figures = self.figures.evaluated(loss)
-        self.events.emit(Evaluated(self.step, loss, {"a": loss}, self.figures))
+        self.events.emit(Evaluated(self.step, loss, {"a": loss}, 0.5, {"a": 0.5}, self.figures))
 
     def recorded(self, step: int, attempt: int = 1) -> list[dict[str, Any]]:
         lines = self.store.read(f"metrics/step-{step:08d}-a{attempt:05d}.jsonl").splitlines()

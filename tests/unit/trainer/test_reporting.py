@@ -68,7 +68,7 @@ def test_what_happens_in_the_loop_is_in_the_progress(tmp_path: Path) -> None:
     assert (written(tmp_path).phase, written(tmp_path).phase_detail) == (Phase.EVALUATING, "")
     listeners.emit(Evaluating(1, 3, 7))
     assert written(tmp_path).phase_detail == "3/7 batches"
-    listeners.emit(Evaluated(1, 1.5, {"a": 1.5}, Figures(1).evaluated(1.5)))
+    listeners.emit(Evaluated(1, 1.5, {"a": 1.5}, 0.25, {"a": 0.25}, Figures(1).evaluated(1.5, 0.25)))
     assert (written(tmp_path).phase, written(tmp_path).eval_loss) == (Phase.TRAINING, 1.5)
     one = CheckpointStatus(step=1, attempt=1, uri="file:///x", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True)
     listeners.emit(Committed(2, checkpoints_status([one])))
@@ -121,7 +121,7 @@ def test_an_evaluation_tells_its_batches(world_size: int) -> None:
     sets: Any = {"a": FakeExamples([8, 8, 8, 8]), "b": FakeExamples([8])}
     told: list[tuple[int, int]] = []
     counting = SimpleNamespace(
-        forward_sums=lambda bins: torch.tensor(float(sum(len(bin_.labels) for bin_ in bins if bin_.counts)))
+        forward_sums=lambda bins: torch.tensor([1.0, 0.5]) * sum(len(bin_.labels) for bin_ in bins if bin_.counts)
     )
     result = evaluate(
         counting,  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_an_evaluation_tells_its_batches(world_size: int) -> None:
     )
     batches = {1: 5, 3: 3}[world_size]
     assert told == [(done, batches) for done in range(1, batches + 1)]
-    assert result.losses["b"] == 1.0
+    assert (result.losses["b"], result.accuracies["b"]) == (1.0, 0.5)
 
 
 def test_reading_weights_tells_its_tensors(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_was_done_is_added_up_and_steps_count_for_themselves(
     after(3, step_done(1, seconds=2.0, figures=Figures(1, step_seconds=2.0)))
     after(1, step_done(2, seconds=1.0, figures=Figures(2, step_seconds=3.0)))
     after(0, Evaluating(2))
-    after(4, Evaluated(2, 1.5, {}, Figures(2, step_seconds=3.0)))
+    after(4, Evaluated(2, 1.5, {}, 0.5, {}, Figures(2, step_seconds=3.0)))
     after(0, SaveBegins(2, final=False))
     reporter.phase(Phase.SAVING)
     after(5, SaveEnded(2, final=False, saved=True))

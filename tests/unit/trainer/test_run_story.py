@@ -115,7 +115,7 @@ class Story(Trainer):
         if self.figures.evaluated_at != self.step:
             self.figures = replace(self.figures, step=self.step).evaluated(self.eval_losses.get(self.step, 1.0))
             self.told.append(f"evaluate {self.step}")
-            self.events.emit(Evaluated(self.step, 1.0, {"held-out": 1.0}, self.figures))
+            self.events.emit(Evaluated(self.step, 1.0, {"held-out": 1.0}, 0.5, {"held-out": 0.5}, self.figures))
 
     def _save(self, *, final: bool = False) -> None:
         self.told.append(f"save {self.step}{' at the end' if final else ''}")
@@ -356,7 +356,7 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
     story.topology = Topology(rank=0, local_rank=0, world_size=2, shard=2)
     story.device = torch.device("cpu")
     story.prepared = SimpleNamespace(eval={"a": FakeExamples([4, 4, 4])})  # type: ignore[assignment]
-    story.strategy.forward_sums = lambda bins: torch.ones((), dtype=torch.float64)  # type: ignore[method-assign]
+    story.strategy.forward_sums = lambda bins: torch.ones((2,), dtype=torch.float64)  # type: ignore[method-assign]
     story.events = Listeners([Reporting(story.reporter)], story.control)
     monkeypatch.setattr(trainer, "join_group", forms_a_group)
     monkeypatch.setattr(evaluating, "sum_over_ranks", adds_up)
@@ -414,7 +414,7 @@ def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
         computed.append(bins)
         if len(computed) == 2:
             (tmp_path / "stop").touch()
-        return torch.ones((), dtype=torch.float64)
+        return torch.ones((2,), dtype=torch.float64)
 
     story.strategy.forward_sums = forward_sums  # type: ignore[method-assign]
     story._claim()

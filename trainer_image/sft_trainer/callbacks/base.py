@@ -70,6 +70,10 @@ class Evaluation:
     """Mean over all trained tokens of all sets."""
     losses: Mapping[str, float]
     """Of each set."""
+    accuracy: float
+    """Share of the trained tokens, over all sets, that the model finds the most likely ones: from 0 to 1."""
+    accuracies: Mapping[str, float]
+    """Of each set."""
     best_loss: float | None
     """The lowest of the run so far, this one included; by ``earlyStopping.minDelta`` where that is set."""
 

@@ -90,10 +90,16 @@ class Callbacks(Listener):
         self._tell("on_log", base.Log(event.step, MappingProxyType(dict(event.values))), control)
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
-        losses = MappingProxyType(dict(event.losses))
-        self._tell(
-            "on_evaluate", base.Evaluation(event.step, event.loss, losses, event.figures.best_eval_loss), control
+        losses, accuracies = (MappingProxyType(dict(each)) for each in (event.losses, event.accuracies))
+        evaluation = base.Evaluation(
+            step=event.step,
+            loss=event.loss,
+            losses=losses,
+            accuracy=event.accuracy,
+            accuracies=accuracies,
+            best_loss=event.figures.best_eval_loss,
         )
+        self._tell("on_evaluate", evaluation, control)
 
     def on_finish(self, event: Finishing, control: Control) -> None:
         self._stopped_early = event.figures.stopped_early

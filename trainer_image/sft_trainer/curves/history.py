@@ -14,6 +14,7 @@ _SCALARS = {
     "train/learning_rate": "learningRate",
     "train/epoch": "epoch",
     "eval/loss": "evalLoss",
+    "eval/accuracy": "evalAccuracy",
 }
 """Fields of a record by the names that TensorBoard shows."""
 
@@ -34,6 +35,8 @@ def scalars(record: Record) -> Iterator[Scalar]:
     figures = {tag: record.get(field) for tag, field in _SCALARS.items()}
     if len(losses := record.get("evalLosses") or {}) > 1:
         figures |= {f"eval/loss/{name}": loss for name, loss in losses.items()}
+        accuracies = record.get("evalAccuracies") or {}
+        figures |= {f"eval/accuracy/{name}": accuracy for name, accuracy in accuracies.items()}
     if record.get("seconds"):
         figures["train/tokens_per_second"] = record["tokens"] / record["seconds"]
     for tag, value in figures.items():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ModelError
-from sft_trainer.loss import linear_cross_entropy
+from sft_trainer.loss import evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
@@ -36,12 +36,13 @@ class CausalLM(nn.Module):
         boundaries: Boundaries,
         targets: torch.Tensor,
         labels: torch.Tensor,
-        scale: float,
+        scale: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy summed over the trained tokens of one micro-batch: times ``scale``, and as it is.
 
-        Two float32 scalars; ``backward`` is called of the first. ``input_ids`` and ``position_ids`` are (tokens,),
-        ``targets`` the positions whose output is trained and ``labels`` the tokens they must predict, both
+        Two float32 scalars; ``backward`` is called of the first. With ``scale`` None, in an evaluation, the sum as it
+        is, and of how many tokens the model finds the right one the most likely. ``input_ids`` and ``position_ids`` are
+        (tokens,), ``targets`` the positions whose output is trained and ``labels`` the tokens they must predict, both
         (trained tokens,).
         """
         model: Any = self.huggingface
@@ -53,7 +54,10 @@ class CausalLM(nn.Module):
             **boundary_arguments(boundaries),
         )
         hidden = output.last_hidden_state.squeeze(0)[targets]
-        return linear_cross_entropy(hidden, model.get_output_embeddings().weight, labels, scale)
+        head = model.get_output_embeddings().weight
+        if scale is None:
+            return evaluation_sums(hidden, head, labels)
+        return linear_cross_entropy(hidden, head, labels, scale)
 
     @property
     def blocks(self) -> nn.ModuleList:

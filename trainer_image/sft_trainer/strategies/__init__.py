@@ -56,7 +56,9 @@ class Strategy(Protocol):
         ...
 
     def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
-        """Summed loss of ``bins`` without gradients or dropout: a float64 scalar on the device."""
+        """Of ``bins``, without gradients or dropout: their summed loss, and how many tokens the model finds right.
+
+        (2,) float64 on the device."""
         ...
 
 

@@ -158,6 +158,7 @@ def termination(
         total_steps=training.total_steps,
         loss=training.loss,
         eval_loss=training.eval_loss,
+        eval_accuracy=training.eval_accuracy,
         stopped_early=training.stopped_early,
         checkpoints_uri=checkpoints_uri,
         checkpoints=checkpoints,

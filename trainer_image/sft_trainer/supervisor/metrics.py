@@ -39,6 +39,7 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
         ("epoch", "Passes over the data done", training.epoch),
         ("loss", "Mean loss per trained token of the last step", training.loss),
         ("eval_loss", "Mean evaluation loss per trained token", training.eval_loss),
+        ("eval_accuracy", "Share of the trained tokens that an evaluation found right", training.eval_accuracy),
         ("learning_rate", "Learning rate of the last step", training.learning_rate),
         ("grad_norm", "Global gradient norm before clipping", training.grad_norm),
         ("step_seconds", "Duration of the last step", training.step_seconds),

@@ -77,7 +77,7 @@ class FsdpStrategy:
         self.model.train()
         loss_sum, most_tokens = self._zero(), 0
         # The denominator is that of the whole step, so gradients only need to be summed.
-        for bin_, loss, total in self._losses(bins, 1.0 / denominator):
+        for bin_, loss, total in self._passes(bins, 1.0 / denominator):
             loss.backward()
             if bin_.counts:
                 loss_sum += total
@@ -104,11 +104,11 @@ class FsdpStrategy:
     @torch.no_grad()
     def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
         self.model.eval()
-        loss_sum = self._zero()
-        for bin_, _, total in self._losses(bins, 1.0):
+        sums = torch.zeros((2,), dtype=torch.float64, device=self._device)
+        for bin_, *both in self._passes(bins, None):
             if bin_.counts:
-                loss_sum += total
-        return loss_sum
+                sums += torch.stack(both)
+        return sums
 
     @property
     def _at_once(self) -> int:
@@ -117,19 +117,19 @@ class FsdpStrategy:
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def _losses(
-        self, bins: Iterable[BinTensors], scale: float
+    def _passes(
+        self, bins: Iterable[BinTensors], scale: float | None
     ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
-        """What goes through the model at once, and its summed loss: times ``scale``, and as it is."""
+        """What goes through the model at once, and the two figures that its forward pass gives, by ``scale``."""
         for bin_ in grouped((bin_.to(self._device) for bin_ in bins), self._at_once):
             # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
             torch.manual_seed(bin_.seed)
-            loss, total = self.model(
+            one, other = self.model(
                 bin_.input_ids,
                 bin_.position_ids,
                 bin_.boundaries,
                 bin_.targets,
                 bin_.labels,
-                scale if bin_.counts else 0.0,
+                scale if scale is None or bin_.counts else 0.0,
             )
-            yield bin_, loss, total
+            yield bin_, one, other
