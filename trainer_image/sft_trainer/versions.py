@@ -90,6 +90,26 @@ def attention_on_cpu_backward(
     return of_query, of_key, of_value
 
 
+_ATTENTION_KERNELS = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "torch_attn._varlen_attn",
+    "sft.document_attention",
+)
+
+
+@cache
+def attention_kernels() -> "frozenset[Any]":
+    """Operators that compute attention in one piece, those of them that this torch has: theirs and our own."""
+    import torch
+    import torch.nn.attention.varlen  # registers its own
+
+    packets = (getattr(getattr(torch.ops, name.split(".")[0]), name.split(".")[1], None) for name in _ATTENTION_KERNELS)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
 @cache
 def _knows_groups(kernel: Any) -> bool:
     """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""

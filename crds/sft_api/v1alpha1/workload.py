@@ -307,9 +307,11 @@ class TrainingSpec(ApiModel):
         description="Compute precision; parameters, reductions and optimizer state are fp32. bf16 on GPUs and fp32 "
         "on CPU when absent. On GPUs fp32 is slow: attention is computed document by document.",
     )
-    activation_checkpointing: Literal["none", "full"] = Field(
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="full recomputes every layer in the backward pass: less memory, a third slower.",
+        description="What layers compute again in the backward pass: selective, all but products of matrices and "
+        "attention (about half the memory of activations, some percent slower); full, everything (least memory, a "
+        "third slower).",
     )
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = Field(
         default=42, description="Seed of the order of the data and of everything random."

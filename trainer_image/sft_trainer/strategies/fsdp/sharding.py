@@ -1,12 +1,9 @@
 """A model on the meta device, sharded by FSDP2; its gradients and their norm."""
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
@@ -14,6 +11,8 @@ from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import TRAINED_DTYPE, Trainable
+
+from .activations import checkpoint_activations
 
 
 def build_model(
@@ -28,10 +27,7 @@ def build_model(
     if topology.data_parallel != topology.world_size or topology.expert > 1:
         raise ConfigError("FSDP splits parameters over data-parallel processes only: choose another strategy")
     trainable.mark(model.huggingface)
-    if config.spec.training.activation_checkpointing == "full":
-        for block in model.blocks:
-            # Inside the block's forward, so that FSDP's own hooks stay outside of what is recomputed.
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    checkpoint_activations(model, config.spec.training.activation_checkpointing)
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
     mesh = topology.parameter_mesh(device.type)
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
