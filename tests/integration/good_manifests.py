@@ -89,14 +89,15 @@ spec:
     steps: 1000
     globalBatchTokens: 262144
     maxTokensPerMicroBatch: 16384
-    optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5}
+    optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5,
+      stateDtype: bf16}
     schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
     precision: bf16
     activationCheckpointing: full
     seed: 7
     evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
     callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]
-  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false}}
+  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16}}
   compute:
     nodes: 2
     gpusPerNode: 8

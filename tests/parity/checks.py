@@ -208,13 +208,15 @@ def sft_run(
     The worker of rank ``victim`` gets SIGKILL once step ``kill_after`` is reported.
     """
     folder.mkdir(parents=True)
+    others = dict(sections or {})
+    training = {**others.pop("training", {}), **training}
     job = manifest(
         inputs,
         folder / "store",
         processes=count,
         training={"steps": steps, "globalBatchTokens": 2048, "maxTokensPerMicroBatch": 512, **training},
         checkpoint={"uri": f"file://{folder}/store", "everySteps": every},
-        **sections or {},
+        **others,
     )
     (folder / "job.yaml").write_text(json.dumps(job))
     environment = {**os.environ, "SFT_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}

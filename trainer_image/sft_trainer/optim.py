@@ -1,12 +1,14 @@
 """AdamW: parameter groups, state, and the learning-rate schedule, a pure function of the step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from sft_api.plan import warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
+
+from .rounded_adamw import RoundedAdamW
 
 _UPDATES = "step"
 """Key under which the optimizer counts the updates of a parameter."""
@@ -30,24 +32,30 @@ def learning_rate(spec: SFTJobSpec, peak: float, step: int, total_steps: int) ->
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], spec: SFTJobSpec, peak: float
-) -> torch.optim.AdamW:
-    """AdamW over all trainable parameters; weight decay on matrices only, not on norms and biases."""
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    spec: SFTJobSpec,
+    peak: float,
+    first_element: Callable[[torch.Tensor], int] = lambda parameter: 0,
+) -> torch.optim.Optimizer:
+    """AdamW over all trainable parameters; weight decay on matrices only, not on norms and biases.
+
+    ``first_element`` of a parameter is that which this process holds the first of, counted by rows.
+    """
     options = spec.training.optimizer
-    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    decayed = [parameter for parameter in trainable if parameter.ndim >= 2]
-    plain = [parameter for parameter in trainable if parameter.ndim < 2]
+    names: dict[torch.Tensor, str] = {
+        parameter: name for name, parameter in named_parameters if parameter.requires_grad
+    }
+    decayed = [parameter for parameter in names if parameter.ndim >= 2]
+    plain = [parameter for parameter in names if parameter.ndim < 2]
     groups = [
-        {"params": decayed, "weight_decay": options.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, options.weight_decay), (plain, 0.0))
+        if params
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=peak,
-        betas=(options.betas[0], options.betas[1]),
-        eps=options.eps,
-        fused=True,
-    )
+    betas = (options.betas[0], options.betas[1])
+    if options.state_dtype == "bf16":
+        return RoundedAdamW(groups, names, first_element, lr=peak, betas=betas, eps=options.eps)
+    return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)
 
 
 def updates(optimizer: torch.optim.Optimizer) -> int:

@@ -19,6 +19,11 @@ class FsdpSpec(ApiModel):
     reshard_after_forward: bool = Field(
         default=True, description="Free a layer's gathered parameters after its forward pass: less memory."
     )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Precision in which gradients are summed over the processes: bf16 halves that traffic and its "
+        "buffers, and rounds.",
+    )
 
 
 class StrategySpec(ApiModel):

@@ -179,6 +179,12 @@ class OptimizerSpec(ApiModel):
     max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="Gradients are clipped to this global norm; 0 turns clipping off."
     )
+    state_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Precision in which the two moments are held: with bf16 4 bytes a trained parameter instead of 8, "
+        "on GPUs and in checkpoints. The second is rounded stochastically, because its changes are smaller than what "
+        "bf16 can tell apart.",
+    )
 
 
 class ScheduleSpec(ApiModel):
@@ -304,8 +310,9 @@ class TrainingSpec(ApiModel):
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="The learning-rate schedule.")
     precision: Literal["bf16", "fp32"] | None = Field(
         default=None,
-        description="Compute precision; parameters, reductions and optimizer state are fp32. bf16 on GPUs and fp32 "
-        "on CPU when absent. On GPUs fp32 is slow: attention is computed document by document.",
+        description="Compute precision; parameters are fp32, and so are sums of gradients and moments unless strategy "
+        "and optimizer say otherwise. bf16 on GPUs and fp32 on CPU when absent. On GPUs fp32 is slow: attention is "
+        "computed document by document.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -4,6 +4,7 @@ Nothing here is a collective. The boxes are views of memory that FSDP may exchan
 for every use.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -41,6 +42,16 @@ def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Na
         for kind, moment in of.get(parameter, {}).items()
         for box in _boxes(names.parts(name, tuple(parameter.shape)), kind, moment, topology, writers)
     ]
+
+
+def first_element(tensor: torch.Tensor, topology: Topology) -> int:
+    """Which element of a sharded ``tensor``, counted by rows, is the first that this process holds."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    held, _ = _held(tensor, topology)
+    if held.sizes[1:] != tuple(tensor.shape[1:]):
+        raise ValueError(f"a tensor placed as {tensor.placements} is not split by rows")
+    return held.offsets[0] * math.prod(held.sizes[1:]) if held.offsets else 0
 
 
 def _sharded_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,7 +33,10 @@ def build_model(
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     # What is held in another precision than it is computed in is cast when it is gathered.
     held = {TRAINED_DTYPE, trainable.base_dtype}
-    policy = MixedPrecisionPolicy(param_dtype=None if held == {computed} else computed, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if held == {computed} else computed,
+        reduce_dtype=torch.bfloat16 if fsdp and fsdp.reduce_dtype == "bf16" else torch.float32,
+    )
     for block in model.blocks:
         fully_shard(
             block,

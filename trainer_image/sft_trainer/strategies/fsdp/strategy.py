@@ -1,5 +1,6 @@
 """The strategy FSDP: ``sft_trainer.strategies.Strategy`` over a sharded model and the fused AdamW of torch."""
 
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from sft_trainer.optim import build_optimizer, set_updates, updates
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
-from .boxes import model_boxes, optimizer_boxes
+from .boxes import first_element, model_boxes, optimizer_boxes
 from .grouping import draws_random_numbers, grouped
 from .memory import BinsPerForward, Memory
 from .sharding import build_model, gradient_norm
@@ -53,7 +54,12 @@ class FsdpStrategy:
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
         self.model = build_model(config, blueprint, trainable, topology, device)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.spec, config.plan.learning_rate)
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(),
+            config.spec,
+            config.plan.learning_rate,
+            functools.partial(first_element, topology=topology),
+        )
 
     def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:
         if which == "optimizer":

@@ -1,0 +1,139 @@
+"""AdamW with moments in bf16: as torch's but for rounding, which is right on average and the same everywhere."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.v1alpha1 import SFTJobSpec
+from sft_trainer import rounded_adamw
+from sft_trainer.optim import build_optimizer, moments, set_updates, updates
+from sft_trainer.rounded_adamw import round_stochastically_
+from tests.unit.trainer.test_optim import spec
+
+
+def with_state(dtype: str, **options: Any) -> SFTJobSpec:
+    document = spec().model_dump(by_alias=True, mode="json", exclude_none=True)
+    document["training"]["optimizer"] |= {"stateDtype": dtype, **options}
+    return SFTJobSpec.model_validate(document)
+
+
+def optimizer_of(dtype: str, *shapes: tuple[int, ...], first: int = 0, **options: Any) -> tuple[Any, list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    named = [(f"layer.{index}", parameter) for index, parameter in enumerate(parameters)]
+    return build_optimizer(named, with_state(dtype, **options), 1e-2, lambda parameter: first), parameters
+
+
+def train(optimizer: Any, parameters: list[Any], steps: int, scale: float = 1.0, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+        optimizer.step()
+
+
+KEY = torch.tensor(12345, dtype=torch.int32)
+
+
+def test_rounding_is_right_on_average_and_leaves_what_bf16_holds() -> None:
+    # Given a number at three tenths of the way between two of bf16
+    low, high = 1.0, 1.0 + 2**-7
+    values = torch.full((100_000,), low + 0.3 * (high - low))
+    rounded = round_stochastically_(values, KEY, 0)
+    assert set(rounded.tolist()) == {low, high}
+    assert float((rounded == high).float().mean()) == pytest.approx(0.3, abs=0.01)
+    # And neighbours, in place and in time, are rounded apart from one another
+    later = round_stochastically_(torch.full((100_000,), low + 0.3 * (high - low)), KEY + 747796405, 0)
+    ups = torch.stack([rounded[:-1] == high, rounded[1:] == high, later[:-1] == high]).double()
+    assert torch.corrcoef(ups).fill_diagonal_(0).abs().max() < 0.02
+
+    exact = torch.tensor([0.0, 1.0, 2.0**-130, 3.3895e38]).bfloat16().float()
+    assert torch.equal(round_stochastically_(exact.clone(), KEY, 7), exact)
+
+
+def test_bits_are_those_of_the_place_in_the_whole() -> None:
+    whole = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    parts = [round_stochastically_(whole[a:b].clone(), KEY, a) for a, b in ((0, 300), (300, 301), (301, 1000))]
+    assert torch.equal(torch.cat(parts), round_stochastically_(whole.clone(), KEY, 0))
+    # Places beyond 32 bits are places too.
+    assert round_stochastically_(whole.clone(), KEY, 2**33 - 500).shape == whole.shape
+
+
+@pytest.mark.parametrize("slice_elements", [7, 2**22])
+def test_steps_are_those_of_torch_but_for_rounding(monkeypatch: pytest.MonkeyPatch, slice_elements: int) -> None:
+    monkeypatch.setattr(rounded_adamw, "_SLICE_ELEMENTS", slice_elements)
+    exact, weights = optimizer_of("fp32", (30, 20), (20,))
+    rounded, others = optimizer_of("bf16", (30, 20), (20,))
+
+    # The first step is made of moments that are not rounded yet
+    train(exact, weights, 1)
+    train(rounded, others, 1)
+    for one, other in zip(weights, others, strict=True):
+        assert torch.equal(one, other)
+    # And the following ones are off by what bf16 is
+    start = [weight.detach().clone() for weight in weights]
+    train(exact, weights, 20, seed=2)
+    train(rounded, others, 20, seed=2)
+    assert updates(rounded) == updates(exact) == 21
+    for one, other, before in zip(weights, others, start, strict=True):
+        assert 0 < (one - other).norm() < 0.02 * (one - before).norm()
+    kept = [value.dtype for state in moments(rounded).values() for value in state.values()]
+    assert kept == [torch.bfloat16] * 4
+
+
+def test_the_second_moment_decays_where_the_nearest_number_would_be_the_same_one() -> None:
+    # Given gradients that become ten times smaller
+    exact, weights = optimizer_of("fp32", (500,))
+    rounded, others = optimizer_of("bf16", (500,))
+    means = []
+    for optimizer, parameters in ((exact, weights), (rounded, others)):
+        train(optimizer, parameters, 200)
+        train(optimizer, parameters, 1500, scale=0.1, seed=2)
+        (state,) = moments(optimizer).values()
+        means.append(float(state["exp_avg_sq"].float().mean()))
+    # Then so does the second moment: a fifth of what it was is left, as in fp32, and no bias is added
+    assert means[1] == pytest.approx(means[0], rel=0.02)
+    (state,) = moments(rounded).values()
+    nearest = (state["exp_avg_sq"].float() * 0.999).bfloat16()
+    assert torch.equal(nearest, state["exp_avg_sq"]), "to the nearest, none of these would ever become less"
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    optimizer, parameters = optimizer_of("bf16", (30, 20), (20,))
+    train(optimizer, parameters, 3)
+    state = [value.clone() for of in optimizer.state.values() for value in of.values()]
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    optimizer.found_inf = torch.tensor(1.0)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.step()
+
+    now = [value for of in optimizer.state.values() for value in of.values()]
+    assert all(torch.equal(one, other) for one, other in zip(before, parameters, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(state, now, strict=True))
+    assert updates(optimizer) == 3
+
+
+def test_a_part_of_a_parameter_is_updated_like_the_whole_and_goes_on_alike() -> None:
+    # Given the last rows of a parameter, on another process, from its moments and count of updates
+    whole, (weight,) = optimizer_of("bf16", (30, 20))
+    train(whole, [weight], 4)
+    part, (rows,) = optimizer_of("bf16", (10, 20), first=400)
+    with torch.no_grad():
+        rows.copy_(weight[20:])
+    for kind, value in moments(part)[rows].items():
+        value.copy_(moments(whole)[weight][kind][20:])
+    set_updates(part, updates(whole))
+
+    # When both make a step
+    gradient = torch.randn(30, 20, generator=torch.Generator().manual_seed(5))
+    weight.grad, rows.grad = gradient, gradient[20:]
+    whole.step()
+    part.step()
+
+    # Then to the last bit the same
+    assert torch.equal(rows, weight[20:])
+    for kind, value in moments(part)[rows].items():
+        assert torch.equal(value, moments(whole)[weight][kind][20:])
