@@ -80,10 +80,11 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, block: Block
     states = _states(trained, 0 if spec.lora is None else shape.parameters, spec, plan)
     block = block or block_memory(shape, spec, computed)
     tokens = micro_batch_tokens(spec, plan)
-    full = spec.training.activation_checkpointing == "full"
-    kept = computed * shape.hidden_size if full else block.kept
+    kept = _kept(shape, spec, computed, block)
     layers = shape.layers * kept * tokens
-    backward = layers + tokens * (block.working + (block.kept if full else 0))
+    # What one block has forgotten is there again while its backward pass is made.
+    forgotten = 0 if spec.training.activation_checkpointing == "none" else block.kept
+    backward = layers + tokens * (block.working + forgotten)
     # Of the last norm, and of its output where it is trained.
     top = tokens * shape.hidden_size * (4 + 3 * computed)
 
@@ -92,8 +93,9 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, block: Block
     fsdp = spec.strategy.fsdp if spec.strategy else None
     whole = fsdp is not None and not fsdp.reshard_after_forward
     blocks = shape.layers * block_bytes if whole else 2 * block_bytes
-    # A gradient in the dtype of the computation, and the same in fp32, in which it is summed over the processes.
-    reduced_block, reduced_root = ((computed + 4) * count for count in (trained_block, trained_root))
+    # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
+    summed = _BYTES[fsdp.reduce_dtype if fsdp else "fp32"]
+    reduced_block, reduced_root = ((computed + summed) * count for count in (trained_block, trained_root))
 
     head = shape.head_parameters if trained_root else 0
     elements = min(tokens * shape.vocabulary, max(CHUNK_ELEMENTS, shape.vocabulary))
@@ -105,7 +107,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, block: Block
     moments = (
         (root + (blocks if whole else block_bytes), layers + top, loss),
         (root + blocks + reduced_block, backward, computed * head),
-        (root + (blocks if whole else 0) + reduced_root + 4 * trained_block, 0, 0),
+        (root + (blocks if whole else 0) + reduced_root + summed * trained_block, 0, 0),
     )
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(**states, gathered=ceil(gathered), activations=ceil(activations), logits=ceil(logits))
@@ -121,7 +123,8 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
 
 def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
     """Host memory of one node that a save in the background takes: weights and moments, which the nodes share out."""
-    return ceil(trained * 4 * (1 + MOMENTS) / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
+    each = 4 + MOMENTS * _BYTES[spec.training.optimizer.state_dtype]
+    return ceil(trained * each / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
@@ -137,12 +140,12 @@ def trained_parameters(shape: ModelShape, spec: SFTJobSpec) -> int:
 
 def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     held = _BYTES[(spec.lora.base_precision or plan.precision) if spec.lora else "fp32"]
-    share = 4 * ceil(trained / plan.shard_degree)
+    share = ceil(trained / plan.shard_degree)
     groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes)
     return {
-        "parameters": share + held * ceil(frozen / plan.shard_degree),
-        "gradients": share,
-        "optimizer": MOMENTS * share,
+        "parameters": 4 * share + held * ceil(frozen / plan.shard_degree),
+        "gradients": 4 * share,
+        "optimizer": MOMENTS * _BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": CONTEXT_BYTES + groups * GROUP_BYTES,
     }
 
@@ -167,6 +170,22 @@ def adapted_of(shape: ModelShape, lora: LoraSpec) -> dict[str, tuple[int, int]]:
 def _held_by_block(shape: ModelShape, spec: SFTJobSpec) -> int:
     """Parameters of a block, trained or not."""
     return shape.block_parameters + (_trained(shape, spec)[0] if spec.lora else 0)
+
+
+def _kept(shape: ModelShape, spec: SFTJobSpec, computed: int, block: BlockMemory) -> float:
+    """Bytes for each token that a block keeps from its forward to its backward pass, checkpointed as ``spec`` says.
+
+    Selective: its input, what attention gives, and products of matrices, but not the second one of an adapter.
+    """
+    match spec.training.activation_checkpointing:
+        case "none":
+            return block.kept
+        case "full":
+            return computed * shape.hidden_size
+    products = sum(outputs for outputs, _ in shape.linear.values())
+    if spec.lora:
+        products += spec.lora.rank * len(adapted_of(shape, spec.lora))
+    return computed * (shape.hidden_size + shape.queries + products) + 4 * shape.heads
 
 
 def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMemory:

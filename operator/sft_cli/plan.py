@@ -248,8 +248,20 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "training.schedule",
         ),
         Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),
+        *_for_memory(spec),
         Decision("seed", str(training.seed), _origin(training, "seed"), "training.seed"),
     ]
+
+
+def _for_memory(spec: SFTJobSpec) -> list[Decision]:
+    """What was chosen to take less memory than the defaults do."""
+    training, fsdp = spec.training, spec.strategy.fsdp if spec.strategy else None
+    chosen = [
+        ("activations", training.activation_checkpointing, "none", "training.activationCheckpointing"),
+        ("moments", training.optimizer.state_dtype, "fp32", "training.optimizer.stateDtype"),
+        ("sums of gradients", fsdp.reduce_dtype if fsdp else "fp32", "fp32", "strategy.fsdp.reduceDtype"),
+    ]
+    return [Decision(name, value, Origin.GIVEN, field) for name, value, usual, field in chosen if value != usual]
 
 
 def _end(spec: SFTJobSpec) -> list[Decision]:

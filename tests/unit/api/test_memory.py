@@ -148,6 +148,31 @@ def test_activations_follow_the_tokens_and_checkpointing() -> None:
     assert long.logits == pytest.approx(short.logits or 0, rel=0.02)
 
 
+def test_selective_checkpointing_keeps_products_and_attention() -> None:
+    data = {"train": [{"uri": "hf://a/b"}], "maxLength": 16384}
+    none, selective, full = (
+        estimated(data=data, training={"activationCheckpointing": how}).activations or 0
+        for how in ("none", "selective", "full")
+    )
+
+    # By hand, for each token: the input of a block, seven products and the output of attention, in bf16
+    products = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    kept = 32 * 16384 * (2 * (4096 + products + 4096) + 4 * 32)
+    assert kept < selective < 1.1 * kept
+    assert full < selective < 0.6 * none
+
+
+def test_moments_and_sums_of_gradients_may_be_half_as_large() -> None:
+    usual, half = estimated(), estimated(training={"optimizer": {"stateDtype": "bf16"}})
+    assert half.optimizer == usual.optimizer / 2 == half.gradients
+    asked = job(training={"optimizer": {"stateDtype": "bf16"}}, compute={"gpusPerNode": 8}).spec
+    assert staging_bytes(1_000_000, asked) == 8_000_000
+    # A batch so short that most is held while gradients are shared out
+    data = {"train": [{"uri": "hf://a/b"}], "maxLength": 8}
+    wide, narrow = (estimated(data=data, strategy={"fsdp": {"reduceDtype": dtype}}) for dtype in ("fp32", "bf16"))
+    assert narrow.total < wide.total
+
+
 def test_more_than_one_process_keeps_buffers_for_its_groups() -> None:
     alone, together = estimated(gpus=1).reserve, estimated(gpus=8).reserve
     asked = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy={"fsdp": {"shardDegree": 8}}).spec
