@@ -11,12 +11,21 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
 
 LIMIT = 1e-6
+_DISTURBED: dict[str, dict[str, Any]] = {
+    "lora": {"lora": {"rank": 4, "dropout": 0.1}},
+    "dtypes": {
+        "training": {"optimizer": {"stateDtype": "bf16"}, "activationCheckpointing": "selective"},
+        "strategy": {"fsdp": {"reduceDtype": "bf16"}},
+    },
+}
+"""Runs that are killed and resumed too, by what is merged into their spec."""
 
 
 def main() -> int:
@@ -46,16 +55,12 @@ def main() -> int:
             )
             print(f"processes={processes} killed_after_step={killed_after} different={different}")
             resume_mismatch += different
-        killed_after, different = checks.killed_and_resumed(
-            work / "inputs",
-            work / "resume-lora",
-            processes=2,
-            steps=12,
-            seed=seed,
-            sections={"lora": {"rank": 4, "dropout": 0.1}},
-        )
-        print(f"lora processes=2 killed_after_step={killed_after} different={different}")
-        resume_mismatch += different
+        for name, sections in _DISTURBED.items():
+            killed_after, different = checks.killed_and_resumed(
+                work / "inputs", work / f"resume-{name}", processes=2, steps=12, seed=seed, sections=sections
+            )
+            print(f"{name} processes=2 killed_after_step={killed_after} different={different}")
+            resume_mismatch += different
     for name, error in errors.items():
         print(f"{name}={error:.3g}")
     masks = mask_mismatches()
