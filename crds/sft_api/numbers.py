@@ -101,6 +101,7 @@ NOT_NUMBERS = frozenset(
         # How much of a step goes through one forward: sums are rounded otherwise, as with other processes.
         "training.microBatchSize",
         "training.activationCheckpointing",
+        "training.compile",
         "training.evaluation",
         "training.callbacks",  # they see values, and decide where it ends at most
         "strategy.fsdp.shardDegree",

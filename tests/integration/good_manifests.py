@@ -94,6 +94,7 @@ spec:
     schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
     precision: bf16
     activationCheckpointing: full
+    compile: true
     seed: 7
     evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
     callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]

@@ -24,6 +24,7 @@ from .data.tokenizer import load_tokenizer
 from .errors import ModelError
 from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
+from .models.compiling import check_compiles
 from .models.digest import base_digest, companion_digests
 from .models.lora import add_adapters, initialize_adapters, is_adapter
 from .models.positions import check_positions
@@ -93,7 +94,10 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     digest = base_digest(model, model_path)
     if spec.lora is not None:
         reporter.say("%s", _with_adapters(model, spec.lora))
-    check_trains_on(model.huggingface, device, torch.bfloat16 if config.plan.precision == "bf16" else torch.float32)
+    computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
+    check_trains_on(model.huggingface, device, computed)
+    if spec.training.compile:
+        check_compiles(model.huggingface.config, device, computed, cache)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = fetched(tokenizer_uri, "tokenizer") if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)

@@ -28,9 +28,9 @@ class Facts:
     """Digests of the files beside its weights, by name."""
 
     @classmethod
-    def of(cls, prepared: Prepared, device: torch.device, topology: Topology) -> "Facts":
+    def of(cls, config: TrainerConfig, prepared: Prepared, device: torch.device, topology: Topology) -> "Facts":
         return cls(
-            environment_facts(device, topology.world_size),
+            environment_facts(device, topology.world_size, compiled=config.spec.training.compile),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
             prepared.companions,
@@ -77,7 +77,7 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
     return warnings
 
 
-def environment_facts(device: torch.device, world_size: int) -> dict[str, str | int]:
+def environment_facts(device: torch.device, world_size: int, *, compiled: bool) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
     on_gpu = device.type == "cuda"
     return {
@@ -87,6 +87,8 @@ def environment_facts(device: torch.device, world_size: int) -> dict[str, str | 
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
         "cpuCapability": torch.backends.cpu.get_cpu_capability(),
         "deterministic": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if on_gpu else "yes",
+        # Left out where it is not so: a checkpoint that says nothing of it was made without.
+        **({"compiled": "yes"} if compiled else {}),
     }
 
 

@@ -137,6 +137,8 @@ class Trainer:
         self._claim()
         self._build()
         self._resume_or_load()
+        if self.spec.training.compile:
+            self.reporter.phase(Phase.LOADING, "compiling the layers")
         self.strategy.loaded()
         self._begin()
         with closing(self._feed()) as self._shares:
@@ -293,7 +295,7 @@ class Trainer:
             check_same_base(self.spec.model.uri, run.base_digest, self.prepared.base_digest)
 
     def _facts(self) -> Facts:
-        return Facts.of(self.prepared, self.device, self.topology)
+        return Facts.of(self.config, self.prepared, self.device, self.topology)
 
     # One step
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # a supervisor, and what reads data only, import no torch
 SLOW_IMPORTS = ("torch._dynamo",)
 """Modules that the first step of a process imports, and that take seconds: to be imported before, where that helps."""
 
+_KNOW_GROUPS: dict[Any, bool] = {}
+"""Whether a kernel takes fewer heads of keys than of queries: torch 2.11's does not."""
+
 
 def variable_length_attention(
     query: "torch.Tensor",
@@ -41,7 +44,10 @@ def variable_length_attention(
 
     groups: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if _knows_groups(varlen_attn):
+        if varlen_attn not in _KNOW_GROUPS:
+            # Looked at before anything is compiled: a signature is nothing that can be.
+            _KNOW_GROUPS[varlen_attn] = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        if _KNOW_GROUPS[varlen_attn]:
             groups = {"enable_gqa": True}
         else:
             repeats = query.shape[1] // key.shape[1]
@@ -110,10 +116,11 @@ def attention_kernels() -> "frozenset[Any]":
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-@cache
-def _knows_groups(kernel: Any) -> bool:
-    """Whether ``kernel`` takes fewer heads of keys than of queries: torch 2.11's does not."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
+def mark_dynamic(tensor: "torch.Tensor", dimension: int) -> None:
+    """Tell the compiler that the size of ``dimension`` may be any: code for ``tensor`` shall not depend on it."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dimension)
 
 
 def initialize(model: Any, module: Any) -> None:

@@ -320,6 +320,11 @@ class TrainingSpec(ApiModel):
         "attention (about half the memory of activations, some percent slower); full, everything (least memory, a "
         "third slower).",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile the layers (torch.compile) before the first step: faster steps, a start that takes a "
+        "minute longer; numbers differ in their last bits.",
+    )
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = Field(
         default=42, description="Seed of the order of the data and of everything random."
     )

@@ -236,12 +236,12 @@ def micro_batch(bin_: Bin, sources: Sequence[Examples]) -> MicroBatch:
     )
 
 
-def empty_micro_batch() -> MicroBatch:
-    """Two tokens to compute and ignore, for a process that has no bin left in a step."""
+def empty_micro_batch(tokens: int = 2) -> MicroBatch:
+    """``tokens`` to compute and ignore: two for a process that has no bin left in a step."""
     return MicroBatch(
-        input_ids=np.zeros(2, dtype=np.int64),
-        position_ids=np.arange(2, dtype=np.int64),
-        document_lengths=(2,),
+        input_ids=np.zeros(tokens, dtype=np.int64),
+        position_ids=np.arange(tokens, dtype=np.int64),
+        document_lengths=(tokens,),
         targets=np.zeros(1, dtype=np.int64),
         labels=np.zeros(1, dtype=np.int64),
     )

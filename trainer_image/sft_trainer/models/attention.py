@@ -96,7 +96,8 @@ def document_attention(
     ``query`` is (1, heads, tokens, head size); ``key`` and ``value`` may have fewer heads (grouped-query attention).
     Returns (1, tokens, heads, head size). Raises ``ModelError`` for anything it cannot compute exactly.
     """
-    unknown = sorted(name for name, given in arguments.items() if given is not None and name not in _HARMLESS)
+    # In this order: what is compiled depends on all that was looked at.
+    unknown = sorted(name for name, given in arguments.items() if name not in _HARMLESS and given is not None)
     if unknown:
         raise ModelError(
             f"{type(module).__name__} needs attention features that are not supported: {', '.join(unknown)}"

@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.compiling import compile_layers
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import TRAINED_DTYPE, Trainable
 
 from .activations import checkpoint_activations
+from .grouping import draws_random_numbers
 
 
 def build_model(
@@ -21,13 +23,16 @@ def build_model(
     """``model`` (on the meta device) sharded and on ``device``, its parameters allocated but not filled.
 
     A collective call. Raises ``ConfigError`` for a topology with other dimensions than replicate and shard. Order:
-    activation checkpointing, shard every block and then the root, allocate. Embedding and head are in the root unit, so
-    that tied ones stay tied.
+    activation checkpointing, compile every block, shard every block and then the root, allocate. Embedding and head
+    are in the root unit, so that tied ones stay tied.
     """
     if topology.data_parallel != topology.world_size or topology.expert > 1:
         raise ConfigError("FSDP splits parameters over data-parallel processes only: choose another strategy")
     trainable.mark(model.huggingface)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
+    if config.spec.training.compile:
+        # With what is recomputed, and within what FSDP does before and after.
+        compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model))
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
     mesh = topology.parameter_mesh(device.type)
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32

@@ -9,6 +9,7 @@ import torch
 
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
+from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.tensors import stored_tensors
@@ -21,6 +22,9 @@ from .boxes import first_element, model_boxes, optimizer_boxes
 from .grouping import draws_random_numbers, grouped
 from .memory import BinsPerForward, Memory
 from .sharding import build_model, gradient_norm
+
+_COMPILED_WITH_TOKENS = 1024
+"""At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
 
 log = logging.getLogger("sft_trainer")
 
@@ -50,6 +54,8 @@ class FsdpStrategy:
         }
         spec = config.spec
         bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
+        self._bin_tokens = bin_tokens
+        self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
@@ -77,7 +83,9 @@ class FsdpStrategy:
         set_updates(self.optimizer, count)
 
     def loaded(self) -> None:
-        """Nothing follows from the weights: what was filled is what is trained."""
+        """Nothing follows from the weights but, with ``training.compile``, that the layers can be tried."""
+        if self._compiles:
+            self._compile()
 
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
         self.model.train()
@@ -115,6 +123,20 @@ class FsdpStrategy:
             if bin_.counts:
                 sums += torch.stack(both)
         return sums
+
+    def _compile(self) -> None:
+        """Have everything compiled that the run needs, by micro-batches that do not count: no step waits for it.
+
+        Two, as a number that was another once, the longest length, is compiled for any.
+        """
+        sizes = (min(self._bin_tokens, _COMPILED_WITH_TOKENS), 2)
+        bins = [BinTensors.of(empty_micro_batch(tokens), counts=False) for tokens in sizes]
+        self.model.train()
+        for _, loss, _ in self._passes(bins, 1.0):
+            loss.backward()
+        self.optimizer.zero_grad()
+        if self._evaluates:
+            self.forward_sums(bins)
 
     @property
     def _at_once(self) -> int:

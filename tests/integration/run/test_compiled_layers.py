@@ -1,0 +1,140 @@
+"""Compiled layers: the numbers of those that are not, for micro-batches of any size, from one compilation."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from sft_trainer.data.batches import empty_micro_batch
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models import compiling
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.lora import add_adapters, initialize_adapters
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import trainable_of
+from tests.bins import random_bin
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_fsdp_strategy import gradients, weights
+from tests.unit.trainer.test_models import save_model
+
+CPU = torch.device("cpu")
+EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
+BINS = (
+    random_bin(1, 5, 9),
+    random_bin(2, 32),  # as many tokens as the model is wide
+    random_bin(3, 3, 4, 6),
+    random_bin(4, 2, 2),  # as many tokens as ends and one
+    random_bin(5, *[7] * 40),
+    random_bin(6, 2, 1),
+    EMPTY,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """All but the code itself is made, which takes most of the time; it counts what is compiled."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compiling, "BACKEND", counter)
+    yield counter
+    torch.compiler.reset()
+
+
+def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> FsdpStrategy:
+    config = resolve(
+        manifest(
+            path,
+            path.with_name("store"),
+            model={"uri": f"file://{path}"},
+            data={"eval": [{"name": "held-out", "uri": f"file://{path}"}]},
+            training=training,
+            **({"lora": lora} if lora else {}),
+        )
+    )
+    blueprint = build_on_meta(path)
+    if config.spec.lora is not None:
+        add_adapters(blueprint.huggingface, config.spec.lora)
+    strategy = FsdpStrategy(config, blueprint, trainable_of(config), ALONE, CPU)
+    load_weights(strategy.boxes("base"), strategy.model.names, path)
+    if config.spec.lora is not None:
+        initialize_adapters(strategy.boxes("trained"), config.spec.lora, 1)
+        for box in strategy.boxes("trained"):
+            box.write(torch.randn(box.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+    else:
+        load_weights(strategy.boxes("trained"), strategy.model.names, path)
+    strategy.loaded()
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "lora", "training", "expected"),
+    [
+        ("qwen3", {}, None, {}, 2),
+        # The first layer's input needs no gradient there; layers of two kinds are two.
+        ("llama", {}, {"rank": 4, "dropout": 0.3}, {"activationCheckpointing": "full"}, 3),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            None,
+            {"activationCheckpointing": "selective"},
+            4,
+        ),
+    ],
+)
+def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compiled_after_the_start(
+    tmp_path: Path,
+    compiler: Any,
+    kind: str,
+    options: dict[str, Any],
+    lora: dict[str, Any] | None,
+    training: dict[str, Any],
+    expected: int,
+) -> None:
+    # Given the same model twice, one compiled before its first step
+    save_model(kind, tmp_path / "model", **options)
+    plain = built(tmp_path / "model", lora, **training)
+    assert compiler.frame_count == 0
+    compiled = built(tmp_path / "model", lora, compile=True, **training)
+    assert compiler.frame_count == expected
+    assert all(parameter.grad is None for parameter in compiled.model.parameters())
+
+    # When bins of all sizes go through both: losses, gradients, steps, evaluations between them
+    for number, bin_ in enumerate(BINS):
+        losses = [one.forward_backward([bin_], 50) for one in (plain, compiled)]
+        torch.testing.assert_close(*losses, rtol=2e-6, atol=1e-5)
+        right, found = trained_gradients(plain), trained_gradients(compiled)
+        assert right.keys() == found.keys()
+        for name, gradient in right.items():
+            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+        for one in (plain, compiled):
+            one.apply(1e-3, 1.0, one.grad_norm(), torch.tensor(True))
+        if number % 2:
+            sums = [one.forward_sums(BINS)[0] for one in (plain, compiled)]
+            torch.testing.assert_close(*sums, rtol=1e-4, atol=0)
+
+    # Then names and shapes are the same, and nothing was compiled again
+    assert weights(plain).keys() == weights(compiled).keys()
+    assert compiler.frame_count == expected
+
+
+def trained_gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
+    if all(parameter.requires_grad for parameter in of.model.parameters()):
+        return gradients(of)
+    return {
+        name: parameter.grad.full_tensor().clone()
+        for name, parameter in of.model.named_parameters()
+        if parameter.grad is not None
+    }

@@ -1,0 +1,70 @@
+"""What is compiled around, and what is refused before anything is compiled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.attention import Boundaries, _varlen, boundary_arguments
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.compiling import check_compiles
+from sft_trainer.state import changed_fields, environment_facts
+from tests.unit.trainer.test_models import save_config
+
+CPU = torch.device("cpu")
+
+
+def test_the_kernel_of_a_gpu_is_compiled_around_as_well() -> None:
+    # Given what the attention of a GPU calls, and a compiler that shows what it is given
+    torch.compiler.reset()
+    graphs = []
+
+    def show(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *inputs: (next(each for each in inputs if getattr(each, "ndim", 0) == 4).transpose(1, 2),)
+
+    q, k = torch.zeros(1, 4, 9, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 9, 16, dtype=torch.bfloat16)
+    attention = torch.compile(_varlen, fullgraph=True, backend=show)
+
+    # When it is compiled as a whole, then it is one operator of that graph, and after two bounds of lengths of any
+    for longest in (9, 300, 600, 5000):
+        ends = boundary_arguments(Boundaries.of((4, 5))) | {"max_length_q": longest}
+        attention(q, k, k, 0.0, None, None, ends)
+    assert len(graphs) == 2
+    assert [node for node in graphs[0].graph.nodes if "varlen" in str(node.target)]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "words"),
+    [
+        ({"attention_dropout": 0.1}, "cpu", "attention_dropout 0.1 in its config"),
+        ({}, "cuda", "training.precision: fp32 on a GPU"),
+    ],
+)
+def test_attention_that_is_not_one_operator_is_refused(
+    tmp_path: Path, options: dict[str, Any], device: str, words: str
+) -> None:
+    from transformers import AutoConfig
+
+    save_config("llama", tmp_path, **options)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{words}.*set training.compile: false"):
+        check_compiles(config, torch.device(device), torch.float32, tmp_path)
+
+
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    # What CXX named when the compiler was imported.
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
+    save_config("llama", tmp_path)
+    config = build_on_meta(tmp_path).huggingface.config
+    with pytest.raises(ConfigError, match=r"set it to false, or see that compute\.image has a C\+\+ compiler"):
+        check_compiles(config, CPU, torch.float32, tmp_path)
+
+
+def test_a_resume_with_compiled_layers_says_that_its_last_bits_differ() -> None:
+    without, compiled = (environment_facts(CPU, 1, compiled=compiled) for compiled in (False, True))
+    assert changed_fields(without, compiled) == ["compiled: None -> 'yes'"]

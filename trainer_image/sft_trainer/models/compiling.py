@@ -1,0 +1,89 @@
+"""The layers of a model compiled, once for all of them and for micro-batches of any size.
+
+What differs from one micro-batch to the next, the numbers of tokens and of documents, is said to be dynamic before
+anything is compiled; attention is one operator that reads the documents' ends itself (``documents``). Head and loss
+stay as they are. See docs/design/0018.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_trainer.errors import ConfigError
+from sft_trainer.versions import mark_dynamic
+
+BACKEND = "inductor"
+
+
+def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool) -> None:
+    """Have the forward pass of every layer compiled when it is first called; names and parameters stay.
+
+    Where it ``draws_random_numbers`` they are those that it draws without.
+    """
+    options: dict[str, Any] = {"fallback_random": True} if draws_random_numbers and BACKEND == "inductor" else {}
+    for layer in layers:
+        # Not dynamic=True, by which sizes of heads and all other numbers of the layer would be unknown to the code.
+        compiled = torch.compile(layer.forward, backend=BACKEND, options=options or None)
+        layer.forward = _of_any_size(compiled)
+
+
+def _of_any_size(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*arguments: Any, **named: Any) -> Any:
+        _mark((*arguments, *named.values()))
+        return forward(*arguments, **named)
+
+    return marked
+
+
+def _mark(values: Iterable[Any]) -> None:
+    """Say which dimension of each tensor counts tokens or documents: (1, tokens, …), or (documents + 1,)."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            mark_dynamic(value, min(1, value.ndim - 1))
+        elif isinstance(value, tuple | list):
+            _mark(value)
+        elif isinstance(value, dict):
+            _mark(value.values())
+
+
+def check_compiles(config: Any, device: torch.device, dtype: torch.dtype, cache: Path) -> None:
+    """Raise ``ConfigError`` where the layers of a model of ``config`` cannot be compiled for ``device``.
+
+    What is compiled is kept below ``cache``, where the environment does not name another place.
+    """
+    _check_attention(config, device, dtype)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    # Else as many processes as the machine has processors compile for each process of it.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
+    try:
+        torch.compile(_nothing_much, backend=BACKEND)(torch.ones(8, device=device))
+    except Exception as error:  # which class depends on what is missing
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"training.compile: true cannot be done here: set it to false, or see that compute.image has a C++ "
+            f"compiler that works (g++, or what CXX names) with Python's headers ({type(error).__name__}: {text})"
+        ) from error
+
+
+def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.sin() + 1
+
+
+def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Only the operators of attention are compiled around, not what replaces them."""
+    if getattr(config, "attention_dropout", 0):
+        reason = f"attention_dropout {config.attention_dropout} in its config"
+    elif getattr(config, "v_head_dim", None):
+        reason = f"heads whose values have a size of their own (v_head_dim {config.v_head_dim})"
+    elif device.type == "cuda" and dtype == torch.float32:
+        reason = "training.precision: fp32 on a GPU"
+    else:
+        return
+    raise ConfigError(
+        f"training.compile: true cannot be done for a model of type {config.model_type!r} with {reason}: attention is "
+        "computed document by document there; set training.compile: false"
+    )
