@@ -103,6 +103,7 @@ NOT_NUMBERS = frozenset(
         "training.activationCheckpointing",
         "training.compile",
         "training.evaluation",
+        "training.dummyRun",  # it is no run, and what it does is thrown away
         "training.callbacks",  # they see values, and decide where it ends at most
         "strategy.fsdp.shardDegree",
         "strategy.fsdp.reshardAfterForward",

@@ -53,6 +53,7 @@ def make_plan(
     declared = declared_processes(spec)
     processes = processes or declared
     training = spec.training
+    steps = training.dummy_run.steps if training.dummy_run else training.steps
     packing = spec.data.packing == "ffd"
     fsdp = spec.strategy.fsdp if spec.strategy else None
 
@@ -84,8 +85,8 @@ def make_plan(
         global_batch_tokens=global_batch_tokens,
         max_tokens_per_micro_batch=micro_batch_tokens,
         gradient_accumulation=_round_up(micro_batches, processes) // processes if micro_batches else None,
-        total_steps=training.steps,
-        epochs=None if training.steps else (training.epochs or 1),
+        total_steps=steps,
+        epochs=None if steps else (training.epochs or 1),
     )
     shape = shape or known_shape(spec.model.uri)
     memory = memory_status(spec, plan, shape, declared_gpu_memory(spec) or gpu_memory)

@@ -19,6 +19,7 @@ PROGRESS_PORT = 8471
 
 
 STOPPED_EARLY_CHARACTERS = 500
+DUMMY_RUN_CHARACTERS = 500
 
 
 class Phase(StrEnum):
@@ -100,6 +101,8 @@ class TrainingProgress(ReportModel):
     remaining_seconds: float | None = None
     stopped_early: str = Field(default="", max_length=STOPPED_EARLY_CHARACTERS)
     """Why the run ends with ``step``, and complete, before it made ``total_steps``; empty where it does not."""
+    dummy_run: str = Field(default="", max_length=DUMMY_RUN_CHARACTERS)
+    """What ``training.dummyRun`` has measured, a sentence; empty of every other run."""
     skipped_steps: int = 0
     """Steps without an update because loss or gradients were not finite."""
     skipped_checkpoints: int = 0
@@ -202,6 +205,8 @@ class TerminationMessage(ReportModel):
     checkpoints: list[CommittedCheckpoint] = Field(default_factory=list, max_length=10)
     """All that are kept, newest first: what was reported before may have been pruned since."""
     stopped_early: str = Field(default="", max_length=STOPPED_EARLY_CHARACTERS)
+    """As in ``TrainingProgress``."""
+    dummy_run: str = Field(default="", max_length=DUMMY_RUN_CHARACTERS)
     """As in ``TrainingProgress``."""
     export_uri: str | None = Field(default=None, max_length=500)
     curve_uri: str | None = Field(default=None, max_length=500)

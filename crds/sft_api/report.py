@@ -9,8 +9,8 @@ from .progress import CommittedCheckpoint, TerminationMessage, TrainingProgress
 from .times import timestamp
 from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus
 
-STOPPED_EARLY = "StoppedEarly"
-"""Reason of ``Complete`` where the run did not make all its steps."""
+_STOPPED_EARLY = "StoppedEarly"
+_DUMMY_RUN = "DummyRunComplete"
 _SHOWN_CHECKPOINTS = 10
 
 
@@ -39,9 +39,14 @@ def shown(value: float | None) -> float | None:
     return None if exact is None else float(f"{exact:.5g}")
 
 
-def stopped_early_words(why: str) -> str:
-    """The sentence of a status about ``stoppedEarly``."""
-    return f"the run was stopped early, {why}"
+def what_is_complete(progress: ProgressStatus | None, reason: str, message: str) -> tuple[str, str]:
+    """``reason`` and ``message`` of the condition ``Complete``, or those of a run that did not just make its steps."""
+    if progress is not None and progress.dummy_run:
+        return _DUMMY_RUN, f"training.dummyRun: {progress.dummy_run}"
+    if progress is not None and progress.stopped_early:
+        said = f"the run was stopped early, {progress.stopped_early}"
+        return _STOPPED_EARLY, f"{message}; {said}" if message else said
+    return reason, message
 
 
 def percent(step: int, total: int | None) -> int | None:
@@ -72,6 +77,7 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         model_flops_utilization=shown(training.model_flops_utilization),
         tokens_seen=training.tokens_seen,
         stopped_early=training.stopped_early,
+        dummy_run=training.dummy_run,
         curve=training.curve_uri or "",
         remaining=duration(training.remaining_seconds),
         update_time=timestamp(training.update_time),

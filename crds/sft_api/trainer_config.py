@@ -6,6 +6,7 @@ through its environment.
 
 from pydantic import Field, field_validator
 
+from .dummy_run import FOLDER, as_dummy_run
 from .numbers import Numbers
 from .plan import Plan, make_plan
 from .v1alpha1.base import ReportModel
@@ -68,7 +69,6 @@ class TrainerConfig(ReportModel):
                 "pvc://claim/path, or ask the administrator to set a default store"
             )
         checkpoint_uri = checkpoint_uri.rstrip("/")
-        export = job.spec.export
         # Once more, now that it is known where a job saves that does not say so itself.
         placed = job.spec.model_copy(
             update={"checkpoint": job.spec.checkpoint.model_copy(update={"uri": checkpoint_uri})}
@@ -76,10 +76,14 @@ class TrainerConfig(ReportModel):
         for rule in PLACE_RULES:
             if not rule.check(placed):
                 raise ValueError(f"spec: {rule.message}; checkpoints go to {checkpoint_uri}")
+        spec = as_dummy_run(job.spec)
+        if spec.training.dummy_run:
+            checkpoint_uri = f"{checkpoint_uri}/{FOLDER}"
+        export = spec.export
         return cls(
             job=JobIdentity(name=job.metadata.name, namespace=job.metadata.namespace, uid=uid),
-            spec=job.spec,
-            plan=make_plan(job.spec, processes=processes, gpu_memory=gpu_memory).model_copy(update={"memory": None}),
+            spec=spec,
+            plan=make_plan(spec, processes=processes, gpu_memory=gpu_memory).model_copy(update={"memory": None}),
             checkpoint_uri=checkpoint_uri,
             export_uri=(export.uri or default_export(checkpoint_uri)).rstrip("/") if export.at_end else None,
         )

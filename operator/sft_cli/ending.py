@@ -8,7 +8,7 @@ from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, i
 from sft_api.goodput import Devices, account
 from sft_api.plan import Plan
 from sft_api.progress import Incident, Phase, Progress, TerminationMessage
-from sft_api.report import STOPPED_EARLY, progress_status, stopped_early_words
+from sft_api.report import progress_status, what_is_complete
 from sft_api.times import timestamp
 from sft_api.v1alpha1.status import Condition, ConditionType, RestartsStatus, SFTJobStatus, State
 
@@ -100,9 +100,8 @@ def run_status(
     training = progress.training
     state, reason = _state(ending.failure)
     message = ending.message
-    if state == "Complete" and training.stopped_early:
-        reason, message = STOPPED_EARLY, stopped_early_words(training.stopped_early)
     if state == "Complete":
+        reason, message = what_is_complete(progress_status(training), reason, message)
         training = training.model_copy(update={"phase": Phase.COMPLETE, "remaining_seconds": None})
     elif state == "Failed":
         training = training.model_copy(update={"phase": Phase.FAILED})
@@ -113,7 +112,7 @@ def run_status(
         attempt=training.attempt,
         progress=progress_status(training),
         checkpoints=training.checkpoints,
-        steps_at_risk=training.steps_at_risk,
+        steps_at_risk=None if training.dummy_run else training.steps_at_risk,
         restarts=restarts if restarts.last_time else None,
         goodput=account(
             None,

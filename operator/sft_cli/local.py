@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from sft_api.dummy_run import FOLDER as DUMMY_RUN_FOLDER
 from sft_api.goodput import Devices
 from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
@@ -35,9 +36,15 @@ class LocalRun:
 
     @property
     def store(self) -> Path | None:
-        """The folder of the checkpoints, or None when they are not on this machine."""
+        """The folder of the checkpoints, or None when there are none, or not on this machine."""
         uri = self.config.checkpoint_uri
-        return Path(uri.removeprefix(FILE_SCHEME)) if uri.startswith(FILE_SCHEME) else None
+        is_here = uri.startswith(FILE_SCHEME) and not self.is_dummy
+        return Path(uri.removeprefix(FILE_SCHEME)) if is_here else None
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether nothing is trained, and nothing saved (``training.dummyRun``)."""
+        return self.config.spec.training.dummy_run is not None
 
 
 def prepare(
@@ -48,6 +55,9 @@ def prepare(
     Raises UserError with all that cannot work here.
     """
     folder = _folder(working_folder, job)
+    if job.spec.training.dummy_run:
+        # Its log lies beside that of the run, which is not its own.
+        folder = folder.with_name(f"{folder.name}-{DUMMY_RUN_FOLDER}")
     problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
     count = processes or declared_processes(job.spec)
     problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count)]
@@ -120,7 +130,8 @@ def _claims(spec: SFTJobSpec) -> Iterator[str]:
 def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
     for path, uri in _uris(spec):
         written = path in ("spec.checkpoint.uri", "spec.export.uri")
-        if written or not uri.startswith(FILE_SCHEME):
+        unread = spec.training.dummy_run is not None and path.startswith("spec.data.")
+        if written or unread or not uri.startswith(FILE_SCHEME):
             continue
         file = Path(uri.removeprefix(FILE_SCHEME))
         if not file.exists():

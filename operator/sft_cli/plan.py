@@ -160,7 +160,8 @@ def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list
 
 def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     if plan.total_steps is not None:
-        length = Decision("length", counted(plan.total_steps, "step"), Origin.GIVEN, "training.steps")
+        given = "training.dummyRun, on random tokens" if spec.training.dummy_run else "training.steps"
+        length = Decision("length", counted(plan.total_steps, "step"), Origin.GIVEN, given)
     else:
         origin = _origin(spec.training, "epochs")
         length = Decision(

@@ -256,6 +256,8 @@ def _lock(file: Path, folder: Path) -> Iterator[int]:
 
 def _set_aside(run: LocalRun) -> None:
     """Move what an earlier run left out of the way."""
+    if run.is_dummy:
+        raise UserError("training.dummyRun leaves nothing to set aside, and what the run has saved alone: omit --fresh")
     if run.store is None:
         raise UserError(
             f"--fresh cannot set {run.config.checkpoint_uri} aside: name another place in spec.checkpoint.uri"
@@ -294,7 +296,10 @@ def _introduce(run: LocalRun, files: RunFiles) -> None:
     plan, spec = run.config.plan, run.config.spec
     device = "GPU" if spec.compute.gpus_per_node else "CPU"
     say(f"{run.config.job.name}: {counted(plan.processes, 'process')} on {device}, {plan.precision}", bold=True)
-    say(f"Checkpoints: {run.config.checkpoint_uri}")
+    if run.is_dummy:
+        say("Dummy run:   random tokens in full batches; no data is read, nothing is saved")
+    else:
+        say(f"Checkpoints: {run.config.checkpoint_uri}")
     say(f"Log:         {files.log}")
     for note in run.notes:
         say(note)

@@ -23,7 +23,14 @@ def summary(
     """
     steps = status.progress.summary if status.progress and status.progress.summary else "0"
     loss = _loss(status.progress)
-    if ending.failure is None:
+    measured = status.progress.dummy_run if status.progress else ""
+    if measured:
+        lines = [
+            ("Complete", f"{name}: a dummy run of {steps} steps in {duration(seconds)}"),
+            ("Measured", measured),
+            ("Next", "take training.dummyRun out of the manifest to train"),
+        ]
+    elif ending.failure is None:
         lines = [
             ("Complete", f"{name}: {_done(status, steps, seconds)}"),
             ("Stopped", f"early, {why}" if (why := _stopped_early(status.progress)) else ""),

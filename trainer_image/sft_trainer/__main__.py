@@ -13,10 +13,12 @@ def main() -> int:
     config, run_dir = begin()
 
     from .distributed import Ranks
+    from .dummy_run import DummyRun
     from .trainer import Trainer
 
     ranks = Ranks.from_environment()
-    trainer = Trainer(config, ranks, run_dir)
+    kind = DummyRun if config.spec.training.dummy_run else Trainer
+    trainer = kind(config, ranks, run_dir)
     try:
         trainer.run()
     except BaseException as error:  # every end is classified and reported

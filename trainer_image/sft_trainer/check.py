@@ -35,6 +35,8 @@ log = logging.getLogger("sft_trainer")
 
 def check(config: TrainerConfig, reporter: Reporter) -> None:
     """Raise the first error that the run would end with, as far as it shows at once."""
+    if config.spec.training.dummy_run:
+        return  # it has no place, and reads no data
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     store = open_store(config.checkpoint_uri, s3)
     check_storage(config, store, reporter)

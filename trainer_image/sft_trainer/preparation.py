@@ -67,39 +67,55 @@ class Prepared:
         )
 
 
+def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str]:
+    """The folder of the model, itself on the meta device with its adapters if it has any, and the digest of its files.
+
+    What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it.
+    """
+    spec = config.spec
+    path = _fetched(spec.model.uri, "model", spec, reporter)
+    model = build_on_meta(path)
+    check_positions(model.huggingface.config, spec.data.max_length)
+    digest = base_digest(model, path)
+    if spec.lora is not None:
+        reporter.say("%s", _with_adapters(model, spec.lora))
+    computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
+    check_trains_on(model.huggingface, device, computed)
+    if spec.training.compile:
+        check_compiles(model.huggingface.config, device, computed, cache_directory())
+    return path, model, digest
+
+
+def _fetched(uri: str, kind: Literal["model", "tokenizer"], spec: SFTJobSpec, reporter: Reporter) -> Path:
+    """The folder of it on this machine."""
+    reporter.phase(Phase.LOADING, f"looking for {uri}")
+    path = localise(
+        uri,
+        cache_directory(),
+        S3Settings.from_spec(spec.checkpoint.s3),
+        os.environ.get("HF_TOKEN"),
+        kind=kind,
+        on_progress=_fetching(uri, reporter),
+    )
+    reporter.phase(Phase.LOADING, f"reading {uri}")
+    return path
+
+
+def _fetching(uri: str, reporter: Reporter) -> Callable[[int], None]:
+    # Said when bytes come: of what is in the cache nothing is downloaded.
+    return lambda downloaded: reporter.alive(Phase.DOWNLOADING, f"{uri}: {downloaded / 2**30:.1f} GiB")
+
+
 def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
     """Fetch, tokenise and lay out the steps; cached, so that a restart takes seconds. ``device`` is tried first.
 
     Called by the first process of a machine before it joins the group, and by the others after: they find the cache.
     """
     spec = config.spec
-    s3 = S3Settings.from_spec(spec.checkpoint.s3)
-    cache = cache_directory()
-    token = os.environ.get("HF_TOKEN")
-
-    def fetching(uri: str) -> Callable[[int], None]:
-        # Said when bytes come: of what is in the cache nothing is downloaded.
-        return lambda downloaded: reporter.alive(Phase.DOWNLOADING, f"{uri}: {downloaded / 2**30:.1f} GiB")
-
-    def fetched(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
-        reporter.phase(Phase.LOADING, f"looking for {uri}")
-        path = localise(uri, cache, s3, token, kind=kind, on_progress=fetching(uri))
-        reporter.phase(Phase.LOADING, f"reading {uri}")
-        return path
-
-    model_path = fetched(spec.model.uri, "model")
     # A model that cannot be trained must not be found out about after hours of tokenising.
-    model = build_on_meta(model_path)
-    check_positions(model.huggingface.config, spec.data.max_length)
-    digest = base_digest(model, model_path)
-    if spec.lora is not None:
-        reporter.say("%s", _with_adapters(model, spec.lora))
-    computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
-    check_trains_on(model.huggingface, device, computed)
-    if spec.training.compile:
-        check_compiles(model.huggingface.config, device, computed, cache)
+    model_path, model, digest = prepare_model(config, reporter, device)
     tokenizer_uri = spec.model.tokenizer_uri
-    tokenizer_path = fetched(tokenizer_uri, "tokenizer") if tokenizer_uri else model_path
+    tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
 
     def tokenized(source: DataSource) -> TokenizedSource:
@@ -108,11 +124,11 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
             source,
             spec.data,
             tokenizer,
-            cache_dir=cache,
-            s3=s3,
-            token=token,
+            cache_dir=cache_directory(),
+            s3=S3Settings.from_spec(spec.checkpoint.s3),
+            token=os.environ.get("HF_TOKEN"),
             on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
-            on_fetch=fetching(source.uri),
+            on_fetch=_fetching(source.uri, reporter),
             on_wait=lambda written: reporter.alive(
                 Phase.TOKENIZING, f"{source.uri}: another process is at it, {written / 2**20:.0f} MiB so far"
             ),

@@ -126,7 +126,7 @@ class Trainer:
         if self._place.done is not None:
             self._end_again(self._place.done)
             return
-        self._theirs.append(Callbacks(self.config, self.topology))
+        self._make_callbacks()
         if self.topology.prepares:
             self.prepared = self._prepare()
         self._meet()
@@ -206,6 +206,9 @@ class Trainer:
         self.step = done.step
         if self.topology.writes:
             end_again(self.config, self.store, done, self._place.revisions, self.reporter)
+
+    def _make_callbacks(self) -> None:
+        self._theirs.append(Callbacks(self.config, self.topology))
 
     def _prepare(self) -> Prepared:
         return prepare(pinned(self.config, self._place.revisions), self.reporter, self.device)

@@ -67,6 +67,7 @@ class ProgressStatus(ApiModel):
     stopped_early: Text = Field(
         default="", description="Why the run is complete before totalSteps: early stopping, or a callback."
     )
+    dummy_run: Text = Field(default="", description="What training.dummyRun measured: speed and memory of its steps.")
     curve: Annotated[str, Field(max_length=2048)] = Field(
         default="", description="Losses over the steps, as SVG; files for TensorBoard are in tensorboard/ beside it."
     )

@@ -281,6 +281,14 @@ class CallbackSpec(ApiModel):
     )
 
 
+class DummyRunSpec(ApiModel):
+    """A probe of speed and memory."""
+
+    steps: Annotated[int, Field(ge=3, le=1000)] = Field(
+        default=5, description="Steps that it makes; the first two are not measured."
+    )
+
+
 class TrainingSpec(ApiModel):
     """The optimisation."""
 
@@ -329,6 +337,11 @@ class TrainingSpec(ApiModel):
         default=42, description="Seed of the order of the data and of everything random."
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="When the evaluation sets are run.")
+    dummy_run: DummyRunSpec | None = Field(
+        default=None,
+        description="Makes a few steps on random tokens in full batches, and tells their speed and memory, in place of "
+        "the run: no data is read, nothing is saved or exported, and the place of the run is left alone.",
+    )
     callbacks: Annotated[list[CallbackSpec], Field(max_length=16)] = Field(
         default_factory=list,
         description="Classes of yours that are told what happens in the run, in this order, on every process.",

@@ -142,6 +142,7 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         "percent": percent(words.step, total),
         "phase": _LAST_PHASE.get(words.failure, Phase.FAILED).value,
         "stopped_early": words.stopped_early or known.stopped_early,
+        "dummy_run": words.dummy_run or known.dummy_run,
         "curve": words.curve_uri or known.curve,
         "remaining": "",
     }

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
 from sft_api.progress import Phase
-from sft_api.report import STOPPED_EARLY, stopped_early_words
+from sft_api.report import what_is_complete
 from sft_api.restarts import Reached, as_phase
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
@@ -107,7 +107,8 @@ def follow(
         restarts = _preempted(restarts, situation, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)
-        situation = _stopped_early(situation, status)
+        reason, message = what_is_complete(status.progress, situation.reason, situation.message)
+        situation = replace(situation, reason=reason, message=message)
     progress = status.progress
     if progress and situation.state != "Running":
         progress = at_rest(progress, situation.state)
@@ -219,14 +220,6 @@ def _completed(status: SFTJobStatus, export_uri: str | None) -> SFTJobStatus:
     if export is None and export_uri is not None:
         export = ExportStatus(uri=export_uri, step=progress.step if progress else 0)
     return status.model_copy(update={"progress": progress, "export": export})
-
-
-def _stopped_early(situation: Situation, status: SFTJobStatus) -> Situation:
-    """``situation`` of a complete run, and why it made no more steps, if it did not make all of them."""
-    if status.progress is None or not status.progress.stopped_early:
-        return situation
-    message = "; ".join(filter(None, (situation.message, stopped_early_words(status.progress.stopped_early))))
-    return replace(situation, reason=STOPPED_EARLY, message=message)
 
 
 def _steps_at_risk(status: SFTJobStatus, state: State | None) -> int | None:

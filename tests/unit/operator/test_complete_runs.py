@@ -106,6 +106,11 @@ def test_a_complete_run_that_was_stopped_early_says_so_again() -> None:
     assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 
 
+def test_a_dummy_run_is_not_complete_because_the_run_of_its_manifest_is() -> None:
+    (asked,) = questions(decided(manifest(training={"dummyRun": {}})))
+    assert (asked.uri, asked.export_uri) == (f"{PLACE}/dummy-run", None)
+
+
 @pytest.mark.parametrize("answered", [True, False], ids=["not complete", "no answer"])
 def test_a_run_that_is_not_complete_or_of_which_nobody_knows_gets_its_job(answered: bool) -> None:
     first = decided(manifest())

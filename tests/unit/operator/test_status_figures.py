@@ -70,6 +70,19 @@ def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> Non
     assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 
 
+@pytest.mark.parametrize("told", ["report", "last words"])
+def test_a_dummy_run_is_complete_with_what_it_measured(told: str) -> None:
+    complete = training(5, phase=Phase.COMPLETE, total_steps=5, dummy_run="0.5 s a step")
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 5, total_steps=5, dummy_run="0.5 s a step"))
+    before = status_of(running(report=report(complete))) if told == "report" else None
+    ended = {"job": make_child(conditions={"Complete": ("", "")}), "pods": (make_pod(0) if before else pod,)}
+
+    status = status_of(running(**ended), before, training={"dummyRun": {}})
+
+    assert (status.state, status.message) == ("Complete", "training.dummyRun: 0.5 s a step")
+    assert {item.reason for item in status.conditions if item.type == "Complete"} == {"DummyRunComplete"}
+
+
 def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
     """Its new supervisor knows of no incident: the old one could not tell any more."""
     first = status_of(running(report=report(training(50, update_time=at(-60)))))

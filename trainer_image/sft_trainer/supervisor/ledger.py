@@ -160,6 +160,7 @@ def termination(
         eval_loss=training.eval_loss,
         eval_accuracy=training.eval_accuracy,
         stopped_early=training.stopped_early,
+        dummy_run=training.dummy_run,
         checkpoints_uri=checkpoints_uri,
         checkpoints=checkpoints,
         export_uri=_short(export_uri),

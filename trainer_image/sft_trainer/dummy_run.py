@@ -1,0 +1,161 @@
+"""``training.dummyRun``: some steps of the real loop on random tokens, for their speed and memory.
+
+The run is that of every other one in all that a step costs: model, sharding, feed, agreement. It reads no data, and
+has no place: it claims nothing, saves nothing, exports nothing, and leaves what lies in the run's own place alone.
+"""
+
+import resource
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from sft_api.progress import DUMMY_RUN_CHARACTERS
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.status import CheckpointsStatus
+
+from .classify import classify
+from .data.random_examples import RandomExamples
+from .distributed import Ranks, sum_over_ranks
+from .due import SavesWhenDue, StopsWhenAsked
+from .errors import ConfigError, StopRequested
+from .events import Claimed, Control, Listener, Listeners, StepDone
+from .listeners import OurListeners
+from .preparation import Prepared, plan_steps, prepare_model
+from .reporting import Reporter, Reporting
+from .skipped import SkippedSteps
+from .trainer import Trainer
+
+_WARM_UP = 2
+"""Steps that are not measured: the first allocates and picks kernels, the second shows how many bins fit into a forward
+pass."""
+_GIB = 2**30
+
+
+class Measured(Listener):
+    """What the steps took."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepDone] = []
+
+    def on_step(self, event: StepDone, control: Control) -> None:
+        self.steps.append(event)
+
+
+class NothingSaved:
+    """Stands for the saving of a run that has none."""
+
+    in_flight = False
+    checkpoints = CheckpointsStatus()
+
+    def failed_here(self) -> bool:
+        return False
+
+    def settle(self) -> None: ...
+
+    def tell(self) -> None: ...
+
+
+class DummyRun(Trainer):
+    """One process of it."""
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks, run_dir: Path) -> None:
+        """``config`` is what ``sft_api.dummy_run`` leaves of one."""
+        super().__init__(config, ranks, run_dir)
+        self._measured = Measured()
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        except (RuntimeError, MemoryError) as error:
+            if type(error).__name__ != "OutOfMemoryError" and not isinstance(error, MemoryError):
+                raise
+            # To find that out was what it was for: nobody has to see it three times.
+            raise ConfigError(f"{classify(error, step=self.step)[1]}; found by training.dummyRun") from error
+        self._tell()
+
+    def _tell(self) -> None:
+        here = memory_here(self.device)
+        count = self.topology.world_size
+        # The largest of all processes: each has its own places among the figures.
+        places = [0.0] * (self.topology.rank * len(here)) + here
+        all_of_them = sum_over_ranks([*places, *[0.0] * (count * len(here) - len(places))], self.device)
+        most = [max(all_of_them[place :: len(here)]) for place in range(len(here))]
+        text = sentence(self._measured.steps, most, self.config.spec.data.max_length)
+        self.reporter.update(dummy_run=text[:DUMMY_RUN_CHARACTERS])
+        self.reporter.say("%s", text)
+
+    def _open_store(self) -> None: ...
+
+    def _make_callbacks(self) -> None: ...
+
+    def _prepare(self) -> Prepared:
+        return prepare_dummy(self.config, self.reporter, self.device)
+
+    def _compare(self) -> None: ...
+
+    def _claim(self) -> None:
+        self.saving: Any = NothingSaved()
+        self._watch()
+        self.attempt = 1
+        self.events.emit(Claimed(self.attempt, self.prepared.total_steps))
+
+    def _watch(self) -> None:
+        skipped = SkippedSteps(self.reporter, self.saving, learning_rate=self.config.plan.learning_rate)
+        saves = SavesWhenDue(self.spec, self.saving, keeps_time=False)
+        others: list[Listener] = [Reporting(self.reporter), StopsWhenAsked(self._stop_file), self._measured]
+        self.ours = OurListeners(skipped, saves, others)
+        self.events = Listeners(self.ours.in_order(), self.control)
+
+    def _resume_or_load(self) -> None:
+        boxes = self.strategy.boxes("base") + self.strategy.boxes("trained")
+        self.prepared.fill(boxes, self.spec, self.reporter)
+
+    def _save(self, *, final: bool = False) -> None: ...
+
+    def _stop(self) -> NoReturn:
+        raise StopRequested(f"the dummy run was stopped after step {self.step}")
+
+
+def prepare_dummy(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
+    """The model as a run of ``config`` has it, and steps of random tokens. Nothing of ``data`` is read."""
+    path, model, digest = prepare_model(config, reporter, device)
+    huggingface: Any = model.huggingface
+    examples: Any = RandomExamples.filling(config, huggingface.get_input_embeddings().num_embeddings)
+    steps, epoch_size = plan_steps(config, [examples])
+    total = config.spec.training.steps
+    assert total is not None  # noqa: S101 - a dummy run has that many
+    return Prepared(config.spec.model.uri, path, model, digest, {}, None, [examples], {}, steps, total, epoch_size)
+
+
+def memory_here(device: torch.device) -> list[float]:
+    """The most bytes of this process so far: of host memory; of a GPU's reserved, and allocated; and all of a GPU's."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    if device.type != "cuda":
+        return [host, 0.0, 0.0, 0.0]
+    total = torch.cuda.mem_get_info(device)[1]
+    reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    return [host, float(reserved), float(allocated), float(total)]
+
+
+def sentence(steps: Sequence[StepDone], most: Sequence[float], longest: int) -> str:
+    """What was measured in ``steps``; ``most`` as of ``memory_here``, the largest of all processes each."""
+    measured = steps[_WARM_UP:]
+    seconds = statistics.median(step.seconds for step in measured)
+    tokens = measured[-1].tokens
+    rate, processes = tokens / seconds, measured[-1].processes
+    share = measured[-1].peak_flops_share
+    host, reserved, allocated, total = (amount / _GIB for amount in most)
+    gpu = (
+        f"{reserved:.1f} of {total:.1f} GiB of a GPU's memory at most ({allocated:.1f} GiB in tensors), "
+        if total
+        else ""
+    )
+    return (
+        f"{seconds:.3g} s a step of {tokens:,} random tokens in examples of up to {longest:,} (the median of the last "
+        f"{len(measured)} of {len(steps)} steps): {rate:,.0f} tokens/s, {rate / processes:,.0f} a process"
+        f"{f', {100 * share:.1f}% of peak FLOP/s' if share is not None else ''}; {gpu}{host:.1f} GiB of host memory a "
+        "process at most; no data was read, and nothing was saved"
+    )
