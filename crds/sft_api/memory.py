@@ -97,6 +97,10 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, block: Block
     summed = _BYTES[fsdp.reduce_dtype if fsdp else "fp32"]
     reduced_block, reduced_root = ((computed + summed) * count for count in (trained_block, trained_root))
 
+    if offloads(spec):
+        # A share on its way, in the precision that it is held in.
+        root += 4 * ceil(max(shape.root_parameters, _held_by_block(shape, spec)) / plan.shard_degree)
+
     head = shape.head_parameters if trained_root else 0
     elements = min(tokens * shape.vocabulary, max(CHUNK_ELEMENTS, shape.vocabulary))
     several = tokens * shape.vocabulary > CHUNK_ELEMENTS
@@ -127,6 +131,28 @@ def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
     return ceil(trained * each / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
+def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec) -> int:
+    """Host memory of one node that ``strategy.fsdp.cpuOffload`` takes: weights, gradients and moments."""
+    if not offloads(spec):
+        return 0
+    processes = spec.compute.nodes * spec.compute.effective_processes_per_node
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
+    each = 8 + MOMENTS * _BYTES[spec.training.optimizer.state_dtype]
+    precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
+    return ceil(replicas * (each * trained + _base_bytes(spec, precision) * frozen) / spec.compute.nodes)
+
+
+def offloads(spec: SFTJobSpec) -> bool:
+    """Whether weights, gradients and moments are held in host memory."""
+    return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.cpu_offload)
+
+
+def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
+    """Of each frozen weight."""
+    return _BYTES[(spec.lora.base_precision or precision) if spec.lora else "fp32"]
+
+
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
     """Tokens of the largest micro-batch of a process."""
     return plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
@@ -139,14 +165,16 @@ def trained_parameters(shape: ModelShape, spec: SFTJobSpec) -> int:
 
 
 def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
-    held = _BYTES[(spec.lora.base_precision or plan.precision) if spec.lora else "fp32"]
     share = ceil(trained / plan.shard_degree)
     groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes)
+    reserve = CONTEXT_BYTES + groups * GROUP_BYTES
+    if offloads(spec):
+        return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
     return {
-        "parameters": 4 * share + held * ceil(frozen / plan.shard_degree),
+        "parameters": 4 * share + _base_bytes(spec, plan.precision) * ceil(frozen / plan.shard_degree),
         "gradients": 4 * share,
         "optimizer": MOMENTS * _BYTES[spec.training.optimizer.state_dtype] * share,
-        "reserve": CONTEXT_BYTES + groups * GROUP_BYTES,
+        "reserve": reserve,
     }
 
 

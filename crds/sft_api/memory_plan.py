@@ -6,7 +6,7 @@ from typing import Any
 
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .memory import MemoryEstimate, estimate, estimate_states, staging_bytes, trained_parameters
+from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, staging_bytes, trained_parameters
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
@@ -77,6 +77,7 @@ def memory_status(
         total=shown(memory.total),
         gpu_memory=gpu,
         host_staging=shown(staged or None),
+        host_offload=shown(offloaded(spec, shape) or None),
         unknown=unknown,
     )
 
@@ -106,14 +107,29 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     return 0 if count is None or spec.lora else staging_bytes(parameter_count(count), spec)
 
 
+def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
+    """Bytes of host memory of a node that ``strategy.fsdp.cpuOffload`` takes; 0 without it, or where not known."""
+    if shape is not None:
+        return offloaded_bytes(trained_parameters(shape, spec), shape.parameters if spec.lora else 0, spec)
+    count = None if spec.model.parameters is None else parameter_count(spec.model.parameters)
+    return 0 if count is None else offloaded_bytes(*((0, count) if spec.lora else (count, 0)), spec)
+
+
 def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
-    """What to say when a pod with ``pod_memory`` bytes does not hold what a save in the background copies to it."""
-    needed = round(staging(spec, shape) * _STAGED)
-    if pod_memory is None or needed <= pod_memory:
+    """What to say when a pod with ``pod_memory`` bytes does not hold what is offloaded, or copied to it for a save."""
+    staged, held = round(staging(spec, shape) * _STAGED), offloaded(spec, shape)
+    if pod_memory is None or staged + held <= pod_memory:
         return ""
+    memory = "give compute.resources.requests.memory and limits.memory"
+    if held > pod_memory:
+        return (
+            f"strategy.fsdp.cpuOffload holds {gibibytes(held)} in the memory of each node, and its pod asks for "
+            f"{gibibytes(pod_memory)}: {memory}, take more nodes, or leave cpuOffload out"
+        )
+    beside = f" beside {gibibytes(held)} that are offloaded," if held else ","
     return (
-        f"a save in the background copies {gibibytes(needed)} to the memory of each node, and its pod asks for "
-        f"{gibibytes(pod_memory)}: give compute.resources.requests.memory and limits.memory, or set checkpoint.async: "
+        f"a save in the background copies {gibibytes(staged)} to the memory of each node{beside} and its pod asks for "
+        f"{gibibytes(pod_memory)}: {memory}, or set checkpoint.async: "
         "false; where there is no room, training waits while it is saved"
     )
 

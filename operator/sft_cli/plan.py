@@ -114,6 +114,9 @@ def _memory(plan: Plan) -> list[Decision]:
     decisions = [Decision("memory of a GPU", f"{least}{memory.total}{of}", Origin.COMPUTED, parts)]
     if memory.unknown:
         decisions.append(Decision("not known", "", Origin.COMPUTED, memory.unknown))
+    if memory.host_offload:
+        why = "of each node's host memory: strategy.fsdp.cpuOffload"
+        decisions.append(Decision("offloaded", memory.host_offload, Origin.COMPUTED, why))
     if memory.host_staging:
         why = "of each node's host memory, for a save in the background: checkpoint.async"
         decisions.append(Decision("staging", memory.host_staging, Origin.COMPUTED, why))

@@ -164,6 +164,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("together", lambda device: steps.together(work / "inputs", device)),
             ("skipped", lambda device: steps.skipped(work / "inputs", device)),
             ("adapters", lambda device: steps.adapters(work / "inputs", device)),
+            ("offload", lambda device: steps.offload(work / "inputs", device)),
         )
     ]
     whole = runs.checks(work / "inputs", work / "checks", device)

@@ -46,9 +46,12 @@ def _alone(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _strategy(inputs: Path, device: torch.device, memory: RoomFor | None = None) -> FsdpStrategy:
-    """The small model of ``inputs`` in bf16, as it is trained."""
-    config = resolve(manifest(inputs, inputs.with_name("store"), training={"precision": "bf16"}))
+def _strategy(
+    inputs: Path, device: torch.device, memory: RoomFor | None = None, *, fsdp: dict[str, Any] | None = None
+) -> FsdpStrategy:
+    """The small model of ``inputs`` in bf16, as it is trained; ``fsdp`` is what ``strategy.fsdp`` says."""
+    sections = {"training": {"precision": "bf16"}, "strategy": {"fsdp": fsdp or {}}}
+    config = resolve(manifest(inputs, inputs.with_name("store"), **sections))
     strategy = FsdpStrategy(config, build_on_meta(inputs / "model"), EVERYTHING, ALONE, device, memory)
     load_weights(strategy.boxes("trained"), strategy.model.names, inputs / "model")
     strategy.loaded()
@@ -94,6 +97,41 @@ def together(inputs: Path, device: torch.device) -> dict[str, Figure]:
     require("several bins at once: error of the loss", abs(several / one - 1), 1e-3)
     require("several bins at once: error of the gradients", error, 2e-2)
     return {"together_loss_error": abs(several / one - 1), "together_gradient_error": error}
+
+
+def offload(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """Two steps with weights, gradients and moments in host memory against the same on the device, and a step that is
+    not finite, which changes nothing; what of them the device holds."""
+    bins, trained = _bins()
+    on_gpu = device.type == "cuda"
+    with _alone(device):
+        usual, offloaded = _strategy(inputs, device), _strategy(inputs, device, fsdp={"cpuOffload": True})
+        if any(box.read().device.type != "cpu" for box in offloaded.boxes("trained")):
+            raise AssertionError("weights that are offloaded must be in host memory")
+        losses, norms = [], []
+        for ok in (True, False, True):
+            before = _state(offloaded)
+            for each in (usual, offloaded):
+                losses.append(float(each.forward_backward(bins, trained)))
+                norms.append(norm := each.grad_norm())
+                each.apply(1e-3, 1.0, norm, torch.tensor(ok, device=device))
+            kept = all(torch.equal(old, new) for old, new in zip(before, _state(offloaded), strict=True))
+            if kept == ok:
+                raise AssertionError("a step changes what is offloaded where it is finite, and only there")
+        locked = [box.read().is_pinned() for box in offloaded.boxes("trained")] if on_gpu else []
+        error = error_of(
+            *(torch.cat([box.read().flatten().cpu() for box in of.boxes("trained")]) for of in (offloaded, usual))
+        )
+    if not all(locked):
+        raise AssertionError("copies go on beside the computation from page-locked memory only")
+    figures = {
+        "offload_loss_error": max(abs(b / a - 1) for a, b in zip(losses[::2], losses[1::2], strict=True)),
+        "offload_norm_error": max(abs(float(b / a) - 1) for a, b in zip(norms[::2], norms[1::2], strict=True)),
+        "offload_weight_error": error,
+    }
+    for (name, value), limit in zip(figures.items(), (1e-3, 1e-2, 2e-2), strict=True):
+        require(name.replace("_", " "), value, limit)
+    return dict(figures)
 
 
 def adapters(inputs: Path, device: torch.device) -> dict[str, Figure]:

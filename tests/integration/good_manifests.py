@@ -99,7 +99,7 @@ spec:
     evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
     dummyRun: {steps: 10}
     callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]
-  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16}}
+  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16, cpuOffload: true}}
   compute:
     nodes: 2
     gpusPerNode: 8

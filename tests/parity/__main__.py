@@ -24,6 +24,7 @@ _DISTURBED: dict[str, dict[str, Any]] = {
         "training": {"optimizer": {"stateDtype": "bf16"}, "activationCheckpointing": "selective"},
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
     },
+    "offload": {"strategy": {"fsdp": {"cpuOffload": True}}},
 }
 """Runs that are killed and resumed too, by what is merged into their spec."""
 

@@ -35,11 +35,11 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     spec: SFTJobSpec,
     peak: float,
-    first_element: Callable[[torch.Tensor], int] = lambda parameter: 0,
+    held: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = lambda tensor: (tensor, 0),
 ) -> torch.optim.Optimizer:
     """AdamW over all trainable parameters; weight decay on matrices only, not on norms and biases.
 
-    ``first_element`` of a parameter is that which this process holds the first of, counted by rows.
+    ``held`` gives what this process has of a tensor, and which of all its elements, by rows, is the first of it.
     """
     options = spec.training.optimizer
     names: dict[torch.Tensor, str] = {
@@ -54,7 +54,7 @@ def build_optimizer(
     ]
     betas = (options.betas[0], options.betas[1])
     if options.state_dtype == "bf16":
-        return RoundedAdamW(groups, names, first_element, lr=peak, betas=betas, eps=options.eps)
+        return RoundedAdamW(groups, names, held, lr=peak, betas=betas, eps=options.eps)
     return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)
 
 

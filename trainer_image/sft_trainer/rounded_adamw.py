@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 _SLICE_ELEMENTS = 2**22
@@ -34,21 +33,22 @@ class RoundedAdamW(torch.optim.Optimizer):
         self,
         groups: Iterable[Mapping[str, Any]],
         names: Mapping[torch.Tensor, str],
-        first_element: Callable[[torch.Tensor], int],
+        held: Callable[[torch.Tensor], tuple[torch.Tensor, int]],
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """``first_element`` says of a parameter which of its elements, counted by rows, is the first one here."""
+        """``held`` gives what this process has of a tensor, and which of all elements, by rows, is the first of it."""
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
+        self._held = held
         self._places = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 digest = hashlib.sha256(names[parameter].encode()).digest()
-                self._places[parameter] = (int.from_bytes(digest[:4], "big", signed=True), first_element(parameter))
+                self._places[parameter] = (int.from_bytes(digest[:4], "big", signed=True), held(parameter)[1])
                 self.state[parameter] = {
-                    "step": torch.zeros((), device=_here(parameter).device),
+                    "step": torch.zeros((), device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, dtype=torch.bfloat16),
                     "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.bfloat16),
                 }
@@ -68,7 +68,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         step = state["step"]
         name, first = self._places[parameter]
         key = (step.to(torch.int32) + 1).mul_(_ODD[0]).add_(name)
-        values = [_here(each).view(-1) for each in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        values = [self._held(each)[0].view(-1) for each in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
         for start in range(0, values[0].numel(), _SLICE_ELEMENTS):
             weight, slope, *moments = (value[start : start + _SLICE_ELEMENTS] for value in values)
             first_moment, second_moment = (moment.float() for moment in moments)
@@ -112,8 +112,3 @@ def round_stochastically_(values: torch.Tensor, key: torch.Tensor, first: int) -
     bits.bitwise_xor_(bits >> 16).bitwise_and_(_LOW_BITS)
     values.view(torch.int32).add_(bits).bitwise_and_(~_LOW_BITS)
     return values
-
-
-def _here(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

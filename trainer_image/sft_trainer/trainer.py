@@ -67,7 +67,7 @@ from .revisions import pinned
 from .saving import Saving
 from .state import Facts, resume_warnings, run_state
 from .storage import check_same_base
-from .strategies import build
+from .strategies import build, holding_device
 from .topology import Topology
 from .trainable import Trainable, trainable_of
 
@@ -238,7 +238,7 @@ class Trainer:
             self.config,
             self.store,
             self.reporter,
-            device=self.device,
+            device=holding_device(self.config, self.device),
             topology=self.topology,
             on_commit=lambda checkpoints: self.events.emit(Committed(self.step, checkpoints)),
         )

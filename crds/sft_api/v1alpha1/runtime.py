@@ -24,6 +24,11 @@ class FsdpSpec(ApiModel):
         description="Precision in which gradients are summed over the processes: bf16 halves that traffic and its "
         "buffers, and rounds.",
     )
+    cpu_offload: bool = Field(
+        default=False,
+        description="Hold parameters, gradients and moments in host memory, and update them there: a GPU holds what it "
+        "computes with only. Takes 16 bytes a trained parameter of the nodes' memory, and time for copies and updates.",
+    )
 
 
 class StrategySpec(ApiModel):

@@ -156,6 +156,9 @@ class MemoryStatus(ApiModel):
     host_staging: Text | None = Field(
         default=None, description="Of each node's host memory, for a save in the background."
     )
+    host_offload: Text | None = Field(
+        default=None, description="Host memory of a node that weights, gradients and moments take with cpuOffload."
+    )
     unknown: Text = Field(default="", description="What is not known, and how to say it.")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sft_api.known_models import known_configs, known_shape
-from sft_api.memory import MemoryEstimate, estimate, estimate_states, staging_bytes, trained_parameters
+from sft_api.memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, staging_bytes, trained_parameters
 from sft_api.model_shape import FAMILIES, ModelShape, shape_of
 from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
@@ -171,6 +171,25 @@ def test_moments_and_sums_of_gradients_may_be_half_as_large() -> None:
     data = {"train": [{"uri": "hf://a/b"}], "maxLength": 8}
     wide, narrow = (estimated(data=data, strategy={"fsdp": {"reduceDtype": dtype}}) for dtype in ("fp32", "bf16"))
     assert narrow.total < wide.total
+
+
+def test_what_is_offloaded_is_the_hosts() -> None:
+    strategy = {"fsdp": {"cpuOffload": True}}
+    usual, memory = estimated(), estimated(strategy=strategy)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (0, 0, 0)
+    assert memory.activations == usual.activations
+    assert memory.total < usual.total - 15 * 8_030_261_248 / 8
+    # 16 bytes a parameter, a whole copy in each shard group
+    eight = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy=strategy).spec
+    assert offloaded_bytes(1_000_000, 0, eight) == 8_000_000
+    hybrid = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy={"fsdp": {"cpuOffload": True, "shardDegree": 8}}).spec
+    assert offloaded_bytes(1_000_000, 0, hybrid) == 16_000_000
+    # Adapters beside a base in bf16
+    assert (
+        offloaded_bytes(1000, 1_000_000, job(strategy=strategy, lora={}, compute={"gpusPerNode": 1}).spec)
+        == 16_000 + 2_000_000
+    )
+    assert offloaded_bytes(1_000_000, 0, job().spec) == 0
 
 
 def test_more_than_one_process_keeps_buffers_for_its_groups() -> None:

@@ -164,3 +164,12 @@ def test_a_host_that_does_not_hold_a_save_is_warned_of() -> None:
     assert staging_warning(spec(), shape, None) == ""
     assert staging_warning(spec(checkpoint={"async": False}), shape, GIB) == ""
     assert staging_warning(spec(lora={"rank": 8}), shape, GIB) == ""
+
+
+def test_a_pod_that_does_not_hold_what_is_offloaded_is_warned_of() -> None:
+    shape = known_shape(EIGHT_BILLION["uri"])
+    offload = spec(strategy={"fsdp": {"cpuOffload": True}})
+    held = "cpuOffload holds 119.7Gi in the memory of each node, and its pod asks for 64.0Gi"
+    assert held in staging_warning(offload, shape, 64 * GIB)
+    assert "copies 98.7Gi to the memory of each node beside 119.7Gi" in staging_warning(offload, shape, 200 * GIB)
+    assert staging_warning(offload, shape, 220 * GIB) == ""

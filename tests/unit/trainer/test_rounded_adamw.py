@@ -22,7 +22,7 @@ def optimizer_of(dtype: str, *shapes: tuple[int, ...], first: int = 0, **options
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     named = [(f"layer.{index}", parameter) for index, parameter in enumerate(parameters)]
-    return build_optimizer(named, with_state(dtype, **options), 1e-2, lambda parameter: first), parameters
+    return build_optimizer(named, with_state(dtype, **options), 1e-2, lambda tensor: (tensor, first)), parameters
 
 
 def train(optimizer: Any, parameters: list[Any], steps: int, scale: float = 1.0, seed: int = 1) -> None:

@@ -14,6 +14,7 @@ from sft_trainer.trainable import Trainable
 
 from .fsdp import FsdpStrategy
 from .fsdp.memory import CudaMemory
+from .fsdp.sharding import holding_device as holding_device
 
 Which = Literal["base", "trained", "optimizer"]
 

@@ -44,14 +44,14 @@ def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Na
     ]
 
 
-def first_element(tensor: torch.Tensor, topology: Topology) -> int:
-    """Which element of a sharded ``tensor``, counted by rows, is the first that this process holds."""
+def part_by_rows(tensor: torch.Tensor, topology: Topology) -> tuple[torch.Tensor, int]:
+    """What this process holds of ``tensor``, and which of all its elements, counted by rows, is the first of it."""
     if not isinstance(tensor, DTensor):
-        return 0
+        return tensor, 0
     held, _ = _held(tensor, topology)
     if held.sizes[1:] != tuple(tensor.shape[1:]):
         raise ValueError(f"a tensor placed as {tensor.placements} is not split by rows")
-    return held.offsets[0] * math.prod(held.sizes[1:]) if held.offsets else 0
+    return tensor.to_local(), held.offsets[0] * math.prod(held.sizes[1:]) if held.offsets else 0
 
 
 def _sharded_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:

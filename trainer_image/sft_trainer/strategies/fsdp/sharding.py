@@ -1,8 +1,9 @@
 """A model on the meta device, sharded by FSDP2; its gradients and their norm."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sft_api.trainer_config import TrainerConfig
@@ -20,7 +21,7 @@ from .grouping import draws_random_numbers
 def build_model(
     config: TrainerConfig, model: CausalLM, trainable: Trainable, topology: Topology, device: torch.device
 ) -> CausalLM:
-    """``model`` (on the meta device) sharded and on ``device``, its parameters allocated but not filled.
+    """``model`` (on the meta device) sharded, to be computed on ``device``, its parameters allocated but not filled.
 
     A collective call. Raises ``ConfigError`` for a topology with other dimensions than replicate and shard. Order:
     activation checkpointing, compile every block, shard every block and then the root, allocate. Embedding and head
@@ -42,18 +43,40 @@ def build_model(
         param_dtype=None if held == {computed} else computed,
         reduce_dtype=torch.bfloat16 if fsdp and fsdp.reduce_dtype == "bf16" else torch.float32,
     )
+    # Copies from and to page-locked memory go on beside the computation.
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads(config) else OffloadPolicy()
     for block in model.blocks:
         fully_shard(
             block,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=fsdp.reshard_after_forward if fsdp else True,
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     _sum_gradients(model)
-    model.to_empty(device=device)
+    model.to_empty(device=holding_device(config, device))
     initialize_buffers(model)
+    _move_buffers(model, device)
     return model.train()
+
+
+def offloads(config: TrainerConfig) -> bool:
+    """Whether parameters, gradients and moments are held in host memory."""
+    fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
+    return fsdp is not None and fsdp.cpu_offload
+
+
+def holding_device(config: TrainerConfig, device: torch.device) -> torch.device:
+    """Where parameters, gradients and moments are held that are computed with on ``device``."""
+    return torch.device("cpu") if offloads(config) else device
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """To ``device``, where they are computed with: FSDP moves parameters only."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _sum_gradients(model: nn.Module) -> None:
@@ -66,6 +89,17 @@ def _sum_gradients(model: nn.Module) -> None:
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Norm of all gradients together, a scalar that is the same on every process; a collective call."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm(_gradients(model))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def offloaded_gradient_norm(model: nn.Module, device: torch.device) -> torch.Tensor:
+    """The same of gradients in host memory, on ``device``: the group of their processes knows that one alone."""
+    shards = [gradient for gradient in _gradients(model) if isinstance(gradient, DTensor)]
+    square = torch.nn.utils.get_total_norm([shard.to_local() for shard in shards]).square().to(device)
+    dist.all_reduce(square, group=shards[0].device_mesh.get_group("shard"))
+    return square.sqrt()
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -18,10 +18,10 @@ from sft_trainer.optim import build_optimizer, set_updates, updates
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
-from .boxes import first_element, model_boxes, optimizer_boxes
+from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .grouping import draws_random_numbers, grouped
 from .memory import BinsPerForward, Memory
-from .sharding import build_model, gradient_norm
+from .sharding import build_model, gradient_norm, offloaded_gradient_norm, offloads
 
 _COMPILED_WITH_TOKENS = 1024
 """At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
@@ -43,6 +43,7 @@ class FsdpStrategy:
     ) -> None:
         """``memory`` of the device decides how many bins are computed at once; without it, each goes alone."""
         self._device = device
+        self._offloads = offloads(config)
         self._topology = topology
         huggingface: Any = blueprint.huggingface
         self._names = Names.of(huggingface.config)
@@ -64,7 +65,7 @@ class FsdpStrategy:
             self.model.named_parameters(),
             config.spec,
             config.plan.learning_rate,
-            functools.partial(first_element, topology=topology),
+            functools.partial(part_by_rows, topology=topology),
         )
 
     def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:
@@ -101,6 +102,8 @@ class FsdpStrategy:
         return loss_sum
 
     def grad_norm(self) -> torch.Tensor:
+        if self._offloads:
+            return offloaded_gradient_norm(self.model, self._device)
         return gradient_norm(self.model)
 
     @torch.no_grad()
@@ -110,7 +113,9 @@ class FsdpStrategy:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # The fused kernels look at it on the device: where it is 1, neither weights nor moments nor counts change.
-        self.optimizer.found_inf = torch.logical_not(ok).float()  # type: ignore[attr-defined]
+        skips = torch.logical_not(ok).float()
+        # What is in host memory is updated by the host, which waits for the verdict.
+        self.optimizer.found_inf = skips.cpu() if self._offloads else skips  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.found_inf = None  # type: ignore[attr-defined]
         self.optimizer.zero_grad()

@@ -1,0 +1,103 @@
+"""Weights, gradients and moments in host memory: the same steps. On a CPU they are there anyway, by another path."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies import holding_device
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.strategies.fsdp.sharding import gradient_norm, offloaded_gradient_norm
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import trainable_of
+from tests.bins import random_bin
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_model
+
+BINS = (random_bin(1, 5, 9), random_bin(2, 12))
+TRAINED = sum(len(bin_.labels) for bin_ in BINS)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def strategy(path: Path, *, offload: bool, **sections: Any) -> FsdpStrategy:
+    sections["strategy"] = {"fsdp": {"cpuOffload": offload}}
+    config = resolve(manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, **sections))
+    blueprint = build_on_meta(path)
+    if config.spec.lora:
+        add_adapters(blueprint.huggingface, config.spec.lora)
+    built = FsdpStrategy(config, blueprint, trainable_of(config), ALONE, CPU)
+    load_weights(built.boxes("base" if config.spec.lora else "trained"), built.model.names, path)
+    for index, box in enumerate(built.boxes("trained") if config.spec.lora else []):
+        box.write(torch.randn(box.shape, generator=torch.Generator().manual_seed(index)) * 0.1)
+    return built
+
+
+def step(of: FsdpStrategy, *, ok: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = of.forward_backward(BINS, TRAINED)
+    norm = of.grad_norm()
+    of.apply(1e-2, 1.0, norm, torch.tensor(ok))
+    return loss, norm
+
+
+def state(of: FsdpStrategy) -> list[torch.Tensor]:
+    return [box.read().clone() for box in of.boxes("trained") + of.boxes("optimizer")]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"training": {"precision": "bf16", "optimizer": {"stateDtype": "bf16"}}},
+        {"lora": {"rank": 4, "dropout": 0.2}, "training": {"precision": "bf16"}},
+    ],
+    ids=["fp32", "bf16", "adapters"],
+)
+def test_steps_are_those_of_what_is_not_offloaded(tmp_path: Path, sections: dict[str, Any]) -> None:
+    # Given two alike, of which one is offloaded
+    save_model("qwen3", tmp_path, tie_word_embeddings=True)
+    usual, offloaded = (strategy(tmp_path, offload=offload, **sections) for offload in (False, True))
+
+    # When steps are made, one of them not finite
+    for ok in (True, False, True):
+        before = state(offloaded)
+        results = [step(of, ok=ok) for of in (usual, offloaded)]
+        # Then losses are equal, and norms but for their last bits: they are added up otherwise
+        assert results[0][0] == results[1][0]
+        torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=0)
+        assert all(torch.equal(a, b) for a, b in zip(before, state(offloaded), strict=True)) == (not ok)
+
+    # And so are weights, moments and the count of updates
+    assert offloaded.updates == usual.updates == 2
+    for one, other in zip(state(offloaded), state(usual), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2 if one.dtype == torch.bfloat16 else 1e-6, atol=1e-9)
+    assert offloaded.forward_sums(BINS)[0].item() == pytest.approx(usual.forward_sums(BINS)[0].item(), rel=1e-6)
+
+
+def test_the_norm_of_what_is_offloaded_is_that_of_all(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    built = strategy(tmp_path, offload=True)
+    built.forward_backward(BINS, TRAINED)
+    norm = offloaded_gradient_norm(built.model, CPU)
+    assert norm.device == CPU
+    torch.testing.assert_close(norm, gradient_norm(built.model), rtol=1e-6, atol=0)
+
+
+def test_what_is_offloaded_is_held_by_the_host_and_saved_from_there(tmp_path: Path) -> None:
+    # A save needs no page-locked memory, nor waits for a GPU, for what is in host memory
+    for offload, device in ((False, "cuda"), (True, "cpu")):
+        fsdp = {"fsdp": {"cpuOffload": offload}}
+        config = resolve(manifest(tmp_path, tmp_path / "store", strategy=fsdp))
+        assert holding_device(config, torch.device("cuda")).type == device
