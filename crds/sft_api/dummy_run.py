@@ -26,6 +26,6 @@ def as_dummy_run(spec: SFTJobSpec) -> SFTJobSpec:
             "data": spec.data.model_copy(update={"train": [source], "eval": []}),
             "training": spec.training.model_copy(update=training),
             "checkpoint": CheckpointSpec(uri=spec.checkpoint.uri, s3=spec.checkpoint.s3),
-            "export": spec.export.model_copy(update={"at_end": False}),
+            "export": spec.export.model_copy(update={"at_end": False, "checkpoint": "last"}),
         }
     )

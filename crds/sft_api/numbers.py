@@ -137,6 +137,7 @@ NOT_NUMBERS = frozenset(
         "checkpoint.async",
         "checkpoint.resume.policy",
         "export.atEnd",
+        "export.checkpoint",
         "export.uri",
         "export.mergeAdapter",
         "suspend",

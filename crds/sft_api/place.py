@@ -51,6 +51,8 @@ EXPORT_ADAPTER = "adapter_model.safetensors"
 """The file of adapters, in their place."""
 ExportForm = Literal["model", "adapter"]
 """What an export holds: a whole model, or the adapters of one."""
+ExportChoice = Literal["last", "best"]
+"""Which checkpoint a complete run exports."""
 ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
 _OWN_DIGEST = "sha256"
@@ -120,6 +122,13 @@ class Done(StoredModel):
     """With the step, its last checkpoint."""
     stopped_early: str = ""
     """Why it made no more steps; empty where it made all of them."""
+    best: str = ""
+    """Folder of the checkpoint that had the lowest evaluation loss then; empty where none was evaluated."""
+
+    def exported(self, choice: ExportChoice) -> CheckpointId:
+        """The checkpoint that is exported."""
+        best = checkpoint_id(self.best) if choice == "best" else None
+        return best or CheckpointId(self.attempt, self.step)
 
 
 def form_of(spec: SFTJobSpec) -> ExportForm:
@@ -162,14 +171,20 @@ class ExportRecord(StoredModel):
 
     @classmethod
     def of_done(
-        cls, name: str, numbers: Numbers, done: Done, last: Manifest | None, form: ExportForm = "model"
+        cls,
+        name: str,
+        numbers: Numbers,
+        done: Done,
+        found: Manifest | None,
+        form: ExportForm = "model",
+        choice: ExportChoice = "last",
     ) -> Self:
-        """The record of the export that belongs to a complete run; ``last`` is its last checkpoint, if that is there.
+        """The record of the export that belongs to a complete run; ``found`` is its checkpoint, if that is there.
 
         Without its checkpoint a model that is there is taken for its own.
         """
-        folder = CheckpointId(done.attempt, done.step).folder
-        index = _index_of(last) if last else ""
+        folder = done.exported(choice).folder
+        index = _index_of(found) if found else ""
         return cls(name=name, digest=numbers.digest, checkpoint=folder, index=index, form=form)
 
     def encoded(self) -> bytes:

@@ -209,6 +209,8 @@ class TerminationMessage(ReportModel):
     dummy_run: str = Field(default="", max_length=DUMMY_RUN_CHARACTERS)
     """As in ``TrainingProgress``."""
     export_uri: str | None = Field(default=None, max_length=500)
+    export_step: int | None = None
+    """Of the checkpoint that was exported; None from trainers of before it was told: ``step``."""
     curve_uri: str | None = Field(default=None, max_length=500)
     spent: SpentSeconds | None = None
     """As in ``Progress``."""

@@ -302,6 +302,8 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         decisions.append(
             Decision("export to", export.uri or "export/ beside the checkpoints", _origin(export, "uri"), "export.uri")
         )
+        which = {"last": "of the last step", "best": "of the lowest evaluation loss"}[export.checkpoint]
+        decisions.append(Decision("exported checkpoint", which, _origin(export, "checkpoint"), "export.checkpoint"))
         if spec.lora:
             what = "the model with its adapters merged" if export.merge_adapter else "the adapters, for peft"
             decisions.append(Decision("exported", what, _origin(export, "merge_adapter"), "export.mergeAdapter"))

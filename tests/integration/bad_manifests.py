@@ -89,6 +89,12 @@ RULES = [
         "must be the name of a module, whole or its end (q_proj, self_attn.q_proj), or all-linear; no pattern",
     ),
     Bad(
+        "the best exported and not kept",
+        "spec",
+        {"export": "{checkpoint: best}"},
+        "export.checkpoint: best needs checkpoint.keep.best, at least 1: the best must still be there at the end",
+    ),
+    Bad(
         "merged without adapters",
         "spec",
         {"export": "{mergeAdapter: true}"},

@@ -134,7 +134,7 @@ spec:
     keep: {last: 3, best: 1, everySteps: 1000}
     async: false
     resume: {policy: never, from: {uri: pvc://models/other, step: 10, what: everything}}
-  export: {atEnd: true, uri: pvc://models/every-field, mergeAdapter: true}
+  export: {atEnd: true, checkpoint: best, uri: pvc://models/every-field, mergeAdapter: true}
   suspend: true
   deletionPolicy: Delete
   runPolicy:

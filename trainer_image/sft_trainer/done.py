@@ -44,12 +44,14 @@ class DoneFile(Listener):
             return
         last = self._saving.checkpoint_of(event.step)
         try:
-            found = Catalog(self._store).find(last)
+            catalog = Catalog(self._store)
+            found = catalog.find(last)
             if isinstance(found, Skipped):
                 log.warning("%s is not written: %s", DONE_KEY, found)
             else:
-                why = Figures.recorded(found).stopped_early
-                done = Done(step=last.step, attempt=last.attempt, stopped_early=why)
+                why, best = Figures.recorded(found).stopped_early, catalog.best()
+                folder = best.id.folder if best else ""
+                done = Done(step=last.step, attempt=last.attempt, stopped_early=why, best=folder)
                 self._store.put(DONE_KEY, encode_done(done))
         except TrainingError as error:
             # Who starts the run again finds the last checkpoint, no step to do, and writes it then.
@@ -64,8 +66,10 @@ def end_again(
     For the one process that writes for all. Raises ``ConfigError`` when neither its last checkpoint nor its export is
     there, and what the export raises.
     """
-    found = Catalog(store).find(CheckpointId(done.attempt, done.step))
-    exports = _exports(config, done, found, reporter, store, revisions)
+    catalog = Catalog(store)
+    found = catalog.find(CheckpointId(done.attempt, done.step))
+    chosen = catalog.find(done.exported(config.spec.export.checkpoint))
+    exports = _exports(config, done, chosen, reporter, store, revisions)
     if isinstance(found, Skipped) and exports is None:
         wanted = f" nor its export in {config.export_uri}" if config.export_uri else ""
         raise ConfigError(
@@ -93,20 +97,21 @@ def _exports(
     store: Store,
     revisions: Mapping[str, str],
 ) -> ExportStatus | None:
-    """The export of the checkpoint, made if it is missing; None where none is asked for, or none can be had."""
+    """The export of the checkpoint ``found``, made if it is missing; None where none is asked for, or can be had."""
     uri = config.export_uri
     if uri is None:
         return None
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     target = open_store(uri, s3)
-    numbers, last = config.numbers(), found if isinstance(found, Manifest) else None
+    numbers, choice = config.numbers(), config.spec.export.checkpoint
+    manifest = found if isinstance(found, Manifest) else None
     refuse_other_run(target, config.job.name, numbers.digest)
-    wanted = ExportRecord.of_done(config.job.name, numbers, done, last, form_of(config.spec))
+    wanted = ExportRecord.of_done(config.job.name, numbers, done, manifest, form_of(config.spec), choice)
     if not is_finished(target, wanted):
         if isinstance(found, Skipped):
             return None
         _export(config, found, store, target, s3, revisions, reporter)
-    return ExportStatus(uri=uri, step=done.step)
+    return ExportStatus(uri=uri, step=done.exported(choice).step)
 
 
 def _export(

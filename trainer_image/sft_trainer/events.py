@@ -244,7 +244,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class ExportBegins:
-    """The checkpoint of the last step is about to be exported."""
+    """The checkpoint of the last step, or the best one, is about to be exported."""
 
     uri: str
 
@@ -254,6 +254,7 @@ class ExportEnded:
     """The model is there, whole."""
 
     step: int
+    """Of the checkpoint that it was exported from."""
     uri: str
 
 

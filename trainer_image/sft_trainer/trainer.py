@@ -432,6 +432,7 @@ class Trainer:
             return
         self.events.emit(ExportBegins(uri))
         export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology)
-        target, checkpoint = open_store(uri, self._s3), self.saving.checkpoint_of(self.step)
-        self.saving.patiently(lambda: export.run(checkpoint, uri, target), f"the export to {uri}")
-        self.events.emit(ExportEnded(self.step, uri))
+        target, last = open_store(uri, self._s3), self.saving.checkpoint_of(self.step)
+        steps: list[int] = []
+        self.saving.patiently(lambda: steps.append(export.run(last, uri, target)), f"the export to {uri}")
+        self.events.emit(ExportEnded(steps[-1], uri))

@@ -177,6 +177,11 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
+            "self.export.checkpoint == 'last' || self.checkpoint.keep.best > 0",
+            "export.checkpoint: best needs checkpoint.keep.best, at least 1: the best must still be there at the end",
+            lambda self: self.export.checkpoint == "last" or self.checkpoint.keep.best > 0,
+        ),
+        Rule(
             "!self.export.mergeAdapter || has(self.lora)",
             "export.mergeAdapter needs lora: without it the whole model is trained, and exported",
             lambda self: not self.export.merge_adapter or self.lora is not None,

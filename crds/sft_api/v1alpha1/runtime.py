@@ -348,6 +348,10 @@ class ExportSpec(ApiModel):
     """The finished model in Hugging Face format."""
 
     at_end: bool = Field(default=True, description="Export when training is complete.")
+    checkpoint: Literal["last", "best"] = Field(
+        default="last",
+        description="Which checkpoint is exported then: that of the last step, or the best by evaluation loss.",
+    )
     uri: StorageUri | None = Field(default=None, description="Where it goes; export/ beside the checkpoints if absent.")
     merge_adapter: bool = Field(
         default=False,

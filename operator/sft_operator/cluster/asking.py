@@ -226,7 +226,7 @@ class Asking:
         try:
             if self._store:
                 run = await self._store.read_complete(
-                    question.uri, question.export_uri, question.name, question.numbers, question.form
+                    question.uri, question.export_uri, question.name, question.numbers, question.form, question.choice
                 )
         except StoreError as error:
             logger.warning("%s: whether its run is complete cannot be read, and its Job finds out: %s", key, error)

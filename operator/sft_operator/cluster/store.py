@@ -29,6 +29,7 @@ from sft_api.place import (
     EXPORT_MARK,
     EXPORT_RECORD,
     RUN_KEY,
+    ExportChoice,
     ExportForm,
     ExportRecord,
     RecordError,
@@ -73,13 +74,19 @@ class CheckpointStore:
         return await self._in_thread(lambda: self._read(uri))
 
     async def read_complete(
-        self, uri: str, export_uri: str | None, name: str, numbers: Numbers, form: ExportForm = "model"
+        self,
+        uri: str,
+        export_uri: str | None,
+        name: str,
+        numbers: Numbers,
+        form: ExportForm = "model",
+        choice: ExportChoice = "last",
     ) -> CompleteRun | None:
         """The run ``name`` with these ``numbers`` below ``uri`` when it is complete, and nothing is left to do for it.
 
         ``export_uri`` is where its model has to be, None where none is asked for. Raises ``StoreError``.
         """
-        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers, form))
+        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers, form, choice))
 
     async def _in_thread(self, work: Callable[[], _Found]) -> _Found:
         await self._limit.acquire()
@@ -136,7 +143,7 @@ class CheckpointStore:
                 return f"its manifest cannot be read: {error}"
 
     def _read_complete(
-        self, uri: str, export_uri: str | None, name: str, numbers: Numbers, form: ExportForm
+        self, uri: str, export_uri: str | None, name: str, numbers: Numbers, form: ExportForm, choice: ExportChoice
     ) -> CompleteRun | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -150,16 +157,15 @@ class CheckpointStore:
             done = decode_done(word)
             if decode_record(record).differences(name, numbers):
                 return None
-            one = CheckpointId(done.attempt, done.step)
-            with self._one_manifest:
-                found = _manifest(reading, one, reading.files(one.prefix))
-            last = found if isinstance(found, Manifest) else None
+            last = self._manifest_of(reading, CheckpointId(done.attempt, done.step))
             export = None
             if export_uri is not None:
                 target = self._reading(export_uri, COMPLETE_SECONDS)
-                if not _holds_export(target, ExportRecord.of_done(name, numbers, done, last, form)):
+                one = done.exported(choice)
+                found = last if last is not None and last.id == one else self._manifest_of(reading, one)
+                if not _holds_export(target, ExportRecord.of_done(name, numbers, done, found, form, choice)):
                     return None
-                export = ExportStatus(uri=export_uri, step=done.step)
+                export = ExportStatus(uri=export_uri, step=one.step)
             if last is None and export is None:
                 return None
             reported = _progress(reading.record(STATUS_KEY))
@@ -170,6 +176,12 @@ class CheckpointStore:
             raise StoreError(f"{uri}: {error}") from error
         except (ValueError, OverflowError, RecursionError) as error:
             raise StoreError(f"{uri}: what lies there cannot be read: {error}") from error
+
+    def _manifest_of(self, reading: Reading, one: CheckpointId) -> Manifest | None:
+        """Of a checkpoint that is whole as far as sizes tell."""
+        with self._one_manifest:
+            found = _manifest(reading, one, reading.files(one.prefix))
+        return found if isinstance(found, Manifest) else None
 
 
 def _manifest(reading: Reading, one: CheckpointId, files: Mapping[str, StoreFile]) -> Manifest | str:

@@ -263,7 +263,9 @@ def complete_question(
     s3, namespace = job.spec.checkpoint.s3, job.metadata.namespace
     if not all(is_readable(place, s3, store, namespace) for place in (uri, export_uri) if place is not None):
         return None
-    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(job.spec), form_of(job.spec))
+    spec = job.spec
+    form, choice = form_of(spec), spec.export.checkpoint
+    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(spec), form, choice)
 
 
 def read_complete(memory: Memory, question: ReadComplete | None, *, clock: float) -> Asked:

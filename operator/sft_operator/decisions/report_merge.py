@@ -153,7 +153,9 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
     if words.eval_loss is not None:
         update["eval_loss"] = words.eval_loss
         update["eval_accuracy"] = shown(words.eval_accuracy)
-    export = ExportStatus(uri=words.export_uri, step=words.step) if words.export_uri else status.export
+    export = status.export
+    if words.export_uri:
+        export = ExportStatus(uri=words.export_uri, step=words.step if words.export_step is None else words.export_step)
     return status.model_copy(
         update={
             "attempt": words.attempt,

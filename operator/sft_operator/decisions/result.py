@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sft_api.numbers import Numbers
-from sft_api.place import ExportForm
+from sft_api.place import ExportChoice, ExportForm
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
@@ -172,6 +172,8 @@ class ReadComplete:
     numbers: Numbers
     form: ExportForm = "model"
     """Of its export."""
+    choice: ExportChoice = "last"
+    """The checkpoint that it is of."""
 
 
 @dataclass(frozen=True)

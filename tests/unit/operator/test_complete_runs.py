@@ -62,6 +62,10 @@ def test_nothing_is_made_before_the_store_has_said_whether_the_run_is_complete()
     (adapters,) = questions(decided(manifest(lora={})))
     (merged,) = questions(decided(manifest(lora={}, export={"mergeAdapter": True})))
     assert (adapters.form, merged.form) == ("adapter", "model")
+    kept = {"uri": PLACE, "keep": {"best": 1}}
+    data = {"train": [{"uri": "hf://org/rows"}], "eval": [{"uri": "hf://org/rows", "name": "held-out"}]}
+    (best,) = questions(decided(manifest(data=data, checkpoint=kept, export={"checkpoint": "best"})))
+    assert (first and questions(first)[0].choice, best.choice) == ("last", "best")
 
     # When it does not answer at once, that the job is being prepared is said meanwhile
     later = decided(manifest(), memory=first.memory, clock=1003)

@@ -55,8 +55,10 @@ EARLY = "after step 60: it got no better"
 @pytest.mark.parametrize("told", ["report", "last words", "both"])
 def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> None:
     figures = {"stopped_early": EARLY, "eval_loss": 1.5, "eval_accuracy": 0.4}
-    complete = training(60, phase=Phase.COMPLETE, **figures)
-    pod = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 60, total_steps=100, **figures))
+    export = ExportStatus(uri="s3://b/model", step=40)
+    complete = training(60, phase=Phase.COMPLETE, export=export, **figures)
+    last = words(None, 60, total_steps=100, export_uri=export.uri, export_step=40, **figures)
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=last)
     before = status_of(running(report=report(training(59) if told == "last words" else complete)))
 
     pods = (make_pod(0),) if told == "report" else (pod,)
@@ -65,7 +67,7 @@ def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> Non
     assert status.state == "Complete"
     assert status.progress
     assert (status.progress.summary, status.progress.percent) == ("60/100", 60)
-    assert (status.progress.stopped_early, status.progress.eval_accuracy) == (EARLY, 0.4)
+    assert (status.progress.stopped_early, status.progress.eval_accuracy, status.export) == (EARLY, 0.4, export)
     assert status.message == f"the run was stopped early, {EARLY}"
     assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 

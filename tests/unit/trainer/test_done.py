@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
+from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest, checkpoint_id
 from sft_api.place import DONE_KEY, EXPORT_RECORD, Done
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.done import DoneFile, end_again
 from sft_trainer.errors import ConfigError
@@ -113,6 +114,32 @@ def test_a_model_of_an_earlier_checkpoint_of_the_same_name_is_not_this_run_s(
     assert changed == {"model.safetensors", EXPORT_RECORD}
 
 
+def test_the_best_of_a_complete_run_is_exported_where_that_is_asked_for(
+    config: TrainerConfig, source: Path, tmp_path: Path
+) -> None:
+    # Given a complete run whose last checkpoint is not its best, and one that nobody evaluated
+    store, numbers = LocalStore(tmp_path / "store"), config.numbers().as_record()
+    for step, loss in ((2, 1.5), (4, 1.25), (6, 1.75), (5, None)):
+        checkpoint(trained(source, seed=step), store, step, numbers=numbers, metrics={"evalLoss": loss})
+    found = {path.parent.name: path for path in (tmp_path / "store" / "checkpoints").glob("*/manifest.json")}
+    best = next(name for name in found if name.startswith("step-00000004"))
+    last = next(name for name in found if name.startswith("step-00000006"))
+    assert Catalog(store).best() == Catalog(store).find(checkpoint_id(best) or CheckpointId(0, 0))
+    done = Done(step=6, attempt=int(last[-5:]), best=best)
+    store.put(DONE_KEY, done.model_dump_json(by_alias=True).encode())
+    spec = config.spec.model_copy(update={"export": config.spec.export.model_copy(update={"checkpoint": "best"})})
+
+    # When it is started again, then the best is what lies there, and with another word the last
+    for chosen, step, folder in ((spec, 4, best), (config.spec, 6, last)):
+        progress = again(config.model_copy(update={"spec": chosen}), tmp_path).progress
+        assert progress.export is not None
+        assert (progress.step, progress.export.step) == (6, step)
+        assert json.loads((tmp_path / "store" / "export" / EXPORT_RECORD).read_text())["checkpoint"] == folder
+
+    # And where none was evaluated the last one is the best
+    assert Done(step=6, attempt=1).exported("best") == CheckpointId(1, 6)
+
+
 @pytest.mark.usefixtures("final")
 def test_when_all_is_gone_nothing_is_trained_in_silence(config: TrainerConfig, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store" / "checkpoints")
@@ -168,10 +195,13 @@ def test_the_word_is_written_when_the_last_checkpoint_is_found_whole(
     assert read_done(store) == Done(step=6, attempt=1)
 
     # Also that it is the last because the run was stopped early
-    checkpoint(trained(source), LocalStore(tmp_path / "early"), 4, stopped_early="after step 4: no better")
+    run = {"stopped_early": "after step 4: no better", "metrics": {"evalLoss": 1.5}}
+    checkpoint(trained(source), LocalStore(tmp_path / "early"), 4, **run)
     early = LocalStore(tmp_path / "early")
     DoneFile(early, Saving.__new__(Saving)).on_end(Ended(4), Control())
-    assert read_done(early) == Done(step=4, attempt=1, stopped_early="after step 4: no better")
+    assert read_done(early) == Done(
+        step=4, attempt=1, stopped_early="after step 4: no better", best="step-00000004-a00001"
+    )
 
     store.put(DONE_KEY, json.dumps({"version": 1}).encode())
     with pytest.raises(

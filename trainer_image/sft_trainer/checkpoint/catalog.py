@@ -103,6 +103,12 @@ class Catalog:
             if MANIFEST_NAME in files or not (isinstance(found, Skipped) and found.reason == _GONE):
                 yield found
 
+    def best(self) -> Manifest | None:
+        """The manifest of the usable checkpoint with the lowest evaluation loss; None where none was evaluated."""
+        usable = {each.id: each for each in self.candidates() if isinstance(each, Manifest)}
+        scored = best_of([status_of(each, "") for each in usable.values()])
+        return usable[CheckpointId(scored[0].attempt, scored[0].step)] if scored else None
+
     def is_committed(self, identity: CheckpointId, files: dict[str, int]) -> bool:
         """Whether the folder has a manifest, of which the listing that found ``files`` may not have heard yet."""
         if MANIFEST_NAME in files:

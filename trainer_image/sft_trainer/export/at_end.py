@@ -1,9 +1,9 @@
-"""The export at the end of a run: of the checkpoint of its last step, by all processes that see the same place."""
+"""The export at the end of a run: of its last checkpoint or the best, by all processes that see the same place."""
 
 import threading
 from datetime import timedelta
 
-from sft_api.checkpoints import CheckpointId
+from sft_api.checkpoints import CheckpointId, Manifest
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
@@ -40,11 +40,14 @@ class AtEnd:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def run(self, identity: CheckpointId, uri: str, target: Store) -> None:
-        """Export the checkpoint ``identity`` to ``target``, which is at ``uri``; errors as ``export_checkpoint``'s."""
+    def run(self, last: CheckpointId, uri: str, target: Store) -> int:
+        """Export the checkpoint ``last``, or the best one where that is asked for, to ``target``, which is at ``uri``.
+
+        Returns its step. Errors are those of ``export_checkpoint``.
+        """
         self._uri = uri
         group = CheckpointGroup(self._topology, _TIMEOUT, self._note_wait)
-        found = group.on_leader(lambda: Catalog(self._store).find(identity))
+        found = group.on_leader(lambda: self._chosen(last))
         if isinstance(found, Skipped):
             raise CheckpointCorruptError(
                 f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
@@ -62,6 +65,12 @@ class AtEnd:
             adapters=Adapters.of(self._config, self._prepared.model_uri),
         )
         export_checkpoint(exported, target, group, on_bytes=self._count)
+        return found.step
+
+    def _chosen(self, last: CheckpointId) -> Manifest | Skipped:
+        catalog = Catalog(self._store)
+        best = catalog.best() if self._config.spec.export.checkpoint == "best" else None
+        return best or catalog.find(last)
 
     def _count(self, count: int) -> None:
         with self._lock:

@@ -164,6 +164,7 @@ def termination(
         checkpoints_uri=checkpoints_uri,
         checkpoints=checkpoints,
         export_uri=_short(export_uri),
+        export_step=training.export.step if training.export else None,
         curve_uri=_short(training.curve_uri),
     )
 
