@@ -69,52 +69,95 @@ class MemoryEstimate:
         return self.total - self.reserve
 
 
-def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, block: BlockMemory | None = None) -> MemoryEstimate:
-    """Memory of one process of ``plan`` that trains a model of ``shape``; ``block`` where it was seen, not reckoned.
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model, with its adapters, decides about memory besides what its blocks keep; parameters are numbers."""
+
+    hidden_size: int
+    vocabulary: int
+    layers: int
+    block: int
+    """Parameters of a block, the largest where they differ."""
+    trained_block: int
+    root: int
+    """Parameters outside of blocks."""
+    trained_root: int
+    head: int
+    """Parameters of the head, which is the embedding where they are tied."""
+    parameters: int
+    """Of the whole model; tied ones once."""
+    trained: int
+
+
+def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
+    """Of a model of ``shape`` as ``spec`` trains it."""
+    adapters = 0 if spec.lora is None else adapter_parameters(adapted_of(shape, spec.lora), spec.lora.rank)
+    block, root = shape.block_parameters + adapters, shape.root_parameters
+    trained_block, trained_root = (block, root) if spec.lora is None else (adapters, 0)
+    return Sizes(
+        hidden_size=shape.hidden_size,
+        vocabulary=shape.vocabulary,
+        layers=shape.layers,
+        block=block,
+        trained_block=trained_block,
+        root=root,
+        trained_root=trained_root,
+        head=shape.head_parameters,
+        parameters=shape.layers * block + root,
+        trained=shape.layers * trained_block + trained_root,
+    )
+
+
+def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
+    """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
+    return estimate_of(sizes_of(shape, spec), block_memory(shape, spec, _BYTES[plan.precision]), spec, plan)
+
+
+def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
+    """Memory of one process of ``plan`` that trains a model of ``sizes``, whose blocks take what ``block`` says.
 
     One micro-batch goes through the model at a time, as in the first steps: several do only where there is room.
     """
     computed = _BYTES[plan.precision]
-    trained_block, trained_root = _trained(shape, spec)
-    trained = shape.layers * trained_block + trained_root
-    states = _states(trained, 0 if spec.lora is None else shape.parameters, spec, plan)
-    block = block or block_memory(shape, spec, computed)
     tokens = micro_batch_tokens(spec, plan)
-    kept = _kept(shape, spec, computed, block)
-    layers = shape.layers * kept * tokens
-    # What one block has forgotten is there again while its backward pass is made.
-    forgotten = 0 if spec.training.activation_checkpointing == "none" else block.kept
-    backward = layers + tokens * (block.working + forgotten)
+    layers = sizes.layers * block.kept * tokens
     # Of the last norm, and of its output where it is trained.
-    top = tokens * shape.hidden_size * (4 + 3 * computed)
+    top = tokens * sizes.hidden_size * (4 + 3 * computed)
 
-    block_bytes = computed * _held_by_block(shape, spec)
-    root = computed * shape.root_parameters
+    block_bytes, root = computed * sizes.block, computed * sizes.root
     fsdp = spec.strategy.fsdp if spec.strategy else None
     whole = fsdp is not None and not fsdp.reshard_after_forward
-    blocks = shape.layers * block_bytes if whole else 2 * block_bytes
+    blocks = sizes.layers * block_bytes if whole else 2 * block_bytes
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
     summed = _BYTES[fsdp.reduce_dtype if fsdp else "fp32"]
-    reduced_block, reduced_root = ((computed + summed) * count for count in (trained_block, trained_root))
 
     if offloads(spec):
         # A share on its way, in the precision that it is held in.
-        root += 4 * ceil(max(shape.root_parameters, _held_by_block(shape, spec)) / plan.shard_degree)
+        root += 4 * ceil(max(sizes.root, sizes.block) / plan.shard_degree)
 
-    head = shape.head_parameters if trained_root else 0
-    elements = min(tokens * shape.vocabulary, max(CHUNK_ELEMENTS, shape.vocabulary))
-    several = tokens * shape.vocabulary > CHUNK_ELEMENTS
+    head = sizes.head if sizes.trained_root else 0
+    elements = min(tokens * sizes.vocabulary, max(CHUNK_ELEMENTS, sizes.vocabulary))
+    several = tokens * sizes.vocabulary > CHUNK_ELEMENTS
     # Added up in fp32 where there are several chunks, and rounded when the last one is gone.
     chunk = elements * (4 + computed) + head * (4 if several else computed)
-    loss = tokens * shape.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
+    loss = tokens * sizes.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
     # What is gathered, kept by layers, and held by the loss, at the three moments when most is held.
     moments = (
         (root + (blocks if whole else block_bytes), layers + top, loss),
-        (root + blocks + reduced_block, backward, computed * head),
-        (root + (blocks if whole else 0) + reduced_root + summed * trained_block, 0, 0),
+        (root + blocks + (computed + summed) * sizes.trained_block, layers + tokens * block.working, computed * head),
+        (
+            root + (blocks if whole else 0) + (computed + summed) * sizes.trained_root + summed * sizes.trained_block,
+            0,
+            0,
+        ),
     )
     gathered, activations, logits = max(moments, key=sum)
-    return MemoryEstimate(**states, gathered=ceil(gathered), activations=ceil(activations), logits=ceil(logits))
+    return MemoryEstimate(
+        **_states(sizes.trained, sizes.parameters - sizes.trained, spec, plan),
+        gathered=ceil(gathered),
+        activations=ceil(activations),
+        logits=ceil(logits),
+    )
 
 
 def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -158,12 +201,6 @@ def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
     return plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
 
 
-def trained_parameters(shape: ModelShape, spec: SFTJobSpec) -> int:
-    """How many parameters of a model of ``shape`` are trained, adapters included."""
-    block, root = _trained(shape, spec)
-    return shape.layers * block + root
-
-
 def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     share = ceil(trained / plan.shard_degree)
     groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes)
@@ -178,13 +215,6 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
     }
 
 
-def _trained(shape: ModelShape, spec: SFTJobSpec) -> tuple[int, int]:
-    """Parameters that are trained, of a block and of the rest."""
-    if spec.lora is None:
-        return shape.block_parameters, shape.root_parameters
-    return adapter_parameters(adapted_of(shape, spec.lora), spec.lora.rank), 0
-
-
 def adapted_of(shape: ModelShape, lora: LoraSpec) -> dict[str, tuple[int, int]]:
     """The linear layers of one block that get adapters; names that no layer has are left to the trainer to refuse."""
     targets: Collection[str] = [*shape.linear] if ALL_LINEAR in lora.target_modules else lora.target_modules
@@ -195,32 +225,11 @@ def adapted_of(shape: ModelShape, lora: LoraSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def _held_by_block(shape: ModelShape, spec: SFTJobSpec) -> int:
-    """Parameters of a block, trained or not."""
-    return shape.block_parameters + (_trained(shape, spec)[0] if spec.lora else 0)
-
-
-def _kept(shape: ModelShape, spec: SFTJobSpec, computed: int, block: BlockMemory) -> float:
-    """Bytes for each token that a block keeps from its forward to its backward pass, checkpointed as ``spec`` says.
-
-    Selective: its input, what attention gives, and products of matrices, but not the second one of an adapter.
-    """
-    match spec.training.activation_checkpointing:
-        case "none":
-            return block.kept
-        case "full":
-            return computed * shape.hidden_size
-    products = sum(outputs for outputs, _ in shape.linear.values())
-    if spec.lora:
-        products += spec.lora.rank * len(adapted_of(shape, spec.lora))
-    return computed * (shape.hidden_size + shape.queries + products) + 4 * shape.heads
-
-
 def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
-    Attention keeps queries, keys, values, its output and a number for each token and head. A norm is computed in fp32
-    and keeps its input in fp32.
+    With activation checkpointing, what it then keeps. Attention keeps queries, keys, values, its output and a number
+    for each token and head. A norm is computed in fp32 and keeps its input in fp32.
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
@@ -232,7 +241,7 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
     attention = computed * 2 * (queries + keys) + 4 * shape.heads
     if family.fused:
         # Values are part of what the one projection gave.
-        attention += computed * (queries + keys + width)
+        attention += computed * (queries + keys)
     mlp = computed * 4 * inner
     kept = norms + between + attention + mlp
     if lora:
@@ -240,4 +249,15 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
         kept += computed * lora.rank * len(adapted)
         if lora.dropout:
             kept += sum((computed + 1) * inputs for _, inputs in adapted.values())
-    return BlockMemory(kept=kept, working=computed * 2 * (inner + width))
+    working = computed * 2 * (inner + width)
+    how = spec.training.activation_checkpointing
+    if how == "none":
+        return BlockMemory(kept, working)
+    # The rest is there again, as a whole, while the block's backward pass is computed.
+    least = float(computed * width)
+    if how == "selective":
+        # Products of matrices, the first factor's of adapters too, and attention.
+        products = 2 * queries + 2 * keys + 2 * inner + 2 * width
+        least += computed * (products + (lora.rank * len(adapted_of(shape, lora)) if lora else 0)) + 4 * shape.heads
+        working += computed * 2 * width
+    return BlockMemory(least, kept + working - least)

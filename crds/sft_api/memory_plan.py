@@ -6,7 +6,7 @@ from typing import Any
 
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, staging_bytes, trained_parameters
+from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, sizes_of, staging_bytes
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
@@ -22,7 +22,9 @@ _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
-_SHOWN = 4
+_SHOWN = 5
+_CHECKPOINTING = ("none", "selective", "full")
+"""The longer, the less is kept."""
 _MOST_DOUBLED = 4
 """How often the GPUs are doubled in search of enough of them."""
 
@@ -102,7 +104,7 @@ def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | 
 def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     """Bytes of host memory of a node that a save in the background takes; 0 where none is made, or it is not known."""
     if shape is not None:
-        return staging_bytes(trained_parameters(shape, spec), spec)
+        return staging_bytes(sizes_of(shape, spec).trained, spec)
     count = spec.model.parameters
     return 0 if count is None or spec.lora else staging_bytes(parameter_count(count), spec)
 
@@ -110,7 +112,8 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
 def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     """Bytes of host memory of a node that ``strategy.fsdp.cpuOffload`` takes; 0 without it, or where not known."""
     if shape is not None:
-        return offloaded_bytes(trained_parameters(shape, spec), shape.parameters if spec.lora else 0, spec)
+        sizes = sizes_of(shape, spec)
+        return offloaded_bytes(sizes.trained, sizes.parameters - sizes.trained, spec)
     count = None if spec.model.parameters is None else parameter_count(spec.model.parameters)
     return 0 if count is None else offloaded_bytes(*((0, count) if spec.lora else (count, 0)), spec)
 
@@ -182,7 +185,9 @@ def remedies(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: 
     found = []
     for words, other, changed in _changes(spec, plan, shape, gpu):
         then = memory_of(other, changed, shape)
-        if now and then and then.total < _WORTH_SAYING * now.total:
+        if now is None or then is None:
+            found.append(words)
+        elif then.total < _WORTH_SAYING * now.total:
             found.append(f"{words} ({gibibytes(then.total)})")
     return f"change one or several of: {', '.join(found[:_SHOWN])}" if found else "take GPUs with more memory"
 
@@ -191,8 +196,12 @@ def _changes(
     spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int
 ) -> Iterator[tuple[str, SFTJobSpec, PlanStatus]]:
     """In words, as a spec and as its plan: only what of them decides about memory is right."""
-    if spec.training.activation_checkpointing != "full":
-        yield "training.activationCheckpointing: full", _with(spec, "training", activation_checkpointing="full"), plan
+    for how in _CHECKPOINTING[_CHECKPOINTING.index(spec.training.activation_checkpointing) + 1 :]:
+        yield (
+            f"training.activationCheckpointing: {how}",
+            _with(spec, "training", activation_checkpointing=how),
+            plan,
+        )
     if plan.shard_degree < plan.processes:
         wider = plan.model_copy(update={"shard_degree": plan.processes})
         yield f"no strategy.fsdp.shardDegree, to shard over all {plan.processes} GPUs", spec, wider

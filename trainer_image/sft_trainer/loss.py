@@ -42,6 +42,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if needs_weight:
                 grad_weight = _with_product(grad_weight, grad_logits.T, piece)
+            # Else they are there still while the next chunk's are made.
+            del log_probabilities, slope, room, grad_logits
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)

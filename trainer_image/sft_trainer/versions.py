@@ -177,8 +177,16 @@ def watching_operators(after: Callable[[list["torch.Tensor"]], None]) -> Abstrac
 
 
 def tensors_in(value: Any) -> list["torch.Tensor"]:
-    """All tensors in ``value``: in lists, tuples and dictionaries within one another."""
+    """All tensors in ``value``: in lists, tuples and dictionaries within one another, and what a wrapper (DTensor) is
+    made of in its place."""
     import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves
 
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    found = []
+    for leaf in tree_leaves(value):
+        if is_traceable_wrapper_subclass(leaf):
+            found += tensors_in([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found

@@ -40,7 +40,12 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
     taken = total(spec(gpus=2))
     assert refused.startswith(f"it does not fit: {taken} of each GPU's 80.0Gi would be taken (activations 4")
     remedies = [part.split(" (")[0] for part in refused.partition("several of: ")[2].split("), ")]
-    assert remedies[:3] == ["training.activationCheckpointing: full", "8 GPUs in compute", "lora"]
+    assert remedies[:4] == [
+        "training.activationCheckpointing: selective",
+        "training.activationCheckpointing: full",
+        "8 GPUs in compute",
+        "lora",
+    ]
     assert "compute.memoryCheck: Warn has it tried" in refused
 
 

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from sft_api.memory import BlockMemory
 from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 
 from .attention import Boundaries, boundary_arguments
 from .causal_lm import CausalLM
+from .documents import attention_operator
 
 _STAND_IN = "sft_documents_counted"
 
@@ -58,64 +58,63 @@ class LiveBytes:
         self.most = max(self.most, self.now())
 
 
-class _Kernel(torch.autograd.Function):
-    """What a kernel for attention keeps: query, key, value, output, and a number for each token and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        output, normalizer = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, normalizer)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 def _attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    document_ends: torch.Tensor,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """In place of ``document_attention``, in its shapes: of any device the memory that the kernel of a GPU takes."""
-    output = _Kernel.apply(*(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)))
-    return output.unsqueeze(0), None
+    """In place of ``document_attention``, of any device: what it keeps is what the kernel of a GPU keeps, query, key,
+    value, output, and a number for each token and head."""
+    output: torch.Tensor = attention_operator(query, key, value, document_ends, None, None)[0]
+    return output, None
+
+
+def count_attention(huggingface: Any) -> None:
+    """Have attention of the model ``huggingface`` take, of any device, what it takes of a GPU; for fake tensors."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_STAND_IN, _attention)
+    huggingface.set_attn_implementation(_STAND_IN)
 
 
 class _Arrived(Exception):
     """The first block was called."""
 
 
-def track_block(blueprint: CausalLM, computed: torch.dtype, trains: Callable[[str], bool], tokens: int) -> BlockMemory:
+def track_block(
+    blueprint: CausalLM,
+    computed: torch.dtype,
+    trains: Callable[[str], bool],
+    tokens: int,
+    prepared: Callable[[CausalLM], None] = lambda model: None,
+) -> BlockMemory:
     """Memory of the first block of ``blueprint`` (on the meta device, left as it is) for each of ``tokens``.
 
     ``computed`` is the dtype of the computation, ``trains`` says by their names which parameters are trained.
+    ``prepared`` does to a copy what is done to the blocks of a model before it is sharded.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_STAND_IN, _attention)
     huggingface: Any = copy.deepcopy(blueprint.huggingface)
-    huggingface.set_attn_implementation(_STAND_IN)
-    block = CausalLM(huggingface).blocks[0]
+    count_attention(huggingface)
+    model = CausalLM(huggingface)
+    prepared(model)
+    block = model.blocks[0]
     boundaries = boundary_arguments(Boundaries.of([tokens]))
     live = LiveBytes()
     with fake_tensors():
-        values = {
-            name: torch.empty(
-                tensor.shape, dtype=computed if tensor.is_floating_point() else tensor.dtype, requires_grad=trains(name)
-            )
-            for name, tensor in huggingface.named_parameters()
-        } | {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in huggingface.named_buffers()}
-        (hidden, *others), named = _arguments_of(block, huggingface, values, tokens, boundaries)
-        prefix = next(f"{name}." for name, module in huggingface.named_modules() if module is block)
-        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        _allocate(huggingface, computed, trains)
+        (hidden, *others), named = _arguments_of(block, huggingface, tokens, boundaries)
         given = torch.empty_like(hidden).requires_grad_()
-        for tensor in tensors_in((given, own, others, named)):
+        for tensor in tensors_in(([given, *block.parameters(), *block.buffers()], others, named)):
             live.add(tensor)
         with live.watching():
             before = live.reset()
             # What comes in is another block's output, and kept if this one keeps it.
             hidden = given * 1
-            output = functional_call(block, own, (hidden, *others), named)
+            output = block(hidden, *others, **named)
             del hidden
             output = output[0] if isinstance(output, tuple) else output
             kept = live.now() - before - output.nbytes
@@ -123,14 +122,22 @@ def track_block(blueprint: CausalLM, computed: torch.dtype, trains: Callable[[st
     return BlockMemory(kept=kept / tokens, working=(live.most - before - kept) / tokens)
 
 
+def _allocate(huggingface: torch.nn.Module, computed: torch.dtype, trains: Callable[[str], bool]) -> None:
+    """Give all parameters and buffers of ``huggingface`` tensors of their shapes, in ``computed`` if they are numbers
+    with a fraction."""
+    for prefix, module in huggingface.named_modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            whole = f"{prefix}.{name}" if prefix else name
+            values = torch.empty(parameter.shape, dtype=computed)
+            setattr(module, name, torch.nn.Parameter(values, requires_grad=trains(whole)))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
 def _arguments_of(
-    block: torch.nn.Module,
-    huggingface: Any,
-    values: dict[str, torch.Tensor],
-    tokens: int,
-    boundaries: dict[str, Any],
+    block: torch.nn.Module, huggingface: Any, tokens: int, boundaries: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With which the model ``huggingface``, whose tensors have ``values``, calls its first block."""
+    """With which the model ``huggingface`` calls its first block."""
     called: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def arrive(_: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -139,15 +146,9 @@ def _arguments_of(
 
     hook = block.register_forward_pre_hook(arrive, with_kwargs=True)
     numbers = torch.zeros((1, tokens), dtype=torch.long)
-    prefix = huggingface.base_model_prefix + "."
-    base = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     try:
         with torch.no_grad():
-            functional_call(
-                huggingface.base_model,
-                base,
-                kwargs={"input_ids": numbers, "position_ids": numbers, "use_cache": False, **boundaries},
-            )
+            huggingface.base_model(input_ids=numbers, position_ids=numbers, use_cache=False, **boundaries)
     except _Arrived:
         pass
     finally:

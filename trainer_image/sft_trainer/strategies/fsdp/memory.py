@@ -23,6 +23,10 @@ class Memory(Protocol):
         """Held by them at the same time, ever."""
         ...
 
+    def total(self) -> int:
+        """That the device has."""
+        ...
+
     def available(self) -> int:
         """All that tensors of this process could hold: what others hold is not."""
         ...
@@ -39,6 +43,9 @@ class CudaMemory:
 
     def most_allocated(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
 
     def available(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -19,6 +19,7 @@ from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
+from .fitting import check_fits
 from .grouping import draws_random_numbers, grouped
 from .memory import BinsPerForward, Memory
 from .sharding import build_model, gradient_norm, offloaded_gradient_norm, offloads
@@ -41,7 +42,8 @@ class FsdpStrategy:
         device: torch.device,
         memory: Memory | None = None,
     ) -> None:
-        """``memory`` of the device decides how many bins are computed at once; without it, each goes alone."""
+        """``memory`` of the device decides whether the run fits, else ``ConfigError``, and how many bins are computed
+        at once; without it, each goes alone."""
         self._device = device
         self._offloads = offloads(config)
         self._topology = topology
@@ -60,6 +62,8 @@ class FsdpStrategy:
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
+        if memory is not None:
+            check_fits(config, blueprint, trainable, memory, device, tells=topology.tells)
         self.model = build_model(config, blueprint, trainable, topology, device)
         self.optimizer = build_optimizer(
             self.model.named_parameters(),

@@ -1,0 +1,125 @@
+"""The whole estimate of a GPU's memory beside steps of the strategy itself, on tensors without memory.
+
+The sizes are those of real models but for the number of layers, the processes those of a real run: none of it takes
+memory, and a collective of a group that is only pretended returns at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sft_api.known_models import known_configs
+from sft_api.memory import estimate
+from sft_api.model_shape import shape_of
+from sft_trainer import loss
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.attention import Boundaries, register
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.tracking import LiveBytes, count_attention
+from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import trainable_of
+from sft_trainer.versions import fake_tensors
+from tests.parity.runs import manifest, resolve
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    """Forms a group of so many processes, all but this one pretended."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def form(size: int, shard: int) -> Topology:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        return Topology(
+            rank=0, local_rank=0, world_size=size, local_world_size=size, replicate=size // shard, shard=shard
+        )
+
+    yield form
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks at the value of a tensor is left out: here it has none."""
+
+    def handed_over(ctx: Any, *_: Any) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients, None, None
+
+    monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
+    monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)
+
+
+def a_bin(tokens: int) -> BinTensors:
+    numbers = torch.zeros(tokens, dtype=torch.long)
+    return BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)
+
+
+CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
+    # Model, layers, tokens, processes, shard degree, spec
+    "8B, the loss": ("meta-llama/Llama-3.1-8B", 4, 4096, 8, 8, {}),
+    "8B, activations": ("meta-llama/Llama-3.1-8B", 6, 16384, 8, 8, {}),
+    "8B, one block at a time": (
+        "meta-llama/Llama-3.1-8B",
+        6,
+        16384,
+        8,
+        8,
+        {"training": {"activationCheckpointing": "full"}},
+    ),
+    "8B, adapters": ("meta-llama/Llama-3.1-8B", 6, 8192, 4, 4, {"lora": {"rank": 16}}),
+    "7B, some of it again": (
+        "Qwen/Qwen2.5-7B",
+        6,
+        16384,
+        16,
+        8,
+        {"training": {"activationCheckpointing": "selective"}},
+    ),
+    "0.6B, alone": ("Qwen/Qwen3-0.6B", 28, 4096, 1, 1, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_is_within_ten_percent_of_what_steps_hold(
+    case: str, world: Any, without_values: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name, layers, tokens, processes, shard, spec = CASES[case]
+    known = {**known_configs()[name], "num_hidden_layers": layers}
+    config = resolve(manifest(Path("/inputs"), Path("/store"), **spec))
+    given = {"precision": "bf16", "processes": processes, "shard_degree": shard, "max_tokens_per_micro_batch": tokens}
+    config = config.model_copy(update={"plan": config.plan.model_copy(update=given)})
+    topology = world(processes, shard)
+    mesh = topology.parameter_mesh("cpu")
+    monkeypatch.setattr(Topology, "parameter_mesh", lambda *_: mesh)
+    bin_ = a_bin(tokens)
+    register()
+
+    live = LiveBytes()
+    with fake_tensors(), live.watching():
+        kind = {key: value for key, value in known.items() if key != "model_type"}
+        with torch.device("meta"):
+            huggingface = AutoModelForCausalLM.from_config(AutoConfig.for_model(known["model_type"], **kind))
+        count_attention(huggingface)
+        if config.spec.lora:
+            add_adapters(huggingface, config.spec.lora)
+        strategy = FsdpStrategy(config, CausalLM(huggingface), trainable_of(config), topology, torch.device("cpu"))
+        for _ in range(2):
+            strategy.forward_backward([bin_], tokens)
+            strategy.apply(1e-5, 0.0, torch.ones(()), torch.ones((), dtype=torch.bool))
+        # Gradients are there from the first micro-batch of a step on, and moments after it.
+        strategy.forward_backward([bin_, bin_], tokens)
+
+    shape = shape_of(known)
+    assert shape is not None
+    reckoned = estimate(shape, config.spec, config.plan)
+    assert reckoned.allocated == pytest.approx(live.most, rel=0.1), reckoned
