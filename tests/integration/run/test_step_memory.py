@@ -64,26 +64,26 @@ def a_bin(tokens: int) -> BinTensors:
 
 CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     # Model, layers, tokens, processes, shard degree, spec
-    "8B, the loss": ("meta-llama/Llama-3.1-8B", 4, 4096, 8, 8, {}),
-    "8B, activations": ("meta-llama/Llama-3.1-8B", 6, 16384, 8, 8, {}),
+    "8B, the loss": ("meta-llama/Llama-3.1-8B", 2, 4096, 8, 8, {}),
+    "8B, activations": ("meta-llama/Llama-3.1-8B", 3, 16384, 8, 8, {}),
     "8B, one block at a time": (
         "meta-llama/Llama-3.1-8B",
-        6,
+        3,
         16384,
         8,
         8,
         {"training": {"activationCheckpointing": "full"}},
     ),
-    "8B, adapters": ("meta-llama/Llama-3.1-8B", 6, 8192, 4, 4, {"lora": {"rank": 16}}),
+    "8B, adapters": ("meta-llama/Llama-3.1-8B", 3, 8192, 4, 4, {"lora": {"rank": 16}}),
     "7B, some of it again": (
         "Qwen/Qwen2.5-7B",
-        6,
+        3,
         16384,
         16,
         8,
         {"training": {"activationCheckpointing": "selective"}},
     ),
-    "0.6B, alone": ("Qwen/Qwen3-0.6B", 28, 4096, 1, 1, {}),
+    "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
 }
 
 

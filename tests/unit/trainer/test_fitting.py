@@ -1,0 +1,102 @@
+"""What the trainer does with a run that does not fit its GPU, before it loads a weight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sft_api.memory import sizes_of
+from sft_api.model_shape import shape_of
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.causal_lm import CausalLM, build_on_meta
+from sft_trainer.models.lora import add_adapters
+from sft_trainer.strategies.fsdp import fitting
+from sft_trainer.strategies.fsdp.fitting import check_fits, estimate_blueprint, sizes_seen
+from sft_trainer.trainable import trainable_of
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_model
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Device:
+    has: int
+
+    def total(self) -> int:
+        return self.has
+
+    def allocated(self) -> int:
+        return 0
+
+    most_allocated = available = allocated
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def check(folder: Path, share: float, **spec: Any) -> int:
+    """Check a model on a device of which it takes so much; bytes that it takes."""
+    save_model("qwen3", folder, tie_word_embeddings=True)
+    config = resolve(manifest(folder, folder.with_name("store"), **spec))
+    blueprint, trainable = build_on_meta(folder), trainable_of(config)
+    taken = estimate_blueprint(config, blueprint, trainable).total
+    check_fits(config, blueprint, trainable, Device(round(taken / share)), CPU, tells=True)
+    return taken
+
+
+def test_what_takes_more_than_110_percent_is_refused_for_good(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it does not fit: .* of each GPU's .* would be taken"):
+        check(tmp_path, 1.15)
+    check(tmp_path, 1.15, compute={"memoryCheck": "Warn"})
+
+
+def test_what_may_not_fit_is_warned_of_and_what_fits_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sft_trainer"):
+        check(tmp_path, 0.95)
+        check(tmp_path, 0.5)
+
+    told = [(record.levelname, record.message.split(":")[0]) for record in caplog.records]
+    reckoned = ("INFO", "memory of the first steps, as reckoned")
+    assert told == [reckoned, ("WARNING", "it may not fit"), reckoned]
+
+
+def test_what_cannot_be_followed_is_trained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("an operator without a fake")
+
+    taken = check(tmp_path, 0.5)
+    monkeypatch.setattr(fitting, "track_block", lost)
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store")))
+    with caplog.at_level(logging.INFO, logger="sft_trainer"):
+        check_fits(config, build_on_meta(tmp_path), trainable_of(config), Device(taken // 9), CPU, tells=True)
+
+    assert "could not be reckoned" in caplog.text
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, lora: dict[str, Any] | None) -> None:
+    save_model("qwen3", tmp_path, tie_word_embeddings=tied)
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **({"lora": lora} if lora else {})))
+    blueprint: CausalLM = build_on_meta(tmp_path)
+    huggingface: Any = blueprint.huggingface
+    shape = shape_of(huggingface.config.to_dict())
+    assert shape is not None
+    if config.spec.lora:
+        add_adapters(huggingface, config.spec.lora)
+
+    assert sizes_seen(blueprint, trainable_of(config)) == sizes_of(shape, config.spec)
