@@ -6,7 +6,7 @@ from typing import Any
 
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, sizes_of, staging_bytes
+from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, offloads, sizes_of, staging_bytes
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
@@ -135,6 +135,18 @@ def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int 
         f"{gibibytes(pod_memory)}: {memory}, or set checkpoint.async: "
         "false; where there is no room, training waits while it is saved"
     )
+
+
+def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int | None) -> bool:
+    """Whether each of several nodes has room for a replica of its own, with no more than 90% of a GPU taken.
+
+    Layers are then gathered within a node, and only gradients are summed over the network. False where it is not
+    known, and with ``cpuOffload``, where each replica would take the hosts' memory.
+    """
+    if spec.compute.nodes == 1 or spec.compute.gpus_per_node == 0 or shape is None or gpu is None or offloads(spec):
+        return False
+    within = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
+    return estimate(shape, spec, within).total <= WARNED_SHARE * gpu
 
 
 def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, shape: ModelShape | None = None) -> Fit:

@@ -3,7 +3,7 @@
 from .goodput import Devices
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .memory_plan import memory_status
+from .memory_plan import fits_a_node, memory_status
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.status import PlanStatus
@@ -47,8 +47,8 @@ def make_plan(
     With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
     process; without packing 32 examples, rounded up to the processes. See docs/reference for every field.
     ``processes``, where they differ from what ``spec`` asks for, change how a step is shared out and never the step.
-    ``gpu_memory`` (bytes) and ``shape`` are those of GPUs and model where ``spec`` names neither; no step depends on
-    them.
+    ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does not say it, ``shape`` that of the model, where this
+    machine has it: what is shown of memory follows from it, and nothing else, so that a plan is the same everywhere.
     """
     declared = declared_processes(spec)
     processes = processes or declared
@@ -88,8 +88,10 @@ def make_plan(
         total_steps=steps,
         epochs=None if steps else (training.epochs or 1),
     )
-    shape = shape or known_shape(spec.model.uri)
-    memory = memory_status(spec, plan, shape, declared_gpu_memory(spec) or gpu_memory)
+    gpu, known = declared_gpu_memory(spec) or gpu_memory, known_shape(spec.model.uri)
+    if processes == declared and (fsdp is None or fsdp.shard_degree is None) and fits_a_node(spec, plan, known, gpu):
+        plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
+    memory = memory_status(spec, plan, shape or known, gpu)
     return plan.model_copy(update={"memory": memory})
 
 

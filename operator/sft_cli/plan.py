@@ -85,9 +85,15 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "copies of the model",
             f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",
             Origin.GIVEN if sharded else Origin.COMPUTED,
-            "strategy.fsdp.shardDegree" if sharded else "FSDP2 over all processes",
+            "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
         ),
     ]
+
+
+def _why_sharded(plan: Plan) -> str:
+    if plan.shard_degree < plan.processes:
+        return "FSDP2 within each node, which has room for a copy: only gradients cross the network"
+    return "FSDP2 over all processes"
 
 
 _PARTS = {

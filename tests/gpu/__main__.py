@@ -144,7 +144,7 @@ def _begin_without_preloading(deadline: float) -> NoReturn:
 def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
     import torch
 
-    from . import kernels, runs, steps
+    from . import estimate, kernels, runs, steps
     from .inputs import make_small_inputs
     from .isolated import Check, Outcome, last_lines, run_isolated
 
@@ -164,6 +164,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("together", lambda device: steps.together(work / "inputs", device)),
             ("skipped", lambda device: steps.skipped(work / "inputs", device)),
             ("adapters", lambda device: steps.adapters(work / "inputs", device)),
+            ("estimate", lambda device: estimate.estimates(work / "inputs", device)),
             ("offload", lambda device: steps.offload(work / "inputs", device)),
         )
     ]

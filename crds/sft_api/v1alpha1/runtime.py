@@ -14,7 +14,8 @@ class FsdpSpec(ApiModel):
 
     shard_degree: Annotated[int, Field(ge=1, le=65536)] | None = Field(
         default=None,
-        description="Processes that share one copy of the model (hybrid sharding); all of them when absent.",
+        description="Processes that share one copy of the model (hybrid sharding). When absent those of a node, where "
+        "the plan knows that a copy fits there, else all.",
     )
     reshard_after_forward: bool = Field(
         default=True, description="Free a layer's gathered parameters after its forward pass: less memory."

@@ -178,3 +178,35 @@ def test_a_pod_that_does_not_hold_what_is_offloaded_is_warned_of() -> None:
     assert held in staging_warning(offload, shape, 64 * GIB)
     assert "copies 98.7Gi to the memory of each node beside 119.7Gi" in staging_warning(offload, shape, 200 * GIB)
     assert staging_warning(offload, shape, 220 * GIB) == ""
+
+
+NODES = {"nodes": 8, "gpusPerNode": 8, "gpuMemory": "80Gi"}
+
+
+def degree(length: int = 4096, model: dict[str, Any] | None = None, compute: dict[str, Any] | None = None) -> int:
+    return make_plan(spec(8, model, length, compute={**NODES, **(compute or {})})).shard_degree
+
+
+def test_a_model_is_sharded_within_a_node_where_a_copy_of_it_fits_there() -> None:
+    assert degree() == 8
+    # It takes more than 90% of a GPU, or it is not known whether it does: over all
+    assert degree(length=16384) == 64
+    assert degree(model={"uri": "hf://meta-llama/Llama-3.1-70B"}) == 64
+    assert degree(model={"uri": "s3://models/own", "parameters": "8B"}) == 64
+    # One process a node has a copy of its own
+    assert degree(model={"uri": "hf://Qwen/Qwen3-0.6B"}, compute={"nodes": 4, "gpusPerNode": 1}) == 1
+
+
+def test_what_is_asked_for_and_what_nobody_knows_is_sharded_as_before() -> None:
+    given = spec(8, length=4096, compute=NODES, strategy={"fsdp": {"shardDegree": 32}})
+    assert make_plan(given).shard_degree == 32
+    unknown = job(model=EIGHT_BILLION, compute={"nodes": 8, "gpusPerNode": 8}).spec
+    assert make_plan(unknown).shard_degree == 64
+    assert make_plan(unknown, gpu_memory=80 * GIB).shard_degree == 8
+    offloaded = spec(8, length=4096, compute=NODES, strategy={"fsdp": {"cpuOffload": True}})
+    assert make_plan(offloaded).shard_degree == 64
+    # Fewer processes than the nodes have, as with sft run
+    assert make_plan(spec(8, length=4096, compute=NODES), processes=4).shard_degree == 4
+    # What only one machine knows of a model changes no plan
+    own = spec(8, {"uri": "file:///models/own"}, 4096, compute=NODES)
+    assert make_plan(own, shape=known_shape(EIGHT_BILLION["uri"])).shard_degree == 64

@@ -1,0 +1,92 @@
+"""The estimate of a GPU's memory beside what it has held: steps of a model in a real shape, with random weights."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_api.known_models import known_configs
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.attention import Boundaries, register
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.lora import add_adapters
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.strategies.fsdp.fitting import estimate_blueprint
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import trainable_of
+from tests.parity.runs import manifest, resolve
+
+from .figures import Figure
+from .steps import _alone
+
+_LEAST, _MOST = -0.05, 0.15
+"""By how much the estimate, without its reserve, may differ from what torch's allocator has given out at a time."""
+_CASES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"training": {"activationCheckpointing": "selective"}},
+    "full": {"training": {"activationCheckpointing": "full"}},
+    "adapters": {"lora": {"rank": 16}},
+}
+
+
+def estimates(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """Estimate over peak, less 1, for each way of training; on a CPU, which counts no peak, it is only reckoned."""
+    figures: dict[str, Figure] = {}
+    wrong = []
+    with _alone(device):
+        for name, spec in _CASES.items():
+            reckoned, held = _both(inputs, device, spec)
+            figures[f"memory_{name}_estimate_gib"] = reckoned / 2**30
+            if held is None:
+                continue
+            error = reckoned / held - 1
+            figures[f"memory_{name}_peak_gib"] = held / 2**30
+            figures[f"memory_{name}_error"] = error
+            if not _LEAST <= error <= _MOST:
+                wrong.append(f"{name}: {error:+.1%}")
+    if wrong:
+        raise AssertionError(f"the estimate of memory is off by more than -5 to +15%: {', '.join(wrong)}")
+    return figures
+
+
+def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int, int | None]:
+    """Bytes that a step takes: reckoned, and held at a time; None where that is not counted."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    on_gpu = device.type == "cuda"
+    tokens, layers = (8192, 28) if on_gpu else (64, 1)
+    known = {**known_configs()["Qwen/Qwen3-0.6B"], "num_hidden_layers": layers}
+    kind = known.pop("model_type")
+    spec = {**spec, "training": {**spec.get("training", {}), "precision": "bf16"}}
+    config = resolve(manifest(inputs, inputs.with_name("store"), **spec))
+    plan = config.plan.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    config = config.model_copy(update={"plan": plan})
+    register()
+    with torch.device("meta"):
+        huggingface = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **known), attn_implementation="sft_documents"
+        )
+    if config.spec.lora:
+        add_adapters(huggingface, config.spec.lora)
+    blueprint, trainable = CausalLM(huggingface), trainable_of(config)
+    reckoned = estimate_blueprint(config, blueprint, trainable).allocated
+    if not on_gpu:
+        return reckoned, None
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    strategy = FsdpStrategy(config, blueprint, trainable, ALONE, device)
+    for which in ("base", "trained"):
+        for box in strategy.boxes(which):  # type: ignore[arg-type]
+            box.write(torch.zeros(box.place.sizes))
+    numbers = torch.zeros(tokens, dtype=torch.long)
+    bin_ = BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)
+    for _ in range(3):
+        strategy.forward_backward([bin_, bin_], 2 * tokens)
+        strategy.apply(1e-5, 1.0, strategy.grad_norm(), torch.tensor(True, device=device))
+    torch.cuda.synchronize(device)
+    held = torch.cuda.max_memory_allocated(device) - before
+    del strategy
+    return reckoned, held
