@@ -11,6 +11,7 @@ Layout below ``checkpoint.uri``::
     checkpoints/step-00001200-a00003/*.idx      which tensor's bytes lie where, with the digest of every piece
     checkpoints/step-00001200-a00003/manifest.json   written last: without it the folder does not count
     metrics/, tensorboard/, curve.svg           the losses of the run
+    profile/                                    traces of some of its steps
     status.json, export/
 
 A manifest carries its own digest and that of the index, so that damaged ones are refused, and never names anything
@@ -37,6 +38,7 @@ MANIFEST_NAME = "manifest.json"
 INDEX_SUFFIX = ".idx"
 METRICS_PREFIX = "metrics/"
 EVENTS_PREFIX = "tensorboard/"
+PROFILE_PREFIX = "profile/"
 CURVE_KEY = "curve.svg"
 STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"

@@ -1,6 +1,7 @@
 """``training.dummyRun``: what is left of a spec when only speed and memory of its steps are wanted."""
 
 from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.monitoring import MonitoringSpec
 from .v1alpha1.runtime import CheckpointSpec
 from .v1alpha1.workload import EvaluationSpec
 
@@ -26,6 +27,7 @@ def as_dummy_run(spec: SFTJobSpec) -> SFTJobSpec:
             "data": spec.data.model_copy(update={"train": [source], "eval": []}),
             "training": spec.training.model_copy(update=training),
             "checkpoint": CheckpointSpec(uri=spec.checkpoint.uri, s3=spec.checkpoint.s3),
+            "monitoring": MonitoringSpec(),
             "export": spec.export.model_copy(update={"at_end": False, "checkpoint": "last"}),
         }
     )

@@ -140,6 +140,7 @@ NOT_NUMBERS = frozenset(
         "export.checkpoint",
         "export.uri",
         "export.mergeAdapter",
+        "monitoring",
         "suspend",
         "runPolicy",
         "deletionPolicy",

@@ -126,6 +126,7 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint", {"checkpoint": {"everySeconds": 601}}),
     ("checkpoint", {"checkpoint": {"uri": None}}),
     ("export", {"export": {"atEnd": False}}),
+    ("monitoring", {"monitoring": {"profile": {"steps": 1}}}),
     ("runPolicy.progressDeadlineSeconds", {"runPolicy": {"progressDeadlineSeconds": 60}}),
     ("runPolicy.storageDeadlineSeconds", {"runPolicy": {"storageDeadlineSeconds": 60}}),
     ("runPolicy.terminationGracePeriodSeconds", {"runPolicy": {"terminationGracePeriodSeconds": 301}}),

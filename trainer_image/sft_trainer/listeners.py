@@ -11,6 +11,7 @@ from .curves.listener import Curve
 from .done import DoneFile
 from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
 from .events import Listener
+from .profiling import Profile
 from .records import RecordsFile, StatusFile
 from .reporting import Reporter, Reporting
 from .saving import Saving
@@ -46,6 +47,8 @@ class OurListeners:
             Alive(config, store),
             Curve(store, config.job.name, reporter),
         ]
+        if (profile := config.spec.monitoring.profile) is not None:
+            written.append(Profile(profile, store, reporter))
         return cls(
             SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),
             SavesWhenDue(config.spec, saving, keeps_time=topology.writes),

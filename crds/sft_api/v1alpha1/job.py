@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .lora import LoraSpec
+from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
@@ -37,6 +38,7 @@ IMMUTABLE_SPEC_FIELDS = (
     "compute",
     "checkpoint",
     "export",
+    "monitoring",
     "runPolicy.progressDeadlineSeconds",
     "runPolicy.storageDeadlineSeconds",
     "runPolicy.terminationGracePeriodSeconds",
@@ -72,6 +74,9 @@ class SFTJobSpec(ApiModel):
     compute: ComputeSpec = Field(description="The pods and processes that train.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Durable state of the run.")
     export: ExportSpec = Field(default_factory=ExportSpec, description="The finished model.")
+    monitoring: MonitoringSpec = Field(
+        default_factory=MonitoringSpec, description="What is looked at besides the figures that every run reports."
+    )
     suspend: bool = Field(
         default=False, description="true saves, frees the pods and waits; false goes on from the checkpoint."
     )

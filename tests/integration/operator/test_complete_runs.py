@@ -17,7 +17,9 @@ from sft_api.place import (
     EXPORT_CONFIG,
     EXPORT_RECORD,
     RUN_KEY,
+    Done,
     ExportRecord,
+    encode_done,
 )
 from sft_operator.cluster.store import CheckpointStore
 from sft_operator.cluster.store_reading import StoreError
@@ -110,6 +112,23 @@ def test_what_is_there_decides(
                 read(uri, export=export)
         else:
             assert (read(uri, export=export) is not None) == expected
+
+
+def test_the_best_is_the_export_of_a_run_that_asks_for_it(s3: Any, read: Ask) -> None:
+    # Given a complete run whose best checkpoint is another than its last, and is what was exported
+    uri, best = f"{URI}/team/best", CheckpointId(attempt=1, step=5)
+    files = finished_run("tiny", NUMBERS)
+    files[DONE_KEY] = encode_done(Done(step=STEP, attempt=1, best=best.folder))
+    record = ExportRecord.model_validate_json(files[f"export/{EXPORT_RECORD}"])
+    files[f"export/{EXPORT_RECORD}"] = record.model_copy(update={"checkpoint": best.folder}).encoded()
+    put_files(s3, uri, files)
+
+    # Then it is complete for who asks for the best, and not for who asks for the last
+    found = read(uri, choice="best")
+    assert found is not None
+    assert found.progress.export is not None
+    assert (found.progress.step, found.progress.export.step) == (STEP, 5)
+    assert read(uri, choice="last") is None
 
 
 def test_adapters_are_the_export_of_a_run_that_asks_for_them(s3: Any, read: Ask) -> None:
