@@ -10,6 +10,7 @@ from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, 
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
+from .v1alpha1.runtime import FsdpSpec, StrategySpec
 from .v1alpha1.status import MemoryStatus, PlanStatus
 
 REFUSED_SHARE = 1.1
@@ -22,7 +23,7 @@ _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
-_SHOWN = 5
+_SHOWN = 6
 _CHECKPOINTING = ("none", "selective", "full")
 """The longer, the less is kept."""
 _MOST_DOUBLED = 4
@@ -169,7 +170,9 @@ def sentences(spec: SFTJobSpec, memory: MemoryEstimate, gpu: int, remedy: str) -
         return Fit()
     least = "" if memory.known else "at least "
     what = f"{least}{gibibytes(memory.total)} of each GPU's {gibibytes(gpu)} would be taken ({parts_in_words(memory)})"
-    if memory.total <= REFUSED_SHARE * gpu or spec.compute.memory_check == "Warn":
+    # Compiled layers keep less than is reckoned, and nobody knows how much.
+    surely = memory.total - (memory.activations or 0) if spec.training.compile else memory.total
+    if surely <= REFUSED_SHARE * gpu or spec.compute.memory_check == "Warn":
         return Fit(warning=f"it may not fit: {what}; {remedy}")
     return Fit(
         refused=f"it does not fit: {what}; {remedy}. Where you know better, compute.memoryCheck: Warn has it tried"
@@ -235,6 +238,10 @@ def _changes(
         half = max(8, longest // 2)
         fewer = plan.model_copy(update={"max_tokens_per_micro_batch": half if tokens else None})
         yield f"data.maxLength: {half}", _with(spec, "data", max_length=half), fewer
+    if not offloads(spec):
+        fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
+        offloaded = StrategySpec(fsdp=fsdp.model_copy(update={"cpu_offload": True}))
+        yield "strategy.fsdp.cpuOffload: true", spec.model_copy(update={"strategy": offloaded}), plan
 
 
 def _over(plan: PlanStatus, processes: int) -> PlanStatus:

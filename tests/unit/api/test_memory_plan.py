@@ -40,11 +40,13 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
     taken = total(spec(gpus=2))
     assert refused.startswith(f"it does not fit: {taken} of each GPU's 80.0Gi would be taken (activations 4")
     remedies = [part.split(" (")[0] for part in refused.partition("several of: ")[2].split("), ")]
-    assert remedies[:4] == [
+    assert remedies == [
         "training.activationCheckpointing: selective",
         "training.activationCheckpointing: full",
         "8 GPUs in compute",
         "lora",
+        "data.maxLength: 4096",
+        "strategy.fsdp.cpuOffload: true",
     ]
     assert "compute.memoryCheck: Warn has it tried" in refused
 
@@ -62,6 +64,13 @@ def test_who_knows_better_is_warned_only() -> None:
     fit = verdict(spec(gpus=1, compute={"memoryCheck": "Warn"}))
 
     assert (fit.refused, fit.warning.split(":")[0]) == ("", "it may not fit")
+
+
+def test_what_compiled_layers_keep_is_not_held_against_a_run() -> None:
+    compiled = {"compile": True}
+
+    assert verdict(spec(gpus=2, training=compiled)).warning.startswith("it may not fit")
+    assert verdict(spec(gpus=1, training=compiled)).refused
 
 
 def test_remedies_are_those_that_make_a_difference() -> None:

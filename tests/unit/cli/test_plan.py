@@ -10,7 +10,7 @@ from sft_api.plan import make_plan
 from sft_cli.adapters import measure_adapters
 from sft_cli.plan import Decision, Origin, explain, show_plan
 
-from .jobs import job
+from .jobs import job, manifest
 
 
 def decisions(**spec: Any) -> dict[str, Decision]:
@@ -144,3 +144,69 @@ def test_what_takes_less_memory_is_said_where_it_was_chosen() -> None:
         "moments",
         "sums of gradients",
     }
+
+
+def test_only_the_files_of_its_index_are_the_model(tmp_path: Path) -> None:
+    def write(name: str, **shapes: list[int]) -> None:
+        named = {f"model.layers.0.{key}.weight": {"shape": shape} for key, shape in shapes.items()}
+        header = json.dumps(named).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    # Given a model in two files, and another form of it beside them
+    write("model-00001-of-00002.safetensors", q_proj=[8, 8])
+    write("model-00002-of-00002.safetensors", up_proj=[24, 8])
+    write("consolidated.safetensors", wq=[8, 8], w1=[24, 8])
+    files = {"q": "model-00001-of-00002.safetensors", "up": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    shown = decisions(model={"uri": f"file://{tmp_path}"}, lora={"rank": 2})["trained parameters"]
+
+    trained = 2 * (8 + 8) + 2 * (24 + 8)
+    assert shown.value.startswith(f"{trained} of {trained + 64 + 192} ")
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+ON_ONE_GPU = {"gpusPerNode": 1, "gpuMemory": "80Gi", "resources": {"limits": {"memory": "64Gi"}}}
+
+
+def test_memory_is_reckoned_by_the_config_of_a_model_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked = job(model={"uri": f"file://{tmp_path}"}, compute=ON_ONE_GPU)
+
+    assert show_plan(asked, "text") == 10
+    told = capsys.readouterr()
+    assert "Error: it does not fit: " in told.err + told.out
+    assert "Warning: a save in the background copies 98.7Gi" in told.err + told.out
+    assert "weights 29.9Gi, gradients 29.9Gi, optimizer 59.8Gi" in told.out
+    # The same from the hub's cache
+    snapshot = tmp_path / "hub" / "models--org--own" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert show_plan(job(model={"uri": "hf://org/own"}, compute=ON_ONE_GPU), "text") == 10
+    assert show_plan(job(model={"uri": "hf://org/other"}, compute=ON_ONE_GPU), "text") == 0
+    assert "the shape of hf://org/other" in capsys.readouterr().out
+
+
+def test_validate_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    from sft_cli.validate import verdict_on
+
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest(model={"uri": "hf://Qwen/Qwen3-8B"}, compute=ON_ONE_GPU)))
+
+    verdict = verdict_on(path)
+
+    assert [problem.split(":")[1] for problem in verdict.problems] == [" it does not fit"]
+    assert any("a save in the background" in warning for warning in verdict.warnings)
