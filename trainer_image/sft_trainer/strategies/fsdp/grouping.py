@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.attention import Boundaries
 from sft_trainer.models.causal_lm import CausalLM
 
+T = TypeVar("T")
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
 
@@ -32,6 +33,16 @@ def grouped(bins: Iterable[BinTensors], size: int) -> Iterator[BinTensors]:
         # An empty bin is computed for company only, and is the last one: beside another it is not needed.
         counting = [bin_ for bin_ in group if bin_.counts] or group[:1]
         yield counting[0] if len(counting) == 1 else _joined(counting)
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each of ``items``, and whether it is the last one."""
+    waiting = iter(items)
+    for item in waiting:
+        for following in waiting:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def _joined(bins: list[BinTensors]) -> BinTensors:

@@ -87,6 +87,16 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def add_up_replicas(model: nn.Module, *, after_this_pass: bool) -> None:
+    """Whether the next backward pass adds the gradients of the replicas up, with those of all passes before it.
+
+    Until one does each keeps its own sums, in its own share: no more memory than those of all take afterwards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(after_this_pass, recurse=False)
+
+
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Norm of all gradients together, a scalar that is the same on every process; a collective call."""
     norm = torch.nn.utils.get_total_norm(_gradients(model))

@@ -20,9 +20,9 @@ from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import check_fits
-from .grouping import draws_random_numbers, grouped
+from .grouping import draws_random_numbers, grouped, with_last
 from .memory import BinsPerForward, Memory
-from .sharding import build_model, gradient_norm, offloaded_gradient_norm, offloads
+from .sharding import add_up_replicas, build_model, gradient_norm, offloaded_gradient_norm, offloads
 
 _COMPILED_WITH_TOKENS = 1024
 """At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
@@ -58,6 +58,9 @@ class FsdpStrategy:
         spec = config.spec
         bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
         self._bin_tokens = bin_tokens
+        fsdp = spec.strategy.fsdp if spec.strategy else None
+        # Sums of all micro-batches are not kept in bf16, in which those of the last ones would get lost.
+        self._adds_up_once = topology.replicate > 1 and not (fsdp and fsdp.reduce_dtype == "bf16")
         self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
@@ -158,7 +161,9 @@ class FsdpStrategy:
         self, bins: Iterable[BinTensors], scale: float | None
     ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
         """What goes through the model at once, and the two figures that its forward pass gives, by ``scale``."""
-        for bin_ in grouped((bin_.to(self._device) for bin_ in bins), self._at_once):
+        for bin_, last in with_last(grouped((bin_.to(self._device) for bin_ in bins), self._at_once)):
+            if self._adds_up_once:
+                add_up_replicas(self.model, after_this_pass=last)
             # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
             torch.manual_seed(bin_.seed)
             one, other = self.model(

@@ -1,0 +1,83 @@
+"""Gradients of several micro-batches: added up within the shards each time, between the replicas once a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from sft_trainer.data.batches import empty_micro_batch
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.trainable import EVERYTHING
+from tests.bins import random_bin
+from tests.integration.checkpoint import ranks
+from tests.parity.runs import manifest, resolve
+from tests.topologies import here
+from tests.unit.trainer.test_models import save_model
+
+EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
+BINS = [random_bin(seed, 3, 5 + seed) for seed in range(10)]
+TRAINED = sum(len(bin_.labels) for bin_ in BINS)
+PASSES = 3
+UNITS = 3
+"""Two layers, and the root."""
+
+
+def step_here(path: Path, shard: int, fsdp: dict[str, Any]) -> tuple[int, int, list[npt.NDArray[np.float32]]]:
+    """Collectives between replicas and within shards of a step's passes, and the gradients after two such steps."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    topology = here(shard)
+    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, strategy={"fsdp": fsdp})
+    built = FsdpStrategy(resolve(job), build_on_meta(path), EVERYTHING, topology, torch.device("cpu"))
+    load_weights(built.boxes("trained"), built.model.names, path)
+    share = [*BINS, EMPTY, EMPTY][topology.data_rank :: topology.data_parallel]
+    built.forward_backward(share, TRAINED)
+    built.optimizer.zero_grad()
+    # An evaluation between two steps changes nothing of them.
+    built.forward_sums(share)
+    with CommDebugMode() as collectives:
+        built.forward_backward(share, TRAINED)
+    counts = {str(name): count for name, count in collectives.get_comm_counts().items()}
+    gradients = [
+        parameter.grad.full_tensor().numpy()  # type: ignore[union-attr, attr-defined]
+        for parameter in built.model.parameters()
+    ]
+    between = sum(count for name, count in counts.items() if "allreduce" in name or "all_reduce" in name)
+    within = sum(count for name, count in counts.items() if "reduce_scatter" in name)
+    return between, within, gradients
+
+
+@pytest.mark.parametrize(
+    ("shard", "fsdp", "between", "within"),
+    [
+        (2, {}, UNITS, UNITS * PASSES),
+        # Sums in bf16 are added up in fp32, after each pass.
+        (2, {"reduceDtype": "bf16"}, UNITS * PASSES, UNITS * PASSES),
+        (4, {}, 0, UNITS * PASSES),
+    ],
+    ids=["hybrid", "hybrid in bf16", "sharded"],
+)
+def test_replicas_are_added_up_once_a_step(
+    tmp_path: Path, shard: int, fsdp: dict[str, Any], between: int, within: int
+) -> None:
+    # Given a step of three micro-batches on each of four processes, of which two have an empty one
+    save_model("llama", tmp_path / "model")
+    ((_, _, alone),) = ranks.run(1, tmp_path, step_here, tmp_path / "model", 1, {})
+
+    # When they compute it together
+    answers = ranks.run(4, tmp_path, step_here, tmp_path / "model", shard, fsdp)
+
+    # Then they have spoken no more than they must, and their gradients are those of one process
+    for found_between, found_within, gradients in answers:
+        assert (found_between, found_within) == (between, within)
+        for together, expected in zip(gradients, alone, strict=True):
+            tolerance = 2e-2 if fsdp else 2e-6
+            assert np.linalg.norm(together - expected) <= tolerance * np.linalg.norm(expected) + 1e-9
