@@ -94,10 +94,14 @@ soak-informer: setup ## The picture of the cluster under watches that are cut, s
 	@touch $@
 
 .PHONY: bench
-bench: setup .venv-bench/.installed ## Tokens/s beside TRL, peak memory, time of a checkpoint, cost of a job to the operator
-	$(PYTHON) -m tests.bench.throughput .venv-bench/bin/python
+bench: setup .venv-bench/.installed ## Tokens/s beside TRL, time of a checkpoint, cost of a job to the operator: each in its short form
+	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python --rounds 1 --steps 5 --sizes 128x4
 	$(PYTHON) -m tests.bench.checkpoint --rounds 1
 	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
+
+.PHONY: bench-trainer
+bench-trainer: setup .venv-bench/.installed ## Tokens/s beside TRL in all its modes, compiled, with adapters, beside a bare loop: half an hour (ARGUMENTS="--rounds 1 --steps 5 --sizes 128x4")
+	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python $(ARGUMENTS)
 
 .PHONY: bench-checkpoint
 bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio, in 20 minutes (ARGUMENTS="--rounds 1 ...")

@@ -1,10 +1,14 @@
-"""One run of TRL's SFTTrainer, in an environment of its own: prints one JSON line with tokens/s and peak memory.
+"""One run of TRL's SFTTrainer, in an environment of its own: prints one JSON line, as ``own_run`` does.
 
-python trl_run.py MODEL DATA packing|padding|padding-free STEPS TOKENS_PER_STEP
+    python trl_run.py MODEL DATA MODE STEPS
+
+MODE is what TRL is asked for: ``padded`` (8 examples at once), ``packed`` (bfd, 512 tokens at once), ``single`` (one
+example at once), ``flattened`` (padding-free), each without gradient checkpointing; ``default``, as TRL comes, with
+it; ``lora``, padded with peft's adapters. A step has 32 examples, or as many packed rows as hold about them.
 """
 
 import json
-import resource
+import math
 import sys
 import tempfile
 import time
@@ -15,82 +19,93 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-WARM_UP_STEPS = 3
+EXAMPLES = 32
+AT_ONCE = {"padded": 8, "packed": 1, "single": 1, "flattened": 8, "default": 8, "lora": 8}
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Seconds of every step."""
+    """Time on the processor at the end of every step."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._began = 0.0
+        self.times: list[float] = []
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._began = time.perf_counter()
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.times.append(time.process_time())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
+        self.times.append(time.process_time())
 
 
 class CountingTrainer(SFTTrainer):  # type: ignore[misc]
-    """Counts the real tokens of every micro-batch: no padding."""
+    """Counts the real tokens of every step: no padding."""
 
-    real_tokens = 0
-    counted_from_step = WARM_UP_STEPS
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.real_tokens: dict[int, int] = {}
 
     def training_step(self, model: Any, inputs: Any, *rest: Any) -> Any:
-        if self.state.global_step >= self.counted_from_step:
-            mask = inputs.get("attention_mask")
-            self.real_tokens += int(mask.sum() if mask is not None else inputs["input_ids"].numel())
+        mask = inputs.get("attention_mask")
+        count = int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+        step = self.state.global_step
+        self.real_tokens[step] = self.real_tokens.get(step, 0) + count
         return super().training_step(model, inputs, *rest)
 
 
 def main() -> None:
-    model_path, data_path, mode, steps, tokens_per_step = sys.argv[1:6]
+    model_path, data_path, mode, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     rows = load_dataset("json", data_files=data_path, split="train").select_columns(["messages"])
-    packing = mode == "packing"
-    per_row = int(tokens_per_step) // 512
-    config = SFTConfig(
-        output_dir=tempfile.mkdtemp(prefix="trl-bench-"),
-        max_steps=int(steps),
-        per_device_train_batch_size=1 if packing else 8,
-        gradient_accumulation_steps=per_row if packing else max(1, int(tokens_per_step) // (8 * 80)),
-        max_length=512,
-        packing=packing,
-        packing_strategy="bfd",
-        padding_free=mode == "padding-free",
-        assistant_only_loss=True,
-        learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        optim="adamw_torch",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    clock = Clock()
-    trainer = CountingTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
-        args=config,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        callbacks=[clock],
-    )
-    trainer.train()
-    seconds = sum(clock.seconds[WARM_UP_STEPS:])
-    print(
-        json.dumps(
-            {
-                "tokensPerSecond": trainer.real_tokens / seconds,
-                "peakMemoryBytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            }
+    options: dict[str, Any] = {}
+    if mode == "lora":
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+    def trainer(accumulated: int, clock: Clock) -> CountingTrainer:
+        config = SFTConfig(
+            output_dir=tempfile.mkdtemp(prefix="trl-bench-"),
+            max_steps=steps,
+            per_device_train_batch_size=AT_ONCE[mode],
+            gradient_accumulation_steps=accumulated,
+            max_length=512,
+            packing=mode == "packed",
+            packing_strategy="bfd",
+            padding_free=mode == "flattened",
+            assistant_only_loss=True,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            optim="adamw_torch",
+            train_sampling_strategy="sequential",
+            bf16=False,
+            use_cpu=True,
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            **({} if mode == "default" else {"gradient_checkpointing": False}),
         )
-    )
+        return CountingTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+            args=config,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            callbacks=[clock],
+            **options,
+        )
+
+    clock = Clock()
+    running = trainer(EXAMPLES // AT_ONCE[mode], clock)
+    if mode == "packed":
+        # As many rows of a step as spread all of them over the steps.
+        running.args.gradient_accumulation_steps = math.ceil(len(running.train_dataset) / steps)
+    running.train()
+    losses = [entry["loss"] for entry in running.state.log_history if "loss" in entry]
+    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    tokens = [running.real_tokens[step] for step in sorted(running.real_tokens)]
+    print(json.dumps({"ready": clock.times[0], "seconds": seconds, "tokens": tokens, "losses": losses}))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,16 @@ def precision(place: Place) -> dict[str, Figure]:
     return figures
 
 
+def compiled(place: Place) -> dict[str, Figure]:
+    """The first step of packed bins in bf16 with compiled layers against the same with those that are not."""
+    right, loss = place.gradients("as-they-are", precision="bf16")
+    found, found_loss = place.gradients("compiled", precision="bf16", compile=True)
+    error, _ = _distance(found, right)
+    require("compiled layers: error of the loss", abs(found_loss / loss - 1), 1e-2)
+    require("compiled layers: error of the gradients", error, 5e-2)
+    return {"compiled_loss_error": abs(found_loss / loss - 1), "compiled_gradient_error": error}
+
+
 def resumed(place: Place, steps: int, every: int, kill_after: int) -> dict[str, Figure]:
     """``sft run`` killed with SIGKILL while it saves in the background, against the same run undisturbed.
 
@@ -202,6 +212,7 @@ def checks(inputs: Path, folder: Path, device: torch.device) -> list[tuple[str, 
 
     return [
         ("precision", lambda: precision(at("precision"))),
+        ("compiled", lambda: compiled(at("compiled"))),
         ("launched", lambda: launched(at("launched"))),
         ("resumed", lambda: resumed(at("resumed"), steps, every, kill_after)),
         ("saved_and_exported", lambda: saved_and_exported(at("saved_and_exported"))),

@@ -43,6 +43,10 @@ def main() -> int:
                     work / "inputs", work / name, packing=packing, processes=processes, steps=3
                 )
                 errors |= {f"{name}_{key}": value for key, value in figures.items()}
+        figures = checks.against_reference(
+            work / "inputs", work / "compiled", packing="ffd", processes=1, steps=3, compile=True
+        )
+        errors |= {f"compiled_{key}": value for key, value in figures.items()}
         for processes in (1, 2):
             name = f"lora_{processes}"
             figures = checks.against_peft(work / "inputs", work / name, processes=processes, steps=3)

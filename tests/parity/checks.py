@@ -56,14 +56,20 @@ def loss_error(store: Path, expected: list[float]) -> float:
     return worst(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
-def against_reference(inputs: Path, work: Path, *, packing: str, processes: int, steps: int) -> dict[str, float]:
-    """Losses and gradients of the trainer against a plain Hugging Face loop from the same weights."""
+def against_reference(
+    inputs: Path, work: Path, *, packing: str, processes: int, steps: int, **others: Any
+) -> dict[str, float]:
+    """Losses and gradients of the trainer against a plain Hugging Face loop from the same weights.
+
+    ``others`` of its training are those that leave the numbers as they are.
+    """
     training: dict[str, Any] = {
         "steps": steps,
         "globalBatchSize": 32,
         # Adam moves a weight whose gradient is nothing but rounding as far as any other: with its usual eps, two right
         # trainers part after the first step. This one is small beside gradients and large beside their rounding.
         "optimizer": {"learningRate": 1e-3, "eps": 1e-4},
+        **others,
     }
     if packing == "none":
         training["microBatchSize"] = 8 // processes
