@@ -87,6 +87,16 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def may_add_up_later(config: TrainerConfig) -> bool:
+    """Whether a replica may keep the sums of its gradients over several passes.
+
+    Not in bf16, in which what the last passes add would get lost, and not where gradients are held in host memory:
+    until they are added up they lie on the device.
+    """
+    fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
+    return fsdp is None or (fsdp.reduce_dtype != "bf16" and not fsdp.cpu_offload)
+
+
 def add_up_replicas(model: nn.Module, *, after_this_pass: bool) -> None:
     """Whether the next backward pass adds the gradients of the replicas up, with those of all passes before it.
 

@@ -22,7 +22,7 @@ from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import check_fits
 from .grouping import draws_random_numbers, grouped, with_last
 from .memory import BinsPerForward, Memory
-from .sharding import add_up_replicas, build_model, gradient_norm, offloaded_gradient_norm, offloads
+from .sharding import add_up_replicas, build_model, gradient_norm, may_add_up_later, offloaded_gradient_norm, offloads
 
 _COMPILED_WITH_TOKENS = 1024
 """At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
@@ -58,9 +58,7 @@ class FsdpStrategy:
         spec = config.spec
         bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
         self._bin_tokens = bin_tokens
-        fsdp = spec.strategy.fsdp if spec.strategy else None
-        # Sums of all micro-batches are not kept in bf16, in which those of the last ones would get lost.
-        self._adds_up_once = topology.replicate > 1 and not (fsdp and fsdp.reduce_dtype == "bf16")
+        self._adds_up_once = topology.replicate > 1 and may_add_up_later(config)
         self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
