@@ -1,8 +1,10 @@
 """``make parity``: are the numbers right? Prints its figures as key=value, exits non-zero when they are not.
 
-max_rel_error    worst relative error of loss, gradient and gradient norm: against a plain Hugging Face loop, of
-                 accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of adapters
-                 against peft, which are compared after three steps too; at most 1e-6
+max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
+                 loop, also compiled, with activation checkpointing, hybrid sharding and offload; of accumulation
+                 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of adapters against peft, which
+                 are compared after three steps too; at most 1e-6
+cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
 """
@@ -18,6 +20,15 @@ from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
 
 LIMIT = 1e-6
+_CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
+    "compiled": (1, {"compile": True}),
+    "full": (1, {"activationCheckpointing": "full"}),
+    "selective": (2, {"activationCheckpointing": "selective"}),
+    "hybrid": (4, {"strategy": {"shardDegree": 2}}),
+    "offload": (2, {"strategy": {"cpuOffload": True}}),
+    "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
+}
+"""Runs that are compared with the plain loop too: processes, and what is chosen for them."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
     "dtypes": {
@@ -43,10 +54,11 @@ def main() -> int:
                     work / "inputs", work / name, packing=packing, processes=processes, steps=3
                 )
                 errors |= {f"{name}_{key}": value for key, value in figures.items()}
-        figures = checks.against_reference(
-            work / "inputs", work / "compiled", packing="ffd", processes=1, steps=3, compile=True
-        )
-        errors |= {f"compiled_{key}": value for key, value in figures.items()}
+        for name, (processes, chosen) in _CHOSEN.items():
+            figures = checks.against_reference(
+                work / "inputs", work / name, packing="ffd", processes=processes, steps=3, **chosen
+            )
+            errors |= {f"{name}_{key}": value for key, value in figures.items()}
         for processes in (1, 2):
             name = f"lora_{processes}"
             figures = checks.against_peft(work / "inputs", work / name, processes=processes, steps=3)
@@ -71,6 +83,7 @@ def main() -> int:
     masks = mask_mismatches()
     worst = checks.worst(errors.values())
     print(f"max_rel_error={worst:.3g}")
+    print(f"cases={len(errors)}")
     print(f"mask_mismatches={masks}")
     print(f"resume_mismatch={resume_mismatch}")
     return 0 if worst <= LIMIT and masks == 0 and resume_mismatch == 0 else 1

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.optim import learning_rate
-from sft_trainer.preparation import prepare
+from sft_trainer.preparation import Prepared, prepare
 from sft_trainer.reporting import Reporter
 from tests.worker_processes import descendants, is_worker
 
-from .reference import peft_model, plain_name, reference_steps
+from .reference import peft_model, plain_name, reference_loss, reference_model, reference_steps
 from .runs import capture, manifest, resolve, step_records
 
 Gradients = list[dict[str, torch.Tensor]]
@@ -57,11 +57,18 @@ def loss_error(store: Path, expected: list[float]) -> float:
 
 
 def against_reference(
-    inputs: Path, work: Path, *, packing: str, processes: int, steps: int, **others: Any
+    inputs: Path,
+    work: Path,
+    *,
+    packing: str,
+    processes: int,
+    steps: int,
+    strategy: dict[str, Any] | None = None,
+    **chosen: Any,
 ) -> dict[str, float]:
-    """Losses and gradients of the trainer against a plain Hugging Face loop from the same weights.
+    """Losses, gradients and the last evaluation of the trainer against a plain Hugging Face loop from the same weights.
 
-    ``others`` of its training are those that leave the numbers as they are.
+    ``strategy`` is the section ``strategy.fsdp``, ``chosen`` goes into the section ``training``.
     """
     training: dict[str, Any] = {
         "steps": steps,
@@ -69,7 +76,7 @@ def against_reference(
         # Adam moves a weight whose gradient is nothing but rounding as far as any other: with its usual eps, two right
         # trainers part after the first step. This one is small beside gradients and large beside their rounding.
         "optimizer": {"learningRate": 1e-3, "eps": 1e-4},
-        **others,
+        **chosen,
     }
     if packing == "none":
         training["microBatchSize"] = 8 // processes
@@ -78,12 +85,20 @@ def against_reference(
         work / "store",
         processes=processes,
         training=training,
-        data={"packing": packing, "trainOn": "allAssistantMessages"},
+        data={
+            "packing": packing,
+            "trainOn": "allAssistantMessages",
+            "eval": [{"name": "held-out", "uri": f"file://{inputs}/data/eval.jsonl", "split": "train[:24]"}],
+        },
+        strategy={"fsdp": strategy or {}},
     )
     config = resolve(job)
     captured = capture(config, work / "run")
-    expected = _reference(config, work, steps)
+    model = reference_model(config)
+    expected = _reference(config, work, steps, model)
+    held_out = reference_loss(model, _prepared(config, work).eval["held-out"])
     return {
+        "evaluation": abs(step_records(work / "store")[steps]["evalLoss"] / held_out - 1),
         "loss": loss_error(work / "store", [step.loss for step in expected]),
         "gradients": relative_error(captured, [step.gradients for step in expected]),
         "norm": norm_error(work / "store", [step.grad_norm for step in expected]),
@@ -121,10 +136,14 @@ def norm_error(store: Path, expected: list[float]) -> float:
 
 
 def _reference(config: TrainerConfig, work: Path, steps: int, model: Any = None) -> list[Any]:
-    os.environ["SFT_CACHE_DIR"] = str(work / "run" / "cache")
-    prepared = prepare(config, Reporter(work / "run" / "reference", writes=False), torch.device("cpu"))
+    prepared = _prepared(config, work)
     rates = [learning_rate(config.spec, config.plan.learning_rate, step, prepared.total_steps) for step in range(steps)]
     return reference_steps(config, prepared, rates, model)
+
+
+def _prepared(config: TrainerConfig, work: Path) -> Prepared:
+    os.environ["SFT_CACHE_DIR"] = str(work / "run" / "cache")
+    return prepare(config, Reporter(work / "run" / "reference", writes=False), torch.device("cpu"))
 
 
 def accumulation(inputs: Path, work: Path) -> float:

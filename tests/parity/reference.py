@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
+from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.models.lora import initialize_adapters
 from sft_trainer.preparation import Prepared
 
@@ -61,6 +62,21 @@ def peft_model(config: TrainerConfig) -> Any:
 def plain_name(name: str) -> str:
     """What the adapter that peft calls ``name`` is called in checkpoints."""
     return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+@torch.no_grad()
+def reference_loss(model: Any, source: TokenizedSource) -> float:
+    """Mean loss of ``model`` over all trained tokens of ``source``."""
+    model.eval()
+    total, trained = 0.0, 0
+    for row in range(len(source.lengths)):
+        ids, mask = source.example(row)
+        tokens = torch.tensor(ids.tolist())
+        labels = torch.where(torch.tensor(mask.tolist()) == 1, tokens, -100)
+        logits = model(input_ids=tokens[None]).logits[0]
+        total += cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").double().item()
+        trained += int(mask[1:].sum())
+    return total / trained
 
 
 def reference_steps(

@@ -11,14 +11,16 @@ import torch
 from tests.parity import checks
 from tests.parity.__main__ import LIMIT
 
+_LESS_MEMORY = {"activationCheckpointing": "selective", "strategy": {"cpuOffload": True}}
 
-@pytest.mark.parametrize(("packing", "processes"), [("ffd", 2), ("none", 1)])
-def test_loss_gradients_and_norm_equal_a_plain_loop(
-    packing: str, processes: int, tiny_inputs: Any, tmp_path: Path
+
+@pytest.mark.parametrize(("packing", "processes", "chosen"), [("ffd", 2, _LESS_MEMORY), ("none", 1, {})])
+def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
+    packing: str, processes: int, chosen: dict[str, Any], tiny_inputs: Any, tmp_path: Path
 ) -> None:
     inputs = tiny_inputs.model.parent
 
-    figures = checks.against_reference(inputs, tmp_path, packing=packing, processes=processes, steps=2)
+    figures = checks.against_reference(inputs, tmp_path, packing=packing, processes=processes, steps=2, **chosen)
 
     assert checks.worst(figures.values()) <= LIMIT, figures
 
