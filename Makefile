@@ -44,6 +44,10 @@ generate: setup ## Generate CRD, chart CRD and API reference from the models
 verify: setup ## Fail when generated files differ from what is committed
 	$(PYTHON) -m sft_api.generate --check
 
+.PHONY: architectures
+architectures: setup ## Try every architecture that transformers knows, and write the page that says which are accepted (half a minute)
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m tests.architectures
+
 # := is evaluated with this file, before anything is set up. A line with $(MAKE) in it would be run by make -n too.
 demo: export SFT_DEMO_BEGAN := $(shell date +%s)
 .PHONY: demo

@@ -16,21 +16,10 @@ from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import EVERYTHING
+from tests.architectures import accepted, small_config
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.published_configs import PUBLISHED, PUBLISHED_OF_EXPERTS
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LENGTHS = (5, 9, 14)
 
 
@@ -43,10 +32,13 @@ def process_group() -> Iterator[None]:
 
 
 def save_model(kind: str, path: Path, **options: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **{**SMALL, **options})
+    config = small_config(kind, **options)
+    for name in vars(config):
+        if "dropout" in name or name.endswith("pdrop"):
+            setattr(config, name, 0.0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     # Norm weights of one would hide a mix-up of them.
     with torch.no_grad():
@@ -64,23 +56,23 @@ def build(path: Path, **training: Any) -> Any:
     return strategy
 
 
+OTHERWISE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": 6}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "activation_checkpointing"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
-        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
-        ("qwen2", {}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("mistral", {"sliding_window": 6}),
-        ("gemma", {}),
-        ("olmo2", {}),
-        ("smollm3", {}),
-        ("phi3", {}),
-        ("granite", {}),
+        *((kind, {}, "none") for kind in accepted()),
+        *((kind, options, how) for kind, options in OTHERWISE for how in ("none", "full")),
+        *((kind, {}, "full") for kind in ("qwen2", "gemma", "olmo2", "smollm3", "phi3", "granite")),
     ],
 )
-@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
 def test_loss_and_gradients_equal_the_eager_model(
     tmp_path: Path, kind: str, options: dict[str, Any], activation_checkpointing: str
 ) -> None:
@@ -110,9 +102,11 @@ def test_loss_and_gradients_equal_the_eager_model(
     gradients = {name: p.grad.full_tensor() for name, p in model.huggingface.named_parameters()}
     wanted = {name: p.grad for name, p in reference.named_parameters()}
     assert gradients.keys() == wanted.keys()
+    whole = torch.nn.utils.get_total_norm(wanted.values())
     for name, gradient in wanted.items():
-        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
-    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(wanted.values()), rtol=1e-6, atol=0)
+        # Some are sums that nearly cancel, as that of a key's bias does: what rounding leaves is not of their size.
+        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-8 * whole, name
+    torch.testing.assert_close(norm, whole, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

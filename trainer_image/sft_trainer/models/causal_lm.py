@@ -98,7 +98,17 @@ def build_on_meta(path: Path) -> CausalLM:
                 config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            raise ModelError(
+                f"a model of type {config.model_type!r} is not supported: its attention is its own code, which knows "
+                "no document boundaries; choose another model"
+            ) from error
         raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {_sentence(error)}") from error
+    if type(model.config) is not type(config):
+        raise ModelError(
+            f"a model of type {config.model_type!r} is not supported: its text model is one of several parts, under "
+            "other names than its own; choose a model of text alone"
+        )
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
