@@ -68,7 +68,8 @@ def main() -> None:
             max_steps=steps,
             per_device_train_batch_size=AT_ONCE[mode],
             gradient_accumulation_steps=accumulated,
-            max_length=512,
+            # It refuses to flatten what it might have to cut; nothing here is longer than 512.
+            max_length=None if mode == "flattened" else 512,
             packing=mode == "packed",
             packing_strategy="bfd",
             padding_free=mode == "flattened",
