@@ -153,7 +153,7 @@ def packer_fill() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.trainer")
     parser.add_argument("python", help="with TRL and peft installed")
-    parser.add_argument("--rounds", type=int, default=4, help="every second one backwards")
+    parser.add_argument("--rounds", type=int, default=2, help="every second one backwards")
     parser.add_argument("--steps", type=int, default=8, help="of each run, three to warm up included")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
