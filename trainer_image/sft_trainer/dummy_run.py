@@ -66,17 +66,18 @@ class DummyRun(Trainer):
         super().__init__(config, ranks, run_dir)
         self._measured = Measured()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Make the steps, and tell what they took. Memory that runs out is a ``ConfigError``; else as a run's."""
         try:
-            super()._run()
+            super().run()
         except (RuntimeError, MemoryError) as error:
             if type(error).__name__ != "OutOfMemoryError" and not isinstance(error, MemoryError):
                 raise
             # To find that out was what it was for: nobody has to see it three times.
             raise ConfigError(f"{classify(error, step=self.step)[1]}; found by training.dummyRun") from error
-        self._tell()
 
-    def _tell(self) -> None:
+    def _export(self) -> None:
+        """What comes of it at the end is what was measured."""
         here = memory_here(self.device)
         count = self.topology.world_size
         # The largest of all processes: each has its own places among the figures.
