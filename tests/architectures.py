@@ -44,6 +44,7 @@ _ENCODER_DECODER = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "axk1": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     "deepseek_v3": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     "emu3": {"text_config": dict(SMALL)},

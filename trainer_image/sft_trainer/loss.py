@@ -1,5 +1,6 @@
 """Cross-entropy of a linear head on trained positions, in chunks, without keeping the logits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,33 @@ _SLICE_ROWS = 2**14
 """Of a gradient of the head whose product is made apart from the sum that it goes into."""
 
 
+@dataclass(frozen=True)
+class Logits:
+    """What a model makes of the products of hidden states and head: ``cap * tanh(factor * product / cap)``."""
+
+    factor: float = 1.0
+    cap: float | None = None
+    """None where it only multiplies."""
+
+    def rows(self, vocabulary: int) -> int:
+        """Of a chunk, so that it takes no more memory than one whose logits are the products."""
+        return max(1, CHUNK_ELEMENTS // vocabulary // (1 if self == PRODUCTS else 3))
+
+    def log_probabilities(self, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows, vocabulary) in fp32, and the tanh of above where there is a cap; ``products`` may be changed."""
+        if self == PRODUCTS:
+            return log_softmax(products, dim=-1, dtype=torch.float32), None
+        logits = products.float().mul_(self.factor)
+        if self.cap is None:
+            return log_softmax(logits, dim=-1), None
+        bent = logits.div_(self.cap).tanh_()
+        return log_softmax(bent * self.cap, dim=-1), bent
+
+
+PRODUCTS = Logits()
+"""The products are the logits."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass: every chunk's logits exist once, and are never recomputed.
 
@@ -20,30 +48,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float, logits: Logits
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        rows = logits.rows(weight.shape[0])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
         for start in range(0, hidden.shape[0], rows):
             piece, target = hidden[start : start + rows], labels[start : start + rows, None]
-            log_probabilities = log_softmax(piece @ weight.T, dim=-1, dtype=torch.float32)
+            log_probabilities, bent = logits.log_probabilities(piece @ weight.T)
             total -= log_probabilities.gather(1, target).sum()
             if not (needs_hidden or needs_weight):
                 continue
             # d loss / d logits = softmax(logits) - one_hot(labels)
             slope = log_probabilities.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
+            if bent is not None:
+                slope.mul_(bent.square_().neg_().add_(1))  # the derivative of tanh
             # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
             room = slope if slope.dtype == hidden.dtype else torch.empty_like(slope, dtype=hidden.dtype)
-            grad_logits = torch.mul(slope, scale, out=room)
+            grad_logits = torch.mul(slope, scale * logits.factor, out=room)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if needs_weight:
                 grad_weight = _with_product(grad_weight, grad_logits.T, piece)
             # Else they are there still while the next chunk's are made.
-            del log_probabilities, slope, room, grad_logits
+            del log_probabilities, bent, slope, room, grad_logits
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -51,13 +81,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total * scale, total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         upstream, _ = gradients
         if upstream.device.type == "cpu" and upstream != 1:  # a GPU's the host would wait for
             raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
         # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -73,9 +103,9 @@ def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Te
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float, logits: Logits = PRODUCTS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of ``hidden @ weight.T`` against ``labels``, summed over positions; two float32 scalars.
+    """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars.
 
     The first is the sum times ``scale``, and the one to call ``backward`` of, as it is: its gradients are made here,
     scaled. The second is the sum itself, without a gradient. ``hidden`` is (positions, width), ``weight``
@@ -84,23 +114,23 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
         hidden, weight = hidden.detach(), weight.detach()
-    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale)
+    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits)
     return scaled, total
 
 
 @torch.no_grad()
 def evaluation_sums(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, logits: Logits = PRODUCTS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
 
     Arguments as of ``linear_cross_entropy``, whose sum the first one is to the last bit.
     """
-    rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    rows = logits.rows(weight.shape[0])
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], rows):
         piece, target = hidden[start : start + rows], labels[start : start + rows]
-        log_probabilities = log_softmax(piece @ weight.T, dim=-1, dtype=torch.float32)
+        log_probabilities, _ = logits.log_probabilities(piece @ weight.T)
         total -= log_probabilities.gather(1, target[:, None]).sum()
         right += (log_probabilities.argmax(dim=-1) == target).sum()
     return total, right

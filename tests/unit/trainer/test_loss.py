@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import Logits, evaluation_sums, linear_cross_entropy
 from tests.live_bytes import LiveBytes
 
 VOCABULARY, WIDTH = 97, 16
@@ -37,6 +37,30 @@ def test_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch, elements: int, fr
 
     torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(scaled, expected / 7, rtol=1e-6, atol=0)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("elements", [8 * 50 * VOCABULARY, 7 * VOCABULARY])
+@pytest.mark.parametrize(("factor", "cap"), [(1 / 6, None), (1.0, 4.0), (0.7, 3.0)])
+def test_logits_that_are_scaled_or_capped(
+    monkeypatch: pytest.MonkeyPatch, elements: int, factor: float, cap: float | None
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    hidden, weight, labels = inputs()
+    logits = factor * (hidden @ weight.T)
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    expected_gradients = torch.autograd.grad(expected / 7, [hidden, weight])
+
+    scaled, total = linear_cross_entropy(hidden, weight, labels, 1 / 7, Logits(factor, cap))
+    gradients = torch.autograd.grad(scaled, [hidden, weight])
+    evaluated, right = evaluation_sums(hidden, weight, labels, Logits(factor, cap))
+
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=0)
+    assert evaluated == total
+    assert right == (logits.argmax(-1) == labels).sum()
     for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 

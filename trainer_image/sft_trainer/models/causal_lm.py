@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ModelError
-from sft_trainer.loss import evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
+from .logits import logits_of
 from .probe import check_documents_stay_apart
-
-# Config fields that change the logits after the head: computing the loss without them would train another model.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
 class CausalLM(nn.Module):
@@ -23,8 +21,11 @@ class CausalLM(nn.Module):
     The loss is inside the forward pass because only there FSDP2 has gathered the weights of the head.
     """
 
-    def __init__(self, huggingface: nn.Module, stored_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, huggingface: nn.Module, stored_dtype: torch.dtype = torch.float32, logits: Logits = PRODUCTS
+    ) -> None:
         super().__init__()
+        self.logits = logits
         self.huggingface = huggingface
         self.stored_dtype = stored_dtype
         """That the model came in, and is exported in; it is trained in fp32 whatever this is."""
@@ -56,8 +57,8 @@ class CausalLM(nn.Module):
         hidden = output.last_hidden_state.squeeze(0)[targets]
         head = model.get_output_embeddings().weight
         if scale is None:
-            return evaluation_sums(hidden, head, labels)
-        return linear_cross_entropy(hidden, head, labels, scale)
+            return evaluation_sums(hidden, head, labels, self.logits)
+        return linear_cross_entropy(hidden, head, labels, scale, self.logits)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -86,9 +87,6 @@ def build_on_meta(path: Path) -> CausalLM:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
-    transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 1, 1.0)]
-    if transforms:
-        raise ModelError(f"models with {', '.join(transforms)} ({config.model_type}) are not supported yet")
     # Building it in fp32 writes fp32 into the config.
     stored_dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
     register()
@@ -118,7 +116,7 @@ def build_on_meta(path: Path) -> CausalLM:
             f"a model of type {config.model_type!r} sends tokens to experts, which cannot be trained yet: nothing "
             "would keep the experts evenly used; choose a dense model"
         )
-    return CausalLM(model, stored_dtype)
+    return CausalLM(model, stored_dtype, logits_of(model))
 
 
 def _sentence(error: Exception) -> str:

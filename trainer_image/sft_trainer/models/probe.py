@@ -56,7 +56,7 @@ def check_documents_stay_apart(model: Any) -> None:
     kind = model.config.model_type
     _refuse_recurrent(model, kind)
     try:
-        difference = _largest_difference(_small_model(model))
+        difference = _largest_difference(small_model(model))
     except ModelError:
         raise
     except Exception as error:  # sizes that do not go together in this architecture, layers that want other arguments
@@ -80,7 +80,7 @@ def check_trains_on(model: Any, device: torch.device, dtype: torch.dtype) -> Non
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            _forward_backward(_small_model(model).to(device, dtype).train())
+            _forward_backward(small_model(model).to(device, dtype).train())
     except (ModelError, MemoryError):
         raise
     except Exception as error:  # kernels raise what they like
@@ -138,7 +138,7 @@ def _recurrent(model: Any) -> str:
     return ""
 
 
-def _small_model(model: Any) -> Any:
+def small_model(model: Any) -> Any:
     """A model of the same class with a few narrow layers, on the CPU."""
     config = _small_config(model.config)
     with torch.device("meta"):
