@@ -88,17 +88,33 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
             "pad_token_id": 128004,
         },
     ),
-    # Granite 3.3 2B, but for its logits_scaling
+    # Granite 3.3 2B
     (
         "granite",
         {
             "attention_multiplier": 0.015625,
             "embedding_multiplier": 12.0,
             "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "hidden_size": 2048,
             "num_hidden_layers": 40,
+        },
+    ),
+    # Command R7B
+    (
+        "cohere2",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "logit_scale": 0.25,
+            "sliding_window": 4096,
+            "layer_types": ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(32)],
         },
     ),
 ]
