@@ -81,7 +81,7 @@ def test_gradients_in_bf16_are_rounded_and_not_scaled_wrongly(monkeypatch: pytes
     # Then they are off by what rounding does, in either direction: their length is right
     for one, other in zip(gradients, expected, strict=True):
         assert one.dtype == torch.bfloat16
-        assert (one.double() - other).norm() <= 4e-3 * other.norm()
+        assert (one.double() - other).norm() <= 6e-3 * other.norm()
         assert one.double().norm().item() == pytest.approx(other.norm().item(), rel=1e-3)
 
 
