@@ -37,7 +37,7 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
     torch.manual_seed(1)
     config = small_config(kind, **options)
     for name in vars(config):
-        if "dropout" in name or name.endswith("pdrop"):
+        if name not in options and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     # Norm weights of one would hide a mix-up of them.
