@@ -53,6 +53,9 @@ class NothingSaved:
     def failed_here(self) -> bool:
         return False
 
+    def anything_saved(self) -> bool:
+        return False
+
     def settle(self) -> None: ...
 
     def tell(self) -> None: ...

@@ -20,7 +20,7 @@ from .checkpoint.manager import CheckpointManager, SaveOutcome, call_each
 from .checkpoint.store import Store
 from .errors import TrainingError
 from .outage import Outage, is_outage
-from .place import check_same_run
+from .place import check_same_run, nothing_saved
 from .reporting import Reporter
 from .supervisor.cgroup import Cgroup
 from .topology import Topology
@@ -43,6 +43,7 @@ class Saving:
         self._config = config
         self._reporter = reporter
         self._on_commit = on_commit
+        self._store = store
         self._manager = CheckpointManager(
             store,
             topology,
@@ -129,6 +130,10 @@ class Saving:
         if self._resumed is not None and self._resumed.step == step:
             return self._resumed.id
         return CheckpointId(self._manager.attempt, step)
+
+    def anything_saved(self) -> bool:
+        """Whether there is any checkpoint of the run, sound or not. A collective call."""
+        return self._manager.on_leader(lambda: not nothing_saved(self._store))
 
     @property
     def checkpoints(self) -> CheckpointsStatus:

@@ -259,7 +259,14 @@ class Trainer:
         blueprint = self.prepared.model
         self._flops = ModelFlops(blueprint, self._trainable.trains, self.device)
         self._saves_all = self._trainable.saves_all(blueprint.huggingface)
-        self.strategy = build(self.config, blueprint, self._trainable, self.topology, self.device)
+        self.strategy = build(self._as_tried(), blueprint, self._trainable, self.topology, self.device)
+
+    def _as_tried(self) -> TrainerConfig:
+        """The configuration; what has been trained is not refused for what it is reckoned to take of its GPUs."""
+        if not self.spec.compute.gpus_per_node or not self.saving.anything_saved():
+            return self.config
+        compute = self.spec.compute.model_copy(update={"memory_check": "Warn"})
+        return self.config.model_copy(update={"spec": self.spec.model_copy(update={"compute": compute})})
 
     def _resume_or_load(self) -> None:
         self._base_digest = self.prepared.base_digest

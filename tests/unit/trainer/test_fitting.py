@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from sft_api.memory import sizes_of
 from sft_api.model_shape import shape_of
+from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.lora import add_adapters
@@ -70,6 +72,24 @@ def test_what_may_not_fit_is_warned_of_and_what_fits_is_told(tmp_path: Path, cap
     told = [(record.levelname, record.message.split(":")[0]) for record in caplog.records]
     reckoned = ("INFO", "memory of the first steps, as reckoned")
     assert told == [reckoned, ("WARNING", "it may not fit"), reckoned]
+
+
+@pytest.mark.parametrize(("saved", "verdict"), [(False, "Refuse"), (True, "Warn")])
+def test_what_has_been_trained_before_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, verdict: str
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(trainer, "build", lambda config, *_: built.append(config))
+    save_model("qwen3", tmp_path / "model")
+    job = manifest(tmp_path / "model", tmp_path / "store", compute={"gpusPerNode": 1})
+    ranks: Any = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
+    run: Any = trainer.Trainer(resolve(job), ranks, tmp_path)
+    run.device, run.prepared = CPU, SimpleNamespace(model=build_on_meta(tmp_path / "model"))
+    run.saving = SimpleNamespace(anything_saved=lambda: saved)
+
+    run._build()
+
+    assert [config.spec.compute.memory_check for config in built] == [verdict]
 
 
 def test_what_cannot_be_followed_is_trained_all_the_same(

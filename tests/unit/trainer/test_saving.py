@@ -226,3 +226,12 @@ def test_a_checkpoint_that_does_not_say_that_the_run_ends_with_it_is_saved_once_
     again.save(4, run.boxes, ended, final=True)
     assert run.saved == {"step-00000004-a00001", "step-00000004-a00002"}
     assert again.checkpoint_of(4) == CheckpointId(2, 4)
+
+
+def test_a_run_knows_whether_it_has_saved_before(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert not run.saving.anything_saved()
+    run.store.gate.set()
+    run.save(1, final=True)
+
+    assert run.saving.anything_saved()
