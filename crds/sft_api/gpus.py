@@ -12,6 +12,7 @@ _GIBIBYTE = 2**30
 _SLICE = re.compile(r"-MIG-\d+g\.(?P<size>\d+)gb", re.IGNORECASE)
 _SIZE = re.compile(r"(?<![\d.])(?P<size>\d+)GB(?![a-z])", re.IGNORECASE)
 _WITHOUT_SIZE = {
+    "GH200": 95.0,
     "B200": 179.0,
     "H200": 140.0,
     "L40S": 45.0,
@@ -21,7 +22,7 @@ _WITHOUT_SIZE = {
     "L4": 22.5,
     "T4": 15.0,
 }
-"""GiB that nvidia-smi shows of products whose label does not name their memory."""
+"""GiB that nvidia-smi shows of products whose label does not name their memory, or (GH200-480GB) that of the board."""
 
 
 def declared_gpu_memory(spec: SFTJobSpec) -> int | None:
@@ -41,7 +42,7 @@ def product_memory(product: str) -> int | None:
     """Bytes of a GPU by the value of its product label (NVIDIA-H100-80GB-HBM3, Tesla-T4); None where it is unknown."""
     if product.endswith("-SHARED"):
         return None
-    if found := _SLICE.search(product) or _SIZE.search(product):
-        return int(found["size"]) * _GIBIBYTE
     words = {*product.upper().split("-")}
-    return next((int(size * _GIBIBYTE) for word, size in _WITHOUT_SIZE.items() if word in words), None)
+    known = next((int(size * _GIBIBYTE) for word, size in _WITHOUT_SIZE.items() if word in words), None)
+    found = _SLICE.search(product) or (None if known else _SIZE.search(product))
+    return int(found["size"]) * _GIBIBYTE if found else known

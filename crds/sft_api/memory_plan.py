@@ -104,6 +104,8 @@ def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | 
 
 def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     """Bytes of host memory of a node that a save in the background takes; 0 where none is made, or it is not known."""
+    if spec.training.dummy_run is not None:
+        return 0
     if shape is not None:
         return staging_bytes(sizes_of(shape, spec).trained, spec)
     count = spec.model.parameters
@@ -170,13 +172,22 @@ def sentences(spec: SFTJobSpec, memory: MemoryEstimate, gpu: int, remedy: str) -
         return Fit()
     least = "" if memory.known else "at least "
     what = f"{least}{gibibytes(memory.total)} of each GPU's {gibibytes(gpu)} would be taken ({parts_in_words(memory)})"
-    # Compiled layers keep less than is reckoned, and nobody knows how much.
-    surely = memory.total - (memory.activations or 0) if spec.training.compile else memory.total
-    if surely <= REFUSED_SHARE * gpu or spec.compute.memory_check == "Warn":
+    # To see what a dummy run takes is what it is for.
+    tried = spec.compute.memory_check == "Warn" or spec.training.dummy_run is not None
+    if tried or memory.total - _not_sure(spec, memory) <= REFUSED_SHARE * gpu:
         return Fit(warning=f"it may not fit: {what}; {remedy}")
     return Fit(
         refused=f"it does not fit: {what}; {remedy}. Where you know better, compute.memoryCheck: Warn has it tried"
     )
+
+
+def _not_sure(spec: SFTJobSpec, memory: MemoryEstimate) -> int:
+    """Bytes of ``memory`` that are a most, and may be much less."""
+    # How much less compiled layers keep than is reckoned nobody knows, nor how short examples are: data.maxLength is a
+    # limit of theirs, to which nothing but packing fills a micro-batch.
+    unpacked = spec.data.packing == "none"
+    activations = (memory.activations or 0) if spec.training.compile or unpacked else 0
+    return activations + ((memory.logits or 0) if unpacked else 0)
 
 
 def parts_in_words(memory: MemoryEstimate) -> str:

@@ -15,6 +15,7 @@ from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS,
 from sft_api.report import duration
 from sft_api.small_data import small_data_warning
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+from sft_api.v1alpha1.workload import DummyRunSpec
 
 from .adapters import Trained, measure_adapters
 from .console import result, say
@@ -58,15 +59,21 @@ def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[D
 
     ``found`` is what ``measure_adapters`` says of ``spec``.
     """
+    dummy = spec.training.dummy_run
     return [
         *_processes(spec, plan),
         *_memory(plan),
         *_adapters(spec, plan, found),
-        *_length(spec, plan),
+        *(_dummy(dummy) if dummy else _length(spec, plan)),
         *_batch(spec, plan),
         *_optimisation(spec, plan),
-        *_end(spec),
+        *([] if dummy else _end(spec)),
     ]
+
+
+def _dummy(dummy: DummyRunSpec) -> list[Decision]:
+    steps = f"{counted(dummy.steps, 'step')} of random tokens"
+    return [Decision("dummy run", steps, Origin.GIVEN, "training.dummyRun: no data is read, nothing is saved")]
 
 
 def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:

@@ -12,11 +12,11 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sft_api.trainer_config import TrainerConfig
 
 from .data.tokenizer import Codec
+from .distributed import gathered
 from .errors import RanksDifferError
 from .preparation import Prepared
 from .supervisor.identity import code_version
@@ -54,14 +54,8 @@ def check_alike(here: Fingerprint) -> None:
     A digest of it goes to all; only when they differ the whole follows.
     """
     digest = hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()
-    if len(set(_gathered(digest))) > 1:
-        raise RanksDifferError(difference(_gathered(dict(here))))
-
-
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    if len(set(gathered(digest))) > 1:
+        raise RanksDifferError(difference(gathered(dict(here))))
 
 
 def difference(fingerprints: Sequence[Fingerprint]) -> str:

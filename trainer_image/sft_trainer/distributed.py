@@ -5,11 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .errors import DeviceUnavailableError
+
+T = TypeVar("T")
 
 _RENDEZVOUS_TIMEOUT = timedelta(hours=24)
 """The first process of a machine tokenises before it joins; the others wait for it here, not in a collective."""
@@ -89,6 +92,13 @@ def join_group(
             timeout=_COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def gathered(value: T) -> list[T]:
+    """``value`` of every process, by rank; a collective call, with what pickle can hold of processes of one group."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def summed(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:

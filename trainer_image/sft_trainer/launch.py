@@ -134,15 +134,16 @@ def _termination_log() -> Path | None:
 
 
 def termination_json(end: TerminationMessage) -> str:
-    """``end`` as JSON of at most 4096 bytes, its message cut where needed."""
+    """``end`` as JSON of at most 4096 bytes, its words cut where needed."""
     bare = end.model_copy(update={"message": ""}).model_dump_json(by_alias=True, exclude_none=True)
     if len(bare.encode()) > MAX_TERMINATION_BYTES:
         end = end.model_copy(update={"spent": None})
     text = end.model_dump_json(by_alias=True, exclude_none=True)
-    while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0:
-        # A character takes one to six bytes in JSON: cut the least that can be enough, and look again.
-        end = end.model_copy(update={"message": end.message[: max(0, len(end.message) - excess // 6 - 1)]})
-        text = end.model_dump_json(by_alias=True, exclude_none=True)
+    for words in ("message", "stopped_early", "dummy_run"):
+        while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0 and (said := getattr(end, words)):
+            # A character takes one to six bytes in JSON: cut the least that can be enough, and look again.
+            end = end.model_copy(update={words: said[: max(0, len(said) - excess // 6 - 1)]})
+            text = end.model_dump_json(by_alias=True, exclude_none=True)
     return text
 
 

@@ -26,7 +26,7 @@ from .callbacks.telling import Callbacks
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
-from .distributed import Ranks, device_for, join_group, sum_over_ranks, summed
+from .distributed import Ranks, device_for, gathered, join_group, sum_over_ranks, summed
 from .done import end_again
 from .due import planned
 from .entering import Entered, enter
@@ -177,8 +177,10 @@ class Trainer:
 
     def _finish(self) -> None:
         """End the run with this step. Its checkpoint says so too: whoever is stopped before the end goes on with it."""
-        why = self.control.why(Request.FINISH) or "a callback on another process asked for it"
-        told = f"after step {self.step}: {why}"[:STOPPED_EARLY_CHARACTERS]
+        why = self.control.why(Request.FINISH)
+        given = [why] if self.topology.alone else gathered(why)
+        words = next(filter(None, given), "a callback asked for it")
+        told = f"after step {self.step}: {words}"[:STOPPED_EARLY_CHARACTERS]
         self.figures = replace(self.figures, stopped_early=told)
         self.events.emit(Finishing(self.step, self.figures))
 

@@ -23,7 +23,7 @@ def check_fits(spec: SFTJobSpec, pods: PodSettings) -> None:
     """Raises ``DoesNotFit``."""
     refused = judge(spec, plan_of(spec, pods), gpu_memory=pods.gpu_bytes).refused
     if refused:
-        raise DoesNotFit(refused)
+        raise DoesNotFit(f"{refused}. Delete the SFTJob and apply it changed: it stays as it was created")
 
 
 def memory_warnings(spec: SFTJobSpec, pods: PodSettings) -> list[str]:

@@ -259,7 +259,8 @@ class _Look(Notes):
         except PlaceNotAllowed as error:
             return Wrong("PlaceNotAllowed", str(error))
         except DoesNotFit as error:
-            return Wrong("DoesNotFit", str(error))
+            # A run that is complete needs no GPU: what is in its place is asked first.
+            return None if job and self._may_be_complete(job) else Wrong("DoesNotFit", str(error))
         except ValueError as error:
             return Wrong("NotConfigured", str(error))
         if self._changes_wait:

@@ -92,7 +92,7 @@ def test_remedies_are_those_that_make_a_difference() -> None:
         data={"train": [{"uri": "hf://a/b"}], "packing": "none", "maxLength": 8192},
         training={"microBatchSize": 4},
     ).spec
-    assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).refused
+    assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).warning
 
 
 def test_of_a_number_of_parameters_what_is_sure_is_judged() -> None:
@@ -142,6 +142,7 @@ def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: 
         ("NVIDIA-A100-SXM4-40GB", 40),
         ("Tesla-V100-SXM2-16GB", 16),
         ("NVIDIA-H200", 140),
+        ("NVIDIA-GH200-480GB", 95),
         ("NVIDIA-L40S", 45),
         ("Tesla-T4", 15),
         ("NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", 5),
@@ -152,6 +153,26 @@ def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: 
 )
 def test_what_a_product_label_says(product: str, gibibytes: int | None) -> None:
     assert product_memory(product) == (gibibytes and gibibytes * GIB)
+
+
+def test_a_limit_of_lengths_alone_refuses_nothing() -> None:
+    def unpacked(length: int, gpus: int) -> Fit:
+        data = {"train": [{"uri": "hf://a/b"}], "maxLength": length, "packing": "none"}
+        given = {"gpusPerNode": gpus, "gpuMemory": "80Gi"}
+        return verdict(job(model=EIGHT_BILLION, compute=given, data=data, training={"microBatchSize": 8}).spec)
+
+    assert unpacked(4096, 8).refused == ""
+    assert "it may not fit: 219" in unpacked(4096, 8).warning
+    # weights, gradients and moments are there whatever the lengths
+    assert "it does not fit" in unpacked(128, 1).refused
+
+
+def test_a_dummy_run_is_warned_only() -> None:
+    asked = spec(gpus=1, training={"dummyRun": {}})
+
+    assert verdict(asked).refused == ""
+    assert "it may not fit" in verdict(asked).warning
+    assert staging_warning(asked, known_shape(EIGHT_BILLION["uri"]), 1) == ""
 
 
 def test_the_plan_shows_the_parts_and_what_is_not_known() -> None:

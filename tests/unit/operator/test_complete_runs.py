@@ -164,3 +164,15 @@ def test_what_was_found_before_a_job_was_made_says_nothing_of_it() -> None:
 
     assert result.memory.complete_run is None
     assert state(result) != "Complete" if result.status else True
+
+
+def test_a_complete_run_is_not_refused_for_the_memory_it_would_take() -> None:
+    spec = manifest(model={"uri": "hf://meta-llama/Llama-3.1-8B"}, compute={"gpusPerNode": 1, "gpuMemory": "80Gi"})
+    first = decided(spec)
+
+    assert len(questions(first)) == 1
+    assert (first.actions, first.status) == ((), None)
+    found = decided(spec, memory=complete_was_read(first.memory, COMPLETE))
+    assert (state(found), found.actions) == ("Complete", ())
+    not_there = decided(spec, memory=complete_was_read(first.memory, None))
+    assert state(not_there) == "Failed"

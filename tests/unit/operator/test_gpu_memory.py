@@ -38,6 +38,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made() -> None:
     (accepted,) = [item for item in result.status.conditions if item.type == "Accepted"]
     assert (accepted.status, accepted.reason) == ("False", "DoesNotFit")
     assert "training.activationCheckpointing: full (" in accepted.message
+    assert accepted.message.endswith("Delete the SFTJob and apply it changed: it stays as it was created")
 
 
 def test_it_is_tried_where_the_user_knows_better_and_where_nobody_knows_the_gpu() -> None:

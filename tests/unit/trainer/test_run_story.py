@@ -510,8 +510,17 @@ def test_a_run_that_makes_all_its_steps_is_not_stopped_early(tmp_path: Path) -> 
     assert story.figures.stopped_early == ""
 
 
-def test_of_another_process_only_that_it_asks_is_known(tmp_path: Path) -> None:
+def test_the_words_are_those_of_the_process_that_has_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "gathered", lambda why: [why, "", "it is the third that asks"])
+    story = Story(tmp_path, {})
+    story.topology = Topology(rank=0, local_rank=0, world_size=3, shard=3)
+    story.control.agree([float(request is Request.FINISH) for request in Request])
+    story.run()
+    assert story.figures.stopped_early == "after step 1: it is the third that asks"
+
+
+def test_an_end_without_words_has_ours(tmp_path: Path) -> None:
     story = Story(tmp_path, {})
     story.control.agree([float(request is Request.FINISH) for request in Request])
     story.run()
-    assert story.figures.stopped_early == "after step 1: a callback on another process asked for it"
+    assert story.figures.stopped_early == "after step 1: a callback asked for it"
