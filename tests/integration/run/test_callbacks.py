@@ -80,7 +80,7 @@ def test_every_process_is_told_and_one_that_asks_ends_the_run_on_all(place: Plac
 
     # Then it ends one step later as a complete one, with its model
     assert ended.code == 0, ended.said
-    why = "after step 4: seen enough"
+    why = "after step 4: seen enough (my_team.watch:Watch)"
     status = ended.status
     assert (status["state"], status["message"]) == ("Complete", f"the run was stopped early, {why}")
     assert (status["progress"]["stoppedEarly"], status["export"]["step"]) == (why, 4)
