@@ -93,7 +93,8 @@ def _about(place: Place) -> list[tuple[str, str]]:
     elif not place.problems:
         lines.append(("Run", "there is no record (run.json): nothing was trained here, or by an older version"))
     if place.done is not None:
-        lines.append(("State", f"complete since step {place.done.step}"))
+        early = f", stopped early {place.done.stopped_early}" if place.done.stopped_early else ""
+        lines.append(("State", f"complete since step {place.done.step}{early}"))
     elif isinstance(sign, Beat):
         lines.append(("State", f"ended: {sign.ended}" if sign.ended else "did not say that it ended"))
     if isinstance(sign, Beat):

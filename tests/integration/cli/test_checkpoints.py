@@ -116,7 +116,7 @@ def test_the_same_for_programs(run: LocalStore) -> None:
     unfinished(run, 1, 8)
     found = json.loads(sft("list", run.uri, "-o", "json").stdout)
     assert found["run"]["name"] == "tiny"
-    assert found["complete"] == {"version": 1, "step": 6, "attempt": 1}
+    assert found["complete"] == {"version": 1, "step": 6, "attempt": 1, "stoppedEarly": "", "best": ""}
     assert found["writer"]["ended"] == "complete"
     assert [(each["step"], each["state"], each["is"]) for each in found["checkpoints"]] == [
         (8, "unfinished", []),

@@ -110,8 +110,9 @@ def test_a_real_run_trains_evaluates_and_exports(job: Path) -> None:
     result, loss, model, *_, following = again.stdout.splitlines()
     assert result == "Complete    tiny: 3/3 steps, all of them done before; --fresh trains anew"
     first, last, held_out = (status["progress"][name] for name in ("firstLoss", "loss", "evalLoss"))
+    right = f"{100 * status['progress']['evalAccuracy']:.1f}% of its tokens right"
     curve = f"{job.parent}/sft-runs/tiny/curve.svg"
-    assert loss == f"Loss        {first:.4f} → {last:.4f}, evaluation {held_out:.4f}; drawn in {curve}"
+    assert loss == f"Loss        {first:.4f} → {last:.4f}, evaluation {held_out:.4f}, {right}; drawn in {curve}"
     assert model == f"Model       {job.parent}/sft-runs/tiny/export"
     assert following.startswith("Next")
     with safe_open(Path(status["export"]["uri"].removeprefix("file://")) / "model.safetensors", "pt") as weights:
