@@ -12,7 +12,19 @@ from sft_api.checkpoints import PROFILE_PREFIX
 from sft_api.v1alpha1.monitoring import ProfileSpec
 
 from .checkpoint.store import Store
-from .events import Asking, Claimed, Control, Ended, Listener, Started, StepDone
+from .events import (
+    Asking,
+    Claimed,
+    Control,
+    Ended,
+    Evaluated,
+    Evaluating,
+    Listener,
+    SaveBegins,
+    SaveEnded,
+    Started,
+    StepDone,
+)
 from .reporting import Reporter
 
 log = logging.getLogger("sft_trainer")
@@ -25,7 +37,11 @@ _SECONDS = 30.0
 
 
 class Profile(Listener):
-    """Records the steps that are asked for, in one window; for one process of a run. What fails here is warned of."""
+    """Records the steps that are asked for, in one window; for one process of a run. What fails here is warned of.
+
+    Steps only: an evaluation may have as many operators as hundreds of them, and what is recorded is held in memory.
+    What comes between the steps before it ends the window, what comes before its first step puts that off.
+    """
 
     def __init__(self, spec: ProfileSpec, store: Store, reporter: Reporter) -> None:
         self._spec = spec
@@ -33,6 +49,7 @@ class Profile(Listener):
         self._store = store
         self._reporter = reporter
         self._attempt = 0
+        self._total_steps = 0
         self._profiler: Any = None
         self._writing: threading.Thread | None = None
 
@@ -40,25 +57,42 @@ class Profile(Listener):
         self._attempt = event.attempt
 
     def on_start(self, event: Started, control: Control) -> None:
+        self._total_steps = event.total_steps
         if self._spec.start_step > event.total_steps:
             first, total = self._spec.start_step, event.total_steps
             self._reporter.warn(f"monitoring.profile.startStep is {first}, and the run has {total} steps: no trace")
-        if event.step == self._spec.start_step - 1:
-            self._begin()
+        self._begin_after(event.step)
 
     def on_ask(self, event: Asking, control: Control) -> None:
         # Before the update of the step before them: on a GPU they are told of after the next one was launched.
-        if event.step == self._spec.start_step - 1:
-            self._begin()
+        self._begin_after(event.step)
 
     def on_step(self, event: StepDone, control: Control) -> None:
         if event.step == self._last:
-            self._end()
+            self._end(self._last)
+
+    def on_evaluating(self, event: Evaluating, control: Control) -> None:
+        self._end(event.step, "an evaluation follows")
+
+    def on_evaluate(self, event: Evaluated, control: Control) -> None:
+        self._begin_after(event.step)
+
+    def on_save_begins(self, event: SaveBegins, control: Control) -> None:
+        self._end(event.step, "a save follows")
+
+    def on_save(self, event: SaveEnded, control: Control) -> None:
+        if not event.final:
+            self._begin_after(event.step)
 
     def on_end(self, event: Ended, control: Control) -> None:
-        self._end()
+        self._end(min(event.step, self._last), "the run ended")
         if self._writing is not None:
             self._writing.join(_SECONDS)
+
+    def _begin_after(self, step: int) -> None:
+        """Record from here on where the window begins after ``step``."""
+        if step == self._spec.start_step - 1 and step < self._total_steps:
+            self._begin()
 
     def _begin(self) -> None:
         from torch import profiler
@@ -71,7 +105,8 @@ class Profile(Listener):
         else:
             self._profiler = began
 
-    def _end(self) -> None:
+    def _end(self, step: int, why: str = "") -> None:
+        """Record no more after ``step``, and write the steps that there are; ``why`` there are fewer than asked for."""
         if self._profiler is None:
             return
         done, self._profiler = self._profiler, None
@@ -80,11 +115,13 @@ class Profile(Listener):
         except RuntimeError as error:
             self._fail(error)
             return
+        if step < self._spec.start_step:
+            return
         # It takes seconds to write: training goes on meanwhile.
-        self._writing = threading.Thread(target=self._write, args=(done,), name="profile", daemon=True)
+        self._writing = threading.Thread(target=self._write, args=(done, step, why), name="profile", daemon=True)
         self._writing.start()
 
-    def _write(self, done: Any) -> None:
+    def _write(self, done: Any, last: int, why: str) -> None:
         key = f"{PROFILE_PREFIX}step-{self._spec.start_step:08d}-a{self._attempt:05d}.json.gz"
         try:
             with TemporaryDirectory(prefix="sft-profile-") as folder:
@@ -100,7 +137,8 @@ class Profile(Listener):
         except Exception as error:
             self._fail(error)
         else:
-            self._reporter.say("the trace of steps %s to %s is %s", self._spec.start_step, self._last, key)
+            shorter = f", and ends there as {why}" if why else ""
+            self._reporter.say("the trace of steps %s to %s is %s%s", self._spec.start_step, last, key, shorter)
 
     def _fail(self, error: Exception) -> None:
         # A trace is worth no run.
