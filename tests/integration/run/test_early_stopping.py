@@ -6,29 +6,30 @@ from typing import Any
 from tests.integration.run.runs import Ended, Place, step_numbers
 
 
-def stopped_early(place: Place) -> dict[str, Any]:
-    """A job of 8 steps, whose first evaluation no later one can be better than."""
-    evaluation = {"everySteps": 1, "earlyStopping": {"patience": 3, "minDelta": 100}}
+def stopped_early(place: Place, steps: int = 8, patience: int = 3) -> dict[str, Any]:
+    """A job of so many ``steps``, whose first evaluation no later one can be better than."""
+    evaluation = {"everySteps": 1, "earlyStopping": {"patience": patience, "minDelta": 100}}
     return place.job(
         data={"eval": [{"uri": f"file://{place.inputs.eval}", "split": "test[:4]", "name": "held-out"}]},
-        training={"steps": 8, "evaluation": evaluation},
+        training={"steps": steps, "evaluation": evaluation},
         export={"atEnd": True},
     )
 
 
-def assert_stopped(ended: Ended, place: Place) -> None:
+def assert_stopped(ended: Ended, place: Place, step: int = 4, steps: int = 8) -> None:
     status = ended.status
     assert (ended.code, status["state"]) == (0, "Complete"), ended.said
     (complete,) = [each for each in status["conditions"] if each["type"] == "Complete"]
     assert (complete["status"], complete["reason"]) == ("True", "StoppedEarly")
     assert status["progress"]["stoppedEarly"].startswith(
-        "after step 4: the evaluation loss was not better by more than"
+        f"after step {step}: the evaluation loss was not better by more than"
     )
-    assert (status["progress"]["summary"], status["progress"]["percent"]) == ("4/8", 50)
-    assert "Stopped     early, after step 4: " in ended.said
-    assert status["export"]["step"] == 4
-    assert ended.latest == 4
-    assert sorted(step_numbers(place.store())) == [1, 2, 3, 4]
+    progress = f"{step}/{steps}", 100 * step // steps
+    assert (status["progress"]["summary"], status["progress"]["percent"]) == progress
+    assert f"Stopped     early, after step {step}: " in ended.said
+    assert status["export"]["step"] == step
+    assert ended.latest == step
+    assert sorted(step_numbers(place.store())) == list(range(1, step + 1))
 
 
 def test_a_run_that_gets_no_better_is_complete_with_its_model_and_stays_so(place: Place) -> None:
@@ -43,14 +44,14 @@ def test_a_run_that_gets_no_better_is_complete_with_its_model_and_stays_so(place
 
 
 def test_a_run_that_is_interrupted_ends_at_the_same_step(place: Place) -> None:
-    # Given a run that is stopped after its second step
-    job = stopped_early(place)
-    short = place.job(data=job["spec"]["data"], training={**job["spec"]["training"]}, export={"atEnd": True})
-    short["spec"]["checkpoint"] = {"everySteps": 1}
-    process = place.start(short)
+    # Given a run that is interrupted long before it would end
+    process = place.start(stopped_early(place, steps=1000, patience=900))
     place.wait_for_step(2)
     interrupted = place.interrupt(process)
+    assert (interrupted.code, interrupted.status["state"]) == (30, "Suspended"), interrupted.said
+    assert interrupted.latest is not None
 
-    # When it goes on, then what it saw before counts
-    assert interrupted.code in (0, 30), interrupted.said
-    assert_stopped(place.run(short), place)
+    # When it goes on until so many evaluations were not better, then those that it saw before count
+    patience = interrupted.latest + 1
+    after = place.run(stopped_early(place, steps=1000, patience=patience))
+    assert_stopped(after, place, step=patience + 1, steps=1000)
