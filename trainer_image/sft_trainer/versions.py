@@ -7,9 +7,11 @@ told by the signature of what is called, never by the number of a version: a mac
 
 import http.client
 import inspect
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a supervisor, and what reads data only, import no torch
@@ -18,6 +20,8 @@ if TYPE_CHECKING:  # a supervisor, and what reads data only, import no torch
 
 SLOW_IMPORTS = ("torch._dynamo",)
 """Modules that the first step of a process imports, and that take seconds: to be imported before, where that helps."""
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 _KNOW_GROUPS: dict[Any, bool] = {}
 """Whether a kernel takes fewer heads of keys than of queries: torch 2.11's does not."""
@@ -121,6 +125,15 @@ def mark_dynamic(tensor: "torch.Tensor", dimension: int) -> None:
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, dimension)
+
+
+def keep_compiled_in(folder: Path) -> None:
+    """Have the compiler keep there what it makes, where the environment does not name another place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Its import, which that of transformers' models brings, has named its own place by now.
+    if os.environ.get(_COMPILED, "") in ("", os.path.abspath(default_cache_dir())):
+        os.environ[_COMPILED] = str(folder)
 
 
 def initialize(model: Any, module: Any) -> None:

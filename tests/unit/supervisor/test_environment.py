@@ -69,6 +69,11 @@ def test_threads(inherited: dict[str, str], cpus: int, threads: str) -> None:
     assert environment(inherited, cpus=cpus)["OMP_NUM_THREADS"] == threads
 
 
+@pytest.mark.parametrize(("inherited", "threads"), [({}, "4"), ({"TORCHINDUCTOR_COMPILE_THREADS": "2"}, "2")])
+def test_workers_share_the_processors_when_they_compile_too(inherited: dict[str, str], threads: str) -> None:
+    assert environment(inherited)["TORCHINDUCTOR_COMPILE_THREADS"] == threads
+
+
 @pytest.mark.parametrize(("grace", "kill_after"), [(5, 4.0), (30, 27.0), (300, 290.0)])
 def test_workers_are_killed_before_the_grace_time_is_over(grace: int, kill_after: float) -> None:
     assert SETTINGS.__class__(**{**SETTINGS.__dict__, "grace_seconds": grace}).kill_after_seconds == kill_after

@@ -1,12 +1,15 @@
 """What is compiled around, and what is refused before anything is compiled."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime.runtime_utils import cache_dir
 
 from sft_trainer.errors import ConfigError
+from sft_trainer.models import compiling
 from sft_trainer.models.attention import Boundaries, _varlen, boundary_arguments
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.compiling import check_compiles
@@ -63,6 +66,26 @@ def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     config = build_on_meta(tmp_path).huggingface.config
     with pytest.raises(ConfigError, match=r"set it to false, or see that compute\.image has a C\+\+ compiler"):
         check_compiles(config, CPU, torch.float32, tmp_path)
+
+
+@pytest.mark.parametrize("named", ["nothing", "by its import", "by the user"])
+def test_what_is_compiled_is_kept_in_the_cache_that_the_trainer_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    # Given the compiler imported, in this process or in the one that it was forked from
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    own = str(tmp_path / "own")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
+    if named != "by the user":
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    if named == "by its import":
+        cache_dir()
+    assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == (named != "nothing")
+
+    save_config("llama", tmp_path)
+    check_compiles(build_on_meta(tmp_path).huggingface.config, CPU, torch.float32, tmp_path / "cache")
+
+    assert cache_dir() == (own if named == "by the user" else str(tmp_path / "cache" / "inductor"))
 
 
 def test_a_resume_with_compiled_layers_says_that_its_last_bits_differ() -> None:

@@ -5,7 +5,6 @@ anything is compiled; attention is one operator that reads the documents' ends i
 stay as they are. See docs/design/0018.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ConfigError
-from sft_trainer.versions import mark_dynamic
+from sft_trainer.versions import keep_compiled_in, mark_dynamic
 
 BACKEND = "inductor"
 
@@ -56,10 +55,8 @@ def check_compiles(config: Any, device: torch.device, dtype: torch.dtype, cache:
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
     _check_attention(config, device, dtype)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    # Else as many processes as the machine has processors compile for each process of it.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(torch.get_num_threads()))
     try:
+        keep_compiled_in(cache / "inductor")
         torch.compile(_nothing_much, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # which class depends on what is missing
         text = " ".join(str(error).split())[:300]

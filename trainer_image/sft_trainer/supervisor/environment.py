@@ -19,12 +19,15 @@ def worker_environment(
 
     SFT_THREADS, then OMP_NUM_THREADS of ``inherited`` overrule the number of threads.
     """
+    share = str(max(1, cpus // settings.processes))
     environment = {
         # Read by Python and torch; the user may say otherwise.
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "OMP_NUM_THREADS": str(max(1, cpus // settings.processes)),
+        "OMP_NUM_THREADS": share,
+        # Read when the compiler is imported, by the process that forks workers too. Its own: one for each processor.
+        "TORCHINDUCTOR_COMPILE_THREADS": share,
         **inherited,
         "SFT_CONFIG": str(settings.config),
         "SFT_RUN_DIR": str(settings.run_dir),
