@@ -48,10 +48,7 @@ def variable_length_attention(
 
     groups: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if varlen_attn not in _KNOW_GROUPS:
-            # Looked at before anything is compiled: a signature is nothing that can be.
-            _KNOW_GROUPS[varlen_attn] = "enable_gqa" in inspect.signature(varlen_attn).parameters
-        if _KNOW_GROUPS[varlen_attn]:
+        if _knows_groups(varlen_attn):
             groups = {"enable_gqa": True}
         else:
             repeats = query.shape[1] // key.shape[1]
@@ -59,6 +56,20 @@ def variable_length_attention(
     output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **groups)
     assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
     return output
+
+
+def _knows_groups(kernel: Any) -> bool:
+    if kernel not in _KNOW_GROUPS:
+        _KNOW_GROUPS[kernel] = "enable_gqa" in inspect.signature(kernel).parameters
+    return _KNOW_GROUPS[kernel]
+
+
+def look_at_attention() -> None:
+    """Find out how ``variable_length_attention`` calls its kernel: what first does so within a compilation changes what
+    that has seen, and the layer is compiled once more."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    _knows_groups(varlen_attn)
 
 
 def attention_on_cpu(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import cache_dir
 
+from sft_trainer import versions
 from sft_trainer.errors import ConfigError
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import Boundaries, _varlen, boundary_arguments
@@ -37,6 +38,31 @@ def test_the_kernel_of_a_gpu_is_compiled_around_as_well() -> None:
         attention(q, k, k, 0.0, None, None, ends)
     assert len(graphs) == 2
     assert [node for node in graphs[0].graph.nodes if "varlen" in str(node.target)]
+
+
+def test_what_the_kernel_of_a_gpu_takes_is_known_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process in which nothing was computed yet, and a model that can be compiled
+    torch.compiler.reset()
+    monkeypatch.setattr(versions, "_KNOW_GROUPS", {})
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    save_config("llama", tmp_path)
+    check_compiles(build_on_meta(tmp_path).huggingface.config, CPU, torch.float32, tmp_path)
+
+    # When attention with fewer heads of keys is computed again and again, then it was compiled once
+    compiled = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(graph)
+        return lambda *inputs: (next(each for each in inputs if getattr(each, "ndim", 0) == 4).transpose(1, 2),)
+
+    q, k = torch.zeros(1, 4, 9, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 9, 16, dtype=torch.bfloat16)
+    attention = torch.compile(_varlen, fullgraph=True, backend=count)
+    for _ in range(2):
+        attention(q, k, k, 0.0, None, None, boundary_arguments(Boundaries.of((4, 5))))
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(

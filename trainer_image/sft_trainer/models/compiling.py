@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ConfigError
-from sft_trainer.versions import keep_compiled_in, mark_dynamic
+from sft_trainer.versions import keep_compiled_in, look_at_attention, mark_dynamic
 
 BACKEND = "inductor"
 
@@ -55,6 +55,7 @@ def check_compiles(config: Any, device: torch.device, dtype: torch.dtype, cache:
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
     _check_attention(config, device, dtype)
+    look_at_attention()
     try:
         keep_compiled_in(cache / "inductor")
         torch.compile(_nothing_much, backend=BACKEND)(torch.ones(8, device=device))
