@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sft_api.checkpoints import Manifest, RunState
+from sft_api.memory import offloads
 from sft_api.trainer_config import TrainerConfig
 
 from .figures import Figures
@@ -30,7 +31,9 @@ class Facts:
     @classmethod
     def of(cls, config: TrainerConfig, prepared: Prepared, device: torch.device, topology: Topology) -> "Facts":
         return cls(
-            environment_facts(device, topology.world_size, compiled=config.spec.training.compile),
+            environment_facts(
+                device, topology.world_size, compiled=config.spec.training.compile, offloaded=offloads(config.spec)
+            ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
             prepared.companions,
@@ -77,7 +80,9 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
     return warnings
 
 
-def environment_facts(device: torch.device, world_size: int, *, compiled: bool) -> dict[str, str | int]:
+def environment_facts(
+    device: torch.device, world_size: int, *, compiled: bool, offloaded: bool
+) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
     on_gpu = device.type == "cuda"
     return {
@@ -89,6 +94,8 @@ def environment_facts(device: torch.device, world_size: int, *, compiled: bool) 
         "deterministic": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if on_gpu else "yes",
         # Left out where it is not so: a checkpoint that says nothing of it was made without.
         **({"compiled": "yes"} if compiled else {}),
+        # The norm is then added up in another order, and AdamW of a GPU is the kernel of its host.
+        **({"cpuOffload": "yes"} if offloaded else {}),
     }
 
 

@@ -14,7 +14,6 @@ from sft_trainer.models import compiling
 from sft_trainer.models.attention import Boundaries, _varlen, boundary_arguments
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.compiling import check_compiles
-from sft_trainer.state import changed_fields, environment_facts
 from tests.unit.trainer.test_models import save_config
 
 CPU = torch.device("cpu")
@@ -112,8 +111,3 @@ def test_what_is_compiled_is_kept_in_the_cache_that_the_trainer_keeps(
     check_compiles(build_on_meta(tmp_path).huggingface.config, CPU, torch.float32, tmp_path / "cache")
 
     assert cache_dir() == (own if named == "by the user" else str(tmp_path / "cache" / "inductor"))
-
-
-def test_a_resume_with_compiled_layers_says_that_its_last_bits_differ() -> None:
-    without, compiled = (environment_facts(CPU, 1, compiled=compiled) for compiled in (False, True))
-    assert changed_fields(without, compiled) == ["compiled: None -> 'yes'"]
