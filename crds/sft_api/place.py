@@ -124,7 +124,8 @@ class Done(StoredModel):
     stopped_early: str = ""
     """Why it made no more steps; empty where it made all of them."""
     best: str = ""
-    """Folder of the checkpoint that had the lowest evaluation loss then; empty where none was evaluated."""
+    """Folder of the checkpoint that had the lowest evaluation loss then; empty where none was evaluated, and in what
+    was written before there was a choice: then only the checkpoints tell."""
 
     def exported(self, choice: ExportChoice) -> CheckpointId:
         """The checkpoint that is exported."""

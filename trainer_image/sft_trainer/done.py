@@ -49,13 +49,17 @@ class DoneFile(Listener):
             if isinstance(found, Skipped):
                 log.warning("%s is not written: %s", DONE_KEY, found)
             else:
-                why, best = Figures.recorded(found).stopped_early, catalog.best()
-                folder = best.id.folder if best else ""
-                done = Done(step=last.step, attempt=last.attempt, stopped_early=why, best=folder)
+                why, best = Figures.recorded(found).stopped_early, _best(catalog)
+                done = Done(step=last.step, attempt=last.attempt, stopped_early=why, best=best)
                 self._store.put(DONE_KEY, encode_done(done))
         except TrainingError as error:
             # Who starts the run again finds the last checkpoint, no step to do, and writes it then.
             log.warning("%s was not written: %s", DONE_KEY, error)
+
+
+def _best(catalog: Catalog) -> str:
+    best = catalog.best()
+    return best.id.folder if best else ""
 
 
 def end_again(
@@ -68,6 +72,8 @@ def end_again(
     """
     catalog = Catalog(store)
     found = catalog.find(CheckpointId(done.attempt, done.step))
+    if config.spec.export.checkpoint == "best" and not done.best:
+        done = done.model_copy(update={"best": _best(catalog)})
     chosen = catalog.find(done.exported(config.spec.export.checkpoint))
     exports = _exports(config, done, chosen, reporter, store, revisions)
     if isinstance(found, Skipped) and exports is None:

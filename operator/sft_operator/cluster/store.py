@@ -160,6 +160,8 @@ class CheckpointStore:
             last = self._manifest_of(reading, CheckpointId(done.attempt, done.step))
             export = None
             if export_uri is not None:
+                if choice == "best" and not done.best:
+                    return None  # pods look at all checkpoints
                 target = self._reading(export_uri, COMPLETE_SECONDS)
                 one = done.exported(choice)
                 found = last if last is not None and last.id == one else self._manifest_of(reading, one)

@@ -131,6 +131,17 @@ def test_the_best_is_the_export_of_a_run_that_asks_for_it(s3: Any, read: Ask) ->
     assert read(uri, choice="last") is None
 
 
+def test_pods_look_for_the_best_of_a_run_whose_word_names_none(s3: Any, read: Ask) -> None:
+    # Given a complete run of a trainer that knew of no choice, with the model of its last checkpoint
+    uri = f"{URI}/team/before-there-was-a-choice"
+    put_files(s3, uri, finished_run("tiny", NUMBERS))
+
+    # Then that is no answer for who asks for the best, unless no model is asked for
+    assert read(uri, choice="last") is not None
+    assert read(uri, choice="best") is None
+    assert read(uri, choice="best", export=False) is not None
+
+
 def test_adapters_are_the_export_of_a_run_that_asks_for_them(s3: Any, read: Ask) -> None:
     # Given a complete run whose export holds adapters
     uri = f"{URI}/team/adapters"

@@ -136,6 +136,13 @@ def test_the_best_of_a_complete_run_is_exported_where_that_is_asked_for(
         assert (progress.step, progress.export.step) == (6, step)
         assert json.loads((tmp_path / "store" / "export" / EXPORT_RECORD).read_text())["checkpoint"] == folder
 
+    # Also where the word was written before there was a choice, and names none
+    store.put(DONE_KEY, done.model_copy(update={"best": ""}).model_dump_json(by_alias=True).encode())
+    progress = again(config.model_copy(update={"spec": spec}), tmp_path).progress
+    assert progress.export is not None
+    assert progress.export.step == 4
+    assert json.loads((tmp_path / "store" / "export" / EXPORT_RECORD).read_text())["checkpoint"] == best
+
     # And where none was evaluated the last one is the best
     assert Done(step=6, attempt=1).exported("best") == CheckpointId(1, 6)
 
