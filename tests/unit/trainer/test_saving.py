@@ -213,6 +213,7 @@ def test_a_step_that_is_evaluated_after_a_resume_is_saved_again_with_that(tmp_pa
 
 def test_a_checkpoint_that_does_not_say_that_the_run_ends_with_it_is_saved_once_more(run: Run) -> None:
     # Given a run that goes on from the checkpoint of its last step
+    run.store.gate.set()
     run.save(4, final=True)
     again = Saving(run.config, run.store, run.reporter, device=torch.device("cpu"), topology=ALONE)
     again.claim_attempt()
