@@ -31,7 +31,7 @@ def test_only_strategies_know_how_parameters_are_sharded() -> None:
 
 def test_only_few_speak_to_other_processes() -> None:
     speaking = {name for name in who_imports("torch.distributed") if not name.startswith("strategies/")}
-    assert speaking == {"alike.py", "checkpoint/group.py", "distributed.py", "topology.py"}
+    assert speaking == {"checkpoint/group.py", "distributed.py", "topology.py"}
 
 
 _OF_SHARDED_TENSORS = {"full_tensor", "to_local", "redistribute", "device_mesh", "placements", "from_local"}
