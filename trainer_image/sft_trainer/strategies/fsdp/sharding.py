@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from sft_api.memory import offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
@@ -44,7 +45,7 @@ def build_model(
         reduce_dtype=torch.bfloat16 if fsdp and fsdp.reduce_dtype == "bf16" else torch.float32,
     )
     # Copies from and to page-locked memory go on beside the computation.
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads(config) else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads(config.spec) else OffloadPolicy()
     for block in model.blocks:
         fully_shard(
             block,
@@ -61,15 +62,9 @@ def build_model(
     return model.train()
 
 
-def offloads(config: TrainerConfig) -> bool:
-    """Whether parameters, gradients and moments are held in host memory."""
-    fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
-    return fsdp is not None and fsdp.cpu_offload
-
-
 def holding_device(config: TrainerConfig, device: torch.device) -> torch.device:
     """Where parameters, gradients and moments are held that are computed with on ``device``."""
-    return torch.device("cpu") if offloads(config) else device
+    return torch.device("cpu") if offloads(config.spec) else device
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

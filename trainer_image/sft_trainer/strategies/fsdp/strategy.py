@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from sft_api.memory import offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
@@ -22,7 +23,7 @@ from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import check_fits
 from .grouping import draws_random_numbers, grouped, with_last
 from .memory import BinsPerForward, Memory
-from .sharding import add_up_replicas, build_model, gradient_norm, may_add_up_later, offloaded_gradient_norm, offloads
+from .sharding import add_up_replicas, build_model, gradient_norm, may_add_up_later, offloaded_gradient_norm
 
 _COMPILED_WITH_TOKENS = 1024
 """At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
@@ -45,7 +46,7 @@ class FsdpStrategy:
         """``memory`` of the device decides whether the run fits, else ``ConfigError``, and how many bins are computed
         at once; without it, each goes alone."""
         self._device = device
-        self._offloads = offloads(config)
+        self._offloads = offloads(config.spec)
         self._topology = topology
         huggingface: Any = blueprint.huggingface
         self._names = Names.of(huggingface.config)
