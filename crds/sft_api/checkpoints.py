@@ -12,6 +12,7 @@ Layout below ``checkpoint.uri``::
     checkpoints/step-00001200-a00003/manifest.json   written last: without it the folder does not count
     metrics/, tensorboard/, curve.svg           the losses of the run
     profile/                                    traces of some of its steps
+    hangs/step-00001200-a00003/                 what the processes of a group that hung were doing
     status.json, export/
 
 A manifest carries its own digest and that of the index, so that damaged ones are refused, and never names anything
@@ -39,6 +40,7 @@ INDEX_SUFFIX = ".idx"
 METRICS_PREFIX = "metrics/"
 EVENTS_PREFIX = "tensorboard/"
 PROFILE_PREFIX = "profile/"
+HANGS_PREFIX = "hangs/"
 CURVE_KEY = "curve.svg"
 STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"

@@ -6,6 +6,7 @@
 ``report.json``          index 0's supervisor leaves its last ``Progress`` when it ends
 ``incidents.json``       how the attempts before ended (``EarlierIncidents``): index 0's supervisor writes its own
                          before each start, rank 0 adds those that earlier claims tell of
+``nccl/``                NCCL's flight recorder: pipes through which it is asked for what it holds, and what it wrote
 ``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
 """
 
@@ -19,6 +20,7 @@ REPORT_FILE = "report.json"
 INCIDENTS_FILE = "incidents.json"
 ACTIVITY_FOLDER = "activity"
 ERRORS_FOLDER = "errors"
+NCCL_FOLDER = "nccl"
 STOP_FILE = "stop"
 
 

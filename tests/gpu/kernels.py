@@ -1,7 +1,10 @@
 """Checks of single parts on the device, each against the same computation in double precision."""
 
 import math
+import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ Device = torch.device
 # Documents of one token, of odd lengths, and longer than the sliding window.
 _DOCUMENTS = (1, 17, 128, 301, 65)
 _WINDOW = 64
+_RECORDING_SECONDS = 30.0
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -245,6 +249,38 @@ def group(device: Device) -> dict[str, Figure]:
     if device.type == "cuda" and backend != "nccl":
         raise AssertionError(f"the backend on a GPU is {backend}")
     return {"group_backend": backend}
+
+
+def flight_recorder(device: Device) -> dict[str, Figure]:
+    """A process that is in a group of NCCL's and answers nothing else writes its recording down when it is asked to."""
+    if device.type == "cpu":
+        raise Skipped("cpu")
+    import torch.distributed as dist
+
+    from sft_api.ports import free_port
+    from sft_trainer.distributed import Ranks, device_for, join_group
+    from sft_trainer.supervisor.traces import ask_recorder, recorder_environment, recording_of
+
+    with tempfile.TemporaryDirectory(prefix="sft-recorder-") as folder:
+        environment = recorder_environment(Path(folder))
+        os.environ |= environment
+        ranks = Ranks(0, 0, 1, 1, address="127.0.0.1", port=free_port(), generation="1")
+        join_group(ranks, device_for(ranks, 1))
+        dist.all_reduce(torch.ones(2, device=device))
+        recording, began = recording_of(environment, 0), time.monotonic()
+        asked = False
+        # The pipe is made by a thread, and looked at once a second.
+        while not recording.exists() or not recording.stat().st_size:
+            asked = asked or ask_recorder(environment, 0)
+            if time.monotonic() - began > _RECORDING_SECONDS:
+                raise AssertionError(f"no recording after {_RECORDING_SECONDS:.0f} s; asked: {asked}")
+            time.sleep(0.05)
+        # Not unpickled, here either.
+        if b"all_reduce" not in recording.read_bytes():
+            raise AssertionError("the recording does not name the collective that there was")
+        seconds, size = time.monotonic() - began, recording.stat().st_size
+        dist.destroy_process_group()
+    return {"flight_recorder_seconds": seconds, "flight_recorder_bytes": size}
 
 
 def memory(device: Device) -> dict[str, Figure]:

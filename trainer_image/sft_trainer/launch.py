@@ -97,6 +97,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
     return Settings(
         config=options.config.absolute(),
         job_uid=config.job.uid,
+        place="" if config.spec.training.dummy_run else config.checkpoint_uri,
         nodes=nodes,
         node=options.node_rank,
         processes=options.processes or compute.effective_processes_per_node,

@@ -21,7 +21,8 @@ ADVICE = {
     FailureClass.RESTARTS_EXHAUSTED: "see the last failure; spec.runPolicy.maxRestarts sets the limit",
     FailureClass.OUT_OF_MEMORY: "lower the micro-batch, set spec.training.activationCheckpointing: full, or give the "
     "pods more memory",
-    FailureClass.HANG: "see the stacks in the log; spec.runPolicy.progressDeadlineSeconds sets the limit",
+    FailureClass.HANG: "see the stacks in the log, or where the message says; spec.runPolicy.progressDeadlineSeconds "
+    "sets the limit",
     FailureClass.WORKER_CRASHED: "see the log of the pod",
     FailureClass.DEVICE_UNAVAILABLE: "check the node's driver, the device plugin, the container runtime and the image",
     FailureClass.RANKS_DIFFER: "pin the revisions of spec.model.uri and spec.data, and give all pods one image",

@@ -134,3 +134,7 @@ def test_a_callback_that_never_returns_is_a_hang_whose_line_is_in_the_log(place:
     logs = "".join(file.read_text() for file in (place.store() / "logs").iterdir())
     assert "watch.py" in logs
     assert "in on_step" in logs
+    # And they are kept where the message says
+    folder = place.store() / "hangs" / "step-00000002-a00001"
+    assert f"file://{folder}" in ended.said
+    assert "in on_step" in (folder / "stacks-rank-00000.txt").read_text()

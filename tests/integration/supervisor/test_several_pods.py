@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -303,6 +304,31 @@ def test_a_hang_in_one_pod_prints_the_stacks_of_all_and_training_goes_on(group: 
     assert '[rank 0]   File "' in first.log
     assert "in receive\n" in first.log
     assert "in do\n" in second.log
+
+
+def test_the_stacks_of_a_hang_are_kept_where_its_message_says(group: Group) -> None:
+    # Given a claim of the attempt that will hang
+    group.nodes = 2
+    group.run_policy = {"progressDeadlineSeconds": 1}
+    group.faults = [{"rank": 1, "start": 1, "step": 4, "do": "hang"}]
+    claims = group.folder / "checkpoints" / "attempts"
+    claims.mkdir(parents=True)
+    (claims / "00001.json").write_text('{"attempt": 1, "jobUid": "uid-1"}')
+
+    # When it hangs
+    first, second = group.start_all()
+    assert [first.wait(), second.wait()] == [0, 0]
+
+    # Then both pods have kept there what their processes were doing
+    told = re.search(r"failure at step 4: Hang: .* pods' logs and in file://(\S+)", first.log)
+    assert told is not None, first.log
+    folder = Path(told[1])
+    assert folder.parent == group.folder / "checkpoints" / "hangs"
+    assert sorted(file.name for file in folder.iterdir()) == ["stacks-rank-00000.txt", "stacks-rank-00001.txt"]
+    assert "in receive\n" in (folder / "stacks-rank-00000.txt").read_text()
+    assert "in do\n" in (folder / "stacks-rank-00001.txt").read_text()
+    for pod in (first, second):
+        assert f"what the workers were doing is kept in file://{folder}" in pod.log
 
 
 def test_a_pod_of_another_job_is_refused(group: Group) -> None:

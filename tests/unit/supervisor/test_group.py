@@ -270,6 +270,18 @@ def test_a_hang_prints_stacks_and_counts(running: World) -> None:
     assert not running.group.order.dump_stacks
 
 
+def test_a_hang_says_where_it_is_kept_what_all_were_doing(running: World) -> None:
+    running.group.hang("no new step for 200 s", traces="step-00000012-a00001", place="s3://b/run/hangs/step-00000012")
+    order = running.say(0)
+    assert order.traces == "step-00000012-a00001"
+    running.obey()
+
+    assert running.group.ledger.incidents[0].message == (
+        "no new step for 200 s; the stacks of all ranks are in the pods' logs and in s3://b/run/hangs/step-00000012"
+    )
+    assert running.group.order.traces == ""
+
+
 @pytest.mark.parametrize(
     ("ends", "host"),
     [

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ValidationError
 
+from sft_api.checkpoints import HANGS_PREFIX, CheckpointId
 from sft_api.ports import free_port
 from sft_api.progress import BEFORE_TRAINING, EarlierIncidents, Phase, Progress, TrainingProgress
 from sft_api.rundir import INCIDENTS_FILE, PROGRESS_FILE, REPORT_FILE, write_atomically
@@ -56,7 +57,9 @@ class Coordinator:
         self._read_progress(now)
         if self.group.order.kind is OrderKind.RUN:
             if hang := self._find_hang(now):
-                self.group.hang(hang.what, hang.pod)
+                folder = self._traces_folder()
+                place = f"{self._settings.place}/{HANGS_PREFIX}{folder}"
+                self.group.hang(hang.what, hang.pod, traces=folder, place=place)
             if _nothing_to_save(self._reported):
                 self.group.nothing_to_save()
         self._hear(report, now)
@@ -135,6 +138,13 @@ class Coordinator:
             median_step_seconds=self._reported.median_step_seconds if self._reported else None,
             silent_seconds=self._settings.silent_after,
         )
+
+    def _traces_folder(self) -> str:
+        """Where it is kept what those who hang were doing; empty where they have no place, or none claimed yet."""
+        reported = self._reported
+        if not self._settings.place or reported is None or not reported.attempt:
+            return ""
+        return CheckpointId(reported.attempt, reported.step).folder
 
     def _what_others_do(self) -> str:
         """What is done in the pods that rank 0 waits for."""

@@ -162,10 +162,15 @@ class Group:
             self._while_gathering(now)
         return self.order is not order
 
-    def hang(self, what: str, pod: int | None = None) -> None:
-        """The running generation makes no progress, because of ``pod`` where one alone stands still."""
+    def hang(self, what: str, pod: int | None = None, *, traces: str = "", place: str = "") -> None:
+        """The running generation makes no progress, because of ``pod`` where one alone stands still.
+
+        ``traces`` is the folder in which it is kept what all were doing, ``place`` where people find that.
+        """
         if self._part is not None and self.order.kind is OrderKind.RUN:
-            message = f"{what}; the stacks of all ranks are in the pods' logs"
+            kept = f" and in {place}" if traces else ""
+            message = f"{what}; the stacks of all ranks are in the pods' logs{kept}"
+            self._part.traces = traces
             self._part.hung = max(0.0, (self._wall_clock() - self.training.update_time).total_seconds())
             self._part.hanging = pod
             self._part.verdict = Failure(
@@ -239,7 +244,7 @@ class Group:
             return
         if reason := self._why_end(part, now):
             hangs = part.verdict is not None and part.verdict.failure is FailureClass.HANG
-            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=hangs)
+            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=hangs, traces=part.traces)
 
     def _why_end(self, part: Part, now: float) -> str | None:
         if part.verdict is not None:
@@ -298,6 +303,7 @@ class Group:
         generation: Generation | None = None,
         reason: str = "",
         dump_stacks: bool = False,
+        traces: str = "",
         end: TerminationMessage | None = None,
     ) -> Order:
         self._orders += 1
@@ -308,6 +314,7 @@ class Group:
             generation=generation,
             reason=reason,
             dump_stacks=dump_stacks,
+            traces=traces,
             end=end,
         )
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from sft_api.failures import FailureClass
 from sft_api.progress import TerminationMessage
-from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, PROGRESS_FILE, STOP_FILE
+from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE
 
 from .activity import Activities
 from .causes import classify, first_cause, patience_seconds
@@ -25,17 +25,18 @@ from .output import Output
 from .protocol import EXCHANGE_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 from .settings import Settings
 from .spawn import Starter
+from .traces import Keeping, recorder_environment
 from .workers import Workers, adopt_orphans, reap
 
 TICK_SECONDS = 0.25
-STACKS_SECONDS = 2.0
-"""Time for workers that hang to print their stacks."""
 EXIT_SECONDS = 5.0
 """A worker that has written its error report must be gone after so long: NCCL's clean-up may block for ever."""
 DRAIN_SECONDS = 0.5
 """The last lines of workers come before whatever follows them, unless nobody reads our output."""
 GONE_SECONDS = 2 * EXCHANGE_SECONDS
 """An index 0 that has not answered for so long, while all are asked to stop and none trains yet, has left."""
+KEEPING_SECONDS = 20.0
+"""The end of a pod waits so long for what is kept of workers that hung."""
 UNKILLABLE_SECONDS = 60.0
 """A process that survives SIGKILL for so long is stuck in the kernel; only another node can help."""
 
@@ -66,6 +67,8 @@ class Node:
         self._end: TerminationMessage | None = None
         self._check = Check(settings, output)
         self._starter = Starter(settings.module, settings.preload, output)
+        self._recorder = recorder_environment(settings.run_dir)
+        self._keeping = Keeping(settings.config, prunes=settings.node == 0, output=output)
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
@@ -101,6 +104,7 @@ class Node:
             if self._coordinator is not None:
                 self._coordinator.leave_report()
             await self._leave()
+            await asyncio.to_thread(self._keeping.finish, KEEPING_SECONDS if self._stop_since is None else 1.0)
         return self._end
 
     # Signals and time
@@ -190,6 +194,8 @@ class Node:
         if not workers.all_ended:
             if self._must_kill(workers):
                 self._kill_since = self._kill_since or time.monotonic()
+                if workers.stacks_wanted is not None and not workers.killed and self._order is not None:
+                    self._keeping.begin(self._order.traces, workers.traces)
                 workers.kill()
                 self._give_up_on_unkillable()
         elif workers.kill_leftovers(spare=self._starter.server_pid):
@@ -212,7 +218,7 @@ class Node:
                 return True
             if workers.stacks_wanted is None:
                 workers.dump_stacks()
-            return now - (workers.stacks_wanted or now) > STACKS_SECONDS
+            return workers.stacks_dumped(now)
         if self._first_failure is not None:
             patience = patience_seconds(self._failures, self._settings.grace_seconds)
             return now - self._first_failure >= patience
@@ -303,7 +309,7 @@ class Node:
         run_dir = self._settings.run_dir
         (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-        for folder in (run_dir / ERRORS_FOLDER, run_dir / ACTIVITY_FOLDER):
+        for folder in (run_dir / ERRORS_FOLDER, run_dir / ACTIVITY_FOLDER, run_dir / NCCL_FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
 
@@ -340,7 +346,7 @@ class Node:
     def _environment(self, local_rank: int, generation: int, *, master_port: int) -> dict[str, str]:
         return worker_environment(
             self._settings,
-            os.environ,
+            {**self._recorder, **os.environ},
             local_rank=local_rank,
             generation=generation,
             master_address=self._link.address if self._link else "127.0.0.1",

@@ -6,6 +6,8 @@ import threading
 import time
 
 MAX_LINE_BYTES = 65536
+MAX_KEPT_BYTES = 2**20
+"""Of one stream, once it is asked to remember: the stacks of hundreds of threads."""
 
 
 class Output:
@@ -54,12 +56,23 @@ class Forwarder:
         """``source`` is the read end of a pipe, owned from now on."""
         self.last_line = ""
         """Last line with anything on it."""
+        self._kept: bytearray | None = None
         self._source = source
         self._output = output
         self._descriptor = descriptor
         self._prefix = prefix
         self._thread = threading.Thread(target=self._copy, name="forward", daemon=True)
         self._thread.start()
+
+    def keep(self) -> None:
+        """Remember what comes from now on, besides copying it."""
+        if self._kept is None:
+            self._kept = bytearray()
+
+    @property
+    def kept(self) -> bytes:
+        """What came since ``keep``, at most ``MAX_KEPT_BYTES``."""
+        return bytes(self._kept or b"")
 
     def join(self, seconds: float) -> None:
         """Wait for the end of the stream, at most ``seconds``: a stray grandchild may hold it open."""
@@ -81,4 +94,6 @@ class Forwarder:
     def _forward(self, line: bytes) -> None:
         if stripped := line.strip():
             self.last_line = stripped[-500:].decode(errors="replace")
+        if self._kept is not None and len(self._kept) + len(line) < MAX_KEPT_BYTES:
+            self._kept += line + b"\n"
         self._output.write(self._descriptor, self._prefix + line + b"\n")

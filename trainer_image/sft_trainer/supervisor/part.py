@@ -36,6 +36,8 @@ class Part:
     """Set when the group as a whole was ended: it hung, or had nothing to save when it was asked to stop."""
     hanging: int | None = None
     """The pod that stood still while others waited for it."""
+    traces: str = ""
+    """Folder in which it is kept what they were doing."""
 
     @property
     def host(self) -> str:

@@ -119,6 +119,8 @@ class Order(ReportModel):
     """For the log."""
     dump_stacks: bool = False
     """With IDLE: the workers hang; have them print their stacks before they are killed."""
+    traces: str = Field(default="", max_length=64)
+    """With ``dump_stacks``: folder of the run's place, below ``hangs/``, in which they are kept; empty: nowhere."""
     end: TerminationMessage | None = None
     """With EXIT: how the run ended; its failure gives the exit code."""
 

@@ -17,6 +17,12 @@ from sft_api.rundir import ERRORS_FOLDER
 
 from .causes import WorkerExit
 from .output import Forwarder, Output
+from .traces import Trace, ask_recorder, recording_of
+
+STACKS_SECONDS = 2.0
+"""Time for workers that hang to print their stacks, of which nothing says that they are whole."""
+TRACES_SECONDS = 10.0
+"""Time for those that print none, and for NCCL's flight recorder, which looks once a second whether it is asked."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -68,8 +74,15 @@ class _Worker:
     rank: int
     stdout: Forwarder
     stderr: Forwarder
+    recording: Path
+    """Of NCCL's flight recorder."""
+    environment: Mapping[str, str]
     end: WorkerExit | None = None
     error_seen: float | None = None
+    records: bool = False
+    """Asked for its recording, which it has."""
+    recorded: int = -1
+    """Bytes of it when it was looked at last."""
 
 
 class Workers:
@@ -98,7 +111,7 @@ class Workers:
             for _, write_end in pipes:
                 os.close(write_end)
         stdout, stderr = (Forwarder(pipe[0], self._output, to, prefix) for pipe, to in zip(pipes, (1, 2), strict=True))
-        self._workers[pid] = _Worker(rank, stdout, stderr)
+        self._workers[pid] = _Worker(rank, stdout, stderr, recording_of(environment, rank), environment)
 
     def note(self, ended: Mapping[int, int]) -> None:
         """Take in what ``reap`` found."""
@@ -139,11 +152,27 @@ class Workers:
         return longest
 
     def dump_stacks(self) -> None:
-        """Have every worker print the stacks of its threads."""
+        """Have every worker print the stacks of its threads, and write down what NCCL's flight recorder holds."""
         self.stacks_wanted = time.monotonic()
         for pid, worker in self._workers.items():
             if worker.end is None:
+                worker.stderr.keep()
+                worker.records = ask_recorder(worker.environment, worker.rank)
                 os.kill(pid, signal.SIGUSR1)
+
+    def stacks_dumped(self, now: float) -> bool:
+        """Whether all have done so, or had the time for it."""
+        since = now - (self.stacks_wanted or now)
+        if since > TRACES_SECONDS:
+            return True
+        # All are looked at: a recording is whole when it grows no more from one look to the next.
+        done = [_has_told(worker) for worker in self._workers.values() if worker.end is None]
+        return since > STACKS_SECONDS and all(done)
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What they have told of themselves since ``dump_stacks``."""
+        return [Trace(worker.rank, worker.stderr.kept, worker.recording) for worker in self._workers.values()]
 
     def kill(self) -> None:
         """SIGKILL to all workers and their process groups; may be repeated."""
@@ -176,3 +205,15 @@ class Workers:
         except (OSError, ValidationError) as problem:
             self._output.say(f"{path} is not readable: {problem}")
             return None, None
+
+
+def _has_told(worker: _Worker) -> bool:
+    """Whether it has printed stacks, and its recording is there where it has one."""
+    if not worker.records:
+        return bool(worker.stderr.kept)
+    before = worker.recorded
+    try:
+        worker.recorded = worker.recording.stat().st_size
+    except OSError:
+        return False
+    return bool(worker.stderr.kept) and worker.recorded == before > 0
