@@ -156,6 +156,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("inputs", lambda _: make_small_inputs(work / "inputs")),
             ("device", kernels.device_facts),
             ("attention", kernels.attention),
+            ("explicit_attention", kernels.explicit_attention),
             ("loss", kernels.loss),
             ("staging", kernels.staging),
             ("group", kernels.group),

@@ -79,7 +79,13 @@ def _copy_bytes(device: Device) -> float:
 
 
 def _attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every document by its definition; (1, heads, tokens, size) to (1, tokens, heads, size)."""
     groups = query.shape[1] // key.shape[1]
@@ -89,8 +95,13 @@ def _attended(
         positions = torch.arange(q.shape[2], device=q.device)
         distance = positions[:, None] - positions[None, :]
         seen = (distance >= 0) & (distance < (window or q.shape[2]))
-        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
-        outputs.append(scores.softmax(-1) @ v)
+        scores = q @ k.transpose(-1, -2) * scale
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        outputs.append(scores.softmax(-1)[..., : q.shape[2]] @ v)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -134,7 +145,7 @@ def attention(device: Device) -> dict[str, Figure]:
             output.backward(upstream)
             expected.backward(upstream.double())
             case = f"{name}, {heads} heads, {shared} of keys, size {size}, window {window}"
-            error = error_of(output, expected)
+            error = error_of(output.detach(), expected.detach())
             require(f"attention ({case}): error of the output", error, limit)
             worst_output = max(worst_output, error)
             for what, one, other in zip(("queries", "keys", "values"), ours, right, strict=True):
@@ -147,6 +158,43 @@ def attention(device: Device) -> dict[str, Figure]:
                 worst_gradient = max(worst_gradient, error)
         figures |= {f"attention_{name}_output_error": worst_output, f"attention_{name}_gradient_error": worst_gradient}
     return figures
+
+
+def explicit_attention(device: Device) -> dict[str, Figure]:
+    """Capped scores, and sinks, as the registered attention computes them: output and gradients against double."""
+    from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
+
+    worst = 0.0
+    for cap, with_sinks, window in ((20.0, False, None), (20.0, False, _WINDOW), (None, True, None), (None, True, 1)):
+        generator = torch.Generator().manual_seed(0)
+        tokens, heads, shared, size = sum(_DOCUMENTS), 8, 2, 64
+        shapes = [(1, count, tokens, size) for count in (heads, shared, shared)]
+        drawn = [torch.randn(shape, generator=generator) for shape in (*shapes, *([(heads,)] if with_sinks else []))]
+        ours = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in drawn]
+        right = [tensor.detach().double().requires_grad_() for tensor in ours]
+        upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, torch.bfloat16)
+        scale = size**-0.5
+        output, _ = document_attention(
+            _Causal(),
+            ours[0],
+            ours[1],
+            ours[2],
+            None,
+            scaling=scale,
+            sliding_window=window,
+            softcap=cap,
+            s_aux=ours[3] if with_sinks else None,
+            **boundary_arguments(Boundaries.of(_DOCUMENTS).to(torch.device(device))),
+        )
+        sinks = right[3] if with_sinks else None
+        expected = _attended(right[0], right[1], right[2], scale, window, cap, sinks)
+        found = [output, *torch.autograd.grad(output, ours, upstream)]
+        wanted = [expected, *torch.autograd.grad(expected, right, upstream.double())]
+        for one, other in zip(found, wanted, strict=True):
+            error = error_of(one.detach(), other.detach())
+            require(f"attention with cap {cap}, window {window}: error", error, 2e-2)
+            worst = max(worst, error)
+    return {"attention_explicit_error": worst}
 
 
 def loss(device: Device) -> dict[str, Figure]:

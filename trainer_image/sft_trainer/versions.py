@@ -118,6 +118,7 @@ _ATTENTION_KERNELS = (
     "aten._scaled_dot_product_cudnn_attention",
     "torch_attn._varlen_attn",
     "sft.document_attention",
+    "sft.explicit_attention",
 )
 
 

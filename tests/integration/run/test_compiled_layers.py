@@ -92,6 +92,13 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
             {"activationCheckpointing": "selective"},
             4,
         ),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": 0.2, "sliding_window": 4},
+            None,
+            {"activationCheckpointing": "selective"},
+            4,
+        ),
     ],
 )
 def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compiled_after_the_start(

@@ -9,6 +9,7 @@ import torch
 
 from sft_api.memory import block_memory
 from sft_api.model_shape import shape_of
+from sft_trainer.models import tracking
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters, is_adapter
@@ -102,3 +103,27 @@ def test_an_architecture_without_a_formula_is_seen_all_the_same() -> None:
     assert shape_of({**SIZES, "model_type": "granite"}) is None
     llama = track_block(model_of("llama"), torch.bfloat16, lambda name: True, TOKENS)
     assert granite.kept == pytest.approx(llama.kept, rel=0.02)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_scores_that_are_computed_in_blocks_are_seen_while_they_are_held(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def track(kind: str) -> Any:
+        return track_block(
+            model_of(kind),
+            torch.bfloat16,
+            lambda name: True,
+            TOKENS,
+            lambda copied: checkpoint_activations(copied, how),
+        )
+
+    # Given Gemma 2, which caps its scores, and Gemma 3, whose attention is a kernel, with norms more
+    capped, kernel = track("gemma2"), track("gemma3_text")
+    assert capped.kept <= kernel.kept
+
+    # When scores take more than everything else, then that is what is held besides
+    monkeypatch.setattr(tracking, "working_bytes", lambda *tensors: 10**6 * TOKENS)
+    seen = track("gemma2")
+    assert seen.kept == capped.kept
+    assert 10**6 - seen.kept <= seen.working <= 10**6 + capped.working

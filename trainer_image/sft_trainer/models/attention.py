@@ -2,7 +2,8 @@
 
 The model calls the registered function with the boundaries among its keyword arguments: variable-length kernels on
 the GPU, one operator for all documents on the CPU (``documents``), and one causal attention per document where neither
-can be: on the GPU in fp32, and with dropout.
+can be: on the GPU in fp32, and with dropout. What no kernel has, a cap on the scores and sinks, is computed in plain
+torch (``explicit_attention``).
 Whatever it does not know is refused, because an argument that is silently dropped trains a different model.
 """
 
@@ -17,6 +18,7 @@ from sft_trainer.errors import ModelError
 from sft_trainer.versions import variable_length_attention
 
 from .documents import attend, window_mask
+from .explicit_attention import attend_explicitly
 
 IMPLEMENTATION = "sft_documents"
 """Name under which the function is registered with transformers."""
@@ -87,6 +89,8 @@ def document_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     document_ends: torch.Tensor | None = None,
     **arguments: Any,
@@ -94,6 +98,7 @@ def document_attention(
     """Causal attention within every document.
 
     ``query`` is (1, heads, tokens, head size); ``key`` and ``value`` may have fewer heads (grouped-query attention).
+    ``softcap`` caps the scores, ``s_aux`` (heads,) are sinks: see ``attend_explicitly``.
     Returns (1, tokens, heads, head size). Raises ``ModelError`` for anything it cannot compute exactly.
     """
     # In this order: what is compiled depends on all that was looked at.
@@ -106,6 +111,14 @@ def document_attention(
         raise ModelError(f"{type(module).__name__} does not pass document boundaries on to its attention")
     if attention_mask is not None or is_causal is False or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not a plain causal attention")
+    if softcap is not None or s_aux is not None:
+        if dropout:
+            raise ModelError(
+                f"{type(module).__name__} has attention dropout beside sinks or capped scores, which is not supported: "
+                "set attention_dropout to 0 in the model config"
+            )
+        output = attend_explicitly(query, key, value, s_aux, document_ends, scaling, sliding_window, softcap)
+        return output, None
     if query.device.type == "cuda" and query.dtype in _VARLEN_DTYPES:
         return _varlen(query, key, value, dropout, scaling, sliding_window, arguments), None
     if query.device.type == "cpu" and not dropout and query.shape[-1] == value.shape[-1]:

@@ -102,7 +102,7 @@ def build_on_meta(path: Path) -> CausalLM:
                 "no document boundaries; choose another model"
             ) from error
         raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {_sentence(error)}") from error
-    if type(model.config) is not type(config):
+    if type(model.config) is not type(config) or config.sub_configs:
         raise ModelError(
             f"a model of type {config.model_type!r} is not supported: its text model is one of several parts, under "
             "other names than its own; choose a model of text alone"

@@ -18,6 +18,7 @@ from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 from .attention import Boundaries, boundary_arguments
 from .causal_lm import CausalLM
 from .documents import attention_operator
+from .explicit_attention import attend_explicitly, working_bytes
 
 _STAND_IN = "sft_documents_counted"
 
@@ -65,12 +66,32 @@ def _attention(
     value: torch.Tensor,
     *_: Any,
     document_ends: torch.Tensor,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """In place of ``document_attention``, of any device: what it keeps is what the kernel of a GPU keeps, query, key,
     value, output, and a number for each token and head."""
-    output: torch.Tensor = attention_operator(query, key, value, document_ends, None, None)[0]
+    output: torch.Tensor
+    if softcap is not None or s_aux is not None:
+        output = attend_explicitly(query, key, value, s_aux, document_ends, None, None, softcap)
+        return _Working.apply(output, working_bytes(query, key, value)), None
+    output = attention_operator(query, key, value, document_ends, None, None)[0]
     return output, None
+
+
+class _Working(torch.autograd.Function):
+    """What came in; backwards so many bytes are held besides, for a moment."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, held: int) -> torch.Tensor:
+        ctx.held = held
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradients[0].new_empty(ctx.held, dtype=torch.uint8)
+        return gradients[0], None
 
 
 def count_attention(huggingface: Any) -> None:
