@@ -104,8 +104,8 @@ def build_on_meta(path: Path) -> CausalLM:
         raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {_sentence(error)}") from error
     if type(model.config) is not type(config) or config.sub_configs:
         raise ModelError(
-            f"a model of type {config.model_type!r} is not supported: its text model is one of several parts, under "
-            "other names than its own; choose a model of text alone"
+            f"a model of type {config.model_type!r} is not supported: its config describes several parts "
+            f"({', '.join(config.sub_configs)}); choose a model of text alone"
         )
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
