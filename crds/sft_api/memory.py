@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from .adapters import ALL_LINEAR, adapter_parameters, named
-from .model_shape import ModelShape
+from .model_shape import ModelShape, Transformed
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 from .v1alpha1.status import PlanStatus
@@ -17,7 +17,7 @@ from .v1alpha1.status import PlanStatus
 MOMENTS = 2
 """Of AdamW, for each parameter."""
 CHUNK_ELEMENTS = 2**27
-"""Logits that the trainer holds at a time."""
+"""Logits that the trainer holds at a time, a third of them where they are not the products as they are."""
 CONTEXT_BYTES = 640 * 2**20
 """Of a GPU that torch's allocator does not see: CUDA's context with its kernels, and the workspaces of cuBLAS."""
 GROUP_BYTES = 704 * 2**20
@@ -87,6 +87,7 @@ class Sizes:
     parameters: int
     """Of the whole model; tied ones once."""
     trained: int
+    logits: Transformed = ""
 
 
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
@@ -105,6 +106,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         head=shape.head_parameters,
         parameters=shape.layers * block + root,
         trained=shape.layers * trained_block + trained_root,
+        logits=shape.logits,
     )
 
 
@@ -136,10 +138,11 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
         root += 4 * ceil(max(sizes.root, sizes.block) / plan.shard_degree)
 
     head = sizes.head if sizes.trained_root else 0
-    elements = min(tokens * sizes.vocabulary, max(CHUNK_ELEMENTS, sizes.vocabulary))
-    several = tokens * sizes.vocabulary > CHUNK_ELEMENTS
+    at_a_time = CHUNK_ELEMENTS // (3 if sizes.logits else 1)
+    elements = min(tokens * sizes.vocabulary, max(at_a_time, sizes.vocabulary))
+    several = tokens * sizes.vocabulary > at_a_time
     # Added up in fp32 where there are several chunks, and rounded when the last one is gone.
-    chunk = elements * (4 + computed) + head * (4 if several else computed)
+    chunk = elements * logit_bytes(sizes.logits, computed) + head * (4 if several else computed)
     loss = tokens * sizes.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
     # What is gathered, kept by layers, and held by the loss, at the three moments when most is held.
     moments = (
@@ -158,6 +161,16 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
         activations=ceil(activations),
         logits=ceil(logits),
     )
+
+
+def logit_bytes(logits: Transformed, computed: int) -> int:
+    """Of each logit of a chunk: the product and, in fp32, its log probability; where they differ the logit between
+    them, which a cap bends once more."""
+    if not logits:
+        return computed + 4
+    # In fp32 the product itself is scaled, and bent.
+    products = computed if computed < 4 else 0
+    return products + (12 if logits == "capped" else 8)
 
 
 def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:

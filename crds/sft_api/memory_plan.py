@@ -23,7 +23,7 @@ _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
-_SHOWN = 6
+_SHOWN = 7
 _CHECKPOINTING = ("none", "selective", "full")
 """The longer, the less is kept."""
 _MOST_DOUBLED = 4
@@ -249,6 +249,9 @@ def _changes(
         half = max(8, longest // 2)
         fewer = plan.model_copy(update={"max_tokens_per_micro_batch": half if tokens else None})
         yield f"data.maxLength: {half}", _with(spec, "data", max_length=half), fewer
+    if spec.training.optimizer.state_dtype == "fp32":
+        optimizer = spec.training.optimizer.model_copy(update={"state_dtype": "bf16"})
+        yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
     if not offloads(spec):
         fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
         offloaded = StrategySpec(fsdp=fsdp.model_copy(update={"cpu_offload": True}))

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Transformed = Literal["", "scaled", "capped"]
+"""Logits: the products of hidden states and head as they are, multiplied by a number, or bent by tanh."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -56,6 +59,8 @@ class ModelShape:
     """Of the projections to queries, keys and values."""
     output_bias: bool = False
     """Of the projection after attention."""
+    logits: Transformed = ""
+    """What becomes of the products of the last hidden states and the head."""
 
     @property
     def queries(self) -> int:
@@ -147,6 +152,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         tied=family.tied if tied is None else bool(tied),
         attention_bias=own or bool(bias),
         output_bias=bool(bias) and not own,
+        logits="capped" if config.get("final_logit_softcapping") else "",
     )
 
 

@@ -16,7 +16,6 @@ from .checkpoints import (
     BEST_METRIC,
     CURVE_KEY,
     EVENTS_PREFIX,
-    HANGS_PREFIX,
     METRICS_PREFIX,
     PROFILE_PREFIX,
     STATUS_KEY,
@@ -36,9 +35,10 @@ from .v1alpha1 import ExportStatus, SFTJobSpec
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
-RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX, PROFILE_PREFIX, HANGS_PREFIX)
+RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX, PROFILE_PREFIX)
 RUN_FILES = (STATUS_KEY, CURVE_KEY)
-"""With checkpoints, claims of attempts and what says whose place it is, all that a run writes there but its export."""
+"""With checkpoints, hangs, claims of attempts and what says whose place it is, all that a run writes there but its
+export."""
 EXPORT_CONFIG = "config.json"
 """The last file of an export: a folder without it is not a model yet."""
 EXPORT_ADAPTER_CONFIG = "adapter_config.json"

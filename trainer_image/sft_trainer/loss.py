@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.nn.functional import log_softmax
 
+from sft_api.model_shape import Transformed
+
 CHUNK_ELEMENTS = 2**27
 """Logits held at a time (512 MiB in fp32), so memory does not grow with vocabulary or length."""
 _SLICE_ROWS = 2**14
@@ -20,9 +22,16 @@ class Logits:
     cap: float | None = None
     """None where it only multiplies."""
 
+    @property
+    def transformed(self) -> Transformed:
+        """In the words of the memory plan, which knows what a chunk of them takes."""
+        if self.cap is not None:
+            return "capped"
+        return "" if self.factor == 1 else "scaled"
+
     def rows(self, vocabulary: int) -> int:
         """Of a chunk, so that it takes no more memory than one whose logits are the products."""
-        return max(1, CHUNK_ELEMENTS // vocabulary // (1 if self == PRODUCTS else 3))
+        return max(1, CHUNK_ELEMENTS // vocabulary // (3 if self.transformed else 1))
 
     def log_probabilities(self, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows, vocabulary) in fp32, and the tanh of above where there is a cap; ``products`` may be changed."""

@@ -67,18 +67,18 @@ class Reading:
         self._seconds = seconds
         self._end = clock() + seconds
 
-    def folders(self) -> list[CheckpointId]:
-        """Checkpoints, also those that were not committed, in no order that matters."""
+    def folders(self, prefix: str = CHECKPOINTS_PREFIX) -> list[CheckpointId]:
+        """Checkpoints, also those that were not committed, or hangs, in no order that matters."""
         found: list[CheckpointId] = []
         names = 0
-        for page in self._pages(CHECKPOINTS_PREFIX, Delimiter="/"):
+        for page in self._pages(prefix, Delimiter="/"):
             prefixes = [entry["Prefix"].rstrip("/").rpartition("/")[2] for entry in page.get("CommonPrefixes") or ()]
             ids = ((checkpoint_id(name), name) for name in prefixes)
             # Names with more zeros, or other digits, are no trainer's: what lies there is nowhere else.
             found += [one for one, name in ids if one and one.folder == name and max(one) < 2**31]
             names += len(prefixes) + len(page.get("Contents") or ())
             if names > MAX_FOLDERS:
-                raise StoreError(f"more than {MAX_FOLDERS} names in {CHECKPOINTS_PREFIX}")
+                raise StoreError(f"more than {MAX_FOLDERS} names in {prefix}")
         return found
 
     def files(self, prefix: str) -> dict[str, StoreFile]:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from sft_api.checkpoints import (
     ATTEMPTS_PREFIX,
     CHECKPOINTS_PREFIX,
+    HANGS_PREFIX,
     MANIFEST_NAME,
     AttemptClaim,
     attempt_key,
@@ -258,10 +259,11 @@ class _Place:
 
     def _keys(self) -> Iterator[list[str]]:
         """Page by page, until nothing is left. Only what has the names that runs give: another place may lie below."""
-        while folders := sorted(self._reading.folders()):
-            for one in folders:
-                while keys := self._page(one.prefix):
-                    yield keys
+        for prefix in (CHECKPOINTS_PREFIX, HANGS_PREFIX):
+            while folders := sorted(self._reading.folders(prefix)):
+                for one in folders:
+                    while keys := self._page(f"{prefix}{one.folder}/"):
+                        yield keys
         for prefix in RUN_FOLDERS:
             while keys := self._page(prefix, Delimiter="/"):
                 yield keys

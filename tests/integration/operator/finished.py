@@ -76,6 +76,7 @@ def finished_run(name: str, numbers: Numbers, *, namespace: str = "team", uid: s
         "metrics/step-00000010-a00001.jsonl": b"{}\n",
         STATUS_KEY: told.model_dump_json(by_alias=True).encode(),
         "curve.svg": b"<svg/>",
+        "hangs/step-00000007-a00001/stacks-rank-00000.txt": b"in on_step",
         "tensorboard/events.out.tfevents.a00001-step-00000010": b"events",
         f"export/{EXPORT_RECORD}": model.encoded(),
         "export/model.safetensors": b"weights",

@@ -19,6 +19,7 @@ from sft_api.memory import estimate
 from sft_api.model_shape import shape_of
 from sft_trainer import loss
 from sft_trainer.data.feed import BinTensors
+from sft_trainer.loss import Logits
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters
@@ -84,6 +85,8 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         {"training": {"activationCheckpointing": "selective"}},
     ),
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
+    # Logits that are bent by a cap: one chunk would hold them if they were not
+    "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
 }
 
 
@@ -95,6 +98,8 @@ def test_the_estimate_is_within_ten_percent_of_what_steps_hold(
 
     name, layers, tokens, processes, shard, spec = CASES[case]
     known = {**known_configs()[name], "num_hidden_layers": layers}
+    cap = 30.0 if "capped" in case else None
+    known |= {"final_logit_softcapping": cap} if cap else {}
     config = resolve(manifest(Path("/inputs"), Path("/store"), **spec))
     given = {"precision": "bf16", "processes": processes, "shard_degree": shard, "max_tokens_per_micro_batch": tokens}
     config = config.model_copy(update={"plan": config.plan.model_copy(update=given)})
@@ -112,7 +117,9 @@ def test_the_estimate_is_within_ten_percent_of_what_steps_hold(
         count_attention(huggingface)
         if config.spec.lora:
             add_adapters(huggingface, config.spec.lora)
-        strategy = FsdpStrategy(config, CausalLM(huggingface), trainable_of(config), topology, torch.device("cpu"))
+        strategy = FsdpStrategy(
+            config, CausalLM(huggingface, logits=Logits(cap=cap)), trainable_of(config), topology, torch.device("cpu")
+        )
         for _ in range(2):
             strategy.forward_backward([bin_], tokens)
             strategy.apply(1e-5, 0.0, torch.ones(()), torch.ones((), dtype=torch.bool))

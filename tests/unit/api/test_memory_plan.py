@@ -46,6 +46,7 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
         "8 GPUs in compute",
         "lora",
         "data.maxLength: 4096",
+        "training.optimizer.stateDtype: bf16",
         "strategy.fsdp.cpuOffload: true",
     ]
     assert "compute.memoryCheck: Warn has it tried" in refused

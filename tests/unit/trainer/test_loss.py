@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft_api.memory import logit_bytes
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import Logits, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
 from tests.live_bytes import LiveBytes
 
 VOCABULARY, WIDTH = 97, 16
@@ -137,6 +138,28 @@ def test_the_gradient_of_the_head_exists_once(
     assert forward.now + backward.now == size
     assert weight.grad is not None
     assert weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("logits", "dtype"),
+    [
+        # In bf16 a CPU makes a copy in fp32 of them, which a GPU does not.
+        (PRODUCTS, torch.float32),
+        *((logits, dtype) for logits in (Logits(0.5), Logits(cap=30.0)) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_a_chunk_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, logits: Logits, dtype: torch.dtype) -> None:
+    # Given several chunks, beside which nothing else is large
+    vocabulary, rows = 3000, 8
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", vocabulary * rows * (3 if logits.transformed else 1))
+    weight = torch.randn(vocabulary, 2).to(dtype)
+    hidden = torch.randn(3 * rows, 2).to(dtype).requires_grad_()
+
+    with LiveBytes() as live:
+        linear_cross_entropy(hidden, weight, torch.arange(3 * rows), 1.0, logits)
+
+    assert logits.rows(vocabulary) == rows
+    assert live.most == pytest.approx(rows * vocabulary * logit_bytes(logits.transformed, dtype.itemsize), rel=0.02)
 
 
 class _Products(TorchDispatchMode):

@@ -97,4 +97,5 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
         head=head.numel(),
         parameters=sum(numbers.values()),
         trained=sum(trained.values()),
+        logits=blueprint.logits.transformed,
     )
