@@ -161,6 +161,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("staging", kernels.staging),
             ("group", kernels.group),
             ("flight_recorder", kernels.flight_recorder),
+            ("monitor", kernels.monitor),
             ("memory", kernels.memory),
             ("out_of_memory", kernels.out_of_memory),
             ("together", lambda device: steps.together(work / "inputs", device)),

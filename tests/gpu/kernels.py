@@ -1,5 +1,6 @@
 """Checks of single parts on the device, each against the same computation in double precision."""
 
+import importlib.util
 import math
 import os
 import tempfile
@@ -329,6 +330,25 @@ def flight_recorder(device: Device) -> dict[str, Figure]:
         seconds, size = time.monotonic() - began, recording.stat().st_size
         dist.destroy_process_group()
     return {"flight_recorder_seconds": seconds, "flight_recorder_bytes": size}
+
+
+def monitor(device: Device) -> dict[str, Figure]:
+    """What the supervisor tells of a GPU, without starting CUDA, is of this one."""
+    if device.type == "cpu":
+        raise Skipped("cpu")
+    if importlib.util.find_spec("pynvml") is None:
+        raise Skipped("nvidia-ml-py")
+    from sft_trainer.supervisor.gpus import Gpus
+
+    gpus, began = Gpus(1), time.monotonic()
+    (told,) = gpus.read()
+    seconds = time.monotonic() - began
+    total = torch.cuda.get_device_properties(device).total_memory
+    if told.memory_total is None or abs(told.memory_total / total - 1) > 0.1:
+        raise AssertionError(f"the GPU has {total} bytes, and {told.memory_total} are told")
+    if None in (told.utilization, told.temperature, told.power, told.sm_clock, told.slowed_by):
+        raise AssertionError(f"not all is told: {told}")
+    return {"gpu_watts": told.power or 0.0, "gpu_celsius": told.temperature or 0.0, "monitor_seconds": seconds}
 
 
 def memory(device: Device) -> dict[str, Figure]:

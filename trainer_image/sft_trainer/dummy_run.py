@@ -22,6 +22,7 @@ from .distributed import Ranks, sum_over_ranks
 from .due import SavesWhenDue, StopsWhenAsked
 from .errors import ConfigError, StopRequested
 from .events import Claimed, Control, Listener, Listeners, StepDone
+from .gpu_memory import TellsAllocatedMemory
 from .listeners import OurListeners
 from .preparation import Prepared, plan_steps, prepare_model
 from .reporting import Reporter, Reporting
@@ -110,6 +111,8 @@ class DummyRun(Trainer):
         skipped = SkippedSteps(self.reporter, self.saving, learning_rate=self.config.plan.learning_rate)
         saves = SavesWhenDue(self.spec, self.saving, keeps_time=False)
         others: list[Listener] = [Reporting(self.reporter), StopsWhenAsked(self._stop_file), self._measured]
+        if self.spec.compute.gpus_per_node:
+            others.append(TellsAllocatedMemory(self._stop_file.parent, self.topology.rank))
         self.ours = OurListeners(skipped, saves, others)
         self.events = Listeners(self.ours.in_order(), self.control)
 

@@ -100,6 +100,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         place="" if config.spec.training.dummy_run else config.checkpoint_uri,
         nodes=nodes,
         node=options.node_rank,
+        gpus=compute.gpus_per_node,
         processes=options.processes or compute.effective_processes_per_node,
         coordinator=options.coordinator or "127.0.0.1",
         port=options.port,

@@ -11,6 +11,7 @@ from .curves.listener import Curve
 from .done import DoneFile
 from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
 from .events import Listener
+from .gpu_memory import TellsAllocatedMemory
 from .profiling import Profile
 from .records import RecordsFile, StatusFile
 from .reporting import Reporter, Reporting
@@ -37,7 +38,7 @@ class OurListeners:
         reporter: Reporter,
         stop_file: Path,
     ) -> "OurListeners":
-        """``stop_file`` is the supervisor's word that the run shall save and leave."""
+        """``stop_file``, in the run directory, is the supervisor's word that the run shall save and leave."""
         # What a run has once is written by one process.
         written: list[Listener] = [
             RecordsFile(store),
@@ -54,6 +55,7 @@ class OurListeners:
             SavesWhenDue(config.spec, saving, keeps_time=topology.writes),
             [
                 Reporting(reporter),
+                *([TellsAllocatedMemory(stop_file.parent, topology.rank)] if config.spec.compute.gpus_per_node else []),
                 *(written if topology.writes else []),
                 EvaluatesWhenDue(config.spec),
                 FinishesWhenNoBetter(config.spec),

@@ -256,6 +256,8 @@ def test_health_progress_and_metrics_are_served(group: Group) -> None:
     for name in ("step", "loss", "checkpoint_step", "checkpoint_age_seconds", "members"):
         assert f"\nsft_trainer_{name} " in metrics
     assert 'sft_trainer_phase{phase="Training"} 1.0' in metrics
+    wait_for(lambda: "\nsft_trainer_host_disk_free_bytes " in pod.get("/metrics"), pod)
+    assert "sft_trainer_gpu_" not in pod.get("/metrics"), "the job has none"
 
 
 def test_workers_are_forks_of_one_process_that_has_imported_everything(group: Group) -> None:

@@ -331,6 +331,17 @@ def test_the_stacks_of_a_hang_are_kept_where_its_message_says(group: Group) -> N
         assert f"what the workers were doing is kept in file://{folder}" in pod.log
 
 
+def test_every_pod_tells_of_its_machine_and_the_first_one_of_the_run(group: Group) -> None:
+    group.nodes, group.steps = 2, 10_000
+    first, second = group.start_all()
+    first.wait_for_step(1)
+
+    for pod in (first, second):
+        wait_for(lambda pod=pod: "sft_trainer_host_disk_free_bytes " in pod.get("/metrics"), pod)  # type: ignore[misc]
+    assert "sft_trainer_step " in first.get("/metrics")
+    assert "sft_trainer_step " not in second.get("/metrics")
+
+
 def test_a_pod_of_another_job_is_refused(group: Group) -> None:
     group.nodes = 2
     first = group.start(0)

@@ -55,11 +55,36 @@ class Cgroup:
                     self._counter(controller, "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive")
                 )
                 found.append(int(most) - max(0, int(used) - files))
-        with contextlib.suppress(OSError):
-            for line in meminfo.read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    found.append(int(line.split()[1]) * 1024)
+        if (machine := _machine_memory(meminfo).get("MemAvailable")) is not None:
+            found.append(machine)
         return max(0, min(found)) if found else None
+
+    def memory(self, meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
+        """Bytes that this group holds, without cached files that nothing uses, and its limit: that of the machine where
+        it has none of its own. None where they are not told."""
+        limit = _machine_memory(meminfo).get("MemTotal")
+        for controller, most, usage, inactive in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            used, own = self._read(controller, usage).strip(), self._read(controller, most).strip()
+            if used.isdigit():
+                # Without a limit v1 tells a number that no machine has.
+                limits = [each for each in (limit, int(own) if own.isdigit() else None) if each is not None]
+                held = int(used) - self._counter(controller, "memory.stat", inactive)
+                return max(0, held), min(limits, default=None)
+        return None, limit
+
+    def cpu_times(self) -> tuple[float | None, float | None]:
+        """Seconds that processors worked for this group, and that it was kept waiting by its quota; None where they
+        are not told."""
+        if self._read("", "cpu.stat"):
+            used, throttled = (self._counter("", "cpu.stat", key) for key in ("usage_usec", "throttled_usec"))
+            return used / 1e6, throttled / 1e6
+        total = self._read("cpuacct", "cpuacct.usage").strip()
+        if not total.isdigit():
+            return None, None
+        return int(total) / 1e9, self._counter("cpu", "cpu.stat", "throttled_time") / 1e9
 
     def out_of_memory_kills(self) -> int:
         """How often the kernel has killed a process of this group because its memory ran out."""
@@ -73,6 +98,17 @@ class Cgroup:
             if len(words) == 2 and words[0] == key:
                 return int(words[1])
         return 0
+
+
+def _machine_memory(meminfo: Path) -> dict[str, int]:
+    """Bytes of what /proc/meminfo tells in kB, by its names."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            name, _, words = line.partition(":")
+            if words.endswith(" kB"):
+                found[name] = int(words.split()[0]) * 1024
+    return found
 
 
 def available_cpus(cgroup: Cgroup) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from pydantic import BaseModel, ValidationError
@@ -22,6 +23,8 @@ from .output import Output
 from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, Report
 from .settings import Settings
 
+_SHOWN_WARNINGS = 10
+"""Of machines, in the report of a run."""
 # Below the range from which the kernel takes ports for outgoing connections: none of those can be in the way when
 # rank 0 listens seconds later.
 _MASTER_PORTS = range(20_000, 30_000)
@@ -117,6 +120,8 @@ class Coordinator:
             changes = {"phase": Phase.STARTING, "phase_detail": ""}
         elif training.phase is Phase.WAITING and (others := self._what_others_do()):
             changes = {"phase_detail": f"for {others}"}
+        if warnings := machine_warnings(member.report for _, member in sorted(group.members.items())):
+            changes["warnings"] = [*training.warnings, *warnings]
         return Progress(
             job_uid=self._settings.job_uid,
             pod_uid=self._settings.pod_uid,
@@ -176,13 +181,14 @@ class Coordinator:
                 body = self.progress().model_dump_json(by_alias=True).encode()
                 self.group.ledger.was_read()
                 return Response(200, body, "application/json")
-            case "GET", "/metrics":
-                # Not at the top: a tenth of a second at every start.
-                from .metrics import CONTENT_TYPE, render
-
-                body = render(self.progress(), self.group.ledger.counts, datetime.now(UTC))
-                return Response(200, body, CONTENT_TYPE)
         return None
+
+    def metrics(self) -> bytes:
+        """The figures of the run, for Prometheus."""
+        # Not at the top: a tenth of a second at every start.
+        from .metrics import render
+
+        return render(self.progress(), self.group.ledger.counts, datetime.now(UTC))
 
     def everyone_told(self, *, stopping: bool) -> bool:
         """Whether index 0 may exit; ``stopping``: it was asked to."""
@@ -245,6 +251,13 @@ class Coordinator:
         # Time makes it new for workers of pods that nobody here has heard of.
         new = max(self.group.highest_generation + 1, time.time_ns() // 1_000_000)
         return Generation(id=new, number=self.group.starts + 1, master_port=free_port())
+
+
+def machine_warnings(reports: Iterable[Report]) -> list[str]:
+    """Pure: of what machines suffer from, the first few sentences, and how many more there are."""
+    told = [warning for report in reports for warning in report.warnings]
+    left = len(told) - _SHOWN_WARNINGS
+    return [*told[:_SHOWN_WARNINGS], *(["more pods warn of their machines: see their logs"] if left > 0 else [])]
 
 
 def _refusal(sentence: str) -> Response:

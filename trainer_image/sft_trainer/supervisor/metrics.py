@@ -1,7 +1,9 @@
-"""The Prometheus metrics of a run, from the same report that ``/v1/progress`` gives."""
+"""The Prometheus metrics of a run, from the same report that ``/v1/progress`` gives, and of a pod's machine."""
 
 from collections import Counter
+from collections.abc import Iterable
 from datetime import datetime
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,6 +13,9 @@ from sft_api.failures import FailureClass
 from sft_api.goodput import SPENT
 from sft_api.progress import Phase, Progress, TrainingProgress
 from sft_api.v1alpha1 import SpentSeconds
+
+from .gpus import SLOWED_BY
+from .monitor import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,6 +31,70 @@ class _Families(Collector):
 def _outage(training: TrainingProgress, now: datetime) -> float:
     outage = training.storage_outage
     return (now - outage.since).total_seconds() if outage else 0.0
+
+
+_OF_HOST: tuple[tuple[str, str, str], ...] = (
+    ("host_memory_used_bytes", "Memory of the pod in use, without cached files", "memory_used"),
+    ("host_memory_limit_bytes", "Memory that the pod may use", "memory_limit"),
+    ("host_cpu_limit", "Processors worth of time that the pod may use", "cpu_limit"),
+    ("host_disk_free_bytes", "Free in the file system of the cache folder", "disk_free"),
+    ("host_disk_size_bytes", "Size of the file system of the cache folder", "disk_size"),
+)
+_COUNTED_OF_HOST: tuple[tuple[str, str, str], ...] = (
+    ("host_cpu_seconds", "Time that processors worked for the pod", "cpu_seconds"),
+    ("host_cpu_throttled_seconds", "Time that the pod waited because of its limit", "cpu_throttled_seconds"),
+    ("host_network_received_bytes", "Received by the pod, RDMA left out", "received"),
+    ("host_network_sent_bytes", "Sent by the pod, RDMA left out", "sent"),
+)
+_OF_GPU: tuple[tuple[str, str, str], ...] = (
+    ("gpu_utilization", "Share of time in which a kernel ran", "utilization"),
+    ("gpu_memory_used_bytes", "Memory of the GPU in use, by whomever", "memory_used"),
+    ("gpu_memory_total_bytes", "Memory of the GPU", "memory_total"),
+    ("gpu_temperature_celsius", "Temperature of the GPU", "temperature"),
+    ("gpu_power_watts", "Power that the GPU draws", "power"),
+    ("gpu_sm_clock_hertz", "Clock of the multiprocessors", "sm_clock"),
+    ("gpu_ecc_errors", "Uncorrected memory errors since the driver was loaded", "ecc_errors"),
+    ("gpu_xid", "Last error that the driver reported; 0 without one", "xid"),
+)
+_OF_RANK: tuple[tuple[str, str, str], ...] = (
+    ("gpu_allocated_bytes", "Held by tensors of the process", "allocated"),
+    ("gpu_reserved_bytes", "Held by PyTorch's allocator of the process", "reserved"),
+    ("gpu_peak_allocated_bytes", "Most that tensors of the process have held", "peak"),
+)
+
+
+def render_machine(sample: Sample | None) -> bytes:
+    """The text format of what was seen of this pod's machine; empty where nothing was, lately."""
+    if sample is None:
+        return b""
+    families: list[GaugeMetricFamily | CounterMetricFamily] = []
+    for name, help_text, field in _OF_HOST:
+        if (value := getattr(sample.host, field)) is not None:
+            families.append(GaugeMetricFamily(f"sft_trainer_{name}", help_text, value=value))
+    for name, help_text, field in _COUNTED_OF_HOST:
+        if (value := getattr(sample.host, field)) is not None:
+            families.append(CounterMetricFamily(f"sft_trainer_{name}", help_text, value=value))
+    gpus = [(str(gpu.index), gpu) for gpu in sample.gpus]
+    ranks = [(str(rank), memory) for rank, memory in sorted(sample.allocated.items())]
+    families += [_labelled("gpu", *row, gpus) for row in _OF_GPU]
+    families += [_labelled("rank", *row, ranks) for row in _OF_RANK]
+    slowed = GaugeMetricFamily(
+        "sft_trainer_gpu_slowed_down", "1 while clocks are lowered for that reason", labels=["gpu", "reason"]
+    )
+    for index, gpu in gpus:
+        for reason in SLOWED_BY if gpu.slowed_by is not None else ():
+            slowed.add_metric([index, reason], float(reason in (gpu.slowed_by or ())))
+    registry = CollectorRegistry()
+    registry.register(_Families([family for family in (*families, slowed) if family.samples]))
+    return generate_latest(registry)
+
+
+def _labelled(label: str, name: str, help_text: str, field: str, of: Iterable[tuple[str, Any]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"sft_trainer_{name}", help_text, labels=[label])
+    for value, figures in of:
+        if (figure := getattr(figures, field)) is not None:
+            family.add_metric([value], figure)
+    return family
 
 
 def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -> bytes:

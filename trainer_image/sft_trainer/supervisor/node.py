@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 
 from sft_api.failures import FailureClass
 from sft_api.progress import TerminationMessage
-from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE
+from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, MEMORY_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE
+from sft_trainer.fetch import cache_directory
 
 from .activity import Activities
 from .causes import classify, first_cause, patience_seconds
@@ -21,6 +22,7 @@ from .environment import worker_environment
 from .http import Request, Response, serve
 from .ledger import termination
 from .link import Link
+from .monitor import Monitor
 from .output import Output
 from .protocol import EXCHANGE_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 from .settings import Settings
@@ -65,10 +67,13 @@ class Node:
         self._stop_since: float | None = None
         self._kill_now = False
         self._end: TerminationMessage | None = None
+        self._warned = 0
+        """How many warnings of the machine were told to the log."""
         self._check = Check(settings, output)
         self._starter = Starter(settings.module, settings.preload, output)
         self._recorder = recorder_environment(settings.run_dir)
         self._keeping = Keeping(settings.config, prunes=settings.node == 0, output=output)
+        self._monitor = Monitor(settings.run_dir, node=settings.node, gpus=settings.gpus, cache=cache_directory())
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
@@ -90,6 +95,7 @@ class Node:
         for number in early_signals:
             self._on_stop_signal(number)
         self._prepare()
+        self._monitor.start()
         async with await serve(self._settings.bind, self._settings.port, self._answer):
             link = asyncio.create_task(self._link.run(self._receive)) if self._link else None
             self._step()
@@ -180,7 +186,16 @@ class Node:
             ended=self._ended,
             stopping=self._stop_since is not None,
             leaving=self._end is not None,
+            warnings=self._told_warnings(),
         )
+
+    def _told_warnings(self) -> tuple[str, ...]:
+        """What this pod's machine suffers from; new ones are told to the log of this pod too."""
+        warnings = self._monitor.warnings
+        for warning in warnings[self._warned :]:
+            self._output.say(f"warning: {warning}")
+        self._warned = len(warnings)
+        return warnings
 
     def _note(self, workers: Workers, ended: dict[int, int]) -> None:
         workers.note(ended)
@@ -309,9 +324,9 @@ class Node:
         run_dir = self._settings.run_dir
         (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-        for folder in (run_dir / ERRORS_FOLDER, run_dir / ACTIVITY_FOLDER, run_dir / NCCL_FOLDER):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+        for name in (ERRORS_FOLDER, ACTIVITY_FOLDER, NCCL_FOLDER, MEMORY_FOLDER):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+            (run_dir / name).mkdir(parents=True)
 
     def _prepare(self) -> bool:
         environment = self._environment(0, 0, master_port=0)
@@ -361,9 +376,19 @@ class Node:
             while not self._coordinator.everyone_told(stopping=self._stop_since is not None):
                 await self._sleep()
 
+    def _metrics(self) -> Response:
+        """The figures of this pod's machine, and on index 0 those of the run."""
+        # Not at the top: a tenth of a second at every start.
+        from .metrics import CONTENT_TYPE, render_machine
+
+        run = self._coordinator.metrics() if self._coordinator else b""
+        return Response(200, run + render_machine(self._monitor.sample), CONTENT_TYPE)
+
     async def _answer(self, request: Request) -> Response:
         if request.path == "/healthz":
             return Response(200, b"ok\n")
+        if (request.method, request.path) == ("GET", "/metrics"):
+            return self._metrics()
         order = self._coordinator.group.order if self._coordinator else None
         answer = await self._coordinator.answer(request) if self._coordinator else None
         if answer is None or self._coordinator is None:

@@ -2,6 +2,7 @@
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
@@ -83,6 +84,8 @@ class Report(ReportModel):
     """Asked to stop by SIGTERM: it will not take part in another generation."""
     leaving: bool = False
     """The last report of this instance."""
+    warnings: tuple[Annotated[str, Field(max_length=500)], ...] = Field(default=(), max_length=8)
+    """What its machine suffers from, one sentence for each kind, all since it began."""
     activity: PodActivity | None = None
     """With ``running``. News of it are not hurried: they go with the next report."""
 

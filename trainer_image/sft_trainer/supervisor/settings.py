@@ -38,6 +38,8 @@ class Settings:
     """Between SIGTERM and the SIGKILL of whoever sent it."""
     silent_after: float = SILENT_SECONDS
     """Seconds without a word of any worker, outside of training, after which they hang."""
+    gpus: int = 0
+    """Of each pod."""
     place: str = ""
     """Where the run saves; empty where nothing of it may be kept."""
     judged_first: bool = False
