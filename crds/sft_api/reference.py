@@ -66,7 +66,7 @@ def _messages(schema: Schema) -> list[str]:
 
 def _type(field: Schema, path: str) -> str:
     if "properties" in field:
-        return f"[object](#{re.sub(r'[^a-z0-9]', '', path.lower())})"
+        return f"[object](#{re.sub(r'[^a-z0-9_]', '', path.lower())})"
     if "anyOf" in field:
         return "quantity"
     if "items" in field:

@@ -65,6 +65,65 @@ RULES = [
         "must be a number of parameters such as 8B, 0.6B or 350M",
     ),
     Bad(
+        "yarn without the length that it scales",
+        "spec.model.configOverrides.rope_parameters",
+        {"model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4}}}"},
+        "rope_type yarn needs factor, original_max_position_embeddings, may have rope_theta, attention_factor, "
+        "beta_fast, beta_slow, truncate, and takes nothing else",
+    ),
+    Bad(
+        "a field of yarn in linear scaling",
+        "spec.model.configOverrides.rope_parameters",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: linear, factor: 4, "
+            "beta_fast: 32}}}"
+        },
+        "rope_type linear needs factor, may have rope_theta, and takes nothing else",
+    ),
+    Bad(
+        "a factor without scaling",
+        "spec.model.configOverrides.rope_parameters",
+        {"model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: default, factor: 4}}}"},
+        "rope_type default scales nothing, may have rope_theta, and takes nothing else",
+    ),
+    Bad(
+        "llama3 without its bounds",
+        "spec.model.configOverrides.rope_parameters",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: llama3, factor: 4, "
+            "original_max_position_embeddings: 8192}}}"
+        },
+        "rope_type llama3 needs factor, original_max_position_embeddings, low_freq_factor, high_freq_factor, may have "
+        "rope_theta, and takes nothing else",
+    ),
+    Bad(
+        "more positions than yarn scales",
+        "spec.model.configOverrides",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 2.0, "
+            "original_max_position_embeddings: 32768}, max_position_embeddings: 65537}}"
+        },
+        "max_position_embeddings must be at most factor * original_max_position_embeddings: so far yarn scales",
+    ),
+    Bad(
+        "bounds of yarn the wrong way round",
+        "spec.model.configOverrides.rope_parameters",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4, "
+            "original_max_position_embeddings: 32768, beta_fast: 1, beta_slow: 32}}}"
+        },
+        "beta_slow must be less than beta_fast",
+    ),
+    Bad(
+        "bounds of llama3 the wrong way round",
+        "spec.model.configOverrides.rope_parameters",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: llama3, factor: 4, "
+            "original_max_position_embeddings: 8192, low_freq_factor: 4, high_freq_factor: 1}}}"
+        },
+        "low_freq_factor must be less than high_freq_factor",
+    ),
+    Bad(
         "memory of a GPU in bytes",
         "spec.compute.gpuMemory",
         {"compute": "{gpuMemory: 80}"},

@@ -62,6 +62,17 @@ spec:
     uri: hf://org/name@0123abc
     tokenizerUri: s3://bucket/tokenizer
     chatTemplate: "{{ messages }}"
+    configOverrides:
+      rope_parameters: {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768, rope_theta: 1000000,
+                        attention_factor: 1.5, beta_fast: 32, beta_slow: 1.5, truncate: false}
+      max_position_embeddings: 131072
+      sliding_window: 8192
+      attention_dropout: 0.1
+      hidden_dropout: 0.1
+      resid_pdrop: 0
+      residual_dropout: 0.1
+      embd_pdrop: 0.1
+      embedding_dropout: 0.1
     parameters: 0.6B
     tokenSecretRef: {name: hub, key: HF_TOKEN}
   lora:
@@ -150,6 +161,8 @@ spec:
 
 EVERY_OTHER_FIELD = manifest(
     {
+        "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: llama3, factor: 8.0, "
+        "original_max_position_embeddings: 8192, low_freq_factor: 1, high_freq_factor: 4.0}}}",
         "data": "{train: [{uri: hf://org/rows}], packing: none, sampler: sequential}",
         "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, schedule: {type: cosine, warmupSteps: 5}}",
     }

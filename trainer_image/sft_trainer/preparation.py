@@ -74,7 +74,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     """
     spec = config.spec
     path = _fetched(spec.model.uri, "model", spec, reporter)
-    model = build_on_meta(path)
+    model = build_on_meta(path, spec.model.config_overrides)
     check_positions(model.huggingface.config, spec.data.max_length)
     digest = base_digest(model, path)
     if spec.lora is not None:

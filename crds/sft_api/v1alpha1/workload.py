@@ -8,6 +8,7 @@ from pydantic import Field
 from sft_api.splits import SPLIT_PATTERN, SPLIT_SENTENCE
 
 from .base import ApiModel, Name, NearMiss, Rule, ShortText, matches
+from .model_config import ConfigOverrides
 from .uris import DataUri, ModelUri
 
 ChatTemplate = Annotated[
@@ -42,6 +43,12 @@ class ModelSpec(ApiModel):
     chat_template: ChatTemplate | None = Field(
         default=None,
         description="Text of a Jinja chat template used instead of the tokenizer's own; saved with the export.",
+    )
+    config_overrides: ConfigOverrides | None = Field(
+        default=None,
+        description="Fields of the model's config.json that are others in this run, by the names they have there: "
+        "scaling of its positions, its longest document, its sliding window, its dropouts. Nothing else: what changes "
+        "shapes or layers is another model. See docs/long-context.md.",
     )
     parameters: (
         Annotated[

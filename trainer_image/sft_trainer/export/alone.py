@@ -39,7 +39,7 @@ def exported_alone(
     folder = fetch(files.uri, "tokenizer")
     other = files.tokenizer_uri
     tokenizer_folder = fetch(other, "tokenizer") if other else folder
-    model = build_on_meta(folder)
+    model = build_on_meta(folder, config.spec.model.config_overrides)
     recorded = (manifest.run.model_extra or {}).get("companions")
     if recorded and (changed := changed_fields(recorded, companion_digests(folder, tokenizer_folder))):
         warn(

@@ -56,7 +56,7 @@ class AtEnd:
             store=self._store,
             manifest=found,
             # Of the model only names, shapes and config are asked, and the one that was trained is wrapped and sharded.
-            model=build_on_meta(self._prepared.model_path),
+            model=build_on_meta(self._prepared.model_path, self._config.spec.model.config_overrides),
             folder=self._prepared.model_path,
             tokenizer=self._prepared.tokenizer,
             card=model_card(self._config, found),

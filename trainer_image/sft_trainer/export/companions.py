@@ -12,6 +12,7 @@ from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.overrides import in_words
 
 log = logging.getLogger("sft_trainer")
 
@@ -91,6 +92,8 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
             "adapters": f"rank {lora.rank}, alpha {lora.effective_alpha:g}",
             "digest of the model": run.base_digest,
         }
+    overrides = config.spec.model.config_overrides
+    facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}
     peft = form_of(config.spec) == "adapter"
     name = config.spec.model.uri.removeprefix("hf://").partition("@")[0]
     base = f"base_model: {name}\n" if peft and config.spec.model.uri.startswith("hf://") else ""
@@ -101,5 +104,5 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
         f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: text-generation\ntags:\n{tags}"
         "---\n\n"
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
-        f"| | |\n|---|---|\n{rows}\n"
+        f"| | |\n|---|---|\n{rows}\n{in_words(overrides) if peft else ''}"
     )

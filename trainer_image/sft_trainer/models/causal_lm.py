@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_trainer.errors import ModelError
+from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .logits import logits_of
+from .overrides import config_of
 from .probe import check_documents_stay_apart
 
 
@@ -74,17 +76,20 @@ class CausalLM(nn.Module):
         return Names.of(model.config)
 
 
-def build_on_meta(path: Path) -> CausalLM:
-    """The model described by ``path/config.json``, without memory for its parameters; fp32.
+def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> CausalLM:
+    """The model described by ``path/config.json`` and ``overrides``, without memory for its parameters; fp32.
 
-    Raises ``ModelError`` for a folder without a config and for architectures whose numbers would not be exact.
+    Raises ``ModelError`` for a folder without a config and for architectures whose numbers would not be exact,
+    ``ConfigError`` for overrides that do not go with the model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: spec.model.uri must name a Hugging Face model folder")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = config_of(path, overrides)
+    except ConfigError:
+        raise
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
     # Building it in fp32 writes fp32 into the config.

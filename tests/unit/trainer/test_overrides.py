@@ -1,0 +1,159 @@
+"""A model whose config is another in a run: that of transformers with the same config, packed, and in its export."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.errors import ConfigError
+from sft_trainer.export.companions import companions, model_card
+from sft_trainer.models.attention import Boundaries, boundary_arguments
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.overrides import config_of, in_words
+from tests.exports import save
+from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.parity.runs import manifest as job
+from tests.parity.runs import resolve
+from tests.unit.checkpoint.boxed import whole
+from tests.unit.trainer.test_models import save_config, save_model
+
+LENGTHS = (70, 9, 33)
+"""Longer and shorter than what the model was trained with."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def overrides(**given: Any) -> ConfigOverrides:
+    return ConfigOverrides.model_validate(given)
+
+
+def with_config(folder: Path, config: bytes) -> Any:
+    """The model of ``folder`` as transformers has it with another config.json."""
+    from transformers import AutoModelForCausalLM
+
+    copied = shutil.copytree(folder, folder.parent / "copies" / str(len(config)), dirs_exist_ok=True)
+    (copied / "config.json").write_bytes(config)
+    return AutoModelForCausalLM.from_pretrained(copied, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_parameters": YARN, "max_position_embeddings": 128},
+        {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "truncate": False}},
+        {"rope_parameters": LLAMA3},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        {"sliding_window": 7},
+    ],
+)
+@pytest.mark.parametrize("kind", ["mistral", "starcoder2"])
+def test_packed_documents_are_computed_as_transformers_computes_each_by_that_config(
+    tmp_path: Path, kind: str, given: dict[str, Any]
+) -> None:
+    # Given a model, and the same with the values written into its config.json
+    from transformers import AutoModelForCausalLM
+
+    save_model(kind, tmp_path / "model", max_position_embeddings=32, sliding_window=20)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    written = {**config, **given}
+    if "rope_parameters" in given:
+        written["rope_parameters"] = {"rope_theta": config["rope_parameters"]["rope_theta"], **given["rope_parameters"]}
+    reference = with_config(tmp_path / "model", json.dumps(written).encode())
+
+    # When the trainer builds it with overrides, and exports its config
+    built: Any = build_on_meta(tmp_path / "model", overrides(**given))
+    ours = type(built.huggingface).from_pretrained(
+        tmp_path / "model", config=built.huggingface.config, attn_implementation="sft_documents"
+    )
+    files = companions(built, tmp_path / "model", chat_tokenizer("chatml"), "")
+    exported = with_config(tmp_path / "model", files["config.json"])
+
+    # Then documents in one micro-batch have the logits that transformers gives each of them by that config
+    ids = torch.randint(3, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        packed = ours(
+            input_ids=ids[None],
+            position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
+            use_cache=False,
+            **boundary_arguments(Boundaries.of(LENGTHS)),
+        ).logits[0]
+        alone, of_export, of_plain = (
+            torch.cat([model(input_ids=one[None]).logits[0] for one in ids.split(LENGTHS)])
+            for model in (reference, exported, plain)
+        )
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    assert torch.equal(of_export, alone)
+    assert (of_plain - alone).abs().max() > 2e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("llama", {"sliding_window": 5}, "sliding_window is 5, but .* has no such field, or has it switched off"),
+        ("qwen2", {"sliding_window": 5}, "sliding_window is 5, but .* has no such field, or has it switched off"),
+        ("llama", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1, but .* has no such field"),
+        ("gemma3_text", {"rope_parameters": YARN}, "has other rotary positions for each kind of layer"),
+        ("biogpt", {"max_position_embeddings": 4096}, "has no rotary positions"),
+        ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 65}}, "is 65, .* has 64 positions"),
+        ("phi3", {"rope_parameters": YARN}, "which a model of type 'phi3' cannot have"),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_refused(
+    tmp_path: Path, kind: str, given: dict[str, Any], words: str
+) -> None:
+    save_config(kind, tmp_path, max_position_embeddings=64)
+    with pytest.raises(ConfigError, match=f"model.configOverrides.*{words}"):
+        config_of(tmp_path, overrides(**given))
+
+
+def test_positions_that_follow_from_the_longest_one_are_left_alone(tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    save_config("llama", tmp_path, rope_parameters=dynamic, max_position_embeddings=64)
+    with pytest.raises(
+        ConfigError, match=r"max_position_embeddings is 128, but .* scales its positions by that length"
+    ):
+        config_of(tmp_path, overrides(max_position_embeddings=128))
+
+
+def test_without_overrides_the_config_is_the_published_one(tmp_path: Path) -> None:
+    save_config("llama", tmp_path)
+    assert config_of(tmp_path, ConfigOverrides()).to_dict() == config_of(tmp_path, None).to_dict()
+    assert in_words(ConfigOverrides()) == in_words(None) == ""
+
+
+def test_the_card_of_adapters_says_how_their_base_is_loaded(tmp_path: Path) -> None:
+    # Given adapters beside a base with another config
+    from transformers import AutoConfig
+
+    given = {"rope_parameters": YARN, "attention_dropout": 0.1}
+    save_config("llama", tmp_path / "model")
+    trained = {"model": {"uri": f"file://{tmp_path}/model", "configOverrides": given}}
+    manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path / "store"), metrics={"loss": 1.0})
+    cards = [
+        model_card(resolve(job(tmp_path, tmp_path / "store", **trained, **form)), manifest)
+        for form in ({"lora": {"rank": 4}}, {"lora": {"rank": 4}, "export": {"mergeAdapter": True}})
+    ]
+
+    # When what it says is done, without the last line, which loads weights
+    code = cards[0].split("```python\n")[1].split("```")[0].splitlines()
+    assert code[-1].startswith("model = PeftModel.from_pretrained(")
+    names: dict[str, Any] = {"AutoConfig": AutoConfig, "base": tmp_path / "model"}
+    exec("\n".join(code[:-1]), names)
+
+    # Then it is the config of the run; of a whole model it need not be said, whose config.json has it
+    assert names["config"].to_dict() == config_of(tmp_path / "model", overrides(**given)).to_dict()
+    assert "| `attention_dropout` | `0.1` |" in cards[1]
+    assert "```python" not in cards[1]

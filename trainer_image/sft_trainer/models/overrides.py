@@ -1,0 +1,114 @@
+"""A model's config as a run has it: as it is published, with what ``spec.model.configOverrides`` says in its place."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_trainer.errors import ConfigError
+
+_OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
+"""Of the model's own rotary parameters: they say nothing about scaling, and stay."""
+
+
+def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
+    """The config of transformers in the folder ``path``, with ``overrides`` in it.
+
+    Raises ``ConfigError`` for overrides that the model has no place for; transformers' own errors for its config.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if overrides is None or not overrides.given:
+        return config
+    values = overrides.given
+    _check_names(config, values)
+    if "rope_parameters" in values:
+        values["rope_parameters"] = _rotary(config, values["rope_parameters"])
+    overridden = AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
+    _check_it_stays(overridden, values)
+    return overridden
+
+
+def in_words(overrides: ConfigOverrides | None) -> str:
+    """For the card of adapters: how their base is loaded; empty where it is loaded as it is published."""
+    if overrides is None or not overrides.given:
+        return ""
+    values = overrides.given
+    rotary = values.pop("rope_parameters", None)
+    lines = ["config = AutoConfig.from_pretrained(base)"]
+    if rotary is not None:
+        kept = ", ".join(map(repr, _OF_EVERY_TYPE))
+        lines += [
+            f"own = {{k: v for k, v in config.rope_parameters.items() if k in ({kept})}}",
+            f"config.rope_parameters = own | {rotary!r}",
+        ]
+    lines += [f"config.{name} = {value!r}" for name, value in values.items()]
+    lines.append(
+        "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, config=config), adapters)"
+    )
+    code = "\n".join(lines)
+    return (
+        "\nThe adapters were trained beside a base whose config is not the published one; beside that as it is they "
+        f"give other values. Load them so:\n\n```python\n{code}\n```\n"
+    )
+
+
+def _check_names(config: Any, values: Mapping[str, Any]) -> None:
+    kind = config.model_type
+    rotary = getattr(config, "rope_parameters", None)
+    for name in values:
+        reason = ""
+        if name in ("rope_parameters", "max_position_embeddings"):
+            if not rotary:
+                reason = "has no rotary positions"
+            elif name == "rope_parameters" and "rope_type" not in rotary:
+                reason = "has other rotary positions for each kind of layer"
+            elif name == "max_position_embeddings" and _scaled_by_it(rotary):
+                reason = "scales its positions by that length itself"
+        elif getattr(config, name, None) is None:
+            reason = "has no such field, or has it switched off"
+        elif name == "sliding_window" and "sliding_attention" not in (
+            getattr(config, "layer_types", None) or ["sliding_attention"]
+        ):
+            reason = "has no layer with a sliding window"
+        if reason:
+            raise ConfigError(
+                f"model.configOverrides.{name} is {values[name]!r}, but a model of type {kind!r} {reason}: leave it out"
+            )
+
+
+def _scaled_by_it(rotary: Mapping[str, Any]) -> bool:
+    """Whether frequencies follow from max_position_embeddings."""
+    return rotary.get("rope_type") in ("dynamic", "longrope")
+
+
+def _rotary(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with what the model's own parameters say besides scaling. Raises ``ConfigError`` for a wrong length."""
+    own = config.rope_parameters
+    trained = config.max_position_embeddings
+    original = given.get("original_max_position_embeddings")
+    if original is not None and original > trained:
+        raise ConfigError(
+            f"model.configOverrides.rope_parameters.original_max_position_embeddings is {original}, but the model of "
+            f"type {config.model_type!r} has {trained} positions (max_position_embeddings): say that, or less"
+        )
+    return {**{name: own[name] for name in _OF_EVERY_TYPE if name in own}, **given}
+
+
+def _check_it_stays(config: Any, values: Mapping[str, Any]) -> None:
+    """An export carries the config: what reads it must find the same values."""
+    try:
+        again = type(config).from_dict(config.to_dict())
+    except Exception as error:  # a class that knows other types of scaling alone
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.configOverrides is {dict(values)!r}, which a model of type {config.model_type!r} cannot have "
+            f"({type(error).__name__}: {text}): leave out what it does not know"
+        ) from error
+    for name, value in values.items():
+        if getattr(again, name) != value:
+            raise ConfigError(
+                f"model.configOverrides.{name} is {value!r}, but a model of type {config.model_type!r} makes "
+                f"{getattr(again, name)!r} of it: leave it out"
+            )
