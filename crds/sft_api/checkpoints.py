@@ -11,7 +11,7 @@ Layout below ``checkpoint.uri``::
     checkpoints/step-00001200-a00003/*.idx      which tensor's bytes lie where, with the digest of every piece
     checkpoints/step-00001200-a00003/manifest.json   written last: without it the folder does not count
     metrics/, tensorboard/, curve.svg           the losses of the run
-    profile/                                    traces of some of its steps
+    profile/                                    traces of some of its steps, and of their memory
     hangs/step-00001200-a00003/                 what the processes of a group that hung were doing
     status.json, export/
 

@@ -356,10 +356,18 @@ def memory(device: Device) -> dict[str, Figure]:
     if device.type == "cpu":
         raise Skipped("cpu")
     from sft_trainer.strategies.fsdp.memory import CudaMemory
+    from sft_trainer.versions import AllocationHistory
 
     of, size = CudaMemory(device), 2**28
     before, available = of.allocated(), of.available()
+    history = AllocationHistory()
+    history.begin()
     held = torch.ones(size, dtype=torch.uint8, device=device)
+    with tempfile.TemporaryDirectory(prefix="sft-snapshot-") as folder:
+        history.write(Path(folder) / "snapshot")
+        history.end()
+        if b"kernels.py" not in (Path(folder) / "snapshot").read_bytes():
+            raise AssertionError("the memory snapshot does not name the line that allocated")
     if of.allocated() - before != held.nbytes:
         raise AssertionError(f"{of.allocated() - before} bytes were seen of {held.nbytes}")
     del held

@@ -35,6 +35,12 @@ RULES = [
         "schedule type constant has no warm-up: use constantWithWarmup",
     ),
     Bad(
+        "a memory snapshot without GPUs",
+        "spec",
+        {"monitoring": "{memorySnapshot: {}}", "compute": "{gpusPerNode: 0}"},
+        "monitoring.memorySnapshot records what is allocated on GPUs: it needs compute.gpusPerNode",
+    ),
+    Bad(
         "early stopping without evaluations",
         "spec.training.evaluation",
         {"training": "{evaluation: {earlyStopping: {}}}"},

@@ -145,7 +145,7 @@ spec:
     keep: {last: 3, best: 1, everySteps: 1000}
     async: false
     resume: {policy: never, from: {uri: pvc://models/other, step: 10, what: everything}}
-  monitoring: {profile: {startStep: 100, steps: 5}}
+  monitoring: {profile: {startStep: 100, steps: 5}, memorySnapshot: {startStep: 2, steps: 5}}
   export: {atEnd: true, checkpoint: best, uri: pvc://models/every-field, mergeAdapter: true}
   suspend: true
   deletionPolicy: Delete

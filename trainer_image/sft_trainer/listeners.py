@@ -12,6 +12,7 @@ from .done import DoneFile
 from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
 from .events import Listener
 from .gpu_memory import TellsAllocatedMemory
+from .memory_snapshot import MemorySnapshot
 from .profiling import Profile
 from .records import RecordsFile, StatusFile
 from .reporting import Reporter, Reporting
@@ -50,12 +51,18 @@ class OurListeners:
         ]
         if (profile := config.spec.monitoring.profile) is not None:
             written.append(Profile(profile, store, reporter))
+        of_gpus: list[Listener] = []
+        if config.spec.compute.gpus_per_node:
+            of_gpus.append(TellsAllocatedMemory(stop_file.parent, topology.rank))
+            if (wanted := config.spec.monitoring.memory_snapshot) is not None:
+                name = f"rank-{topology.rank:05d}"
+                of_gpus.append(MemorySnapshot(wanted, store, reporter, name, writes=topology.writes))
         return cls(
             SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),
             SavesWhenDue(config.spec, saving, keeps_time=topology.writes),
             [
                 Reporting(reporter),
-                *([TellsAllocatedMemory(stop_file.parent, topology.rank)] if config.spec.compute.gpus_per_node else []),
+                *of_gpus,
                 *(written if topology.writes else []),
                 EvaluatesWhenDue(config.spec),
                 FinishesWhenNoBetter(config.spec),

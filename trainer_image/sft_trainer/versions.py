@@ -22,6 +22,8 @@ SLOW_IMPORTS = ("torch._dynamo",)
 """Modules that the first step of a process imports, and that take seconds: to be imported before, where that helps."""
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_REMEMBERED_ALLOCATIONS = 200_000
+"""Some hundred bytes of host memory each; a step of an 8B model makes some 20,000."""
 
 _KNOW_GROUPS: dict[Any, bool] = {}
 """Whether a kernel takes fewer heads of keys than of queries: torch 2.11's does not."""
@@ -215,3 +217,25 @@ def tensors_in(value: Any) -> list["torch.Tensor"]:
         elif isinstance(leaf, torch.Tensor):
             found.append(leaf)
     return found
+
+
+class AllocationHistory:
+    """What the allocator of this process's GPU was asked for, with the lines of Python that asked."""
+
+    def begin(self) -> None:
+        """Remember from here on, the last ones of very many."""
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=_REMEMBERED_ALLOCATIONS, stacks="python")
+
+    def write(self, file: Path) -> None:
+        """What is held, and what was asked for since ``begin``: a pickle, as PyTorch's viewer takes it."""
+        import torch
+
+        torch.cuda.memory._dump_snapshot(str(file))
+
+    def end(self) -> None:
+        """Forget it all."""
+        import torch
+
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -156,6 +156,11 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
+            "!has(self.monitoring.memorySnapshot) || self.compute.gpusPerNode > 0",
+            "monitoring.memorySnapshot records what is allocated on GPUs: it needs compute.gpusPerNode",
+            lambda self: self.monitoring.memory_snapshot is None or self.compute.gpus_per_node > 0,
+        ),
+        Rule(
             "self.checkpoint.keep.best == 0 || (has(self.data.eval) && size(self.data.eval) > 0)",
             "checkpoint.keep.best needs data.eval: the best is the one with the lowest evaluation loss",
             lambda self: self.checkpoint.keep.best == 0 or len(self.data.eval) > 0,

@@ -16,6 +16,15 @@ class ProfileSpec(ApiModel):
     steps: Annotated[int, Field(ge=1, le=10)] = Field(default=3, description="How many.")
 
 
+class MemorySnapshotSpec(ApiModel):
+    """Some steps of which it is recorded what they allocate on GPUs."""
+
+    start_step: Annotated[int, Field(ge=1, le=1_000_000_000)] = Field(
+        default=1, description="The first of them; most is held in the second and later ones."
+    )
+    steps: Annotated[int, Field(ge=1, le=100)] = Field(default=3, description="How many.")
+
+
 class MonitoringSpec(ApiModel):
     """What is looked at besides the figures that every run reports."""
 
@@ -23,4 +32,10 @@ class MonitoringSpec(ApiModel):
         default=None,
         description="Writes a trace of some steps of the first process into profile/ beside the checkpoints; they are "
         "slower, and compute the same.",
+    )
+    memory_snapshot: MemorySnapshotSpec | None = Field(
+        default=None,
+        description="Writes what the first process allocated on its GPU in some steps, and which line did, into "
+        "profile/ beside the checkpoints, for PyTorch's memory viewer; where memory runs out in these steps, the "
+        "process it happened to.",
     )
