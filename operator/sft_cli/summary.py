@@ -105,7 +105,9 @@ def _time(status: SFTJobStatus) -> str:
 
 def _model(status: SFTJobStatus) -> str:
     if status.export is not None:
-        return place(status.export.uri)
+        last = status.progress.step if status.progress is not None else 0
+        of = f", of step {status.export.step}" if status.export.step < last else ""
+        return f"{place(status.export.uri)}{of}"
     latest = _latest(status)
     saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
     return f"none was exported{saved}"

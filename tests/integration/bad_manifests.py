@@ -65,6 +65,12 @@ RULES = [
         "names of arguments are those of Python: letters, digits and _, at most 63",
     ),
     Bad(
+        "no parameters",
+        "spec.model.parameters",
+        {"model": "{uri: hf://org/name, parameters: 0.00B}"},
+        "no model has no parameters: give their number, such as 8B, or leave it out",
+    ),
+    Bad(
         "parameters without a unit",
         "spec.model.parameters",
         {"model": "{uri: hf://org/name, parameters: '8000000000'}"},

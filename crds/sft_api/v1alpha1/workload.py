@@ -55,6 +55,11 @@ class ModelSpec(ApiModel):
             str,
             Field(max_length=16),
             matches(r"^[0-9]{1,4}([.][0-9]{1,4})?[MBT]$", "must be a number of parameters such as 8B, 0.6B or 350M"),
+            Rule(
+                "!self.matches('^[0.]+[MBT]$')",
+                "no model has no parameters: give their number, such as 8B, or leave it out",
+                lambda value: not matches("^[0.]+[MBT]$", "").check(value),
+            ),
         ]
         | None
     ) = Field(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_operator.config import PodSettings, load_settings
+from sft_operator.config import PodSettings, Settings, load_settings
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import KubernetesApi
@@ -64,6 +64,7 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("pods.resources.perNode.requests.cpu=8", "/pods/resources"),
         ("settings.httpPort=9090", "/settings/httpPort"),
         ("settings.namespace=team", "/settings/namespace"),
+        ("settings.pollSecond=20", "pollSecond"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
@@ -71,6 +72,13 @@ def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
 
     assert done.returncode != 0
     assert words in done.stderr
+
+
+def test_every_setting_of_the_operator_may_be_given() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]
+
+    assert set(schema["properties"]) == {field.alias for field in Settings.model_fields.values()}
+    assert helm("template", "x", str(CHART), "--set=settings.pollSeconds=20").returncode == 0
 
 
 def test_the_settings_it_writes_are_the_operators_own(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_a_complete_run_has_four_lines() -> None:
     assert following.startswith("Next        ")
 
 
+def test_a_model_of_an_earlier_step_says_which() -> None:
+    best = ExportStatus(uri="file:///c/export", step=20)
+    model = lines(Ending(None), progress=progress(loss=1.0), export=best)[2]
+
+    assert model == "Model       /c/export, of step 20"
+
+
 def test_a_run_that_was_complete_already_does_not_say_that_it_trained() -> None:
     result = lines(Ending(None), progress=progress(loss=1.0))[0]
 

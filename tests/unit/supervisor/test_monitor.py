@@ -16,6 +16,7 @@ from sft_trainer.supervisor.gpus import SLOWED_BY, GpuFigures, Gpus, visible
 from sft_trainer.supervisor.host import HostFigures, read_host
 from sft_trainer.supervisor.metrics import render_machine
 from sft_trainer.supervisor.monitor import LASTING, SAMPLE_SECONDS, STALE_SECONDS, Judge, Monitor, Sample
+from sft_trainer.supervisor.output import Output
 from sft_trainer.supervisor.protocol import Report
 from tests.unit.supervisor.test_machine import control_group
 
@@ -298,7 +299,7 @@ def test_the_report_of_a_run_holds_a_few_warnings_of_machines() -> None:
 
 def test_what_is_old_is_told_no_more(tmp_path: Path) -> None:
     now = [0.0]
-    monitor = Monitor(tmp_path, node=0, gpus=0, cache=tmp_path, clock=lambda: now[0])
+    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path, clock=lambda: now[0])
     assert monitor.sample is None
     monitor.look()
     assert monitor.sample is not None
@@ -309,11 +310,11 @@ def test_what_is_old_is_told_no_more(tmp_path: Path) -> None:
 
 
 def test_a_run_without_gpus_asks_no_driver(tmp_path: Path, nvml: Nvml) -> None:
-    monitor = Monitor(tmp_path, node=0, gpus=0, cache=tmp_path)
+    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
     monitor.look()
     assert monitor.sample is not None
     assert monitor.sample.gpus == ()
-    with_gpus = Monitor(tmp_path, node=0, gpus=2, cache=tmp_path)
+    with_gpus = Monitor(tmp_path, Output(), node=0, gpus=2, cache=tmp_path)
     with_gpus.look()
     assert with_gpus.sample is not None
     assert len(with_gpus.sample.gpus) == 2
@@ -322,7 +323,7 @@ def test_a_run_without_gpus_asks_no_driver(tmp_path: Path, nvml: Nvml) -> None:
 def test_workers_tell_what_they_hold_every_few_seconds(tmp_path: Path) -> None:
     now, counters = [100.0], {"allocated_bytes.all.current": 5, "allocated_bytes.all.peak": 9}
     tells = TellsAllocatedMemory(tmp_path, 3, read=lambda: counters, clock=lambda: now[0])
-    monitor = Monitor(tmp_path, node=0, gpus=0, cache=tmp_path)
+    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
     step: Any = None
 
     tells.on_step(step, Control())

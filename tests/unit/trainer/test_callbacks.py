@@ -166,6 +166,13 @@ def test_an_error_ends_the_run_as_the_callback_s_own(tmp_path: Path, caplog: pyt
     assert "RaisesAfterAStep.on_end failed" in caplog.text
 
 
+def test_an_interrupt_of_a_callback_is_an_error_of_its_own(tmp_path: Path) -> None:
+    # No signal of the system makes one in a worker.
+    story = Story(tmp_path, {}, training={"steps": 6, "callbacks": [spec("Interrupts")]})
+    with pytest.raises(CallbackError, match=r"user_callbacks:Interrupts.on_step raised KeyboardInterrupt"):
+        story.run()
+
+
 def test_an_error_at_the_end_takes_nothing_from_a_run_that_is_complete(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

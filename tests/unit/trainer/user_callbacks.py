@@ -72,6 +72,11 @@ class RaisesAfterAStep(Callback):
         raise ValueError("and at the end too")
 
 
+class Interrupts(Callback):
+    def on_step(self, step: Step, control: Control) -> None:
+        raise KeyboardInterrupt
+
+
 class RaisesAtTheEnd(Callback):
     def on_end(self, end: End) -> None:
         raise SystemExit(3)

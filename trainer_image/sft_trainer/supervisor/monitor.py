@@ -13,6 +13,7 @@ from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory
 from .cgroup import Cgroup
 from .gpus import GpuFigures, Gpus
 from .host import HostFigures, read_host
+from .output import Output
 
 SAMPLE_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -42,10 +43,18 @@ class Monitor:
     """Samples of this pod, and warnings worth acting on, each told once."""
 
     def __init__(
-        self, run_dir: Path, *, node: int, gpus: int, cache: Path, clock: Callable[[], float] = time.monotonic
+        self,
+        run_dir: Path,
+        output: Output,
+        *,
+        node: int,
+        gpus: int,
+        cache: Path,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``node`` is the index of this pod, ``gpus`` how many it has."""
         self._memory = run_dir / MEMORY_FOLDER
+        self._output = output
         self._cache = cache
         self._clock = clock
         self._gpus_wanted = gpus
@@ -71,7 +80,10 @@ class Monitor:
         gpus = tuple(self._gpus.read()) if self._gpus is not None else ()
         sample = Sample(read_host(Cgroup(), self._cache), gpus, _allocated(self._memory))
         self._seen = (self._clock(), sample)
-        self.warnings = self._judge.warnings(sample)
+        warnings = self._judge.warnings(sample)
+        for warning in warnings[len(self.warnings) :]:
+            self._output.say(f"warning: {warning}")
+        self.warnings = warnings
 
     def _look_always(self) -> None:
         while True:

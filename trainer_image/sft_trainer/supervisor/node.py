@@ -67,13 +67,13 @@ class Node:
         self._stop_since: float | None = None
         self._kill_now = False
         self._end: TerminationMessage | None = None
-        self._warned = 0
-        """How many warnings of the machine were told to the log."""
         self._check = Check(settings, output)
         self._starter = Starter(settings.module, settings.preload, output)
         self._recorder = recorder_environment(settings.run_dir)
         self._keeping = Keeping(settings.config, prunes=settings.node == 0, output=output)
-        self._monitor = Monitor(settings.run_dir, node=settings.node, gpus=settings.gpus, cache=cache_directory())
+        self._monitor = Monitor(
+            settings.run_dir, output, node=settings.node, gpus=settings.gpus, cache=cache_directory()
+        )
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
@@ -110,7 +110,7 @@ class Node:
             if self._coordinator is not None:
                 self._coordinator.leave_report()
             await self._leave()
-            await asyncio.to_thread(self._keeping.finish, KEEPING_SECONDS if self._stop_since is None else 1.0)
+            await asyncio.to_thread(self._keeping.finish, self._keeping_seconds())
         return self._end
 
     # Signals and time
@@ -186,16 +186,8 @@ class Node:
             ended=self._ended,
             stopping=self._stop_since is not None,
             leaving=self._end is not None,
-            warnings=self._told_warnings(),
+            warnings=self._monitor.warnings,
         )
-
-    def _told_warnings(self) -> tuple[str, ...]:
-        """What this pod's machine suffers from; new ones are told to the log of this pod too."""
-        warnings = self._monitor.warnings
-        for warning in warnings[self._warned :]:
-            self._output.say(f"warning: {warning}")
-        self._warned = len(warnings)
-        return warnings
 
     def _note(self, workers: Workers, ended: dict[int, int]) -> None:
         workers.note(ended)
@@ -243,6 +235,13 @@ class Node:
         """Whether the workers would wait for a rank 0 that was stopped as well, until the grace period is over."""
         begins = self._activities is not None and self._activities.before_training
         return self._stop_since is not None and begins and link.silent_seconds > GONE_SECONDS
+
+    def _keeping_seconds(self) -> float:
+        """How long there is time to keep what hung: whoever asked this pod to stop kills it after the grace period."""
+        if self._stop_since is None:
+            return KEEPING_SECONDS
+        left = self._settings.grace_seconds - (time.monotonic() - self._stop_since)
+        return max(0.0, min(KEEPING_SECONDS, left - 1.0))
 
     def _past_grace(self, now: float) -> bool:
         return self._stop_since is not None and now - self._stop_since > self._settings.kill_after_seconds
