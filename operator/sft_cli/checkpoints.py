@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from sft_api.checkpoints import CheckpointId
+from sft_api.checkpoints import CheckpointId, checkpoint_id
 from sft_api.failures import FailureClass, exit_code
 from sft_api.place import Beat
 from sft_trainer.alive import WATCH_SECONDS, name_of, next_sign, read_beat
@@ -22,7 +22,7 @@ from sft_trainer.place import read_done, read_record
 from .checkpoint_list import Place, document_of, lines_of, size_text
 from .console import result, say
 from .errors import UserError
-from .stores import store_of
+from .stores import store_and_job, store_of
 from .told import Counted, Told
 from .words import counted
 
@@ -61,17 +61,21 @@ def prune_checkpoints(
     *,
     name: str | None,
     keep: KeepPolicy | None,
+    best_of_job: bool = False,
     unfinished: bool,
     yes: bool,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Print what goes, and remove it when ``yes``. Raises UserError, before anything is removed.
 
-    ``keep``: which of the checkpoints stay; None: all. ``unfinished``: folders without a manifest go, except those that
-    a living run may be writing.
+    ``keep``: which of the checkpoints stay; None: all. ``best_of_job``: of the best ones as many as the manifest in
+    ``place`` says (checkpoint.keep.best), where it is one. ``unfinished``: folders without a manifest go, except those
+    that a living run may be writing.
     """
     with _sentences():
-        store = store_of(place, name, Path.cwd())
+        store, job = store_and_job(place, name, Path.cwd())
+        if keep is not None and job is not None and best_of_job:
+            keep = replace(keep, best=job.spec.checkpoint.keep.best)
         catalog = Catalog(store)
         attempt = catalog.newest_attempt()
         lives = _may_live(store, attempt)
@@ -201,12 +205,13 @@ def _is_alive(store: Store, sleep: Callable[[float], None]) -> bool:
 
 
 def _without_final(store: Store, pruning: Pruning) -> Pruning:
-    """The checkpoint that a complete run ended with stays: who starts it again looks for that."""
+    """What a complete run ended with stays, its last checkpoint and its best: who starts it again looks for the one
+    that it has exported."""
     done = read_done(store)
     if done is None:
         return pruning
-    final = CheckpointId(done.attempt, done.step)
-    return replace(pruning, going={identity: files for identity, files in pruning.going.items() if identity != final})
+    stays = (CheckpointId(done.attempt, done.step), checkpoint_id(done.best))
+    return replace(pruning, going={one: files for one, files in pruning.going.items() if one not in stays})
 
 
 def _print_pruning(pruning: Pruning, *, yes: bool) -> None:

@@ -281,7 +281,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints, and what interrupted saves left.
 
-    The newest one always stays, and the one that a complete run ended with. Those that cannot be verified are neither
+    The newest one always stays, the last and the best one of a complete run, and without --keep-best as many of the
+    best as PLACE says, where it is a manifest (checkpoint.keep.best). Those that cannot be verified are neither
     counted nor removed. While a run trains in the place only --unfinished is done, of earlier attempts.
     """
     if keep_last is None and keep_best is None and not unfinished:
@@ -292,7 +293,7 @@ def prune(
     from .checkpoints import prune_checkpoints
 
     keep = None if keep_last is None and keep_best is None else KeepPolicy(last=keep_last or 1, best=keep_best or 0)
-    prune_checkpoints(place, name=name, keep=keep, unfinished=unfinished, yes=yes)
+    prune_checkpoints(place, name=name, keep=keep, best_of_job=keep_best is None, unfinished=unfinished, yes=yes)
 
 
 @cli.command()

@@ -18,20 +18,25 @@ _MANIFESTS = (".yaml", ".yml", ".json")
 
 def store_of(place: str, name: str | None, working_folder: Path) -> Store:
     """The store that ``place`` means; ``name`` chooses one of several SFTJobs. Raises UserError."""
+    return store_and_job(place, name, working_folder)[0]
+
+
+def store_and_job(place: str, name: str | None, working_folder: Path) -> tuple[Store, SFTJob | None]:
+    """The store that ``place`` means, and the job where it is a manifest. Raises UserError."""
     path = Path(place)
     if _URI.fullmatch(place):
-        return open_store(_run_of(place.rstrip("/")))
+        return open_store(_run_of(place.rstrip("/"))), None
     if path == STANDARD_INPUT or (path.is_file() and path.suffix.lower() in _MANIFESTS):
         try:
             job = load_manifest(path, name)
         except ManifestError as error:
             raise UserError(*error.problems) from error
-        return open_store(_run_of(_place_of(job, working_folder)), S3Settings.from_spec(job.spec.checkpoint.s3))
+        return open_store(_run_of(_place_of(job, working_folder)), S3Settings.from_spec(job.spec.checkpoint.s3)), job
     if path.is_dir():
-        return open_store(_run_of(f"{FILE_SCHEME}{path.resolve()}"))
+        return open_store(_run_of(f"{FILE_SCHEME}{path.resolve()}")), None
     run = runs_folder(working_folder) / place
     if "/" not in place and run.is_dir():
-        return open_store(f"{FILE_SCHEME}{run}")
+        return open_store(f"{FILE_SCHEME}{run}"), None
     raise UserError(
         f"{place} is no URI, folder or manifest, and there is no {run}: give s3://, pvc:// or file:///, the manifest "
         f"of the job, or for an object of a cluster: kubectl get sftjob {path.name} -o yaml | sft checkpoints list -"

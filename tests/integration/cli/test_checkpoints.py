@@ -260,6 +260,26 @@ def test_the_last_checkpoint_of_a_complete_run_and_damaged_ones_stay(run: LocalS
     assert folders(run) == ["step-00000006-a00001", "step-00000004-a00001", "step-00000002-a00001"]
 
 
+def test_the_best_checkpoint_of_a_complete_run_stays(run: LocalStore) -> None:
+    done = Done(step=6, attempt=1, best="step-00000002-a00001")
+    run.put(DONE_KEY, done.model_dump_json(by_alias=True).encode())
+    assert sft("prune", run.uri, "--keep-last", "1", "--yes").exit_code == 0
+    assert folders(run) == ["step-00000006-a00001", "step-00000002-a00001"]
+
+
+@pytest.mark.parametrize(("best", "left"), [(0, [6]), (1, [6, 2])])
+def test_of_a_manifest_as_many_of_the_best_stay_as_it_says(
+    run: LocalStore, tmp_path: Path, best: int, left: list[int]
+) -> None:
+    job = document(run.uri)
+    job["spec"]["data"]["eval"] = [{"name": "held-out", "uri": "hf://org/rows"}]
+    job["spec"]["checkpoint"]["keep"] = {"best": best}
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(yaml.safe_dump(job))
+    assert sft("prune", str(manifest), "--keep-last", "1", "--yes").exit_code == 0
+    assert folders(run) == [f"step-{step:08d}-a00001" for step in left]
+
+
 def test_the_newest_that_can_be_used_stays(run: LocalStore) -> None:
     truncate(run, CheckpointId(1, 6))
     assert sft("prune", run.uri, "--keep-last", "1", "--yes").exit_code == 0
