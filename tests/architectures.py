@@ -42,11 +42,18 @@ _LATENT_HEADS = {
 }
 _ENCODER_DECODER = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "axk1": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     "deepseek_v3": {**_LATENT_HEADS, "first_k_dense_replace": 1},
+    **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen3_moe"), _EXPERTS),
+    "granitemoe": _EXPERTS,
+    "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 16},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
+    "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "emu3": {"text_config": dict(SMALL)},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

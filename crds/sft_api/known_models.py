@@ -114,11 +114,41 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     ),
     (("gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, True), "google/gemma-3-1b-pt google/gemma-3-1b-it"),
 )
+_OF_EXPERTS: tuple[tuple[dict[str, int], tuple[Any, ...], str], ...] = (
+    (
+        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        ("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, False),
+        "Qwen/Qwen3-30B-A3B Qwen/Qwen3-30B-A3B-Base Qwen/Qwen3-30B-A3B-Instruct-2507 "
+        "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    ),
+    (
+        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+        ("qwen3_moe", 4096, 94, 64, 4, 128, 12288, 151936, False),
+        "Qwen/Qwen3-235B-A22B Qwen/Qwen3-235B-A22B-Instruct-2507 Qwen/Qwen3-235B-A22B-Thinking-2507",
+    ),
+    (
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        ("mixtral", 4096, 32, 32, 8, 128, 14336, 32000, False),
+        "mistralai/Mixtral-8x7B-v0.1 mistralai/Mixtral-8x7B-Instruct-v0.1",
+    ),
+    (
+        {"num_experts": 64, "num_experts_per_tok": 8},
+        ("olmoe", 2048, 16, 16, 16, 128, 1024, 50304, False),
+        "allenai/OLMoE-1B-7B-0924 allenai/OLMoE-1B-7B-0924-SFT allenai/OLMoE-1B-7B-0924-Instruct "
+        "allenai/OLMoE-1B-7B-0125 allenai/OLMoE-1B-7B-0125-SFT allenai/OLMoE-1B-7B-0125-Instruct",
+    ),
+)
+"""What their configs say of experts, and the rest."""
 
 
 def known_configs() -> Mapping[str, Mapping[str, Any]]:
     """The known part of the config of every model, by its name on the hub."""
-    return {name: dict(zip(_FIELDS, figures, strict=True)) for figures, names in _ROWS for name in names.split()}
+    rows: list[tuple[dict[str, int], tuple[Any, ...], str]] = [({}, *row) for row in _ROWS]
+    return {
+        name: {**dict(zip(_FIELDS, figures, strict=True)), **experts}
+        for experts, figures, names in (*rows, *_OF_EXPERTS)
+        for name in names.split()
+    }
 
 
 @cache

@@ -255,14 +255,22 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
     if family.fused:
         # Values are part of what the one projection gave.
         attention += computed * (queries + keys)
-    mlp = computed * 4 * inner
+    mlp: float = computed * 4 * inner
+    if shape.experts:
+        mlp = _mixture(shape, computed, frozen=lora is not None)
+        if spec.training.router_aux_loss_coefficient:
+            mlp += 4 * shape.experts
     kept = norms + between + attention + mlp
     if lora:
         adapted = adapted_of(shape, lora)
         kept += computed * lora.rank * len(adapted)
         if lora.dropout:
             kept += sum((computed + 1) * inputs for _, inputs in adapted.values())
-    working = computed * 2 * (inner + width)
+    working: float = computed * 2 * (inner + width)
+    if shape.experts:
+        working = shape.chosen * (computed * (3 * width + 2 * inner))
+        if family.weighed_in_fp32 and computed < 4:
+            working += shape.chosen * 8 * width
     how = spec.training.activation_checkpointing
     if how == "none":
         return BlockMemory(kept, working)
@@ -271,6 +279,19 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
     if how == "selective":
         # Products of matrices, the first factor's of adapters too, and attention.
         products = 2 * queries + 2 * keys + 2 * inner + 2 * width
+        if shape.experts:
+            products = 2 * queries + 2 * keys + width + shape.experts + shape.chosen * (2 * inner + width)
         least += computed * (products + (lora.rank * len(adapted_of(shape, lora)) if lora else 0)) + 4 * shape.heads
-        working += computed * 2 * width
+        working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
+
+
+def _mixture(shape: ModelShape, computed: int, *, frozen: bool) -> float:
+    """Of a token in the experts of a block, and its router, from the forward to the backward pass.
+
+    For each expert that it is sent to: what goes in, the two projections, the activation, their product, what comes
+    out, and its places before and after sorting. Of what goes into a product with ``frozen`` weights nothing is kept.
+    """
+    width, inner = shape.hidden_size, shape.intermediate_size
+    numbers = (0 if frozen else width + inner) + 3 * inner + width
+    return 4 * shape.experts + shape.chosen * (computed * numbers + 56)

@@ -26,13 +26,22 @@ class Family:
     """Whether embedding and head are one, where the config does not say."""
     head_size: int | None = None
     """Where the config does not say; hidden size / heads when None."""
+    mixture: bool = False
+    """Whether a block has experts in place of one MLP."""
+    expert_size: Literal["intermediate_size", "moe_intermediate_size"] = "intermediate_size"
+    """Where it says how wide the MLP of each is."""
+    weighed_in_fp32: bool = False
+    """Whether the outputs of experts are multiplied by what the router gives in fp32."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
     "qwen2": Family(attention_bias=True),
+    "mixtral": Family(mixture=True, weighed_in_fp32=True),
+    "olmoe": Family(query_key_norm="whole", mixture=True),
     "qwen3": Family(query_key_norm="head", head_size=128),
+    "qwen3_moe": Family(query_key_norm="head", mixture=True, expert_size="moe_intermediate_size"),
     "phi3": Family(fused=True),
     "smollm3": Family(tied=True),
     "olmo2": Family(query_key_norm="whole", norms="after", norms_in_fp32=True),
@@ -43,7 +52,10 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them."""
+    """A decoder of equal blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them.
+
+    In a mixture of experts each block has several MLPs, and a router that sends every token to some of them.
+    """
 
     family: Family
     hidden_size: int
@@ -61,6 +73,10 @@ class ModelShape:
     """Of the projection after attention."""
     logits: Transformed = ""
     """What becomes of the products of the last hidden states and the head."""
+    experts: int = 0
+    """MLPs of a block; 0 where there is one, to which all tokens go."""
+    chosen: int = 0
+    """Experts that a token is sent to."""
 
     @property
     def queries(self) -> int:
@@ -74,7 +90,7 @@ class ModelShape:
 
     @property
     def linear(self) -> dict[str, tuple[int, int]]:
-        """The linear layers of a block by name: (outputs, inputs)."""
+        """The linear layers of a block by name: (outputs, inputs); experts and routers are none."""
         attention = {
             "self_attn.q_proj": (self.queries, self.hidden_size),
             "self_attn.k_proj": (self.keys, self.hidden_size),
@@ -87,12 +103,10 @@ class ModelShape:
         if self.family.fused:
             attention = {"self_attn.qkv_proj": (self.queries + 2 * self.keys, self.hidden_size)}
             mlp = {"mlp.gate_up_proj": (2 * self.intermediate_size, self.hidden_size)}
-        return {
-            **attention,
-            "self_attn.o_proj": (self.hidden_size, self.queries),
-            **mlp,
-            "mlp.down_proj": (self.hidden_size, self.intermediate_size),
-        }
+        attention["self_attn.o_proj"] = (self.hidden_size, self.queries)
+        if self.experts:
+            return attention
+        return {**attention, **mlp, "mlp.down_proj": (self.hidden_size, self.intermediate_size)}
 
     @property
     def norms(self) -> int:
@@ -107,7 +121,17 @@ class ModelShape:
             self.hidden_size if self.output_bias else 0
         )
         normed = {"": 0, "head": 2 * self.head_size, "whole": self.queries + self.keys}[self.family.query_key_norm]
-        return matrices + biases + self.norms * self.hidden_size + normed
+        mixture = self.experts * (self._expert_parameters + self.hidden_size)
+        return matrices + biases + self.norms * self.hidden_size + normed + mixture
+
+    @property
+    def _expert_parameters(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the whole model those that take part in the computation of one token."""
+        return self.parameters - self.layers * (self.experts - self.chosen) * self._expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -132,12 +156,19 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         return None
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
-    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
+    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, family.expert_size)
     vocabulary = _size(config, "vocab_size")
     if heads is None or hidden is None or layers is None or intermediate is None or vocabulary is None:
         return None
     if config.get("mlp_bias"):
         return None
+    experts, chosen = 0, 0
+    if family.mixture:
+        # transformers writes the one as the other.
+        experts = _size(config, "num_experts") or _size(config, "num_local_experts") or 0
+        chosen = _size(config, "num_experts_per_tok") or 0
+        if not experts or not chosen or _has_dense_blocks(config):
+            return None
     bias, tied = config.get("attention_bias"), config.get("tie_word_embeddings")
     own = family.attention_bias  # of families whose config has no such field
     return ModelShape(
@@ -153,7 +184,14 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         attention_bias=own or bool(bias),
         output_bias=bool(bias) and not own,
         logits="capped" if config.get("final_logit_softcapping") else "",
+        experts=experts,
+        chosen=chosen,
     )
+
+
+def _has_dense_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether some blocks of a mixture of experts have one MLP: blocks are not equal then."""
+    return bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:

@@ -63,6 +63,8 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "training.globalBatchSize": None,
     "training.globalBatchTokens": 65536,
     "training.maxTokensPerMicroBatch": None,
+    "training.microBatchSize": None,
+    "training.routerAuxLossCoefficient": 0,
     "training.optimizer.learningRate": 1e-5,
     "training.optimizer.betas": [0.9, 0.999],
     "training.optimizer.eps": 1e-8,
@@ -96,6 +98,8 @@ _NO_POSITION = (
     "training.steps",
     "training.epochs",
     "training.precision",
+    "training.microBatchSize",
+    "training.routerAuxLossCoefficient",
     "training.optimizer.",
     "training.schedule.",
     "strategy.fsdp.reduceDtype",
@@ -116,8 +120,6 @@ NOT_NUMBERS = frozenset(
         "model.parameters",
         "data.eval",  # it measures, and changes no weight
         "data.workers",
-        # How much of a step goes through one forward: sums are rounded otherwise, as with other processes.
-        "training.microBatchSize",
         "training.activationCheckpointing",
         "training.compile",
         "training.evaluation",
@@ -255,10 +257,17 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
     given = {path: _at(spec, path) for path in _DEFAULTS} | {
         path: value for path, value in resolved.items() if value is not None or path in _BATCH
     }
-    # A bin decides which examples share a step when steps are counted in tokens, and nothing else.
+    # A bin decides which examples share a step when steps are counted in tokens, and which are balanced together over
+    # experts. Else it is how much of a step goes through one forward: sums are rounded otherwise, as with other
+    # processes.
     counts_tokens = given["training.globalBatchTokens"] is not None
-    if not counts_tokens or given["training.maxTokensPerMicroBatch"] == given["data.maxLength"]:
+    balances = bool(given["training.routerAuxLossCoefficient"])
+    packed = given["data.packing"] != "none"
+    counts_bins = counts_tokens or (balances and packed)
+    if not counts_bins or given["training.maxTokensPerMicroBatch"] == given["data.maxLength"]:
         given["training.maxTokensPerMicroBatch"] = None
+    if not balances or packed:
+        given["training.microBatchSize"] = None
     if given["training.steps"] is not None or given["training.epochs"] is None:
         given["training.epochs"] = _DEFAULTS["training.epochs"]
     if given["training.schedule.type"] == "constant" or given["training.schedule.warmupSteps"] is not None:

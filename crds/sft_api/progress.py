@@ -90,6 +90,8 @@ class TrainingProgress(ReportModel):
     eval_accuracies: dict[str, float | None] = Field(default_factory=dict)
     learning_rate: float | None = None
     grad_norm: float | None = None
+    aux_loss: float | None = None
+    """Load-balancing loss of the routers in the last step, where one is trained."""
     step_seconds: float | None = None
     """Duration of the last step."""
     median_step_seconds: float | None = None

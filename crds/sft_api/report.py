@@ -72,6 +72,7 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
         eval_accuracy=shown(training.eval_accuracy),
         learning_rate=shown(training.learning_rate),
         grad_norm=shown(training.grad_norm),
+        aux_loss=shown(training.aux_loss),
         tokens_per_second=shown(training.tokens_per_second),
         tokens_per_second_per_gpu=shown(training.tokens_per_second_per_gpu),
         model_flops_utilization=shown(training.model_flops_utilization),

@@ -148,6 +148,9 @@ class StepDone:
     """Whether any process still uploads the last save."""
     figures: Figures
     """Of the run, with this step."""
+    aux_loss: float | None = None
+    """Load-balancing loss of the routers, without its coefficient: the mean over the step's tokens of that of their
+    bins; None where it is not trained."""
 
     @property
     def is_finite(self) -> bool:
@@ -159,6 +162,7 @@ class StepDone:
         return {
             "step": self.step,
             "loss": self.loss,
+            **({} if self.aux_loss is None else {"auxLoss": self.aux_loss}),
             "gradNorm": self.grad_norm,
             "learningRate": self.learning_rate,
             "tokens": self.tokens,

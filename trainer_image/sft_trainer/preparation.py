@@ -26,7 +26,8 @@ from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import check_compiles
 from .models.digest import base_digest, companion_digests
-from .models.lora import add_adapters, initialize_adapters, is_adapter
+from .models.experts import check_balances, has_experts
+from .models.lora import LEFT_ALONE, add_adapters, initialize_adapters, is_adapter
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.weights import load_weights
@@ -76,6 +77,8 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     path = _fetched(spec.model.uri, "model", spec, reporter)
     model = build_on_meta(path, spec.model.config_overrides)
     check_positions(model.huggingface.config, spec.data.max_length)
+    if spec.training.router_aux_loss_coefficient:
+        check_balances(model.huggingface)
     digest = base_digest(model, path)
     if spec.lora is not None:
         reporter.say("%s", _with_adapters(model, spec.lora))
@@ -169,9 +172,10 @@ def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
     layers = add_adapters(model.huggingface, lora)
     sizes = {name: parameter.numel() for name, parameter in model.huggingface.named_parameters()}
     trained = sum(size for name, size in sizes.items() if is_adapter(name))
+    alone = f"; {LEFT_ALONE}" if has_experts(model.huggingface) else ""
     return (
         f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
-        f"trained, {sum(sizes.values()) - trained:,} are not"
+        f"trained, {sum(sizes.values()) - trained:,} are not{alone}"
     )
 
 

@@ -198,6 +198,7 @@ class Reporter:
             **done.figures.progress(),
             epoch=done.epoch,
             grad_norm=finite(done.grad_norm),
+            aux_loss=None if done.aux_loss is None else finite(done.aux_loss),
             learning_rate=done.learning_rate,
             step_seconds=done.seconds,
             median_step_seconds=median,

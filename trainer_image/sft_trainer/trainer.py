@@ -340,16 +340,18 @@ class Trainer:
         began = Moment(self.device)
         share = next(self._shares)
         step = share.step
-        loss_sum = self.strategy.forward_backward(share.bins, step.trained_tokens)
+        losses = self.strategy.forward_backward(share.bins, step.trained_tokens, step.tokens)
         norm = self.strategy.grad_norm()
         flops = self._flops.training(bin_.boundaries.lengths for bin_ in share.bins if bin_.counts)
+        # The cross-entropy, and that of routers where there is one.
+        loss_sum, *aux_sum = losses if self.strategy.auxiliary else (losses,)
         counted = (loss_sum, flops) if self.topology.counts_loss else (0.0, 0.0)
         self.events.emit(Asking(self.step + 1))
         # One collective carries everything the processes must agree on.
         save_failed_here = self.saving.failed_here()
         in_flight_here = self.saving.in_flight
         flags = [float(save_failed_here), float(in_flight_here), *self.control.asked()]
-        sums = summed([*counted, norm, *flags], self.device)
+        sums = summed([*counted, norm, *(aux_sum or [0.0]), *flags], self.device)
         rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
         # A step whose loss or gradients are not finite changes nothing, on all processes alike.
         ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
@@ -359,7 +361,7 @@ class Trainer:
 
     def _learn(self, launched: Launched) -> None:
         """Wait for the figures of a step, and tell them."""
-        total, flops_sum, norm_sum, save_failed, in_flight, *asked = launched.figures.read()
+        total, flops_sum, norm_sum, aux_sum, save_failed, in_flight, *asked = launched.figures.read()
         self.control.agree(asked)
         if save_failed:
             self.saving.settle()
@@ -382,6 +384,7 @@ class Trainer:
             peak_flops_share=self._flops.share_of_peak(flops_sum, seconds * self.topology.world_size),
             save_in_flight=in_flight > 0,
             figures=self.figures,
+            aux_loss=aux_sum / step.tokens if self.strategy.auxiliary else None,
         )
         self.events.emit(done)
         self.events.emit(Logged(done.step, done.record()))

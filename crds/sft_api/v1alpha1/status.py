@@ -58,6 +58,10 @@ class ProgressStatus(ApiModel):
     )
     learning_rate: float | None = Field(default=None, description="Learning rate of the last step.")
     grad_norm: float | None = Field(default=None, description="Global gradient norm before clipping.")
+    aux_loss: float | None = Field(
+        default=None,
+        description="Load-balancing loss of the routers in the last step, with training.routerAuxLossCoefficient.",
+    )
     tokens_per_second: float | None = Field(default=None, description="Tokens a second, over all processes.")
     tokens_per_second_per_gpu: float | None = Field(default=None, description="Tokens a second of one process.")
     model_flops_utilization: float | None = Field(

@@ -345,6 +345,12 @@ class TrainingSpec(ApiModel):
         description="Compile the layers (torch.compile) before the first step: faster steps, a start that takes a "
         "minute longer; numbers differ in their last bits.",
     )
+    router_aux_loss_coefficient: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0,
+        description="Of a mixture of experts: what the load-balancing loss of its routers is multiplied by and added "
+        "to the loss that is trained, for each micro-batch by its share of the step's tokens; 0 leaves it out, "
+        "whatever the model's config says. Loss and evaluation stay those without it; it is reported as auxLoss.",
+    )
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = Field(
         default=42, description="Seed of the order of the data and of everything random."
     )

@@ -11,6 +11,10 @@ from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
 
 PUBLISHED = {
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
@@ -61,6 +65,20 @@ def estimated(model: str = EIGHT_BILLION, gpus: int = 8, **spec: Any) -> MemoryE
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_figures_of_a_known_model_add_up_to_its_published_parameters(name: str) -> None:
     assert shape(f"hf://{name}").parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 3.3),
+        ("Qwen/Qwen3-235B-A22B", 22),
+        ("mistralai/Mixtral-8x7B-v0.1", 12.9),
+        ("allenai/OLMoE-1B-7B-0924", 1.3),
+        ("Qwen/Qwen3-8B", 8.19),
+    ],
+)
+def test_the_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
+    assert shape(f"hf://{name}").active_parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_every_row_of_the_table_is_held_against_a_published_number() -> None:

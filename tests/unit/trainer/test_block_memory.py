@@ -12,6 +12,7 @@ from sft_api.model_shape import shape_of
 from sft_trainer.models import tracking
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tracking import track_block
 from sft_trainer.strategies.fsdp.activations import checkpoint_activations
@@ -26,7 +27,9 @@ SIZES = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "gemma3_text"]
+EXPERTS = {"num_experts": 32, "num_local_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+OF_EXPERTS = ["mixtral", "olmoe", "qwen3_moe"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "gemma3_text", *OF_EXPERTS]
 
 
 def model_of(kind: str) -> CausalLM:
@@ -34,10 +37,13 @@ def model_of(kind: str) -> CausalLM:
 
     register()
     head = {} if kind == "phi3" else {"head_dim": 128 if kind == "qwen3" else 64}
-    given = {**SIZES, **head, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    mixture = {**EXPERTS, "intermediate_size": 256} if kind in OF_EXPERTS else {}
+    given = {**SIZES, **head, **mixture, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(kind, **given)
     with torch.device("meta"):
-        return CausalLM(AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION))
+        return CausalLM(
+            AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
+        )
 
 
 def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tuple[Any, Any]:
@@ -69,7 +75,7 @@ def test_what_a_block_keeps_is_what_the_formula_says(kind: str, how: str) -> Non
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", *OF_EXPERTS])
 def test_in_fp32_too(kind: str) -> None:
     reckoned, seen = both(kind, torch.float32)
 
@@ -82,6 +88,13 @@ def test_in_fp32_too(kind: str) -> None:
 )
 def test_beside_a_frozen_base(lora: dict[str, Any]) -> None:
     reckoned, seen = both("llama", lora=lora)
+
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+def test_beside_frozen_experts(kind: str) -> None:
+    reckoned, seen = both(kind, lora={"rank": 8})
 
     assert reckoned.kept == pytest.approx(seen.kept, rel=0.1)
 

@@ -10,6 +10,7 @@ Record = Mapping[str, Any]
 
 _SCALARS = {
     "train/loss": "loss",
+    "train/aux_loss": "auxLoss",
     "train/grad_norm": "gradNorm",
     "train/learning_rate": "learningRate",
     "train/epoch": "epoch",

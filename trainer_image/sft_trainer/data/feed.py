@@ -32,6 +32,12 @@ class BinTensors:
     """Of the random numbers that a forward pass draws."""
     counts: bool = True
     """False: an empty one, computed only because the other processes compute theirs."""
+    sizes: tuple[int, ...] = ()
+    """Tokens of each bin that it was put together of; of itself, where none is named."""
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", (self.input_ids.shape[0],))
 
     @classmethod
     def of(cls, batch: MicroBatch, *, seed: int = 0, counts: bool = True) -> "BinTensors":
@@ -63,6 +69,7 @@ class BinTensors:
             change(self.labels),
             self.seed,
             self.counts,
+            self.sizes,
         )
 
 

@@ -32,6 +32,7 @@ _HARMLESS = frozenset(
         "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
         "max_length_q",

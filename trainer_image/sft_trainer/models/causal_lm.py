@@ -12,6 +12,7 @@ from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_ent
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
+from .experts import Balance, check_experts, kernel_options, load_balance
 from .logits import logits_of
 from .overrides import config_of
 from .probe import check_documents_stay_apart
@@ -40,13 +41,15 @@ class CausalLM(nn.Module):
         targets: torch.Tensor,
         labels: torch.Tensor,
         scale: float | None,
+        balance: Balance | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy summed over the trained tokens of one micro-batch: times ``scale``, and as it is.
 
-        Two float32 scalars; ``backward`` is called of the first. With ``scale`` None, in an evaluation, the sum as it
-        is, and of how many tokens the model finds the right one the most likely. ``input_ids`` and ``position_ids`` are
-        (tokens,), ``targets`` the positions whose output is trained and ``labels`` the tokens they must predict, both
-        (trained tokens,).
+        Two float32 scalars; ``backward`` is called of the first. With ``balance`` that has the load-balancing loss of
+        routers added, as it says, and the second is (2,): the cross-entropy, and that loss times tokens. With ``scale``
+        None, in an evaluation, the sum as it is, and of how many tokens the model finds the right one the most likely.
+        ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
+        ``labels`` the tokens they must predict, both (trained tokens,).
         """
         model: Any = self.huggingface
         output = model.base_model(
@@ -54,13 +57,18 @@ class CausalLM(nn.Module):
             position_ids=position_ids.unsqueeze(0),
             # A cache makes documents see each other.
             use_cache=False,
+            **({} if balance is None else {"output_router_logits": True}),
             **boundary_arguments(boundaries),
         )
         hidden = output.last_hidden_state.squeeze(0)[targets]
         head = model.get_output_embeddings().weight
         if scale is None:
             return evaluation_sums(hidden, head, labels, self.logits)
-        return linear_cross_entropy(hidden, head, labels, scale, self.logits)
+        loss, total = linear_cross_entropy(hidden, head, labels, scale, self.logits)
+        if balance is None:
+            return loss, total
+        uneven = load_balance(output.router_logits, balance.bins, model.config.num_experts_per_tok)
+        return loss + balance.scale * uneven, torch.stack([total, uneven.detach()])
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -98,7 +106,11 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, trust_remote_code=False
+                config,
+                attn_implementation=IMPLEMENTATION,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                **kernel_options(config),
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
@@ -116,11 +128,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
     check_documents_stay_apart(model)
-    if any(".experts." in name or parameter.ndim > 2 for name, parameter in model.named_parameters()):
-        raise ModelError(
-            f"a model of type {config.model_type!r} sends tokens to experts, which cannot be trained yet: nothing "
-            "would keep the experts evenly used; choose a dense model"
-        )
+    check_experts(model)
     return CausalLM(model, stored_dtype, logits_of(model))
 
 

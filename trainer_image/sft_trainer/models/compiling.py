@@ -54,6 +54,7 @@ def check_compiles(config: Any, device: torch.device, dtype: torch.dtype, cache:
 
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
+    _check_experts(config)
     _check_attention(config, device, dtype)
     look_at_attention()
     try:
@@ -69,6 +70,14 @@ def check_compiles(config: Any, device: torch.device, dtype: torch.dtype, cache:
 
 def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + 1
+
+
+def _check_experts(config: Any) -> None:
+    if getattr(config, "num_experts_per_tok", None):
+        raise ConfigError(
+            f"training.compile: true cannot be done for a model of type {config.model_type!r}: how many tokens go to "
+            "each of its experts is another number in every step; set training.compile: false"
+        )
 
 
 def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> None:

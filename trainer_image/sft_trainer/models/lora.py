@@ -19,8 +19,12 @@ from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError
 
+from .experts import has_experts
+
 A, B = "lora_A.weight", "lora_B.weight"
 """How the names of their parameters end, behind that of the layer."""
+LEFT_ALONE = "its experts are stacked in one tensor and its routers are no linear layers: neither gets adapters"
+"""Of a mixture of experts."""
 
 
 def is_adapter(name: str) -> bool:
@@ -81,7 +85,8 @@ def adapted_layers(huggingface: Any, lora: LoraSpec) -> list[str]:
     try:
         return adapted(names, head, lora.target_modules, lora.exclude_modules)
     except AdapterError as error:
-        raise ConfigError(str(error)) from error
+        words = f"{error}; {LEFT_ALONE}" if has_experts(huggingface) else str(error)
+        raise ConfigError(words) from error
 
 
 def add_adapters(huggingface: Any, lora: LoraSpec) -> list[str]:

@@ -21,9 +21,21 @@ class Rules:
 
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_STACKED = Rules(
+    renamed=(
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+        (".router.weight", ".router.layer.weight"),
+    )
+)
+"""Experts that are stacked in hub files as well."""
 
 RULES: Mapping[str, Rules] = {
+    "flex_olmo": Rules(experts=_GATED),
+    "glm4_moe": Rules(experts=_GATED),
     "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
+    "granitemoe": _STACKED,
+    "granitemoeshared": _STACKED,
     "mixtral": Rules(
         renamed=((".mlp.", ".block_sparse_moe."),),
         experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},

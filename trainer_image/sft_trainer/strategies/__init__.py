@@ -22,6 +22,8 @@ Which = Literal["base", "trained", "optimizer"]
 class Strategy(Protocol):
     """A model on its devices. All calls but ``boxes`` are collective: every process makes them, in the same order."""
 
+    auxiliary: bool
+    """Whether a loss of routers is trained beside the cross-entropy."""
     updates: int
     """How often the optimizer changed the weights: a number that no box holds, to be set when its boxes are filled."""
 
@@ -36,11 +38,12 @@ class Strategy(Protocol):
         """The weights were filled from outside: make what follows from them."""
         ...
 
-    def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
+    def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
         """Gradients of a step: of the loss summed over ``bins`` of all processes, divided by ``denominator``.
 
         ``bins`` is this process's share, as many as any other has. Returns their summed loss, a float64 scalar on the
-        device; nothing waits for it.
+        device; nothing waits for it. With an auxiliary loss (``auxiliary``) that of each bin counts by its share of the
+        step's ``tokens``, and what is returned is (2,): the other sum is of that loss times tokens.
         """
         ...
 

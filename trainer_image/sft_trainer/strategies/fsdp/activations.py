@@ -6,6 +6,7 @@ functions and sums again.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -40,9 +41,11 @@ def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_FACTORS = {
+_FACTORS: Mapping[Any, Callable[[Any], Any]] = {
     torch.ops.aten.mm.default: lambda arguments: arguments[:2],
     torch.ops.aten.addmm.default: lambda arguments: arguments[1:3],
+    # One product for each expert, (rows, columns) of all their tokens and (experts, columns, outputs).
+    torch.ops.aten._grouped_mm.default: lambda arguments: (arguments[0], arguments[1][0]),
 }
 """Products of matrices, and how their factors are found among the arguments; not of batches of them (``bmm``): where
 attention is made of these, the scores of all pairs of tokens are among them."""

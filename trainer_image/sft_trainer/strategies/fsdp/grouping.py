@@ -63,4 +63,5 @@ def _joined(bins: list[BinTensors]) -> BinTensors:
         targets=torch.cat(targets),
         labels=torch.cat([bin_.labels for bin_ in bins]),
         seed=bins[0].seed,
+        sizes=tuple(size for bin_ in bins for size in bin_.sizes),
     )

@@ -13,6 +13,7 @@ from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer, set_updates, updates
@@ -60,6 +61,8 @@ class FsdpStrategy:
         bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
         self._bin_tokens = bin_tokens
         self._adds_up_once = topology.replicate > 1 and may_add_up_later(config)
+        self._balance = spec.training.router_aux_loss_coefficient
+        self.auxiliary = self._balance > 0
         self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
@@ -94,11 +97,12 @@ class FsdpStrategy:
         if self._compiles:
             self._compile()
 
-    def forward_backward(self, bins: Iterable[BinTensors], denominator: int) -> torch.Tensor:
+    def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
         self.model.train()
         loss_sum, most_tokens = self._zero(), 0
-        # The denominator is that of the whole step, so gradients only need to be summed.
-        for bin_, loss, total in self._passes(bins, 1.0 / denominator):
+        # The denominators are those of the whole step, so gradients only need to be summed.
+        balance = self._balance / tokens if self.auxiliary else None
+        for bin_, loss, total in self._passes(bins, 1.0 / denominator, balance):
             loss.backward()
             if bin_.counts:
                 loss_sum += total
@@ -154,12 +158,12 @@ class FsdpStrategy:
         return self._together.count if self._together else 1
 
     def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.zeros((2,) if self.auxiliary else (), dtype=torch.float64, device=self._device)
 
     def _passes(
-        self, bins: Iterable[BinTensors], scale: float | None
+        self, bins: Iterable[BinTensors], scale: float | None, balance: float | None = None
     ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
-        """What goes through the model at once, and the two figures that its forward pass gives, by ``scale``."""
+        """What goes through the model at once, and what its forward pass gives, by ``scale`` and that of routers."""
         for bin_, last in with_last(grouped((bin_.to(self._device) for bin_ in bins), self._at_once)):
             if self._adds_up_once:
                 add_up_replicas(self.model, after_this_pass=last)
@@ -172,5 +176,6 @@ class FsdpStrategy:
                 bin_.targets,
                 bin_.labels,
                 scale if scale is None or bin_.counts else 0.0,
+                None if balance is None else Balance(balance if bin_.counts else 0.0, bin_.sizes),
             )
             yield bin_, one, other

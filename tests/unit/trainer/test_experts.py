@@ -1,0 +1,189 @@
+"""Mixtures of experts against plain Hugging Face: what is computed, the loss of routers, and what is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from sft_trainer.data.batches import empty_micro_batch
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.errors import ConfigError, ModelError
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.experts import check_balances, load_balance
+from sft_trainer.models.lora import adapted_layers
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import EVERYTHING
+from tests.bins import RoomFor, random_bin
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_model
+
+CPU = torch.device("cpu")
+COEFFICIENT = 0.5
+KINDS = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "flex_olmo"]
+BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_bin(4, 7), random_bin(5, 2, 11))
+EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
+TRAINED = sum(len(bin_.labels) for bin_ in BINS)
+TOKENS = sum(len(bin_.input_ids) for bin_ in BINS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def strategy(path: Path, coefficient: float = COEFFICIENT, how: str = "none", **options: Any) -> FsdpStrategy:
+    training = {"routerAuxLossCoefficient": coefficient, "activationCheckpointing": how}
+    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training)
+    built = FsdpStrategy(resolve(job), build_on_meta(path), EVERYTHING, ALONE, CPU, **options)
+    load_weights(built.boxes("base") + built.boxes("trained"), built.model.names, path)
+    return built
+
+
+def gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
+        for name, parameter in of.model.huggingface.named_parameters()
+    }
+
+
+def step(of: FsdpStrategy, bins: Any = BINS) -> tuple[list[float], dict[str, torch.Tensor]]:
+    of.optimizer.zero_grad()
+    sums = of.forward_backward(bins, TRAINED, TOKENS)
+    return sums.tolist(), gradients(of)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    difference = sum((one[name] - other[name]).square().sum() for name in one)
+    return float((difference / sum(value.square().sum() for value in other.values())).sqrt())
+
+
+def plain(reference: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same step by transformers alone: document by document, its own loss of routers over each bin."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = reference.config
+    reference.train()
+    total, uneven, sums = torch.zeros(()), torch.zeros(()), [0.0, 0.0]
+    for bin_ in BINS:
+        outputs, labels, start = [], [], 0
+        position = dict(zip(bin_.targets.tolist(), bin_.labels.tolist(), strict=True))
+        for length in bin_.boundaries.lengths:
+            ids = bin_.input_ids[start : start + length]
+            outputs.append(reference(input_ids=ids[None], output_router_logits=True, use_cache=False))
+            labels.append(torch.tensor([position.get(start + i, -100) for i in range(length)]))
+            start += length
+        loss = torch.stack(
+            [
+                cross_entropy(output.logits[0], label, reduction="sum", ignore_index=-100)
+                for output, label in zip(outputs, labels, strict=True)
+            ]
+        ).sum()
+        routers = tuple(torch.cat(layers) for layers in zip(*(output.router_logits for output in outputs), strict=True))
+        aux = load_balancing_loss_func(routers, routers[0].shape[-1], config.num_experts_per_tok)
+        total = total + loss / TRAINED
+        uneven = uneven + aux * start / TOKENS
+        sums = [sums[0] + loss.item(), sums[1] + aux.item() * start]
+    (total + COEFFICIENT * uneven).backward()
+    return sums, {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_the_loss_of_routers_is_that_of_transformers(tmp_path: Path, kind: str, how: str) -> None:
+    # Given a small mixture of experts, and a step of bins of several documents
+    expected = plain(save_model(kind, tmp_path))
+
+    # When it is trained, whatever is computed again
+    sums, found = step(strategy(tmp_path, how=how))
+
+    # Then loss, the loss of the routers, and gradients are those of transformers to rounding
+    assert sums == pytest.approx(expected[0], rel=1e-6)
+    assert distance(found, expected[1]) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model("qwen3_moe", path)
+    return path
+
+
+def test_bins_together_and_empty_ones_change_nothing(folder: Path) -> None:
+    room = RoomFor(3, 512, seen=max(bin_.input_ids.shape[0] for bin_ in BINS))
+    alone, grouped = strategy(folder), strategy(folder, memory=room)
+    step(grouped)
+    step(grouped)
+    assert grouped._at_once > 1
+
+    wanted, found, beside = step(alone), step(grouped), step(alone, [*BINS, EMPTY])
+
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    assert distance(found[1], wanted[1]) <= 1e-6
+    assert beside[0] == wanted[0]
+    assert distance(beside[1], wanted[1]) == 0
+
+
+def test_without_a_coefficient_it_is_the_cross_entropy_alone(folder: Path) -> None:
+    without, with_one = strategy(folder, 0), strategy(folder)
+    loss = without.forward_backward(BINS, TRAINED)
+
+    sums, found = step(with_one)
+
+    assert not without.auxiliary
+    assert loss.shape == ()
+    assert float(loss) == sums[0]
+    assert distance(found, gradients(without)) > 1e-3
+    assert float(without.forward_sums(BINS)[0]) == pytest.approx(sums[0], rel=1e-6)
+
+
+def test_even_use_of_the_experts_is_as_many_as_a_token_is_sent_to() -> None:
+    # Given 4 experts, of which each token is sent to 2: one bin evenly, another to the same two
+    even = torch.tensor([[9.0, 9, 0, 0], [0, 0, 9, 9]]).repeat(3, 1)
+    same = torch.tensor([[9.0, 9, 0, 0]]).repeat(4, 1)
+
+    found = load_balance([torch.cat([even, same])], (6, 4), 2)
+
+    # Then the first is 2, the least there is, the second 4 where the others have no chance
+    assert float(found) == pytest.approx(6 * 2 + 4 * 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("qwen3", "sends no tokens to experts"), ("glm4_moe", "transformers knows")])
+def test_a_loss_that_the_model_does_not_have_is_refused(tmp_path: Path, kind: str, why: str) -> None:
+    save_model(kind, tmp_path)
+    with pytest.raises(ConfigError, match=f"training.routerAuxLossCoefficient is set, .*{why}"):
+        check_balances(build_on_meta(tmp_path).huggingface)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_it_has_is_not(tmp_path: Path, kind: str) -> None:
+    save_model(kind, tmp_path)
+    check_balances(build_on_meta(tmp_path).huggingface)
+
+
+def test_widths_that_the_kernel_does_not_take_are_refused(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path, moe_intermediate_size=12)
+    with pytest.raises(ModelError, match=r"has the shape \(4, 32, 12\): .* multiples of 8"):
+        build_on_meta(tmp_path)
+
+
+def test_adapters_are_put_beside_attention_and_not_on_routers_or_experts(folder: Path) -> None:
+    huggingface: Any = build_on_meta(folder).huggingface
+    job = manifest(folder, folder, lora={"rank": 4})
+    lora = resolve(job).spec.lora
+    assert lora is not None
+
+    leaves = {name.rpartition(".")[2] for name in adapted_layers(huggingface, lora)}
+
+    assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for name in ("gate", "gate_up_proj"):
+        with pytest.raises(ConfigError, match="experts"):
+            adapted_layers(huggingface, lora.model_copy(update={"target_modules": [name]}))

@@ -1,0 +1,115 @@
+"""Mixtures of experts: which are trained, by which kernel, and the loss that keeps their experts evenly used.
+
+Experts are computed by transformers' ``grouped_mm``: tokens sorted by expert, one product of matrices for all of them.
+It needs no number of the device on the host, and what is computed again in a backward pass has the same shapes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import softmax
+
+from sft_trainer.errors import ConfigError, ModelError
+
+from .attention import Boundaries, boundary_arguments
+from .probe import small_model
+
+PROVEN = (*("flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),)
+"""Types whose loss, gradients and names in files are compared with transformers' own by a test."""
+_MULTIPLE = 16
+"""Bytes: every row of a factor of the grouped product begins at one."""
+_TOKENS = 12
+
+
+def kernel_options(config: Any) -> dict[str, str]:
+    """What ``from_config`` of transformers is told of the experts of a model of ``config``."""
+    return {"experts_implementation": "grouped_mm"} if config.model_type in PROVEN else {}
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the Hugging Face ``model`` sends tokens to experts."""
+    return any(".experts." in name or parameter.ndim > 2 for name, parameter in model.named_parameters())
+
+
+def check_experts(model: Any) -> None:
+    """Raise ``ModelError`` where the experts of ``model``, on the meta device, would not be trained exactly."""
+    kind = model.config.model_type
+    if not has_experts(model):
+        return
+    if kind not in PROVEN:
+        raise ModelError(
+            f"a model of type {kind!r} sends tokens to experts in a way that is not known to be trained exactly here: "
+            f"choose a dense model, or a mixture of experts of type {', '.join(PROVEN)}"
+        )
+    for name, parameter in model.named_parameters():
+        # In bf16: of a row of fp32 it then holds as well.
+        if parameter.ndim == 3 and any(size * 2 % _MULTIPLE for size in parameter.shape[1:]):
+            raise ModelError(
+                f"{name} of a model of type {kind!r} has the shape {tuple(parameter.shape)}: the product of matrices "
+                "for all experts at once needs widths that are multiples of 8; choose another model"
+            )
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What a forward pass is told of the auxiliary loss of routers: their load-balancing loss."""
+
+    scale: float
+    """What it is multiplied by in the loss that gradients are made of."""
+    bins: tuple[int, ...]
+    """Tokens of each bin in the micro-batch, in order: each is balanced by itself."""
+
+
+def load_balance(router_logits: Sequence[torch.Tensor], bins: Sequence[int], chosen: int) -> torch.Tensor:
+    """The load-balancing loss of each of ``bins`` times its tokens, summed; an fp32 scalar.
+
+    ``router_logits`` of every layer with experts are (tokens, experts), and a token is sent to ``chosen`` of them. As
+    transformers computes it after Fedus et al. 2021 (arXiv 2101.03961): experts x the sum over experts of the share of
+    tokens that are sent there times the mean probability of it, both over all layers. ``chosen`` where it is even.
+    """
+    experts = router_logits[0].shape[-1]
+    sent = torch.zeros((len(bins), experts), device=router_logits[0].device)
+    likely = torch.zeros_like(sent)
+    for logits in router_logits:
+        probabilities = softmax(logits.float(), dim=-1)
+        with torch.no_grad():
+            picked = torch.zeros_like(probabilities)
+            picked.scatter_(1, probabilities.topk(chosen, dim=-1).indices, 1.0)
+            sent += _by_bin(picked, bins)
+        likely = likely + _by_bin(probabilities, bins)
+    tokens = torch.tensor(bins, dtype=torch.float32).to(sent.device, non_blocking=True)
+    return ((sent * likely).sum(-1) / tokens).sum() * (experts / len(router_logits) ** 2)
+
+
+def _by_bin(values: torch.Tensor, bins: Sequence[int]) -> torch.Tensor:
+    """(tokens, experts) summed over the tokens of each bin: (bins, experts)."""
+    return torch.stack([part.sum(0) for part in values.split(list(bins))])
+
+
+def check_balances(model: Any) -> None:
+    """Raise ``ConfigError`` where the Hugging Face ``model``, on the meta device, has no load-balancing loss."""
+    kind = model.config.model_type
+    if not has_experts(model):
+        why = "sends no tokens to experts"
+    elif not hasattr(model.config, "router_aux_loss_coef"):
+        why = "was not trained with a load-balancing loss: transformers knows none for it"
+    else:
+        small = small_model(model)
+        ids = torch.arange(_TOKENS)[None]
+        with torch.no_grad():
+            output = small.base_model(
+                input_ids=ids,
+                position_ids=ids,
+                use_cache=False,
+                output_router_logits=True,
+                **boundary_arguments(Boundaries.of((_TOKENS,))),
+            )
+        shapes = [tuple(logits.shape) for logits in output.router_logits or ()]
+        if shapes and all(len(shape) == 2 and shape[0] == _TOKENS for shape in shapes):
+            return
+        why = f"does not give the logits of its routers (shapes {shapes})"
+    raise ConfigError(
+        f"training.routerAuxLossCoefficient is set, but a model of type {kind!r} {why}: leave the field out"
+    )
