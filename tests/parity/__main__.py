@@ -2,8 +2,9 @@
 
 max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
                  loop, also compiled, with activation checkpointing, hybrid sharding and offload; of accumulation
-                 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of adapters against peft, which
-                 are compared after three steps too; at most 1e-6
+                 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of mixtures of experts with the
+                 loss of their routers, of adapters against peft, which are compared after three steps too; at most
+                 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -18,6 +19,7 @@ from typing import Any
 from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
+from tests.parity.mixtures import KINDS, make_mixture
 
 LIMIT = 1e-6
 _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
@@ -29,6 +31,8 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
 }
 """Runs that are compared with the plain loop too: processes, and what is chosen for them."""
+_BALANCED = {"routerAuxLossCoefficient": 0.1, "maxTokensPerMicroBatch": 1024, "activationCheckpointing": "selective"}
+"""Of mixtures of experts."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
     "dtypes": {
@@ -36,6 +40,7 @@ _DISTURBED: dict[str, dict[str, Any]] = {
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
     },
     "offload": {"strategy": {"fsdp": {"cpuOffload": True}}},
+    "experts": {"training": {"routerAuxLossCoefficient": 0.1}},
 }
 """Runs that are killed and resumed too, by what is merged into their spec."""
 
@@ -59,6 +64,13 @@ def main() -> int:
                 work / "inputs", work / name, packing="ffd", processes=processes, steps=3, **chosen
             )
             errors |= {f"{name}_{key}": value for key, value in figures.items()}
+        for kind, processes in ((kind, processes) for kind in KINDS for processes in (1, 2)):
+            name = f"{kind}_{processes}"
+            mixture = make_mixture(work / "inputs", work / f"{name}-inputs", kind)
+            figures = checks.against_reference(
+                mixture, work / name, packing="ffd", processes=processes, steps=3, **_BALANCED
+            )
+            errors |= {f"{name}_{key}": value for key, value in figures.items()}
         for processes in (1, 2):
             name = f"lora_{processes}"
             figures = checks.against_peft(work / "inputs", work / name, processes=processes, steps=3)
@@ -72,9 +84,15 @@ def main() -> int:
             )
             print(f"processes={processes} killed_after_step={killed_after} different={different}")
             resume_mismatch += different
+        make_mixture(work / "inputs", work / "mixture", "qwen3_moe")
         for name, sections in _DISTURBED.items():
             killed_after, different = checks.killed_and_resumed(
-                work / "inputs", work / f"resume-{name}", processes=2, steps=12, seed=seed, sections=sections
+                work / ("mixture" if name == "experts" else "inputs"),
+                work / f"resume-{name}",
+                processes=2,
+                steps=12,
+                seed=seed,
+                sections=sections,
             )
             print(f"{name} processes=2 killed_after_step={killed_after} different={different}")
             resume_mismatch += different

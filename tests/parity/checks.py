@@ -102,7 +102,16 @@ def against_reference(
         "loss": loss_error(work / "store", [step.loss for step in expected]),
         "gradients": relative_error(captured, [step.gradients for step in expected]),
         "norm": norm_error(work / "store", [step.grad_norm for step in expected]),
+        **_aux_error(work / "store", [step.aux_loss for step in expected]),
     }
+
+
+def _aux_error(store: Path, expected: list[float]) -> dict[str, float]:
+    """Largest relative error of the recorded losses of routers, where there is any."""
+    records = step_records(store).values()
+    if not any(expected):
+        return {}
+    return {"aux": worst(abs(record["auxLoss"] / loss - 1) for record, loss in zip(records, expected, strict=True))}
 
 
 def against_peft(inputs: Path, work: Path, *, processes: int, steps: int) -> dict[str, float]:

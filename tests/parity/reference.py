@@ -25,14 +25,17 @@ class ReferenceStep:
     loss: float
     gradients: dict[str, torch.Tensor]
     grad_norm: float
+    aux_loss: float
+    """Of the routers, without its coefficient; 0 where none is trained."""
 
 
 def reference_model(config: TrainerConfig) -> Any:
     """The model of ``config`` as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
+    balanced = {"output_router_logits": True} if config.spec.training.router_aux_loss_coefficient else {}
     return AutoModelForCausalLM.from_pretrained(
-        Path(config.spec.model.uri.removeprefix("file://")), dtype=torch.float32
+        Path(config.spec.model.uri.removeprefix("file://")), dtype=torch.float32, **balanced
     )
 
 
@@ -98,25 +101,56 @@ def reference_steps(
     )
     steps = []
     for index, rate in enumerate(rates):
-        examples = [
-            prepared.train[source].example(row)
+        bins = [
+            [
+                prepared.train[source].example(row)
+                for source, row in zip(bin_.sources.tolist(), bin_.rows.tolist(), strict=True)
+            ]
             for bin_ in prepared.steps.step(index).bins
-            for source, row in zip(bin_.sources.tolist(), bin_.rows.tolist(), strict=True)
         ]
-        trained = sum(int(mask[1:].sum()) for _, mask in examples)
-        total = 0.0
-        for ids, mask in examples:
-            tokens = torch.tensor(ids.tolist())
-            labels = torch.where(torch.tensor(mask.tolist()) == 1, tokens, -100)
-            logits = model(input_ids=tokens[None]).logits[0]
-            loss = cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum") / trained
-            loss.backward()
-            total += loss.item()
+        trained = sum(int(mask[1:].sum()) for examples in bins for _, mask in examples)
+        tokens = sum(len(ids) for examples in bins for ids, _ in examples)
+        coefficient = config.spec.training.router_aux_loss_coefficient
+        total = total_aux = 0.0
+        for examples in bins:
+            if coefficient:
+                losses, routers = zip(*(_loss_and_routers(model, *example) for example in examples), strict=True)
+                loss = torch.stack(losses).sum() / trained
+                aux = _aux_loss(model, routers) * sum(len(ids) for ids, _ in examples) / tokens
+                (loss + coefficient * aux).backward()
+                total, total_aux = total + loss.item(), total_aux + aux.item()
+                continue
+            for example in examples:
+                loss = _loss(model, *example) / trained
+                loss.backward()
+                total += loss.item()
         gradients = {plain_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
-        steps.append(ReferenceStep(total, gradients, norm.item()))
+        steps.append(ReferenceStep(total, gradients, norm.item(), total_aux))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
     return steps
+
+
+def _loss(model: Any, ids: Any, mask: Any) -> torch.Tensor:
+    """Summed over the trained tokens of one example."""
+    return _loss_and_routers(model, ids, mask)[0]
+
+
+def _loss_and_routers(model: Any, ids: Any, mask: Any) -> tuple[torch.Tensor, Any]:
+    tokens = torch.tensor(ids.tolist())
+    labels = torch.where(torch.tensor(mask.tolist()) == 1, tokens, -100)
+    output = model(input_ids=tokens[None])
+    loss = cross_entropy(output.logits[0][:-1], labels[1:], ignore_index=-100, reduction="sum")
+    return loss, getattr(output, "router_logits", None)
+
+
+def _aux_loss(model: Any, routers: Any) -> torch.Tensor:
+    """transformers' own, over the tokens of all examples of a bin."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    layers = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
+    loss: torch.Tensor = load_balancing_loss_func(layers, layers[0].shape[-1], model.config.num_experts_per_tok)
+    return loss

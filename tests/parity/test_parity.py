@@ -10,6 +10,7 @@ import torch
 
 from tests.parity import checks
 from tests.parity.__main__ import LIMIT
+from tests.parity.mixtures import make_mixture
 
 _LESS_MEMORY = {"activationCheckpointing": "selective", "strategy": {"cpuOffload": True}}
 
@@ -22,6 +23,20 @@ def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
 
     figures = checks.against_reference(inputs, tmp_path, packing=packing, processes=processes, steps=2, **chosen)
 
+    assert checks.worst(figures.values()) <= LIMIT, figures
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("qwen3_moe", 2), ("mixtral", 1), ("olmoe", 1)])
+def test_mixtures_of_experts_and_the_loss_of_their_routers_equal_a_plain_loop(
+    kind: str, processes: int, tiny_inputs: Any, tmp_path: Path
+) -> None:
+    inputs = make_mixture(tiny_inputs.model.parent, tmp_path / "inputs", kind)
+
+    figures = checks.against_reference(
+        inputs, tmp_path / "run", packing="ffd", processes=processes, steps=2, routerAuxLossCoefficient=0.1
+    )
+
+    assert "aux" in figures
     assert checks.worst(figures.values()) <= LIMIT, figures
 
 

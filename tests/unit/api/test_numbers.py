@@ -201,6 +201,18 @@ def test_bins_of_another_size_count_only_where_they_decide_which_examples_share_
     assert unpacked(globalBatchSize=32) == unpacked()
 
 
+def test_they_count_too_where_experts_are_balanced_over_each() -> None:
+    none = {"train": [{"uri": "hf://org/data"}], "packing": "none"}
+
+    def balanced(data: dict[str, Any] | None = None, **training: Any) -> Numbers:
+        asked = {"globalBatchSize": 32, "routerAuxLossCoefficient": 0.01, **training}
+        return Numbers.of(spec(training=asked, **({"data": data} if data else {})))
+
+    assert balanced(maxTokensPerMicroBatch=8192) != balanced()
+    assert balanced(none, microBatchSize=4) != balanced(none)
+    assert balanced(routerAuxLossCoefficient=0) == Numbers.of(spec(training={"globalBatchSize": 32}))
+
+
 def test_the_batch_that_is_left_open_follows_from_the_declared_processes() -> None:
     eight, many = Numbers.of(spec(compute={"gpusPerNode": 8})), Numbers.of(spec(compute={"nodes": 3, "gpusPerNode": 8}))
     given = {"globalBatchTokens": 98_304}

@@ -82,6 +82,13 @@ def test_attention_that_is_not_one_operator_is_refused(
         check_compiles(config, torch.device(device), torch.float32, tmp_path)
 
 
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    save_config("qwen3_moe", tmp_path)
+    config = build_on_meta(tmp_path).huggingface.config
+    with pytest.raises(ConfigError, match=r"type 'qwen3_moe': how many tokens .* training\.compile: false"):
+        check_compiles(config, CPU, torch.float32, tmp_path)
+
+
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

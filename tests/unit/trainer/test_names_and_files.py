@@ -22,6 +22,10 @@ KINDS = [
     ("qwen2_moe", EXPERTS),
     ("mixtral", EXPERTS),
     ("olmoe", EXPERTS),
+    ("flex_olmo", EXPERTS),
+    ("granitemoe", EXPERTS),
+    ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 6}),
+    ("glm4_moe", {**EXPERTS, "n_routed_experts": 3, "first_k_dense_replace": 1}),
 ]
 
 

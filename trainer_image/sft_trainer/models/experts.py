@@ -79,8 +79,9 @@ def load_balance(router_logits: Sequence[torch.Tensor], bins: Sequence[int], cho
             picked.scatter_(1, probabilities.topk(chosen, dim=-1).indices, 1.0)
             sent += _by_bin(picked, bins)
         likely = likely + _by_bin(probabilities, bins)
-    tokens = torch.tensor(bins, dtype=torch.float32).to(sent.device, non_blocking=True)
-    return ((sent * likely).sum(-1) / tokens).sum() * (experts / len(router_logits) ** 2)
+    # Numbers of tokens stay on the host: nothing waits for them to be copied.
+    each = [products / tokens for products, tokens in zip((sent * likely).sum(-1).unbind(), bins, strict=True)]
+    return torch.stack(each).sum() * (experts / len(router_logits) ** 2)
 
 
 def _by_bin(values: torch.Tensor, bins: Sequence[int]) -> torch.Tensor:

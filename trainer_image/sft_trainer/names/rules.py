@@ -32,6 +32,7 @@ _STACKED = Rules(
 
 RULES: Mapping[str, Rules] = {
     "flex_olmo": Rules(experts=_GATED),
+    "flint": Rules(renamed=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "glm4_moe": Rules(experts=_GATED),
     "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
     "granitemoe": _STACKED,

@@ -1,0 +1,43 @@
+"""Tiny mixtures of experts beside the data and the tokenizer of examples/make_inputs.py."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+KINDS = ("qwen3_moe", "mixtral", "olmoe")
+
+
+def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
+    """Inputs in ``folder``, which is made: those of ``inputs``, with a model of type ``kind`` and random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(inputs, folder)
+    (folder / "model" / "model.safetensors").unlink()
+    dense = AutoConfig.from_pretrained(folder / "model")
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=dense.vocab_size,
+        hidden_size=32,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=dense.pad_token_id,
+        bos_token_id=dense.bos_token_id,
+        eos_token_id=dense.eos_token_id,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Routers that prefer some experts: even ones would have nothing to learn.
+            if name.endswith((".gate.weight", ".router.weight")):
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder / "model")
+    return folder
