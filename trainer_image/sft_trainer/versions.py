@@ -134,6 +134,13 @@ def attention_kernels() -> "frozenset[Any]":
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
+def grouped_product() -> Any:
+    """The operator of one product of matrices for each of several groups of rows."""
+    import torch
+
+    return torch.ops.aten._grouped_mm.default
+
+
 def mark_dynamic(tensor: "torch.Tensor", dimension: int) -> None:
     """Tell the compiler that the size of ``dimension`` may be any: code for ``tensor`` shall not depend on it."""
     from torch._dynamo import maybe_mark_dynamic

@@ -59,7 +59,8 @@ def test_it_goes_on_with_other_processes_and_is_exported_as_the_hub_names_it(exp
     for step, record in expected.items():
         for name in ("loss", "auxLoss"):
             assert numbers[step][name] == pytest.approx(record[name], rel=1e-4), (step, name)
-    assert 2 <= expected[40]["auxLoss"] < expected[1]["auxLoss"]
+    # Nearly even: each token is sent to two.
+    assert expected[40]["auxLoss"] == pytest.approx(2, rel=0.1)
     assert ended.status["progress"]["auxLoss"] == pytest.approx(expected[40]["auxLoss"], rel=1e-3)
 
     # And the export has every expert's tensors by the names and shapes of the model that it came from

@@ -47,7 +47,11 @@ class Story(Trainer):
         self.told: list[str] = []
         self.prepared = SimpleNamespace(total_steps=10, epoch_size=10, eval=["some"])  # type: ignore[assignment]
         self.strategy = SimpleNamespace(  # type: ignore[assignment]
-            loaded=lambda: None, forward_backward=self._compute, grad_norm=lambda: torch.tensor(1.0), apply=self._apply
+            auxiliary=False,
+            loaded=lambda: None,
+            forward_backward=self._compute,
+            grad_norm=lambda: torch.tensor(1.0),
+            apply=self._apply,
         )
         self._flops = SimpleNamespace(training=lambda _: 0.0, share_of_peak=lambda *_: None)  # type: ignore[assignment]
         self.saving = SimpleNamespace(  # type: ignore[assignment]
@@ -63,7 +67,7 @@ class Story(Trainer):
         self.store = LocalStore(folder / "store")
         self.applied: list[bool] = []
 
-    def _compute(self, bins: Any, denominator: int) -> torch.Tensor:
+    def _compute(self, bins: Any, denominator: int, tokens: int) -> torch.Tensor:
         number = self.step + 1
         self.told.append(f"launch {number}")
         if number == self.asked:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.versions import attention_kernels
+from sft_trainer.versions import attention_kernels, grouped_product
 
 _LOW_RANK = 8
 """A product of matrices that share fewer numbers than a part of its columns takes less time than reading it: the
@@ -45,7 +45,7 @@ _FACTORS: Mapping[Any, Callable[[Any], Any]] = {
     torch.ops.aten.mm.default: lambda arguments: arguments[:2],
     torch.ops.aten.addmm.default: lambda arguments: arguments[1:3],
     # One product for each expert, (rows, columns) of all their tokens and (experts, columns, outputs).
-    torch.ops.aten._grouped_mm.default: lambda arguments: (arguments[0], arguments[1][0]),
+    grouped_product(): lambda arguments: (arguments[0], arguments[1][0]),
 }
 """Products of matrices, and how their factors are found among the arguments; not of batches of them (``bmm``): where
 attention is made of these, the scores of all pairs of tokens are among them."""
