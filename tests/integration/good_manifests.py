@@ -103,6 +103,7 @@ spec:
     optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5,
       stateDtype: bf16}
     schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
+    routerAuxLossCoefficient: 0.001
     precision: bf16
     activationCheckpointing: full
     compile: true
