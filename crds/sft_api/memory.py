@@ -126,12 +126,13 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
     # Of the last norm, and of its output where it is trained.
     top = tokens * sizes.hidden_size * (4 + 3 * computed)
 
-    block_bytes, root = computed * sizes.block, computed * sizes.root
+    copies = computes_with_copies(spec, plan.precision, plan.processes)
+    block_bytes, root = (computed * sizes.block, computed * sizes.root) if copies else (0, 0)
     fsdp = spec.strategy.fsdp if spec.strategy else None
     whole = fsdp is not None and not fsdp.reshard_after_forward
     blocks = sizes.layers * block_bytes if whole else 2 * block_bytes
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
-    summed = _BYTES[fsdp.reduce_dtype if fsdp else "fp32"]
+    summed = _BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
 
     if offloads(spec):
         # A share on its way, in the precision that it is held in.
@@ -202,6 +203,18 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec) -> int:
 def offloads(spec: SFTJobSpec) -> bool:
     """Whether weights, gradients and moments are held in host memory."""
     return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.cpu_offload)
+
+
+def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bool:
+    """Whether weights are copied to be computed with, and gradients to be added up.
+
+    They are gathered from other processes, cast to another ``precision`` than they are held in, or brought from the
+    host. One process that holds all as it computes with it needs none of that.
+    """
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
+    held = {4, _base_bytes(spec, precision)}
+    return processes > 1 or held != {_BYTES[precision]} or rounded or offloads(spec)
 
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:

@@ -17,6 +17,7 @@ from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING, trainable_of
 from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 
 from .figures import Figure
 from .kernels import error_of, require
@@ -67,7 +68,7 @@ def _bins() -> tuple[list[BinTensors], int]:
 def _gradients(strategy: FsdpStrategy) -> torch.Tensor:
     """All of them as one vector."""
     parts: list[Any] = [parameter.grad for parameter in strategy.model.parameters() if parameter.requires_grad]
-    return torch.cat([part.full_tensor().flatten() for part in parts])
+    return torch.cat([gathered(part).flatten() for part in parts])
 
 
 def _state(strategy: FsdpStrategy) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer import trainer
 from sft_trainer.distributed import Ranks
 from sft_trainer.strategies.fsdp import FsdpStrategy
+from tests.tensors import gathered
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     def captured_norm(strategy: FsdpStrategy) -> torch.Tensor:
         captured.append(
             {
-                name: parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
+                name: gathered(parameter.grad).clone()
                 for name, parameter in strategy.model.huggingface.named_parameters()
                 if parameter.requires_grad
             }

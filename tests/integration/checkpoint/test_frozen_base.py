@@ -26,6 +26,7 @@ from sft_trainer.trainer import Trainer
 from tests.exports import export_live
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 
 Numbers = npt.NDArray[np.float32]
 
@@ -76,7 +77,7 @@ def train(config: TrainerConfig, folder: Path, last: int | None, rank: int, size
         shutil.rmtree(live, ignore_errors=True)
     export_live(trainer.prepared.model, live, trainer.prepared.model_path, writes=rank == 0)
     whole = {
-        name: parameter.detach().full_tensor().numpy()  # type: ignore[attr-defined]
+        name: gathered(parameter.detach()).numpy()
         for name, parameter in trainer.prepared.model.huggingface.named_parameters()
     }
     return Ended(watching.losses, whole, "")

@@ -28,6 +28,7 @@ from sft_trainer.trainer import Trainer
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.test_frozen_base import Watching
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 12, "excludeModules": ["0.mlp.down_proj"]}
 STEPS = 4
@@ -58,7 +59,7 @@ def train(config: TrainerConfig, folder: Path, last: int | None, rank: int, size
     # A run that was complete already has made nothing
     model = trainer.prepared.model if hasattr(trainer, "prepared") else None
     trained = {
-        name: parameter.detach().full_tensor().numpy()  # type: ignore[attr-defined]
+        name: gathered(parameter.detach()).numpy()
         for name, parameter in (model.huggingface.named_parameters() if model else ())
         if parameter.requires_grad
     }

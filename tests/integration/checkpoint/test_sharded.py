@@ -20,6 +20,7 @@ from sft_trainer.strategies.fsdp.boxes import model_boxes, optimizer_boxes
 from sft_trainer.trainable import EVERYTHING
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 from tests.topologies import here
 
 Numbers = npt.NDArray[np.float32]
@@ -84,10 +85,7 @@ def fill_and_tell(processes: int, shard_degree: int) -> tuple[list[Held], dict[s
         (box.name, box.kind, box.shape, where(box), box.writes, box.read().numpy().copy())
         for box in boxes_of(model, optimizer, names, shard_degree)
     ]
-    whole = {
-        name: parameter.detach().full_tensor().numpy()  # type: ignore[attr-defined]
-        for name, parameter in model.huggingface.named_parameters()
-    }
+    whole = {name: gathered(parameter.detach()).numpy() for name, parameter in model.huggingface.named_parameters()}
     return held, whole
 
 

@@ -19,6 +19,7 @@ from sft_trainer.trainable import EVERYTHING
 from tests.bins import random_bin
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 from tests.topologies import here
 from tests.unit.trainer.test_models import save_model
 
@@ -46,10 +47,7 @@ def step_here(path: Path, shard: int, fsdp: dict[str, Any]) -> tuple[int, int, l
     with CommDebugMode() as collectives:
         built.forward_backward(share, TRAINED)
     counts = {str(name): count for name, count in collectives.get_comm_counts().items()}
-    gradients = [
-        parameter.grad.full_tensor().numpy()  # type: ignore[union-attr, attr-defined]
-        for parameter in built.model.parameters()
-    ]
+    gradients = [gathered(parameter.grad).numpy() for parameter in built.model.parameters()]
     between = sum(count for name, count in counts.items() if "allreduce" in name or "all_reduce" in name)
     within = sum(count for name, count in counts.items() if "reduce_scatter" in name)
     return between, within, gradients

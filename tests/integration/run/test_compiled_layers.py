@@ -20,6 +20,7 @@ from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
 from tests.unit.trainer.test_models import save_model
 
@@ -141,7 +142,7 @@ def trained_gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
     if all(parameter.requires_grad for parameter in of.model.parameters()):
         return gradients(of)
     return {
-        name: parameter.grad.full_tensor().clone()
+        name: gathered(parameter.grad).clone()
         for name, parameter in of.model.named_parameters()
         if parameter.grad is not None
     }

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
+    "0.6B, alone in fp32": ("Qwen/Qwen3-0.6B", 6, 1024, 1, 1, {"training": {"precision": "fp32"}}),
 }
 
 
@@ -101,7 +102,13 @@ def test_the_estimate_is_within_ten_percent_of_what_steps_hold(
     cap = 30.0 if "capped" in case else None
     known |= {"final_logit_softcapping": cap} if cap else {}
     config = resolve(manifest(Path("/inputs"), Path("/store"), **spec))
-    given = {"precision": "bf16", "processes": processes, "shard_degree": shard, "max_tokens_per_micro_batch": tokens}
+    precision = config.spec.training.precision or "bf16"
+    given = {
+        "precision": precision,
+        "processes": processes,
+        "shard_degree": shard,
+        "max_tokens_per_micro_batch": tokens,
+    }
     config = config.model_copy(update={"plan": config.plan.model_copy(update=given)})
     topology = world(processes, shard)
     mesh = topology.parameter_mesh("cpu")

@@ -192,6 +192,20 @@ def test_moments_and_sums_of_gradients_may_be_half_as_large() -> None:
     assert narrow.total < wide.total
 
 
+def test_one_process_that_holds_what_it_computes_with_gathers_nothing() -> None:
+    exact = {"training": {"precision": "fp32"}}
+    assert estimated(gpus=2, **exact).gathered
+    assert estimated(gpus=1, **exact).gathered == 0
+    # But a cast, sums in another precision, or weights that come from the host are copies.
+    for copied in (
+        {},
+        {**exact, "lora": {"rank": 8, "basePrecision": "bf16"}},
+        {**exact, "strategy": {"fsdp": {"reduceDtype": "bf16"}}},
+        {**exact, "strategy": {"fsdp": {"cpuOffload": True}}},
+    ):
+        assert estimated(gpus=1, **copied).gathered
+
+
 def test_what_is_offloaded_is_the_hosts() -> None:
     strategy = {"fsdp": {"cpuOffload": True}}
     usual, memory = estimated(), estimated(strategy=strategy)

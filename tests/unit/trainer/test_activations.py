@@ -19,6 +19,7 @@ from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
 from tests.live_bytes import LiveBytes
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 from tests.unit.trainer.test_models import save_model
 
 BINS = (random_bin(1, 5, 9), random_bin(2, 12))
@@ -67,7 +68,7 @@ def test_gradients_are_those_of_activations_that_are_kept(
     for each in ("none", how):
         built = strategy(tmp_path, each, **sections)
         loss = built.forward_backward(BINS, 30)
-        results.append((loss, [p.grad.full_tensor() for p in built.model.parameters() if p.grad is not None]))  # type: ignore[attr-defined]
+        results.append((loss, [gathered(p.grad) for p in built.model.parameters() if p.grad is not None]))
     assert results[0][0] == results[1][0]
     assert len(results[0][1]) == len(results[1][1]) > 0
     assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
-from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.topology import ALONE, Topology
 from sft_trainer.trainable import EVERYTHING, Trainable
 from tests.bins import RoomFor, random_bin
@@ -108,6 +109,37 @@ def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(folder: Path) -
     skips = strategy(folder)
     step(skips, ok=False)
     assert all(not moment.any() for moment in moments(skips))
+
+
+def test_one_process_that_copies_nothing_computes_what_one_that_does_to_the_last_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given one that computes with what it holds, tied weights and all, and one that FSDP gathers for
+    alone = strategy(folder)
+    monkeypatch.setattr(sharding, "computes_with_copies", lambda *_: True)
+    copied = strategy(folder)
+    assert [isinstance(of.model, FSDPModule) for of in (alone, copied)] == [False, True]
+
+    # When both make two steps of several micro-batches
+    for one in (alone, copied):
+        step(one)
+    losses = [one.forward_backward(BINS, TRAINED) for one in (alone, copied)]
+
+    # Then no bit differs: losses, gradients, norm, weights, moments, evaluation
+    assert torch.equal(*losses)
+    assert torch.equal(alone.grad_norm(), copied.grad_norm())
+    for name, gradient in gradients(copied).items():
+        assert torch.equal(gradients(alone)[name], gradient), name
+    for name, value in weights(copied).items():
+        assert torch.equal(weights(alone)[name], value), name
+    for one, other in zip(moments(alone), moments(copied), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(alone.forward_sums(BINS), copied.forward_sums(BINS))
+    # And a checkpoint holds the same
+    for which in ("trained", "optimizer"):
+        ours, theirs = [{(box.name, box.kind): box for box in of.boxes(which)} for of in (alone, copied)]
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key].read(), theirs[key].read()) for key in ours)
 
 
 def test_gradients_are_clipped_to_their_norm_in_the_step(folder: Path) -> None:

@@ -22,6 +22,7 @@ from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def filled(of: FsdpStrategy, seed: int = 3) -> FsdpStrategy:
 
 def adapters_of(of: FsdpStrategy) -> dict[str, torch.Tensor]:
     return {
-        name: parameter.full_tensor().detach().clone()  # type: ignore[attr-defined]
+        name: gathered(parameter).detach().clone()
         for name, parameter in of.model.huggingface.named_parameters()
         if is_adapter(name)
     }
@@ -148,7 +149,7 @@ def test_loss_and_gradients_are_those_of_peft(
     torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
     wanted = {_ours(name): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     found = {
-        name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
+        name: gathered(parameter.grad)
         for name, parameter in ours.model.huggingface.named_parameters()
         if parameter.grad is not None
     }
@@ -230,8 +231,8 @@ def test_dropout_is_drawn_by_the_bin_and_off_in_an_evaluation(tmp_path: Path) ->
     assert losses[0] == losses[1] != losses[2]
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert (a.grad is None and b.grad is None) or torch.equal(
-            a.grad.full_tensor(),  # type: ignore[union-attr]
-            b.grad.full_tensor(),  # type: ignore[union-attr]
+            gathered(a.grad),
+            gathered(b.grad),
         )
     again = filled(strategy(tmp_path, {"rank": 4, "dropout": 0.4}, activationCheckpointing="full"))
     assert again.forward_backward(BINS[1:], TRAINED).item() == losses[0]
@@ -347,7 +348,7 @@ def test_the_base_is_held_as_asked_and_computed_in_the_precision_of_training(
     for a, b in zip(ours.model.parameters(), whole.model.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None:
-            assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())  # type: ignore[union-attr, attr-defined]
+            assert torch.equal(gathered(a.grad), gathered(b.grad))
 
 
 def test_frozen_weights_count_two_thirds_of_trained_ones(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from sft_trainer.topology import Topology
 from sft_trainer.trainable import EVERYTHING
 from tests.architectures import accepted, small_config
 from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
 from tests.unit.trainer.published_configs import PUBLISHED, PUBLISHED_OF_EXPERTS
 
 LENGTHS = (5, 9, 14)
@@ -108,7 +109,7 @@ def test_loss_and_gradients_equal_the_eager_model(
 
     # Then nothing but rounding differs
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    gradients = {name: p.grad.full_tensor() for name, p in model.huggingface.named_parameters()}
+    gradients = {name: gathered(p.grad) for name, p in model.huggingface.named_parameters()}
     wanted = {name: p.grad for name, p in reference.named_parameters()}
     assert gradients.keys() == wanted.keys()
     whole = torch.nn.utils.get_total_norm(wanted.values())

@@ -13,6 +13,7 @@ from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import weights_layout
+from tests.tensors import gathered
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
 
 INDEX = "model.safetensors.index.json"
@@ -98,7 +99,7 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     model = build(tmp_path).model
 
     for name, tensor in reference.state_dict().items():
-        assert torch.equal(model.huggingface.state_dict()[name].full_tensor(), tensor), name
+        assert torch.equal(gathered(model.huggingface.state_dict()[name]), tensor), name
 
 
 @pytest.mark.parametrize(

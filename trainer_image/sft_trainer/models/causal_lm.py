@@ -70,6 +70,11 @@ class CausalLM(nn.Module):
         uneven = load_balance(output.router_logits, balance.bins, model.config.num_experts_per_tok)
         return loss + balance.scale * uneven, torch.stack([total, uneven.detach()])
 
+    def tie_weights(self) -> None:
+        """Make those parameters one again that the architecture says are one."""
+        model: Any = self.huggingface
+        model.tie_weights()
+
     @property
     def blocks(self) -> nn.ModuleList:
         """The transformer blocks, in order."""

@@ -1,12 +1,13 @@
-"""A model on the meta device, sharded by FSDP2; its gradients and their norm."""
+"""A model on the meta device, sharded by FSDP2 where there is anything to share out; its gradients and their norm."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sft_api.memory import offloads
+from sft_api.memory import computes_with_copies, offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
@@ -26,7 +27,7 @@ def build_model(
 
     A collective call. Raises ``ConfigError`` for a topology with other dimensions than replicate and shard. Order:
     activation checkpointing, compile every block, shard every block and then the root, allocate. Embedding and head
-    are in the root unit, so that tied ones stay tied.
+    are in the root unit, so that tied ones stay tied. One process that computes with what it holds shards nothing.
     """
     if topology.data_parallel != topology.world_size or topology.expert > 1:
         raise ConfigError("FSDP splits parameters over data-parallel processes only: choose another strategy")
@@ -35,8 +36,23 @@ def build_model(
     if config.spec.training.compile:
         # With what is recomputed, and within what FSDP does before and after.
         compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model))
+    if computes_with_copies(config.spec, config.plan.precision, topology.world_size):
+        _shard(config, model, trainable, topology.parameter_mesh(device.type), device)
+        model.to_empty(device=holding_device(config, device))
+    else:
+        model.to_empty(device=device)
+        # Each of those that are one tensor was allocated by itself.
+        model.tie_weights()
+    initialize_buffers(model)
+    _move_buffers(model, device)
+    return model.train()
+
+
+def _shard(
+    config: TrainerConfig, model: CausalLM, trainable: Trainable, mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Every block over ``mesh``, and then the root."""
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
-    mesh = topology.parameter_mesh(device.type)
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     # What is held in another precision than it is computed in is cast when it is gathered.
     held = {TRAINED_DTYPE, trainable.base_dtype}
@@ -56,10 +72,6 @@ def build_model(
         )
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     _sum_gradients(model)
-    model.to_empty(device=holding_device(config, device))
-    initialize_buffers(model)
-    _move_buffers(model, device)
-    return model.train()
 
 
 def holding_device(config: TrainerConfig, device: torch.device) -> torch.device:
