@@ -52,7 +52,9 @@ class EvaluationBins:
         name, rows = self._places[index]
         if rows is None:
             return BinTensors.of(empty_micro_batch(), counts=False)
-        return BinTensors.of(micro_batch(Bin(np.zeros(len(rows), dtype=np.int32), rows), [self._sets[name]]))
+        examples = self._sets[name]
+        bin_ = Bin(np.zeros(len(rows), dtype=np.int32), rows, examples.lengths[rows])
+        return BinTensors.of(micro_batch(bin_, [examples]))
 
 
 def evaluate(

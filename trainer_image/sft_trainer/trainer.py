@@ -318,6 +318,7 @@ class Trainer:
             data_rank=self.topology.data_rank,
             data_parallel=self.topology.data_parallel,
             seed=self.spec.training.seed,
+            cost=lambda lengths: self._flops.training([lengths]),
         )
         return Feed(shares, first=self.step, total=self.prepared.total_steps, device=self.device)
 

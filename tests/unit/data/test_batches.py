@@ -99,13 +99,10 @@ def test_an_endless_schedule_goes_on_past_the_epoch() -> None:
     assert len(rows(schedule.step(400))) > 0
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
-def test_processes_share_a_step_without_overlap_and_run_equally_often(processes: int) -> None:
-    step = packed().step(5)
-    shares = [step.micro_batches(rank, processes) for rank in range(processes)]
-    assert len({len(share) for share in shares}) == 1
-    dealt = [bin_ for slot in zip(*shares, strict=True) for bin_ in slot if bin_ is not None]
-    assert [bin_.rows.tolist() for bin_ in dealt] == [bin_.rows.tolist() for bin_ in step.bins]
+def test_a_bin_knows_the_lengths_of_its_examples() -> None:
+    for schedule in (packed(), by_size(64)):
+        for bin_ in schedule.step(2).bins:
+            assert bin_.lengths.tolist() == np.asarray(LENGTHS)[bin_.rows].tolist()
 
 
 def test_denominator_counts_trained_tokens_of_all_bins() -> None:

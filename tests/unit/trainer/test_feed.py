@@ -2,7 +2,8 @@
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import current_thread
 from typing import Any
 
@@ -64,12 +65,12 @@ def test_the_thread_gives_what_preparing_each_step_gives(feeds: list[Feed]) -> N
 
 def test_a_bin_is_seeded_by_its_place_in_the_run_whoever_computes_it() -> None:
     alone = shares(Numbers()).share(4)
-    second = shares(Numbers(), data_rank=1, data_parallel=2).share(4)
     assert [bin_.seed for bin_ in alone.bins] == [random_seed(42, 4, place) for place in range(3)]
-    # Of three bins the second process has the one in the middle, and an empty one for company.
-    assert second.bins[0].seed == alone.bins[1].seed
-    assert torch.equal(second.bins[0].input_ids, alone.bins[1].input_ids)
-    assert [bin_.counts for bin_ in second.bins] == [True, False]
+    # Of three bins one of two processes has two, the other one an empty one for company.
+    both = [bin_ for rank in range(2) for bin_ in shares(Numbers(), data_rank=rank, data_parallel=2).share(4).bins]
+    assert sorted(bin_.counts for bin_ in both) == [False, True, True, True]
+    expected = {bin_.seed: bin_.input_ids.tolist() for bin_ in alone.bins}
+    assert {bin_.seed: bin_.input_ids.tolist() for bin_ in both if bin_.counts} == expected
 
 
 def test_the_thread_runs_no_more_than_two_steps_ahead(feeds: list[Feed]) -> None:
@@ -142,3 +143,22 @@ def test_what_is_pinned_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(pinned) == 5
     assert torch.equal(copy.boundaries.ends, bin_.boundaries.ends)
     assert (copy.seed, copy.counts) == (bin_.seed, bin_.counts)
+
+
+def test_bins_are_dealt_out_by_cost_and_keep_their_seeds() -> None:
+    # Given steps that two processes share, where a token of a long document costs more
+    def squares(lengths: Sequence[int]) -> float:
+        return float(sum(length * length for length in lengths))
+
+    def share(data_rank: int, data_parallel: int) -> list[BinTensors]:
+        given = replace(shares(Numbers(), data_rank=data_rank, data_parallel=data_parallel), cost=squares)
+        return [bin_ for bin_ in given.share(1).bins if bin_.counts]
+
+    # When each prepares what it has of a step
+    alone, one, other = share(0, 1), share(0, 2), share(1, 2)
+
+    # Then they have what one process has, with the same random numbers, and of any two the costlier first
+    seeds = {bin_.seed: bin_.input_ids.tolist() for bin_ in alone}
+    assert seeds == {bin_.seed: bin_.input_ids.tolist() for bin_ in (*one, *other)}
+    costs = [squares(bin_.boundaries.lengths) for bin_ in alone]
+    assert [squares(bin_.boundaries.lengths) for bin_ in (one[0], other[0])] == sorted(costs, reverse=True)[:2]

@@ -1,8 +1,8 @@
 """From the stream of examples to what every process computes in every step.
 
 A *bin* is the examples of one micro-batch of one process; a step is a list of bins, the same whatever the number
-of processes. Bin ``j`` of a step goes to process ``j mod dp``; a process that has fewer bins than another runs an
-empty one, so that all take part in the same collectives.
+of processes. Its bins are dealt out by what they cost (``dealing.py``); a process that has fewer bins than another runs
+an empty one, so that all take part in the same collectives.
 """
 
 from bisect import bisect_right
@@ -36,10 +36,11 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Bin:
-    """Examples of one micro-batch: parallel arrays of source and row."""
+    """Examples of one micro-batch: parallel arrays of source, row and tokens."""
 
     sources: Sources
     rows: Rows
+    lengths: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,6 @@ class Step:
     tokens: int
     trained_tokens: int
     """Denominator of the loss: trained tokens of the whole step, over all processes."""
-
-    def micro_batches(self, rank: int, data_parallel: int) -> list[Bin | None]:
-        """Bins of process ``rank``, as many as for every other; None is an empty one."""
-        slots = -(-len(self.bins) // data_parallel)
-        indices = [slot * data_parallel + rank for slot in range(slots)]
-        return [self.bins[index] if index < len(self.bins) else None for index in indices]
 
 
 class StepSchedule(Protocol):
@@ -118,12 +113,13 @@ class ExampleBatches:
         start = index * self._batch
         stop = start + self._batch if self._limit is None else min(start + self._batch, self._limit)
         sources, rows = self._stream.window(start, stop)
+        lengths = self._sized.lengths(sources, rows)
         if self._bin_tokens is not None:
-            groups = first_fit_decreasing(self._sized.lengths(sources, rows), self._bin_tokens)
+            groups = first_fit_decreasing(lengths, self._bin_tokens)
         else:
             size = self._micro_batch or 1
             groups = [np.arange(a, min(a + size, stop - start)) for a in range(0, stop - start, size)]
-        return self._sized.make_step([Bin(sources[group], rows[group]) for group in groups])
+        return self._sized.make_step([Bin(sources[group], rows[group], lengths[group]) for group in groups])
 
 
 class PackedBatches:
@@ -187,12 +183,13 @@ class PackedBatches:
         start = window * self._window
         stop = start + self._window if self._limit is None else min(start + self._window, self._limit)
         sources, rows = self._stream.window(start, stop)
-        groups = first_fit_decreasing(self._sized.lengths(sources, rows), self._bin_tokens)
+        lengths = self._sized.lengths(sources, rows)
+        groups = first_fit_decreasing(lengths, self._bin_tokens)
         if self._shuffle:
             groups = [groups[i] for i in permutation(len(groups), self._seed, 0xB1, window)]
         else:
             groups = as_stored(groups)
-        bins = [Bin(sources[group], rows[group]) for group in groups]
+        bins = [Bin(sources[group], rows[group], lengths[group]) for group in groups]
         if window == len(self._ends) - 1:
             self._ends.append(self._ends[-1] + len(bins))
         # A step rarely spans more than two windows.

@@ -11,6 +11,7 @@ import torch
 from sft_trainer.models.attention import Boundaries
 
 from .batches import Examples, MicroBatch, Step, StepSchedule, empty_micro_batch, micro_batch
+from .dealing import dealt
 from .stream import random_seed
 
 _JOIN_SECONDS = 5.0
@@ -94,17 +95,22 @@ class Shares:
     data_rank: int
     data_parallel: int
     seed: int
+    cost: Callable[[Sequence[int]], float] = sum
+    """What documents of given lengths cost to compute, in any unit: bins are dealt out by it."""
 
     def share(self, index: int) -> Share:
         """That of the step with the given index, counted from 0."""
         step = self.steps.step(index)
-        bins = []
-        for slot, bin_ in enumerate(step.micro_batches(self.data_rank, self.data_parallel)):
-            # The bin's place in the run decides, not who computes it, nor what was computed before.
-            seed = random_seed(self.seed, index, slot * self.data_parallel + self.data_rank)
-            batch = empty_micro_batch() if bin_ is None else micro_batch(bin_, self.sources)
-            bins.append(BinTensors.of(batch, seed=seed, counts=bin_ is not None))
-        return Share(step, bins)
+        costs = [self.cost(bin_.lengths.tolist()) for bin_ in step.bins]
+        places = dealt(costs, self.data_parallel)[self.data_rank]
+        return Share(step, [self._bin(step, index, place) for place in places])
+
+    def _bin(self, step: Step, index: int, place: int | None) -> BinTensors:
+        if place is None:
+            return BinTensors.of(empty_micro_batch(), counts=False)
+        # The bin's place in the run decides, not who computes it, nor what was computed before.
+        seed = random_seed(self.seed, index, place)
+        return BinTensors.of(micro_batch(step.bins[place], self.sources), seed=seed)
 
 
 class Pinnable(Protocol):
