@@ -10,6 +10,7 @@ from math import ceil
 
 from .adapters import ALL_LINEAR, adapter_parameters, named
 from .model_shape import ModelShape, Transformed
+from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 from .v1alpha1.status import PlanStatus
@@ -223,13 +224,14 @@ def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
 
 
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
-    """Tokens of the largest micro-batch of a process."""
-    return plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
+    """Tokens of the largest micro-batch that one process computes: its part of those that several share."""
+    tokens = plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
+    return ceil(tokens / plan.sequence_parallel)
 
 
 def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     share = ceil(trained / plan.shard_degree)
-    groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes)
+    groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes) + (plan.sequence_parallel > 1)
     reserve = CONTEXT_BYTES + groups * GROUP_BYTES
     if offloads(spec):
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
@@ -265,9 +267,12 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
     norms = shape.norms * width * (4 + normed) + 2 * width * computed
     between = (queries + keys) * (4 + normed) if family.query_key_norm else 0
     attention = computed * 2 * (queries + keys) + 4 * shape.heads
-    if family.fused:
+    if family.fused and spec.sequence_parallel == 1:
         # Values are part of what the one projection gave.
         attention += computed * (queries + keys)
+    if spec.sequence_parallel > 1:
+        # The output is there by heads and by tokens; heads of keys once for each process that they are sent to.
+        attention += computed * (queries + 2 * keys * (key_repeats(shape.kv_heads, spec.sequence_parallel) - 1))
     mlp: float = computed * 4 * inner
     if shape.experts:
         mlp = _mixture(shape, computed, frozen=lora is not None)

@@ -8,6 +8,7 @@ from .gpus import declared_gpu_memory
 from .known_models import known_shape
 from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, offloads, sizes_of, staging_bytes
 from .model_shape import ModelShape
+from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 from .v1alpha1.runtime import FsdpSpec, StrategySpec
@@ -148,6 +149,8 @@ def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gp
     """
     if spec.compute.nodes == 1 or spec.compute.gpus_per_node == 0 or shape is None or gpu is None or offloads(spec):
         return False
+    if spec.compute.effective_processes_per_node % spec.sequence_parallel:
+        return False
     within = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
     return estimate(shape, spec, within).total <= WARNED_SHARE * gpu
 
@@ -155,11 +158,13 @@ def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gp
 def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, shape: ModelShape | None = None) -> Fit:
     """Whether ``spec`` fits GPUs of ``gpu_memory`` bytes, where the manifest does not say how large they are.
 
-    ``shape`` is that of its model, where the table does not know it. With ``compute.memoryCheck: Warn`` nothing is
-    refused.
+    ``shape`` is that of its model, where the table does not know it: for some, tokens cannot be shared out as asked.
+    With ``compute.memoryCheck: Warn`` nothing is refused for its memory.
     """
     gpu = declared_gpu_memory(spec) or gpu_memory
     shape = shape or known_shape(spec.model.uri)
+    if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel)):
+        return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
     if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:
         return Fit()
@@ -236,6 +241,9 @@ def _changes(
         fitting = (wider for wider in more if _takes(spec, wider, shape) <= WARNED_SHARE * gpu)
         wider = next(fitting, more[0])
         yield f"{wider.processes} GPUs in compute", spec, wider
+    if (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
+        shared, fewer = _shared(spec, plan, degree)
+        yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
     if spec.lora is None:
         yield "lora", spec.model_copy(update={"lora": LoraSpec()}), plan
     longest = spec.data.max_length
@@ -256,6 +264,27 @@ def _changes(
         fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
         offloaded = StrategySpec(fsdp=fsdp.model_copy(update={"cpu_offload": True}))
         yield "strategy.fsdp.cpuOffload: true", spec.model_copy(update={"strategy": offloaded}), plan
+
+
+def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> int | None:
+    """The smallest larger degree, within a node, with which the run fits, else the largest; None without any."""
+    here = spec.compute.effective_processes_per_node
+    degrees = [
+        degree
+        for degree in range(spec.sequence_parallel + 1, here + 1)
+        if here % degree == plan.shard_degree % degree == 0
+        and shape is not None
+        and possible(shape.heads, shape.kv_heads, degree)
+    ]
+    fitting = (degree for degree in degrees if _takes(*_shared(spec, plan, degree), shape) <= WARNED_SHARE * gpu)
+    return next(fitting, degrees[-1] if degrees else None)
+
+
+def _shared(spec: SFTJobSpec, plan: PlanStatus, degree: int) -> tuple[SFTJobSpec, PlanStatus]:
+    """With tokens of a micro-batch shared out to ``degree`` processes."""
+    fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
+    strategy = StrategySpec(fsdp=fsdp.model_copy(update={"sequence_parallel_degree": degree}))
+    return spec.model_copy(update={"strategy": strategy}), plan.model_copy(update={"sequence_parallel": degree})
 
 
 def _over(plan: PlanStatus, processes: int) -> PlanStatus:

@@ -128,6 +128,7 @@ NOT_NUMBERS = frozenset(
         "strategy.fsdp.shardDegree",
         "strategy.fsdp.reshardAfterForward",
         "strategy.fsdp.cpuOffload",
+        "strategy.fsdp.sequenceParallelDegree",
         # Processes share a step out; where the batch is left open, the step that follows from them counts.
         "compute.nodes",
         "compute.gpusPerNode",
@@ -183,14 +184,14 @@ class Numbers:
     def of(cls, spec: SFTJobSpec) -> "Numbers":
         """The numbers of ``spec``, whatever machine it runs on and however its values are written."""
         document = spec.model_dump(mode="json", exclude_none=True)
-        processes = spec.compute.nodes * spec.compute.effective_processes_per_node
+        shares = spec.compute.nodes * spec.compute.effective_processes_per_node // spec.sequence_parallel
         precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
         learned: dict[str, Any] = {
             "training.optimizer.learningRate": spec.training.optimizer.learning_rate,
             "training.precision": precision,
             **(_adapters(spec.lora, spec.training.optimizer.learning_rate, precision) if spec.lora else {}),
         }
-        return cls(_values(document, {**_batch(document, processes), **learned}))
+        return cls(_values(document, {**_batch(document, shares), **learned}))
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Numbers":
@@ -295,14 +296,16 @@ def _adapters(lora: LoraSpec, rate: float | None, precision: str) -> dict[str, A
     }
 
 
-def _batch(spec: Mapping[str, Any], processes: int) -> dict[str, int | None]:
-    """Examples or tokens of a step, by the rules of version 1 for ``processes`` as the manifest declares them."""
+def _batch(spec: Mapping[str, Any], shares: int) -> dict[str, int | None]:
+    """Examples or tokens of a step, by the rules of version 1 for as many processes as the manifest declares.
+
+    Those that share the tokens of a micro-batch are one of its ``shares``."""
     training = spec["training"]
     size, tokens = training.get("globalBatchSize"), training.get("globalBatchTokens")
     if spec["data"]["packing"] == "none":
-        size = size or _round_up(32, processes * training["microBatchSize"])
+        size = size or _round_up(32, shares * training["microBatchSize"])
     elif size is None:
-        at_once = processes * (training.get("maxTokensPerMicroBatch") or spec["data"]["maxLength"])
+        at_once = shares * (training.get("maxTokensPerMicroBatch") or spec["data"]["maxLength"])
         tokens = tokens // at_once * at_once if tokens else _round_up(65536, at_once)
     return dict(zip(_BATCH, (size, tokens), strict=True))
 

@@ -27,6 +27,11 @@ def declared_processes(spec: SFTJobSpec) -> int:
     return spec.compute.nodes * spec.compute.effective_processes_per_node
 
 
+def declared_shares(spec: SFTJobSpec) -> int:
+    """Shares of a step that ``spec`` asks for: processes that share the tokens of a micro-batch have one together."""
+    return declared_processes(spec) // spec.sequence_parallel
+
+
 def devices_of(spec: SFTJobSpec) -> Devices:
     """What the time of ``spec`` is counted in: its GPUs, or its processes where it has none."""
     compute = spec.compute
@@ -45,13 +50,15 @@ def make_plan(
     """The plan of ``spec``: the same in the operator, ``sft run`` and after any restart.
 
     With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
-    process; without packing 32 examples, rounded up to the processes. See docs/reference for every field.
-    ``processes``, where they differ from what ``spec`` asks for, change how a step is shared out and never the step.
-    ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does not say it, ``shape`` that of the model, where this
-    machine has it: what is shown of memory follows from it, and nothing else, so that a plan is the same everywhere.
+    process; without packing 32 examples, rounded up to the processes. Those that share the tokens of a micro-batch are
+    one of them here. See docs/reference for every field. ``processes``, where they differ from what ``spec`` asks for,
+    change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
+    not say it, ``shape`` that of the model, where this machine has it: what is shown of memory follows from it, and
+    nothing else, so that a plan is the same everywhere.
     """
     declared = declared_processes(spec)
     processes = processes or declared
+    shares, at_a_time = processes // spec.sequence_parallel, declared_shares(spec)
     training = spec.training
     steps = training.dummy_run.steps if training.dummy_run else training.steps
     packing = spec.data.packing == "ffd"
@@ -62,7 +69,7 @@ def make_plan(
     global_batch_tokens = None
     micro_batches = None
     if packing and micro_batch_tokens and global_batch_size is None:
-        at_once = declared * micro_batch_tokens
+        at_once = at_a_time * micro_batch_tokens
         if training.global_batch_tokens is None:
             global_batch_tokens = _round_up(DEFAULT_GLOBAL_BATCH_TOKENS, at_once)
         else:
@@ -71,12 +78,13 @@ def make_plan(
         micro_batches = global_batch_tokens // micro_batch_tokens
     elif not packing:
         if global_batch_size is None:
-            global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, declared * training.micro_batch_size)
+            global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, at_a_time * training.micro_batch_size)
         micro_batches = global_batch_size // training.micro_batch_size
 
     plan = Plan(
         processes=processes,
-        data_parallel=processes,
+        data_parallel=shares,
+        sequence_parallel=spec.sequence_parallel,
         shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
         precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
         learning_rate=training.optimizer.learning_rate
@@ -84,7 +92,7 @@ def make_plan(
         global_batch_size=global_batch_size,
         global_batch_tokens=global_batch_tokens,
         max_tokens_per_micro_batch=micro_batch_tokens,
-        gradient_accumulation=_round_up(micro_batches, processes) // processes if micro_batches else None,
+        gradient_accumulation=_round_up(micro_batches, shares) // shares if micro_batches else None,
         total_steps=steps,
         epochs=None if steps else (training.epochs or 1),
     )

@@ -1,6 +1,6 @@
 """Pure: data that is small beside a step. Then a run is a few steps, each with every row many times."""
 
-from .plan import declared_processes
+from .plan import declared_shares
 from .v1alpha1.job import SFTJobSpec
 
 _STEPS_A_PASS = 10
@@ -29,7 +29,7 @@ def small_data_warning(
 
 
 def _advice(spec: SFTJobSpec, rows: int) -> str:
-    processes = declared_processes(spec)
+    processes = declared_shares(spec)
     # What the rules of the API allow: every process has as many examples, in whole micro-batches.
     unit = processes * (spec.training.micro_batch_size if spec.data.packing == "none" else 1)
     size = max(unit, rows // _STEPS_A_PASS // unit * unit)

@@ -181,12 +181,16 @@ def _missing_gpus(spec: SFTJobSpec, processes: int, gpus: int) -> Iterator[str]:
 
 
 def _odd_shards(spec: SFTJobSpec, processes: int) -> Iterator[str]:
-    degree = spec.strategy.fsdp.shard_degree if spec.strategy and spec.strategy.fsdp else None
-    if degree and processes % degree:
-        yield (
-            f"spec.strategy.fsdp.shardDegree: {degree} does not divide {counted(processes, 'process')}: leave it out, "
-            "or choose other --processes"
-        )
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    for name, degree in (
+        ("shardDegree", fsdp and fsdp.shard_degree),
+        ("sequenceParallelDegree", spec.sequence_parallel),
+    ):
+        if degree and processes % degree:
+            yield (
+                f"spec.strategy.fsdp.{name}: {degree} does not divide {counted(processes, 'process')}: leave it out, "
+                "or choose other --processes"
+            )
 
 
 def missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:

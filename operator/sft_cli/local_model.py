@@ -7,6 +7,7 @@ from pathlib import Path
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, staging_warning
 from sft_api.model_shape import ModelShape, shape_of
+from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.quantities import quantity_value
 
@@ -26,13 +27,16 @@ def model_shape(spec: SFTJobSpec) -> ModelShape | None:
 
 
 def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> list[str]:
-    """What to say of the memory of a run that may be tried: of its GPUs, and of the host as far as ``spec`` says it."""
+    """What to say of the memory of a run that may be tried: of its GPUs, and of the host as far as ``spec`` says it.
+
+    Also of processes that share tokens over several nodes.
+    """
     resources = spec.compute.resources
     asked = resources.limits.get("memory", resources.requests.get("memory"))
     size = None if asked is None else quantity_value(asked)
     on_gpu = spec.compute.gpus_per_node > 0
     staging = staging_warning(spec, shape, None if size is None or not on_gpu else int(size))
-    return [text for text in (fit.warning, staging) if text]
+    return [text for text in (fit.warning, staging, nodes_warning(spec)) if text]
 
 
 def _config(uri: str) -> Path | None:

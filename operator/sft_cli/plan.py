@@ -81,6 +81,8 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     device = "GPU" if compute.gpus_per_node else "CPU"
     fsdp = spec.strategy.fsdp if spec.strategy else None
     sharded = fsdp is not None and fsdp.shard_degree is not None
+    together = counted(plan.sequence_parallel, "process")
+    shared = Decision("tokens shared by", together, Origin.GIVEN, "strategy.fsdp.sequenceParallelDegree")
     return [
         Decision(
             "processes",
@@ -94,6 +96,7 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             Origin.GIVEN if sharded else Origin.COMPUTED,
             "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
         ),
+        *([shared] if plan.sequence_parallel > 1 else []),
     ]
 
 

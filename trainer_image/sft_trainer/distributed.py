@@ -101,6 +101,14 @@ def gathered(value: T) -> list[T]:
     return values
 
 
+def exchanged(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row ``i`` of ``rows``, (processes of ``group``, numbers), goes to process ``i``; the rows that came, in order."""
+    rows = rows.contiguous()  # the shape alone is looked at, not how it lies in memory
+    arrived = torch.empty_like(rows)
+    dist.all_to_all_single(arrived, rows, group=group)
+    return arrived
+
+
 def summed(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
     """Sums of scalars over all processes, (values,) in double precision on the device; one collective.
 

@@ -26,6 +26,7 @@ from .fetch import cache_directory, localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import check_compiles
 from .models.digest import base_digest, companion_digests
+from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
 from .models.lora import LEFT_ALONE, add_adapters, initialize_adapters, is_adapter
 from .models.positions import check_positions
@@ -77,6 +78,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     path = _fetched(spec.model.uri, "model", spec, reporter)
     model = build_on_meta(path, spec.model.config_overrides)
     check_positions(model.huggingface.config, spec.data.max_length)
+    check_heads(model.huggingface.config, config.plan.sequence_parallel)
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)
     digest = base_digest(model, path)

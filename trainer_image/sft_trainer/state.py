@@ -32,7 +32,11 @@ class Facts:
     def of(cls, config: TrainerConfig, prepared: Prepared, device: torch.device, topology: Topology) -> "Facts":
         return cls(
             environment_facts(
-                device, topology.world_size, compiled=config.spec.training.compile, offloaded=offloads(config.spec)
+                device,
+                topology.world_size,
+                compiled=config.spec.training.compile,
+                offloaded=offloads(config.spec),
+                sequence=topology.sequence,
             ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
@@ -81,7 +85,7 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
 
 
 def environment_facts(
-    device: torch.device, world_size: int, *, compiled: bool, offloaded: bool
+    device: torch.device, world_size: int, *, compiled: bool, offloaded: bool, sequence: int = 1
 ) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
     on_gpu = device.type == "cuda"
@@ -96,6 +100,8 @@ def environment_facts(
         **({"compiled": "yes"} if compiled else {}),
         # The norm is then added up in another order, and AdamW of a GPU is the kernel of its host.
         **({"cpuOffload": "yes"} if offloaded else {}),
+        # Sums over tokens are those of other parts.
+        **({"sequenceParallelDegree": sequence} if sequence > 1 else {}),
     }
 
 

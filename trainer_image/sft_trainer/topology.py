@@ -133,6 +133,16 @@ class Topology:
         return self.place("replicate") * self.shard + self.place("shard")
 
     @property
+    def holders(self) -> int:
+        """Processes over which the parameters of a replica are split: also those that share the tokens of a bin."""
+        return self.shard * self.sequence
+
+    @property
+    def holder(self) -> int:
+        """Which of the ``holders`` this process is."""
+        return self.place("shard") * self.sequence + self.place("sequence")
+
+    @property
     def counts_loss(self) -> bool:
         """Whether the loss that this process computes goes into the sum: no bin is counted twice."""
         return self.place("tensor") == 0 and self.place("pipeline") == self.pipeline - 1
@@ -226,10 +236,14 @@ class Topology:
         return mine
 
     def parameter_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh over which FSDP splits parameters: shard, or replicate x shard. A collective call."""
-        used = tuple(name for name in DIMENSIONS if name == "shard" or getattr(self, name) > 1)
+        """The mesh over which FSDP splits parameters: shard, or replicate x shard. A collective call.
+
+        Its shard are the ``holders``.
+        """
+        sizes = {name: getattr(self, name) for name in DIMENSIONS if name != "sequence"} | {"shard": self.holders}
+        used = tuple(name for name, size in sizes.items() if name == "shard" or size > 1)
         with self.forming():
-            mesh = init_device_mesh(device_type, tuple(getattr(self, name) for name in used), mesh_dim_names=used)
+            mesh = init_device_mesh(device_type, tuple(sizes[name] for name in used), mesh_dim_names=used)
         names = tuple(name for name in used if name in ("replicate", "shard"))
         return mesh if names == used else mesh[names]
 

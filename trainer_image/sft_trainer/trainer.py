@@ -87,7 +87,9 @@ class Trainer:
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
-        self.topology = Topology.of(ranks, shard=config.plan.shard_degree, forming=self._forming)
+        together = config.plan.sequence_parallel
+        shard = config.plan.shard_degree // together
+        self.topology = Topology.of(ranks, shard=shard, sequence=together, forming=self._forming)
         self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.attempt = 0
@@ -344,6 +346,7 @@ class Trainer:
         losses = self.strategy.forward_backward(share.bins, step.trained_tokens, step.tokens)
         norm = self.strategy.grad_norm()
         flops = self._flops.training(bin_.boundaries.lengths for bin_ in share.bins if bin_.counts)
+        flops /= self.topology.sequence  # it computes its part of the tokens
         # The cross-entropy, and that of routers where there is one.
         loss_sum, *aux_sum = losses if self.strategy.auxiliary else (losses,)
         counted = (loss_sum, flops) if self.topology.counts_loss else (0.0, 0.0)

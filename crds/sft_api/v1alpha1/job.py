@@ -55,6 +55,7 @@ _PROCESSES = (
     "self.compute.nodes * (has(self.compute.processesPerNode) ? self.compute.processesPerNode : "
     "(self.compute.gpusPerNode > 0 ? self.compute.gpusPerNode : 1))"
 )
+_SEQUENCE = "(has(self.strategy) && has(self.strategy.fsdp) ? self.strategy.fsdp.sequenceParallelDegree : 1)"
 
 
 class SFTJobSpec(ApiModel):
@@ -116,31 +117,37 @@ class SFTJobSpec(ApiModel):
             lambda self: self.data.packing == "none" or self.training.micro_batch_size == 1,
         ),
         Rule(
-            f"!has(self.training.globalBatchSize) || self.training.globalBatchSize % ({_PROCESSES}) == 0",
-            "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node)",
+            f"!has(self.training.globalBatchSize) || self.training.globalBatchSize * {_SEQUENCE} % ({_PROCESSES}) == 0",
+            "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), "
+            "divided by strategy.fsdp.sequenceParallelDegree where there is one",
             lambda self: (
-                self.training.global_batch_size is None or self.training.global_batch_size % _processes(self) == 0
+                self.training.global_batch_size is None
+                or self.training.global_batch_size * self.sequence_parallel % _processes(self) == 0
             ),
         ),
         Rule(
             "self.data.packing == 'ffd' || !has(self.training.globalBatchSize) || "
-            f"self.training.globalBatchSize % (({_PROCESSES}) * self.training.microBatchSize) == 0",
-            "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize",
+            f"self.training.globalBatchSize * {_SEQUENCE} % (({_PROCESSES}) * self.training.microBatchSize) == 0",
+            "training.globalBatchSize must be divisible by the number of processes (divided by "
+            "strategy.fsdp.sequenceParallelDegree where there is one) times training.microBatchSize",
             lambda self: (
                 self.data.packing == "ffd"
                 or self.training.global_batch_size is None
-                or self.training.global_batch_size % (_processes(self) * self.training.micro_batch_size) == 0
+                or self.training.global_batch_size
+                * self.sequence_parallel
+                % (_processes(self) * self.training.micro_batch_size)
+                == 0
             ),
         ),
         Rule(
-            "!has(self.training.globalBatchTokens) || self.training.globalBatchTokens >= "
+            f"!has(self.training.globalBatchTokens) || self.training.globalBatchTokens * {_SEQUENCE} >= "
             f"({_PROCESSES}) * (has(self.training.maxTokensPerMicroBatch) ? "
             "self.training.maxTokensPerMicroBatch : self.data.maxLength)",
             "training.globalBatchTokens must hold one full micro-batch (training.maxTokensPerMicroBatch, or "
-            "data.maxLength) on every process",
+            "data.maxLength) on every process, or group of strategy.fsdp.sequenceParallelDegree processes",
             lambda self: (
                 self.training.global_batch_tokens is None
-                or self.training.global_batch_tokens
+                or self.training.global_batch_tokens * self.sequence_parallel
                 >= _processes(self) * (self.training.max_tokens_per_micro_batch or self.data.max_length)
             ),
         ),
@@ -159,6 +166,24 @@ class SFTJobSpec(ApiModel):
             "!has(self.monitoring.memorySnapshot) || self.compute.gpusPerNode > 0",
             "monitoring.memorySnapshot records what is allocated on GPUs: it needs compute.gpusPerNode",
             lambda self: self.monitoring.memory_snapshot is None or self.compute.gpus_per_node > 0,
+        ),
+        Rule(
+            f"({_PROCESSES}) % {_SEQUENCE} == 0",
+            "strategy.fsdp.sequenceParallelDegree must divide the number of processes (compute.nodes x processes per "
+            "node)",
+            lambda self: _processes(self) % self.sequence_parallel == 0,
+        ),
+        Rule(
+            "!has(self.strategy) || !has(self.strategy.fsdp) || !has(self.strategy.fsdp.shardDegree) || "
+            "self.strategy.fsdp.shardDegree % self.strategy.fsdp.sequenceParallelDegree == 0",
+            "strategy.fsdp.shardDegree must be a multiple of strategy.fsdp.sequenceParallelDegree: processes that "
+            "share tokens share a copy of the model",
+            lambda self: (
+                self.strategy is None
+                or self.strategy.fsdp is None
+                or self.strategy.fsdp.shard_degree is None
+                or self.strategy.fsdp.shard_degree % self.sequence_parallel == 0
+            ),
         ),
         Rule(
             "self.checkpoint.keep.best == 0 || (has(self.data.eval) && size(self.data.eval) > 0)",
@@ -208,6 +233,11 @@ class SFTJobSpec(ApiModel):
             ),
         ),
     )
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Processes that share the tokens of a micro-batch."""
+        return self.strategy.fsdp.sequence_parallel_degree if self.strategy and self.strategy.fsdp else 1
 
 
 _OTHER_METADATA = frozenset(

@@ -30,6 +30,12 @@ class FsdpSpec(ApiModel):
         description="Hold parameters, gradients and moments in host memory, and update them there: a GPU holds what it "
         "computes with only. Takes 16 bytes a trained parameter of the nodes' memory, and time for copies and updates.",
     )
+    sequence_parallel_degree: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1,
+        description="Processes that share the tokens of each micro-batch (Ulysses): its activations and logits are "
+        "divided by it, and so are the shares of a step. Must divide the model's attention heads, and its heads of "
+        "keys or be a multiple of them.",
+    )
 
 
 class StrategySpec(ApiModel):

@@ -170,7 +170,8 @@ class PlanStatus(ApiModel):
     """What was decided where the spec left it open."""
 
     processes: int = Field(description="Training processes in all.")
-    data_parallel: int = Field(description="Processes that see different data.")
+    data_parallel: int = Field(description="Shares of a step: processes, or groups of them, that see different data.")
+    sequence_parallel: int = Field(default=1, description="Processes that share the tokens of each micro-batch.")
     shard_degree: int = Field(description="Processes that share one copy of the model.")
     precision: Literal["bf16", "fp32"] = Field(description="Compute precision.")
     learning_rate: float = Field(description="Peak learning rate.")

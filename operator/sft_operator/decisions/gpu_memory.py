@@ -3,6 +3,7 @@
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import judge, staging_warning
 from sft_api.plan import Plan, make_plan
+from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.quantities import quantity_value
 
@@ -11,7 +12,7 @@ from ..config import PodSettings
 
 
 class DoesNotFit(ValueError):
-    """More memory than its GPUs have would be taken; the message says what to change."""
+    """More memory than its GPUs have would be taken, or heads do not fit processes; the message says what to change."""
 
 
 def plan_of(spec: SFTJobSpec, pods: PodSettings) -> Plan:
@@ -27,7 +28,7 @@ def check_fits(spec: SFTJobSpec, pods: PodSettings) -> None:
 
 
 def memory_warnings(spec: SFTJobSpec, pods: PodSettings) -> list[str]:
-    """What may go wrong with the memory of a run on GPUs that is not refused."""
+    """What may go wrong with the memory of a run on GPUs that is not refused, or with how its tokens are shared."""
     if spec.compute.gpus_per_node == 0:
         return []
     asked = pod_resources(spec.compute, pods.resources)
@@ -36,5 +37,6 @@ def memory_warnings(spec: SFTJobSpec, pods: PodSettings) -> list[str]:
     found = (
         judge(spec, plan_of(spec, pods), gpu_memory=pods.gpu_bytes).warning,
         staging_warning(spec, known_shape(spec.model.uri), None if size is None else int(size)),
+        nodes_warning(spec),
     )
     return [text for text in found if text]

@@ -18,6 +18,7 @@ from sft_trainer.errors import ModelError
 from sft_trainer.versions import variable_length_attention
 
 from .documents import attend, window_mask
+from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly
 
 IMPLEMENTATION = "sft_documents"
@@ -94,13 +95,15 @@ def document_attention(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     document_ends: torch.Tensor | None = None,
+    shared_tokens: SharedTokens | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within every document.
 
     ``query`` is (1, heads, tokens, head size); ``key`` and ``value`` may have fewer heads (grouped-query attention).
     ``softcap`` caps the scores, ``s_aux`` (heads,) are sinks: see ``attend_explicitly``.
-    Returns (1, tokens, heads, head size). Raises ``ModelError`` for anything it cannot compute exactly.
+    Returns (1, tokens, heads, head size). Raises ``ModelError`` for anything it cannot compute exactly. With
+    ``shared_tokens`` the tokens are this process's part of those whose documents ``document_ends`` tells.
     """
     # In this order: what is compiled depends on all that was looked at.
     unknown = sorted(name for name, given in arguments.items() if name not in _HARMLESS and given is not None)
@@ -112,6 +115,23 @@ def document_attention(
         raise ModelError(f"{type(module).__name__} does not pass document boundaries on to its attention")
     if attention_mask is not None or is_causal is False or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not a plain causal attention")
+    if shared_tokens is not None:
+        query, key, value = by_heads(query, key, value, shared_tokens)
+        output, _ = document_attention(
+            module,
+            query,
+            key,
+            value,
+            None,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=None if s_aux is None else sinks_here(s_aux, shared_tokens),
+            document_ends=document_ends,
+            **arguments,
+        )
+        return by_tokens(output, shared_tokens), None
     if softcap is not None or s_aux is not None:
         if dropout:
             raise ModelError(

@@ -12,6 +12,7 @@ from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_ent
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
+from .exchange import SharedTokens
 from .experts import Balance, check_experts, kernel_options, load_balance
 from .logits import logits_of
 from .overrides import config_of
@@ -29,6 +30,8 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.logits = logits
+        self.shared_tokens: SharedTokens | None = None
+        """Those among whom the tokens of a micro-batch are shared out; None where this process has them all."""
         self.huggingface = huggingface
         self.stored_dtype = stored_dtype
         """That the model came in, and is exported in; it is trained in fp32 whatever this is."""
@@ -49,7 +52,8 @@ class CausalLM(nn.Module):
         routers added, as it says, and the second is (2,): the cross-entropy, and that loss times tokens. With ``scale``
         None, in an evaluation, the sum as it is, and of how many tokens the model finds the right one the most likely.
         ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
-        ``labels`` the tokens they must predict, both (trained tokens,).
+        ``labels`` the tokens they must predict, both (trained tokens,). With ``shared_tokens`` all of these are this process's part of
+        those in ``boundaries``.
         """
         model: Any = self.huggingface
         output = model.base_model(
@@ -59,6 +63,7 @@ class CausalLM(nn.Module):
             use_cache=False,
             **({} if balance is None else {"output_router_logits": True}),
             **boundary_arguments(boundaries),
+            **({} if self.shared_tokens is None else {"shared_tokens": self.shared_tokens}),
         )
         hidden = output.last_hidden_state.squeeze(0)[targets]
         head = model.get_output_embeddings().weight

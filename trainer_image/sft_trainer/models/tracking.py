@@ -18,6 +18,7 @@ from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 from .attention import Boundaries, boundary_arguments
 from .causal_lm import CausalLM
 from .documents import attention_operator
+from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly, working_bytes
 
 _STAND_IN = "sft_documents_counted"
@@ -68,16 +69,21 @@ def _attention(
     document_ends: torch.Tensor,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    shared_tokens: SharedTokens | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """In place of ``document_attention``, of any device: what it keeps is what the kernel of a GPU keeps, query, key,
     value, output, and a number for each token and head."""
+    if shared_tokens is not None:
+        query, key, value = by_heads(query, key, value, shared_tokens)
+        s_aux = None if s_aux is None else sinks_here(s_aux, shared_tokens)
     output: torch.Tensor
     if softcap is not None or s_aux is not None:
         output = attend_explicitly(query, key, value, s_aux, document_ends, None, None, softcap)
-        return _Working.apply(output, working_bytes(query, key, value)), None
-    output = attention_operator(query, key, value, document_ends, None, None)[0]
-    return output, None
+        output = _Working.apply(output, working_bytes(query, key, value))
+    else:
+        output = attention_operator(query, key, value, document_ends, None, None)[0]
+    return output if shared_tokens is None else by_tokens(output, shared_tokens), None
 
 
 class _Working(torch.autograd.Function):
@@ -112,18 +118,22 @@ def track_block(
     trains: Callable[[str], bool],
     tokens: int,
     prepared: Callable[[CausalLM], None] = lambda model: None,
+    degree: int = 1,
 ) -> BlockMemory:
     """Memory of the first block of ``blueprint`` (on the meta device, left as it is) for each of ``tokens``.
 
     ``computed`` is the dtype of the computation, ``trains`` says by their names which parameters are trained.
-    ``prepared`` does to a copy what is done to the blocks of a model before it is sharded.
+    ``prepared`` does to a copy what is done to the blocks of a model before it is sharded. Where ``degree`` processes
+    share the tokens of a micro-batch, ``tokens`` are those of each.
     """
     huggingface: Any = copy.deepcopy(blueprint.huggingface)
     count_attention(huggingface)
     model = CausalLM(huggingface)
     prepared(model)
     block = model.blocks[0]
-    boundaries = boundary_arguments(Boundaries.of([tokens]))
+    boundaries = boundary_arguments(Boundaries.of([tokens * degree]))
+    if degree > 1:
+        boundaries["shared_tokens"] = SharedTokens("", degree, 0)
     live = LiveBytes()
     with fake_tensors():
         _allocate(huggingface, computed, trains)

@@ -80,12 +80,13 @@ def _held(tensor: DTensor, topology: Topology) -> tuple[Rectangle, frozenset[str
     if odd := [placement for placement in placements if type(placement) not in (Shard, Replicate)]:
         raise ValueError(f"a tensor placed as {odd} is no rectangle")
     offsets, sizes, split = [0] * tensor.ndim, list(tensor.shape), set[str]()
-    for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, placements, strict=True):
+    for size, placement in zip(mesh.shape, placements, strict=True):
         if isinstance(placement, Shard):
+            # Over the holders: FSDP repeats over all other dimensions of the mesh.
             # As torch.chunk divides: all parts but the last ones have the same size.
             rows = -(-sizes[placement.dim] // size)
-            start = min(rows * topology.place(name), sizes[placement.dim])
+            start = min(rows * topology.holder, sizes[placement.dim])
             offsets[placement.dim] += start
             sizes[placement.dim] = min(rows, sizes[placement.dim] - start)
-            split.add(name)
+            split |= {"shard", "sequence"}
     return Rectangle(tuple(offsets), tuple(sizes)), frozenset(split)

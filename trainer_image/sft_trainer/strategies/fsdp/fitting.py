@@ -63,6 +63,7 @@ def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Tr
         trainable.trains,
         micro_batch_tokens(spec, plan),
         lambda model: checkpoint_activations(model, spec.training.activation_checkpointing),
+        plan.sequence_parallel,
     )
     return estimate_of(sizes_seen(blueprint, trainable), block, spec, plan)
 

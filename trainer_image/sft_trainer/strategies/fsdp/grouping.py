@@ -35,6 +35,29 @@ def grouped(bins: Iterable[BinTensors], size: int) -> Iterator[BinTensors]:
         yield counting[0] if len(counting) == 1 else _joined(counting)
 
 
+def part_of(bin_: BinTensors, place: int, degree: int) -> BinTensors:
+    """The tokens of ``bin_``, on the CPU, that process ``place`` of the ``degree`` that share them computes.
+
+    Neighbouring ones, as many for each, two at least: what is missing is a document of its own, of which nothing is
+    trained. Boundaries stay those of all tokens; ``targets`` count from the first token here.
+    """
+    tokens = bin_.input_ids.shape[0]
+    each = max(2, -(-tokens // degree))
+    missing, start = degree * each - tokens, place * each
+    first, last = torch.searchsorted(bin_.targets, torch.tensor([start, start + each])).tolist()
+    filling = torch.arange(missing)
+    return BinTensors(
+        input_ids=torch.cat([bin_.input_ids, torch.zeros_like(filling)])[start : start + each],
+        position_ids=torch.cat([bin_.position_ids, filling])[start : start + each],
+        boundaries=Boundaries.of((*bin_.boundaries.lengths, missing)) if missing else bin_.boundaries,
+        targets=bin_.targets[first:last] - start,
+        labels=bin_.labels[first:last],
+        # Each draws its own random numbers.
+        seed=bin_.seed + place,
+        counts=bin_.counts,
+    )
+
+
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Each of ``items``, and whether it is the last one."""
     waiting = iter(items)

@@ -12,6 +12,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.compiling import compile_layers
+from sft_trainer.models.exchange import shared_tokens
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import TRAINED_DTYPE, Trainable
@@ -25,12 +26,16 @@ def build_model(
 ) -> CausalLM:
     """``model`` (on the meta device) sharded, to be computed on ``device``, its parameters allocated but not filled.
 
-    A collective call. Raises ``ConfigError`` for a topology with other dimensions than replicate and shard. Order:
+    A collective call. Raises ``ConfigError`` for a topology with tensor, pipeline or expert parallelism. Order:
     activation checkpointing, compile every block, shard every block and then the root, allocate. Embedding and head
     are in the root unit, so that tied ones stay tied. One process that computes with what it holds shards nothing.
     """
-    if topology.data_parallel != topology.world_size or topology.expert > 1:
-        raise ConfigError("FSDP splits parameters over data-parallel processes only: choose another strategy")
+    if topology.data_parallel * topology.sequence != topology.world_size or topology.expert > 1:
+        raise ConfigError(
+            "FSDP splits parameters only over processes that compute on other tokens: choose another strategy"
+        )
+    if topology.sequence > 1:
+        model.shared_tokens = shared_tokens(topology.process_group("sequence"))
     trainable.mark(model.huggingface)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
     if config.spec.training.compile:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from sft_api.memory import offloads
+from sft_api.memory import micro_batch_tokens, offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
@@ -22,7 +22,7 @@ from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import check_fits
-from .grouping import draws_random_numbers, grouped, with_last
+from .grouping import draws_random_numbers, grouped, part_of, with_last
 from .memory import BinsPerForward, Memory
 from .sharding import add_up_replicas, build_model, gradient_norm, may_add_up_later, offloaded_gradient_norm
 
@@ -58,8 +58,8 @@ class FsdpStrategy:
             for part in self._names.parts(name, tuple(tensor.shape))
         }
         spec = config.spec
-        bin_tokens = config.plan.max_tokens_per_micro_batch or spec.training.micro_batch_size * spec.data.max_length
-        self._bin_tokens = bin_tokens
+        bin_tokens = micro_batch_tokens(spec, config.plan)
+        self._bin_tokens = bin_tokens * topology.sequence
         self._adds_up_once = topology.replicate > 1 and may_add_up_later(config)
         self._balance = spec.training.router_aux_loss_coefficient
         self.auxiliary = self._balance > 0
@@ -153,6 +153,16 @@ class FsdpStrategy:
         if self._evaluates:
             self.forward_sums(bins)
 
+    def _here(self, bins: Iterable[BinTensors]) -> Iterator[BinTensors]:
+        """What this process computes of ``bins``, on its device, as many at once as go through one forward pass."""
+        if self._topology.sequence == 1:
+            yield from grouped((bin_.to(self._device) for bin_ in bins), self._at_once)
+            return
+        for together in grouped(bins, self._at_once):
+            part = part_of(together, self._topology.place("sequence"), self._topology.sequence)
+            # What was put together lies elsewhere than what was pinned.
+            yield (part.pinned() if self._device.type == "cuda" else part).to(self._device)
+
     @property
     def _at_once(self) -> int:
         return self._together.count if self._together else 1
@@ -164,7 +174,7 @@ class FsdpStrategy:
         self, bins: Iterable[BinTensors], scale: float | None, balance: float | None = None
     ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
         """What goes through the model at once, and what its forward pass gives, by ``scale`` and that of routers."""
-        for bin_, last in with_last(grouped((bin_.to(self._device) for bin_ in bins), self._at_once)):
+        for bin_, last in with_last(self._here(bins)):
             if self._adds_up_once:
                 add_up_replicas(self.model, after_this_pass=last)
             # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.

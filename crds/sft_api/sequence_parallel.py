@@ -1,0 +1,42 @@
+"""Which models and nodes the tokens of a micro-batch can be shared out for (Ulysses). Pure.
+
+Within attention each process has all tokens of a part of the heads, so that heads are what is divided
+(Jacobs et al. 2023, arXiv 2309.14509).
+"""
+
+from .v1alpha1.job import SFTJobSpec
+
+_FIELD = "strategy.fsdp.sequenceParallelDegree"
+
+
+def key_repeats(kv_heads: int, degree: int) -> int:
+    """How often each head of keys and values is sent, so that every one of ``degree`` processes gets whole heads."""
+    return max(1, degree // kv_heads)
+
+
+def possible(heads: int, kv_heads: int, degree: int) -> bool:
+    """Whether ``degree`` processes can share out ``heads`` of queries and ``kv_heads`` of keys and values."""
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def heads_problem(heads: int, kv_heads: int, degree: int) -> str:
+    """Why ``degree`` processes cannot share tokens of a model with so many heads, and what to change; else empty."""
+    if possible(heads, kv_heads, degree):
+        return ""
+    fitting = [each for each in range(1, heads + 1) if possible(heads, kv_heads, each)]
+    words = ", ".join(map(str, fitting[:-1])) + f" or {fitting[-1]}" if len(fitting) > 1 else str(fitting[0])
+    return (
+        f"{_FIELD} is {degree}, which does not divide the {heads} attention heads of the model, or neither divides its "
+        f"{kv_heads} heads of keys nor is a multiple of them: set it to {words}"
+    )
+
+
+def nodes_warning(spec: SFTJobSpec) -> str:
+    """What to say when processes that share tokens are on several nodes; else empty."""
+    here, degree = spec.compute.effective_processes_per_node, spec.sequence_parallel
+    if spec.compute.nodes == 1 or here % degree == 0:
+        return ""
+    return (
+        f"{_FIELD} is {degree}, and a node has {here} processes: queries, keys and values of every layer cross the "
+        f"network between nodes; a degree that divides {here} stays within them"
+    )

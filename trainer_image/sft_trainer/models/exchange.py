@@ -1,0 +1,129 @@
+"""Tokens of all processes for a part of the heads, in place of all heads for a part of the tokens, and back.
+
+Processes that share the tokens of a micro-batch (Ulysses: Jacobs et al. 2023, arXiv 2309.14509) compute all but
+attention on their own tokens, which are neighbours; attention each computes for all tokens, and for its own heads. Both
+ways are operators that a compiler does not look into, and each is the gradient of the other.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import library
+
+from sft_api.sequence_parallel import heads_problem, key_repeats
+from sft_trainer.distributed import exchanged
+from sft_trainer.errors import ConfigError
+
+_GROUPS: dict[str, Any] = {}
+"""Process groups by the names that operators are given, which take no groups."""
+
+
+class SharedTokens(NamedTuple):
+    """The processes that share tokens, as the arguments of layers and operators can hold them."""
+
+    group: str
+    degree: int
+    place: int
+    """Which of them this process is."""
+
+
+def shared_tokens(group: Any) -> SharedTokens:
+    """Of the processes in the process group ``group``, in the order of their tokens."""
+    _GROUPS[group.group_name] = group
+    return SharedTokens(group.group_name, group.size(), group.rank())
+
+
+def check_heads(config: Any, degree: int) -> None:
+    """Raise ``ConfigError`` where ``degree`` processes cannot share tokens of a model; ``config`` is transformers'."""
+    heads: int = config.num_attention_heads
+    problem = heads_problem(heads, getattr(config, "num_key_value_heads", None) or heads, degree)
+    if problem:
+        raise ConfigError(problem)
+
+
+def by_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared: SharedTokens
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From (1, heads, tokens here, head size) to (1, heads here, tokens of all, head size) each.
+
+    ``key`` and ``value`` may have fewer heads than ``query``; where they have fewer than there are processes each of
+    their heads goes to several. One collective: ranks cannot differ in the order of several.
+    """
+    repeats = key_repeats(key.shape[1], shared.degree)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    one, other, last = to_heads([query, key, value], shared.group, shared.degree)
+    return one, other, last
+
+
+def sinks_here(sinks: torch.Tensor, shared: SharedTokens) -> torch.Tensor:
+    """Those of ``sinks`` (heads,) that belong to the heads of this process."""
+    heads = sinks.shape[0] // shared.degree
+    return sinks[shared.place * heads : (shared.place + 1) * heads]
+
+
+def by_tokens(output: torch.Tensor, shared: SharedTokens) -> torch.Tensor:
+    """The output of attention, from (1, tokens of all, heads here, head size) to (1, tokens here, heads, head size)."""
+    (heads_first,) = to_tokens([output.transpose(1, 2)], shared.group, shared.degree)
+    tokens_first: torch.Tensor = heads_first.transpose(1, 2).contiguous()
+    return tokens_first
+
+
+def _to_heads(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:
+    # For each process, one after the other, its heads.
+    rows = [tensor[0].reshape(degree, -1) for tensor in tensors]
+    arrived = exchanged(torch.cat(rows, dim=1), _GROUPS[group]).split([row.shape[1] for row in rows], dim=1)
+    return [
+        # From each process its tokens, which follow those of the one before.
+        piece.reshape(degree, -1, *tensor.shape[2:]).transpose(0, 1).reshape(_heads_shape(tensor, degree))
+        for piece, tensor in zip(arrived, tensors, strict=True)
+    ]
+
+
+def _to_tokens(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:
+    rows = [tensor[0].reshape(tensor.shape[1], degree, -1).transpose(0, 1).reshape(degree, -1) for tensor in tensors]
+    arrived = exchanged(torch.cat(rows, dim=1), _GROUPS[group]).split([row.shape[1] for row in rows], dim=1)
+    return [
+        piece.reshape(_tokens_shape(tensor, degree)).clone(memory_format=torch.contiguous_format)
+        for piece, tensor in zip(arrived, tensors, strict=True)
+    ]
+
+
+def _heads_shape(tensor: torch.Tensor, degree: int) -> tuple[int, ...]:
+    return 1, tensor.shape[1] // degree, degree * tensor.shape[2], tensor.shape[3]
+
+
+def _tokens_shape(tensor: torch.Tensor, degree: int) -> tuple[int, ...]:
+    return 1, tensor.shape[1] * degree, tensor.shape[2] // degree, tensor.shape[3]
+
+
+to_heads: Any = library.custom_op("sft::tokens_to_heads", _to_heads, mutates_args=())
+to_tokens: Any = library.custom_op("sft::heads_to_tokens", _to_tokens, mutates_args=())
+
+
+def _fake_heads(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:
+    return [tensor.new_empty(_heads_shape(tensor, degree)) for tensor in tensors]
+
+
+def _fake_tokens(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:
+    return [tensor.new_empty(_tokens_shape(tensor, degree)) for tensor in tensors]
+
+
+to_heads.register_fake(_fake_heads)
+to_tokens.register_fake(_fake_tokens)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group, ctx.degree = inputs
+
+
+def _heads_backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    return to_tokens(list(gradients), ctx.group, ctx.degree), None, None
+
+
+def _tokens_backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    return to_heads(list(gradients), ctx.group, ctx.degree), None, None
+
+
+to_heads.register_autograd(_heads_backward, setup_context=_remember)
+to_tokens.register_autograd(_tokens_backward, setup_context=_remember)
