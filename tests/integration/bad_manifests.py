@@ -223,6 +223,39 @@ RULES = [
         "strategy.fsdp.shardDegree must divide the number of processes (compute.nodes x processes per node)",
     ),
     Bad(
+        "shared tokens that do not divide the processes",
+        "spec",
+        {"strategy": "{fsdp: {sequenceParallelDegree: 3}}", "compute": "{gpusPerNode: 8}"},
+        "strategy.fsdp.sequenceParallelDegree must divide the number of processes (compute.nodes x processes per node)",
+    ),
+    Bad(
+        "more processes that share tokens than there are",
+        "spec",
+        {
+            "strategy": "{fsdp: {sequenceParallelDegree: 8}}",
+            "compute": "{gpusPerNode: 4}",
+            "training": "{globalBatchSize: 4}",
+        },
+        "strategy.fsdp.sequenceParallelDegree must divide the number of processes (compute.nodes x processes per node)",
+    ),
+    Bad(
+        "a copy over less than the processes that share its tokens",
+        "spec",
+        {"strategy": "{fsdp: {shardDegree: 2, sequenceParallelDegree: 4}}", "compute": "{gpusPerNode: 8}"},
+        "strategy.fsdp.shardDegree must be a multiple of strategy.fsdp.sequenceParallelDegree: processes that share "
+        "tokens share a copy of the model",
+    ),
+    Bad(
+        "batch not divisible by the groups that share tokens",
+        "spec",
+        {
+            "strategy": "{fsdp: {sequenceParallelDegree: 2}}",
+            "training": "{globalBatchSize: 6}",
+            "compute": "{gpusPerNode: 8}",
+        },
+        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node)",
+    ),
+    Bad(
         "best without evaluation",
         "spec",
         {"checkpoint": "{keep: {best: 1}}"},

@@ -111,7 +111,8 @@ spec:
     evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
     dummyRun: {steps: 10}
     callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]
-  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16, cpuOffload: true}}
+  strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16, cpuOffload: true,
+    sequenceParallelDegree: 4}}
   compute:
     nodes: 2
     gpusPerNode: 8
@@ -187,7 +188,7 @@ LARGEST = manifest(
         + "], eval: ["
         + ", ".join(f"{{uri: '{_LONG_URI}', name: {'n' * 60}{number}}}" for number in range(16))
         + "]}",
-        "strategy": "{fsdp: {shardDegree: 64}}",
+        "strategy": "{fsdp: {shardDegree: 64, sequenceParallelDegree: 64}}",
         "compute": f"{{gpusPerNode: 64, labels: {{{_MAP}}}, annotations: {{{_MAP}}}, nodeSelector: {{{_MAP}}}, "
         f"resources: {{requests: {{{_RESOURCES}}}, limits: {{{_RESOURCES}}}}}, imagePullSecrets: "
         f"[{', '.join([_LONG_NAME] * 8)}], env: ["

@@ -1,10 +1,10 @@
 """``make parity``: are the numbers right? Prints its figures as key=value, exits non-zero when they are not.
 
 max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
-                 loop, also compiled, with activation checkpointing, hybrid sharding and offload; of accumulation
-                 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of mixtures of experts with the
-                 loss of their routers, of adapters against peft, which are compared after three steps too; at most
-                 1e-6
+                 loop, also compiled, with activation checkpointing, hybrid sharding, offload and shared tokens; of
+                 accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of mixtures of experts
+                 with the loss of their routers, of adapters against peft, which are compared after three steps too; at
+                 most 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -28,6 +28,8 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "selective": (2, {"activationCheckpointing": "selective"}),
     "hybrid": (4, {"strategy": {"shardDegree": 2}}),
     "offload": (2, {"strategy": {"cpuOffload": True}}),
+    "shared_2": (2, {"strategy": {"sequenceParallelDegree": 2}}),
+    "shared_4": (4, {"strategy": {"sequenceParallelDegree": 4}}),
     "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
 }
 """Runs that are compared with the plain loop too: processes, and what is chosen for them."""

@@ -128,8 +128,8 @@ class SFTJobSpec(ApiModel):
         Rule(
             "self.data.packing == 'ffd' || !has(self.training.globalBatchSize) || "
             f"self.training.globalBatchSize * {_SEQUENCE} % (({_PROCESSES}) * self.training.microBatchSize) == 0",
-            "training.globalBatchSize must be divisible by the number of processes (divided by "
-            "strategy.fsdp.sequenceParallelDegree where there is one) times training.microBatchSize",
+            "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize, "
+            "divided by strategy.fsdp.sequenceParallelDegree where there is one",
             lambda self: (
                 self.data.packing == "ffd"
                 or self.training.global_batch_size is None

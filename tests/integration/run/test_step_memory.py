@@ -25,6 +25,7 @@ from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.tracking import LiveBytes, count_attention
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
+from sft_trainer.strategies.fsdp import strategy as strategy_module
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import trainable_of
 from sft_trainer.versions import fake_tensors
@@ -36,10 +37,16 @@ def world() -> Iterator[Any]:
     """Forms a group of so many processes, all but this one pretended."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def form(size: int, shard: int) -> Topology:
+    def form(size: int, shard: int, sequence: int) -> Topology:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
         return Topology(
-            rank=0, local_rank=0, world_size=size, local_world_size=size, replicate=size // shard, shard=shard
+            rank=0,
+            local_rank=0,
+            world_size=size,
+            local_world_size=size,
+            replicate=size // shard,
+            shard=shard // sequence,
+            sequence=sequence,
         )
 
     yield form
@@ -56,10 +63,12 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
     monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)
+    monkeypatch.setattr(strategy_module, "part_of", lambda bin_, *_: bin_)
 
 
-def a_bin(tokens: int) -> BinTensors:
-    numbers = torch.zeros(tokens, dtype=torch.long)
+def a_bin(tokens: int, sequence: int) -> BinTensors:
+    """What one of the processes that share the tokens of a document has of it."""
+    numbers = torch.zeros(tokens // sequence, dtype=torch.long)
     return BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)
 
 
@@ -84,6 +93,18 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         8,
         {"training": {"activationCheckpointing": "selective"}},
     ),
+    "8B, shared tokens": (
+        "meta-llama/Llama-3.1-8B",
+        3,
+        32768,
+        8,
+        8,
+        {
+            "training": {"activationCheckpointing": "selective"},
+            "strategy": {"fsdp": {"sequenceParallelDegree": 4}},
+            "compute": {"gpusPerNode": 0, "processesPerNode": 8},
+        },
+    ),
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
@@ -103,17 +124,20 @@ def test_the_estimate_is_within_ten_percent_of_what_steps_hold(
     known |= {"final_logit_softcapping": cap} if cap else {}
     config = resolve(manifest(Path("/inputs"), Path("/store"), **spec))
     precision = config.spec.training.precision or "bf16"
+    sequence = config.spec.sequence_parallel
     given = {
         "precision": precision,
+        "sequence_parallel": sequence,
         "processes": processes,
         "shard_degree": shard,
         "max_tokens_per_micro_batch": tokens,
     }
     config = config.model_copy(update={"plan": config.plan.model_copy(update=given)})
-    topology = world(processes, shard)
-    mesh = topology.parameter_mesh("cpu")
+    topology = world(processes, shard, sequence)
+    mesh, group = topology.parameter_mesh("cpu"), topology.process_group("sequence")
     monkeypatch.setattr(Topology, "parameter_mesh", lambda *_: mesh)
-    bin_ = a_bin(tokens)
+    monkeypatch.setattr(Topology, "process_group", lambda *_: group)
+    bin_ = a_bin(tokens, sequence)
     register()
 
     live = LiveBytes()

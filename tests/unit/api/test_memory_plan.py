@@ -8,6 +8,7 @@ from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, judge, parameter_count, staging_warning
 from sft_api.plan import make_plan
+from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from tests.unit.cli.jobs import job
 
@@ -44,6 +45,7 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
         "training.activationCheckpointing: selective",
         "training.activationCheckpointing: full",
         "8 GPUs in compute",
+        "strategy.fsdp.sequenceParallelDegree: 2",
         "lora",
         "data.maxLength: 4096",
         "training.optimizer.stateDtype: bf16",
@@ -94,6 +96,49 @@ def test_remedies_are_those_that_make_a_difference() -> None:
         training={"microBatchSize": 4},
     ).spec
     assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).warning
+
+
+def test_tokens_are_shared_out_to_as_few_as_make_it_fit() -> None:
+    # Given contexts that no GPU alone has memory for
+    long = spec(gpus=8, length=49152, training={"activationCheckpointing": "selective"})
+
+    refused = verdict(long).refused
+    shared = {
+        degree: spec(
+            gpus=8,
+            length=49152,
+            training={"activationCheckpointing": "selective"},
+            strategy={"fsdp": {"sequenceParallelDegree": degree}},
+        )
+        for degree in (2, 4, 8)
+    }
+
+    # Then the smallest degree that fits is named, with what is taken then
+    assert f"strategy.fsdp.sequenceParallelDegree: 4 ({total(shared[4])})" in refused
+    assert verdict(shared[2]) != Fit()
+    assert verdict(shared[4]) == Fit()
+    assert make_plan(shared[8]).data_parallel == 1
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    fourteen = {"uri": "hf://Qwen/Qwen2.5-0.5B"}
+    asked = spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 4}})
+
+    assert verdict(asked).refused == (
+        "strategy.fsdp.sequenceParallelDegree is 4, which does not divide the 14 attention heads of the model, or "
+        "neither divides its 2 heads of keys nor is a multiple of them: set it to 1, 2 or 14"
+    )
+    assert verdict(spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 2}})) == Fit()
+    assert verdict(spec(gpus=8, model={"uri": "s3://b/own"}, strategy={"fsdp": {"sequenceParallelDegree": 4}})) == Fit()
+
+
+def test_processes_that_share_tokens_over_nodes_are_warned_of() -> None:
+    def warned(degree: int) -> str:
+        fsdp = {"sequenceParallelDegree": degree}
+        return nodes_warning(spec(gpus=4, compute={"nodes": 2}, strategy={"fsdp": fsdp}))
+
+    assert warned(4) == ""
+    assert "is 8, and a node has 4 processes: " in warned(8)
 
 
 def test_of_a_number_of_parameters_what_is_sure_is_judged() -> None:

@@ -86,6 +86,26 @@ CASES: dict[str, tuple[SFTJobSpec, dict[str, Any]]] = {
         spec(strategy={"fsdp": {"shardDegree": 8}}, compute={"nodes": 2, **EIGHT}),
         {"processes": 16, "data_parallel": 16, "shard_degree": 8},
     ),
+    "shared tokens": (
+        spec(strategy={"fsdp": {"sequenceParallelDegree": 4}}, compute={"nodes": 2, **EIGHT}),
+        {
+            "processes": 16,
+            "data_parallel": 4,
+            "sequence_parallel": 4,
+            "shard_degree": 16,
+            "global_batch_tokens": 65536,
+            "gradient_accumulation": 4,
+        },
+    ),
+    "shared tokens, not packed": (
+        spec(
+            data=NO_PACKING,
+            training={"globalBatchSize": 4},
+            strategy={"fsdp": {"sequenceParallelDegree": 2}},
+            compute=EIGHT,
+        ),
+        {"global_batch_size": 4, "gradient_accumulation": 1},
+    ),
     "steps": (spec(training={"steps": 10}), {"total_steps": 10, "epochs": None}),
     "epochs": (spec(training={"epochs": 3}), {"total_steps": None, "epochs": 3}),
     "own choices": (

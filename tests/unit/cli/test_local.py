@@ -74,6 +74,14 @@ def test_a_shard_degree_must_fit_the_processes() -> None:
     assert problem.startswith("spec.strategy.fsdp.shardDegree: 2 does not divide 3 processes: ")
 
 
+def test_so_must_processes_that_share_tokens() -> None:
+    asked = job(strategy={"fsdp": {"sequenceParallelDegree": 2}}, compute={"gpusPerNode": 0, "nodes": 4})
+
+    (problem,) = problems(asked, processes=1)
+
+    assert problem.startswith("spec.strategy.fsdp.sequenceParallelDegree: 2 does not divide 1 process: ")
+
+
 def test_gpus_that_are_not_there_are_refused_with_what_to_change() -> None:
     assert problems(job(compute={"nodes": 2, "gpusPerNode": 4}), gpus=0) == (
         "this machine has no GPU, and the job asks for 8 (compute.nodes 2 x gpusPerNode 4): set "

@@ -62,6 +62,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
         is_adapter if asked.lora else lambda name: True,
         TOKENS,
         lambda copied: checkpoint_activations(copied, how),
+        asked.sequence_parallel,
     )
     return block_memory(shape, asked, computed.itemsize), seen
 
@@ -70,6 +71,20 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_what_a_block_keeps_is_what_the_formula_says(kind: str, how: str) -> None:
     reckoned, seen = both(kind, training={"activationCheckpointing": how})
+
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
+    assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize(("kind", "degree"), [("llama", 2), ("phi3", 4), ("qwen3", 8)])
+def test_where_tokens_are_shared_too(kind: str, degree: int, how: str) -> None:
+    reckoned, seen = both(
+        kind,
+        training={"activationCheckpointing": how},
+        strategy={"fsdp": {"sequenceParallelDegree": degree}},
+        compute={"gpusPerNode": 8},
+    )
 
     assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)

@@ -71,22 +71,28 @@ def by_tokens(output: torch.Tensor, shared: SharedTokens) -> torch.Tensor:
 
 def _to_heads(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:
     # For each process, one after the other, its heads.
-    rows = [tensor[0].reshape(degree, -1) for tensor in tensors]
-    arrived = exchanged(torch.cat(rows, dim=1), _GROUPS[group]).split([row.shape[1] for row in rows], dim=1)
-    return [
+    arrived = _exchanged([tensor[0].reshape(degree, -1) for tensor in tensors], group)
+    made = [tensor.new_empty(_heads_shape(tensor, degree)) for tensor in tensors]
+    for tensor, rows in zip(made, arrived, strict=True):
         # From each process its tokens, which follow those of the one before.
-        piece.reshape(degree, -1, *tensor.shape[2:]).transpose(0, 1).reshape(_heads_shape(tensor, degree))
-        for piece, tensor in zip(arrived, tensors, strict=True)
-    ]
+        heads = tensor.shape[1]
+        tensor.view(heads, degree, -1).copy_(rows.unflatten(1, (heads, -1)).transpose(0, 1))
+    return made
 
 
 def _to_tokens(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:
-    rows = [tensor[0].reshape(tensor.shape[1], degree, -1).transpose(0, 1).reshape(degree, -1) for tensor in tensors]
-    arrived = exchanged(torch.cat(rows, dim=1), _GROUPS[group]).split([row.shape[1] for row in rows], dim=1)
-    return [
-        piece.reshape(_tokens_shape(tensor, degree)).clone(memory_format=torch.contiguous_format)
-        for piece, tensor in zip(arrived, tensors, strict=True)
-    ]
+    rows = [tensor[0].reshape(tensor.shape[1], degree, -1).transpose(0, 1) for tensor in tensors]
+    arrived = _exchanged([row.reshape(degree, -1) for row in rows], group)
+    made = [tensor.new_empty(_tokens_shape(tensor, degree)) for tensor in tensors]
+    for tensor, row in zip(made, arrived, strict=True):
+        tensor.view(degree, -1).copy_(row)
+    return made
+
+
+def _exchanged(rows: list[torch.Tensor], group: str) -> tuple[torch.Tensor, ...]:
+    """Each of ``rows``, (processes, numbers), with what came from every process in place of what goes to it."""
+    arrived = exchanged(torch.cat(rows, dim=1), _GROUPS[group])
+    return torch.split(arrived, [row.shape[1] for row in rows], dim=1)
 
 
 def _heads_shape(tensor: torch.Tensor, degree: int) -> tuple[int, ...]:

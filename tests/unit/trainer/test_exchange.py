@@ -1,0 +1,88 @@
+"""Tokens shared by several processes: attention over them is that of one process which has them all."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import library
+
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
+from sft_trainer.models.exchange import check_heads, shared_tokens, to_heads, to_tokens
+from tests.integration.checkpoint.ranks import run
+
+LENGTHS = (5, 1, 12, 2, 4)
+"""Documents that begin and end anywhere within the parts of 2 and 4 processes."""
+CASES = [*itertools.product((8, 4, 2, 1), (None, 3), (torch.float32, torch.bfloat16))]
+"""Heads of keys, of 8; window; dtype."""
+
+
+def attended(
+    tensors: list[torch.Tensor], upstream: torch.Tensor, window: int | None, **more: Any
+) -> list[torch.Tensor]:
+    """The output, and the gradients of ``tensors``, all with tokens first."""
+    query, key, value = (tensor.transpose(1, 2).requires_grad_() for tensor in tensors)
+    arguments = boundary_arguments(Boundaries.of(LENGTHS)) | more
+    output, _ = document_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, **arguments
+    )
+    gradients = torch.autograd.grad(output, (query, key, value), upstream)
+    return [output.detach(), *(gradient.transpose(1, 2) for gradient in gradients)]
+
+
+def _compared() -> list[float]:
+    """For each case the largest difference from attention on one process, as a share of what there is."""
+    rank, degree, tokens = dist.get_rank(), dist.get_world_size(), sum(LENGTHS)
+    here = slice(rank * tokens // degree, (rank + 1) * tokens // degree)
+    shared = shared_tokens(dist.group.WORLD)
+    worst = []
+    for kv_heads, window, dtype in CASES:
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(1, tokens, n, 16, generator=generator).to(dtype) for n in (8, kv_heads, kv_heads, 8)]
+        expected = attended(drawn[:3], drawn[3], window)
+        found = attended([tensor[:, here] for tensor in drawn[:3]], drawn[3][:, here], window, shared_tokens=shared)
+        errors = [(a - b[:, here]).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+        worst.append(float(max(errors)))
+    return worst
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_output_and_gradients_are_those_of_one_process(degree: int, tmp_path: Path) -> None:
+    for answers in run(degree, tmp_path, _compared):
+        # Where heads of keys go to several processes their gradients are added up in another order.
+        for (kv_heads, _, dtype), error in zip(CASES, answers, strict=True):
+            exact = kv_heads >= degree
+            assert error <= (0 if exact else 1e-6 if dtype == torch.float32 else 2e-2), (kv_heads, dtype)
+
+
+def test_a_compiler_is_told_the_shapes_and_gradients_that_there_are() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, degree = shared_tokens(dist.group.WORLD)
+        by_tokens = [torch.randn(1, 6, n, 16) for n in (4, 2, 2)]
+        tensors = [tensor.transpose(1, 2).requires_grad_() for tensor in by_tokens]
+        library.opcheck(to_heads, (tensors, group, degree))
+        library.opcheck(to_tokens, (tensors, group, degree))
+    finally:
+        dist.destroy_process_group()
+
+
+class Config:
+    def __init__(self, heads: int, kv_heads: int | None) -> None:
+        self.num_attention_heads, self.num_key_value_heads = heads, kv_heads
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_with_those_degrees_that_can() -> None:
+    for degree in (1, 2, 4, 8, 16, 32):
+        check_heads(Config(32, 8), degree)
+    check_heads(Config(12, None), 6)
+    with pytest.raises(
+        ConfigError, match=r"sequenceParallelDegree is 4, .* 14 attention heads .* set it to 1, 2 or 14"
+    ):
+        check_heads(Config(14, 2), 4)
+    # 3 divides the heads of queries, and goes with 2 heads of keys in no way
+    with pytest.raises(ConfigError, match=r"is 3, .* 2 heads of keys .* set it to 1, 2, 4, 6 or 12"):
+        check_heads(Config(12, 2), 3)
