@@ -24,7 +24,7 @@ _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
-_SHOWN = 7
+_SHOWN = 8
 _CHECKPOINTING = ("none", "selective", "full")
 """The longer, the less is kept."""
 _MOST_DOUBLED = 4

@@ -146,6 +146,24 @@ def test_what_takes_less_memory_is_said_where_it_was_chosen() -> None:
     }
 
 
+def test_processes_that_share_tokens_are_shown() -> None:
+    assert "tokens shared by" not in decisions()
+    shared = decisions(strategy={"fsdp": {"sequenceParallelDegree": 2}}, compute={"gpusPerNode": 8})
+    assert shared["tokens shared by"].value == "2 processes"
+
+
+def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
+    from sft_cli.validate import verdict_on
+
+    path = tmp_path / "job.yaml"
+    asked = {"strategy": {"fsdp": {"sequenceParallelDegree": 4}}, "compute": {"gpusPerNode": 4}}
+    path.write_text(json.dumps(manifest(model={"uri": "hf://Qwen/Qwen2.5-0.5B"}, **asked)))
+
+    (problem,) = verdict_on(path).problems
+
+    assert problem.endswith("set it to 1, 2 or 14")
+
+
 def test_only_the_files_of_its_index_are_the_model(tmp_path: Path) -> None:
     def write(name: str, **shapes: list[int]) -> None:
         named = {f"model.layers.0.{key}.weight": {"shape": shape} for key, shape in shapes.items()}

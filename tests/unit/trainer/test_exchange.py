@@ -29,8 +29,11 @@ def attended(
     output, _ = document_attention(
         torch.nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, **arguments
     )
-    gradients = torch.autograd.grad(output, (query, key, value), upstream)
-    return [output.detach(), *(gradient.transpose(1, 2) for gradient in gradients)]
+    given = [query, key, value, *([more["s_aux"]] if "s_aux" in more else [])]
+    gradients = torch.autograd.grad(output, given, upstream)
+    if "s_aux" in more:
+        more["s_aux"].grad = gradients[3]
+    return [output.detach(), *(gradient.transpose(1, 2) for gradient in gradients[:3])]
 
 
 def _compared() -> list[float]:
@@ -58,10 +61,39 @@ def test_output_and_gradients_are_those_of_one_process(degree: int, tmp_path: Pa
             assert error <= (0 if exact else 1e-6 if dtype == torch.float32 else 2e-2), (kv_heads, dtype)
 
 
+def _capped_with_sinks() -> list[float]:
+    """Differences of output and gradients, as above, and of the gradient of sinks, which all processes have."""
+    rank, degree, tokens = dist.get_rank(), dist.get_world_size(), sum(LENGTHS)
+    here = slice(rank * tokens // degree, (rank + 1) * tokens // degree)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, tokens, n, 16, generator=generator) for n in (8, 2, 2, 8)]
+    sinks = torch.randn(8, generator=generator).requires_grad_()
+    expected = attended(drawn[:3], drawn[3], None, softcap=2.0, s_aux=sinks)
+    of_sinks, sinks.grad = sinks.grad, None
+    found = attended(
+        [tensor[:, here] for tensor in drawn[:3]],
+        drawn[3][:, here],
+        None,
+        softcap=2.0,
+        s_aux=sinks,
+        shared_tokens=shared_tokens(dist.group.WORLD),
+    )
+    assert sinks.grad is not None
+    dist.all_reduce(sinks.grad)
+    pairs = [(sinks.grad, of_sinks), *((a, b[:, here]) for a, b in zip(found, expected, strict=True))]
+    return [float((one - other).abs().max() / other.abs().max()) for one, other in pairs if other is not None]
+
+
+def test_each_process_has_the_sinks_of_its_heads(tmp_path: Path) -> None:
+    for errors in run(4, tmp_path, _capped_with_sinks):
+        assert len(errors) == 5
+        assert max(errors) <= 1e-6
+
+
 def test_a_compiler_is_told_the_shapes_and_gradients_that_there_are() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group, degree = shared_tokens(dist.group.WORLD)
+        group, degree, _ = shared_tokens(dist.group.WORLD)
         by_tokens = [torch.randn(1, 6, n, 16) for n in (4, 2, 2)]
         tensors = [tensor.transpose(1, 2).requires_grad_() for tensor in by_tokens]
         library.opcheck(to_heads, (tensors, group, degree))
