@@ -195,26 +195,29 @@ RULES = [
         "batch not divisible by the processes",
         "spec",
         {"training": "{globalBatchSize: 9}", "compute": "{nodes: 2, gpusPerNode: 2}"},
-        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node)",
+        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), divided "
+        "by strategy.fsdp.sequenceParallelDegree where there is one",
     ),
     Bad(
         "batch not divisible on the CPU",
         "spec",
         {"training": "{globalBatchSize: 8}", "compute": "{gpusPerNode: 0, processesPerNode: 3}"},
-        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node)",
+        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), divided "
+        "by strategy.fsdp.sequenceParallelDegree where there is one",
     ),
     Bad(
         "share of a process not divisible by the micro-batch",
         "spec",
         {"data": f"{{{ROWS}, packing: none}}", "training": "{globalBatchSize: 8, microBatchSize: 3}"},
-        "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize",
+        "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize, divided "
+        "by strategy.fsdp.sequenceParallelDegree where there is one",
     ),
     Bad(
         "token batch below one micro-batch a process",
         "spec",
         {"training": "{globalBatchTokens: 32767}", "compute": "{gpusPerNode: 8}"},
         "training.globalBatchTokens must hold one full micro-batch (training.maxTokensPerMicroBatch, or "
-        "data.maxLength) on every process",
+        "data.maxLength) on every process, or group of strategy.fsdp.sequenceParallelDegree processes",
     ),
     Bad(
         "shard degree that does not divide",
@@ -253,7 +256,8 @@ RULES = [
             "training": "{globalBatchSize: 6}",
             "compute": "{gpusPerNode: 8}",
         },
-        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node)",
+        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), divided "
+        "by strategy.fsdp.sequenceParallelDegree where there is one",
     ),
     Bad(
         "best without evaluation",
