@@ -40,7 +40,7 @@ def _compared() -> list[float]:
     """For each case the largest difference from attention on one process, as a share of what there is."""
     rank, degree, tokens = dist.get_rank(), dist.get_world_size(), sum(LENGTHS)
     here = slice(rank * tokens // degree, (rank + 1) * tokens // degree)
-    shared = shared_tokens(dist.group.WORLD)
+    shared = shared_tokens(dist.group.WORLD, dist.get_rank())
     worst = []
     for kv_heads, window, dtype in CASES:
         generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def _capped_with_sinks() -> list[float]:
         None,
         softcap=2.0,
         s_aux=sinks,
-        shared_tokens=shared_tokens(dist.group.WORLD),
+        shared_tokens=shared_tokens(dist.group.WORLD, dist.get_rank()),
     )
     assert sinks.grad is not None
     dist.all_reduce(sinks.grad)
@@ -93,7 +93,7 @@ def test_each_process_has_the_sinks_of_its_heads(tmp_path: Path) -> None:
 def test_a_compiler_is_told_the_shapes_and_gradients_that_there_are() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group, degree, _ = shared_tokens(dist.group.WORLD)
+        group, degree, _ = shared_tokens(dist.group.WORLD, dist.get_rank())
         by_tokens = [torch.randn(1, 6, n, 16) for n in (4, 2, 2)]
         tensors = [tensor.transpose(1, 2).requires_grad_() for tensor in by_tokens]
         library.opcheck(to_heads, (tensors, group, degree))

@@ -27,10 +27,10 @@ class SharedTokens(NamedTuple):
     """Which of them this process is."""
 
 
-def shared_tokens(group: Any) -> SharedTokens:
-    """Of the processes in the process group ``group``, in the order of their tokens."""
+def shared_tokens(group: Any, place: int) -> SharedTokens:
+    """Of the processes in the process group ``group``, in the order of their tokens; this one's ``place`` there."""
     _GROUPS[group.group_name] = group
-    return SharedTokens(group.group_name, group.size(), group.rank())
+    return SharedTokens(group.group_name, group.size(), place)
 
 
 def check_heads(config: Any, degree: int) -> None:

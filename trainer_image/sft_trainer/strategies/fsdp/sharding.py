@@ -35,7 +35,7 @@ def build_model(
             "FSDP splits parameters only over processes that compute on other tokens: choose another strategy"
         )
     if topology.sequence > 1:
-        model.shared_tokens = shared_tokens(topology.process_group("sequence"))
+        model.shared_tokens = shared_tokens(topology.process_group("sequence"), topology.place("sequence"))
     trainable.mark(model.huggingface)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
     if config.spec.training.compile:
