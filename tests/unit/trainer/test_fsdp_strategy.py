@@ -271,5 +271,5 @@ def test_what_is_trained_is_all_of_it_in_fp32() -> None:
 def test_other_parallelism_than_of_data_is_refused(folder: Path) -> None:
     config = resolve(manifest(folder, folder.with_name("store")))
     tensor = Topology(rank=0, local_rank=0, world_size=2, tensor=2)
-    with pytest.raises(ConfigError, match="data-parallel processes only"):
+    with pytest.raises(ConfigError, match="only over processes that compute on other tokens"):
         FsdpStrategy(config, build_on_meta(folder), EVERYTHING, tensor, CPU)
