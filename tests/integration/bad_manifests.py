@@ -260,6 +260,17 @@ RULES = [
         "by strategy.fsdp.sequenceParallelDegree where there is one",
     ),
     Bad(
+        "a loss of routers over shared tokens",
+        "spec",
+        {
+            "strategy": "{fsdp: {sequenceParallelDegree: 2}}",
+            "training": "{routerAuxLossCoefficient: 0.01}",
+            "compute": "{gpusPerNode: 2}",
+        },
+        "training.routerAuxLossCoefficient needs strategy.fsdp.sequenceParallelDegree: 1: the loss of routers is of "
+        "all tokens of a micro-batch, which no process has then",
+    ),
+    Bad(
         "best without evaluation",
         "spec",
         {"checkpoint": "{keep: {best: 1}}"},

@@ -186,6 +186,12 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
+            f"self.training.routerAuxLossCoefficient == 0.0 || {_SEQUENCE} == 1",
+            "training.routerAuxLossCoefficient needs strategy.fsdp.sequenceParallelDegree: 1: the loss of routers is "
+            "of all tokens of a micro-batch, which no process has then",
+            lambda self: self.training.router_aux_loss_coefficient == 0 or self.sequence_parallel == 1,
+        ),
+        Rule(
             "self.checkpoint.keep.best == 0 || (has(self.data.eval) && size(self.data.eval) > 0)",
             "checkpoint.keep.best needs data.eval: the best is the one with the lowest evaluation loss",
             lambda self: self.checkpoint.keep.best == 0 or len(self.data.eval) > 0,

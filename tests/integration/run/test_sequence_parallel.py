@@ -71,6 +71,7 @@ CASES = {
     "replicas, full, offloaded": Case(
         4, 2, spec={"training": {"activationCheckpointing": "full"}}, fsdp={"cpuOffload": True}, shard=2
     ),
+    "experts": Case(2, 2, "qwen3_moe"),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once": Case(2, 2, at_once=3),
     "compiled": Case(2, 2, spec={"training": {"compile": True}}),

@@ -52,8 +52,8 @@ class CausalLM(nn.Module):
         routers added, as it says, and the second is (2,): the cross-entropy, and that loss times tokens. With ``scale``
         None, in an evaluation, the sum as it is, and of how many tokens the model finds the right one the most likely.
         ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
-        ``labels`` the tokens they must predict, both (trained tokens,). With ``shared_tokens`` all of these are this process's part of
-        those in ``boundaries``.
+        ``labels`` the tokens they must predict, both (trained tokens,). With ``shared_tokens`` all of these are this
+        process's part of those in ``boundaries``.
         """
         model: Any = self.huggingface
         output = model.base_model(
