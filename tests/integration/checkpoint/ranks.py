@@ -87,8 +87,10 @@ def answer(process: BaseProcess, connection: Connection, seconds: float = PATIEN
     return value
 
 
-def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Answers of ``size`` ranks that call ``function`` together; ``folder`` is used to meet."""
+def run(
+    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float = PATIENCE_SECONDS
+) -> list[Any]:
+    """Answers of ``size`` ranks that call ``function`` together, each within ``seconds``; they meet in ``folder``."""
     rendezvous = folder / f"rendezvous-{len(list(folder.glob('rendezvous-*')))}"
     ranks = [start(function, *arguments, rank=rank, size=size, rendezvous=str(rendezvous)) for rank in range(size)]
-    return [answer(*rank) for rank in ranks]
+    return [answer(*rank, seconds) for rank in ranks]

@@ -26,6 +26,7 @@ from tests.integration.run.runs import Place, step_numbers
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
 from tests.unit.trainer.test_models import save_model
+from tests.waiting import PATIENCE_SECONDS
 
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 BINS = [
@@ -36,6 +37,8 @@ BINS = [
     random_bin(5, *[7] * 8),
     random_bin(6, 30, 2, 1),
 ]
+_PATIENCE_SECONDS = 5 * PATIENCE_SECONDS
+"""On a machine that is busy, layers take minutes to compile."""
 _MOST_TOKENS = 56
 """Of one of them."""
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
@@ -74,7 +77,6 @@ CASES = {
     "experts": Case(2, 2, "qwen3_moe"),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once": Case(2, 2, at_once=3),
-    "compiled": Case(2, 2, spec={"training": {"compile": True}}),
     "compiled, some of it again": Case(2, 2, spec={"training": {"compile": True, "activationCheckpointing": "full"}}),
 }
 
@@ -131,7 +133,7 @@ def _compared(case: Case, path: Path) -> dict[str, float]:
     alone, shared = _built(case, path, 1), _built(case, path, case.degree)
     compiled = _compilations()
     errors: dict[str, float] = {}
-    for step in range(3):
+    for step in range(2):
         losses, norms, found = [], [], []
         for one in (shared, alone):
             loss = one.forward_backward(_share(one), TRAINED)
@@ -170,7 +172,7 @@ def test_numbers_are_those_of_processes_that_share_no_tokens(name: str, tmp_path
     case = CASES[name]
     save_model(case.kind, tmp_path / "model", **case.model)
 
-    for errors in ranks.run(case.processes, tmp_path, _compared, case, tmp_path / "model"):
+    for errors in ranks.run(case.processes, tmp_path, _compared, case, tmp_path / "model", seconds=_PATIENCE_SECONDS):
         assert max(errors.values()) <= 5e-6, errors
 
 
