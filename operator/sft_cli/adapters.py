@@ -15,6 +15,8 @@ _MOST_HEADER_BYTES = 100_000_000
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
+_OF_EXPERTS = re.compile(r".*\.(experts\..*|router\.layer|(mlp|block_sparse_moe)\.gate)\.weight")
+"""Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
 
 
 def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
-    return _OF_A_LAYER.fullmatch(name) if len(shape) == 2 else None
+    if len(shape) != 2 or _OF_EXPERTS.fullmatch(name):
+        return None
+    return _OF_A_LAYER.fullmatch(name)
 
 
 def _files(folder: Path) -> list[Path]:

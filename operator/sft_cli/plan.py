@@ -269,8 +269,17 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         ),
         Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),
         *_for_memory(spec),
+        *_balance(spec),
         Decision("seed", str(training.seed), _origin(training, "seed"), "training.seed"),
     ]
+
+
+def _balance(spec: SFTJobSpec) -> list[Decision]:
+    coefficient = spec.training.router_aux_loss_coefficient
+    if not coefficient:
+        return []
+    where = "training.routerAuxLossCoefficient; of each micro-batch, by its share of the step's tokens"
+    return [Decision("loss of routers", f"times {coefficient:g}", Origin.GIVEN, where)]
 
 
 def _for_memory(spec: SFTJobSpec) -> list[Decision]:

@@ -106,6 +106,23 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         },
     ),
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
+    "30B of experts, activations": ("Qwen/Qwen3-30B-A3B", 2, 8192, 16, 16, {}),
+    "1B of 7B, one block at a time": (
+        "allenai/OLMoE-1B-7B-0924",
+        3,
+        8192,
+        8,
+        8,
+        {"training": {"activationCheckpointing": "full"}},
+    ),
+    "8x7B, some of it again": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        2,
+        4096,
+        8,
+        8,
+        {"training": {"activationCheckpointing": "selective"}},
+    ),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
     "0.6B, alone in fp32": ("Qwen/Qwen3-0.6B", 6, 1024, 1, 1, {"training": {"precision": "fp32"}}),

@@ -164,6 +164,11 @@ def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> Non
     assert problem.endswith("set it to 1, 2 or 14")
 
 
+def test_the_loss_of_routers_is_shown_where_it_is_trained() -> None:
+    assert "loss of routers" not in decisions()
+    assert decisions(training={"routerAuxLossCoefficient": 1e-3})["loss of routers"].value == "times 0.001"
+
+
 def test_only_the_files_of_its_index_are_the_model(tmp_path: Path) -> None:
     def write(name: str, **shapes: list[int]) -> None:
         named = {f"model.layers.0.{key}.weight": {"shape": shape} for key, shape in shapes.items()}

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from sft_cli.adapters import Trained, measure_adapters
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.experts import check_balances, load_balance
-from sft_trainer.models.lora import adapted_layers
+from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
@@ -187,3 +188,23 @@ def test_adapters_are_put_beside_attention_and_not_on_routers_or_experts(folder:
     for name in ("gate", "gate_up_proj"):
         with pytest.raises(ConfigError, match="experts"):
             adapted_layers(huggingface, lora.model_copy(update={"target_modules": [name]}))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "granitemoeshared", "glm4_moe"])
+def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind: str) -> None:
+    save_model(kind, tmp_path)
+    spec = resolve(
+        manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
+    ).spec
+    assert spec.lora is not None
+    huggingface: Any = build_on_meta(tmp_path).huggingface
+    frozen = sum(parameter.numel() for parameter in huggingface.parameters())
+    layers = add_adapters(huggingface, spec.lora)
+    trained = sum(p.numel() for name, p in huggingface.named_parameters() if is_adapter(name))
+
+    found = measure_adapters(spec)
+
+    assert isinstance(found, Trained)
+    assert (found.layers, found.parameters) == (len(layers), trained)
+    # Files hold corrections of routers besides, which are no parameters.
+    assert found.frozen == pytest.approx(frozen, abs=64)
