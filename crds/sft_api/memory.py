@@ -146,10 +146,15 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
     # Added up in fp32 where there are several chunks, and rounded when the last one is gone.
     chunk = elements * logit_bytes(sizes.logits, computed) + head * (4 if several else computed)
     loss = tokens * sizes.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
-    # What is gathered, kept by layers, and held by the loss, at the three moments when most is held.
+    # What is gathered, kept by layers, and held by the loss, at the moments when most may be held: at the loss; in the
+    # backward pass of the last block; in that of one before it, while the gradients of the block after it are summed; at
+    # its end, when it is forgotten and its gradients are there in both dtypes; and at the end of all.
+    alone, working, earlier = blocks if whole else block_bytes, tokens * block.working, layers - block.kept * tokens
     moments = (
-        (root + (blocks if whole else block_bytes), layers + top, loss),
-        (root + blocks + (computed + summed) * sizes.trained_block, layers + tokens * block.working, computed * head),
+        (root + alone, layers + top, loss),
+        (root + blocks, layers + working, computed * head),
+        (root + blocks + summed * sizes.trained_block, earlier + working, computed * head),
+        (root + alone + (computed + summed) * sizes.trained_block, earlier, computed * head),
         (
             root + (blocks if whole else 0) + (computed + summed) * sizes.trained_root + summed * sizes.trained_block,
             0,
