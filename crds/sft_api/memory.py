@@ -88,6 +88,8 @@ class Sizes:
     parameters: int
     """Of the whole model; tied ones once."""
     trained: int
+    experts: bool = False
+    """Whether tokens are sent to some of the parameters of a block only."""
     logits: Transformed = ""
 
 
@@ -107,6 +109,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         head=shape.head_parameters,
         parameters=shape.layers * block + root,
         trained=shape.layers * trained_block + trained_root,
+        experts=shape.experts > 0,
         logits=shape.logits,
     )
 
@@ -146,15 +149,21 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
     # Added up in fp32 where there are several chunks, and rounded when the last one is gone.
     chunk = elements * logit_bytes(sizes.logits, computed) + head * (4 if several else computed)
     loss = tokens * sizes.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
-    # What is gathered, kept by layers, and held by the loss, at the moments when most may be held: at the loss; in the
-    # backward pass of the last block; in that of one before it, while the gradients of the block after it are summed; at
-    # its end, when it is forgotten and its gradients are there in both dtypes; and at the end of all.
+    # What is gathered, kept by layers, and held by the loss, at the moments when most is held: at the loss, in the
+    # backward pass of blocks, and at the end of all.
     alone, working, earlier = blocks if whole else block_bytes, tokens * block.working, layers - block.kept * tokens
+    backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
+    if sizes.experts:
+        # Blocks are large beside what they compute: not all of that is there at once. In the last block there are no
+        # gradients yet, in one before it those of the block after it are summed, at its end it is forgotten.
+        backward = [
+            (root + blocks, layers + working, computed * head),
+            (root + blocks + summed * sizes.trained_block, earlier + working, computed * head),
+            (root + alone + (computed + summed) * sizes.trained_block, earlier, computed * head),
+        ]
     moments = (
         (root + alone, layers + top, loss),
-        (root + blocks, layers + working, computed * head),
-        (root + blocks + summed * sizes.trained_block, earlier + working, computed * head),
-        (root + alone + (computed + summed) * sizes.trained_block, earlier, computed * head),
+        *backward,
         (
             root + (blocks if whole else 0) + (computed + summed) * sizes.trained_root + summed * sizes.trained_block,
             0,

@@ -12,6 +12,7 @@ from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.experts import has_experts
 from sft_trainer.models.tracking import track_block
 from sft_trainer.trainable import Trainable
 
@@ -98,5 +99,6 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
         head=head.numel(),
         parameters=sum(numbers.values()),
         trained=sum(trained.values()),
+        experts=has_experts(huggingface),
         logits=blueprint.logits.transformed,
     )
