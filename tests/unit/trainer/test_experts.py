@@ -22,6 +22,7 @@ from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
 from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_fsdp_strategy import whole
 from tests.unit.trainer.test_models import save_model
 
 CPU = torch.device("cpu")
@@ -49,10 +50,7 @@ def strategy(path: Path, coefficient: float = COEFFICIENT, how: str = "none", **
 
 
 def gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.grad.full_tensor().clone()  # type: ignore[union-attr, attr-defined]
-        for name, parameter in of.model.huggingface.named_parameters()
-    }
+    return {name: whole(parameter.grad) for name, parameter in of.model.huggingface.named_parameters()}
 
 
 def step(of: FsdpStrategy, bins: Any = BINS) -> tuple[list[float], dict[str, torch.Tensor]]:
