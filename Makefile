@@ -76,6 +76,10 @@ gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that nee
 e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost bad-jobs ..." for some)
 	$(PYTHON) -m tests.e2e $(SCENARIOS)
 
+.PHONY: e2e-ray
+e2e-ray: setup ## Jobs with compute.launcher: ray on a real node, disturbed in every way, beside one without (SCENARIOS="raylet-killed ...")
+	$(PYTHON) -m tests.e2e.on_ray $(SCENARIOS)
+
 .PHONY: chaos
 chaos: setup ## Something at random happens to a job on the real node every 20 to 40 seconds (SEED="1 2 3", MINUTES=5 for each)
 	$(PYTHON) -m tests.chaos $(if $(SEED),--seeds $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))

@@ -133,6 +133,7 @@ NOT_NUMBERS = frozenset(
         "compute.nodes",
         "compute.gpusPerNode",
         "compute.processesPerNode",
+        "compute.launcher",
         "compute.image",
         "compute.imagePullPolicy",
         "compute.imagePullSecrets",

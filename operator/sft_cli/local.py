@@ -1,6 +1,7 @@
 """From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
 
 import hashlib
+import importlib.util
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,19 @@ class LocalRun:
     def is_dummy(self) -> bool:
         """Whether nothing is trained, and nothing saved (``training.dummyRun``)."""
         return self.config.spec.training.dummy_run is not None
+
+
+def with_launcher(job: SFTJob, launcher: str | None) -> SFTJob:
+    """``job`` with another ``launcher`` than the manifest's, if one is given. Raises UserError where Ray is missing."""
+    if launcher is not None:
+        spec = job.spec.model_copy(update={"compute": job.spec.compute.model_copy(update={"launcher": launcher})})
+        job = job.model_copy(update={"spec": spec})
+    if job.spec.compute.launcher == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "spec.compute.launcher is ray, and Ray is not installed here: pip install 'ray[train]==2.60.0', or add "
+            "--launcher supervisor, with which the numbers are the same"
+        )
+    return job
 
 
 def prepare(

@@ -91,6 +91,9 @@ def cli() -> None:
 @click.argument("manifest", type=MANIFEST)
 @job_option
 @click.option("--processes", type=click.IntRange(min=1, max=256), help="Training processes, instead of the manifest's.")
+@click.option(
+    "--launcher", type=click.Choice(["supervisor", "ray"]), help="Who places them, instead of the manifest's."
+)
 @click.option("--fresh", is_flag=True, help="Start from the model; what an earlier run left is set aside, not deleted.")
 @click.option(
     "--take-over", is_flag=True, help="Train also while another machine or job does so in this place, which ends then."
@@ -109,6 +112,7 @@ def run(
     manifest: Path,
     name: str | None,
     processes: int | None,
+    launcher: str | None,
     fresh: bool,
     take_over: bool,
     output: str,
@@ -124,7 +128,15 @@ def run(
     _start_the_trainer()
     from .run import Options, run_job
 
-    options = Options(name=name, processes=processes, fresh=fresh, take_over=take_over, output=output, verbose=verbose)
+    options = Options(
+        name=name,
+        processes=processes,
+        launcher=launcher,
+        fresh=fresh,
+        take_over=take_over,
+        output=output,
+        verbose=verbose,
+    )
     sys.exit(run_job(job, manifest, options))
 
 

@@ -29,7 +29,7 @@ from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
-from .local import LocalRun, local_devices, prepare
+from .local import LocalRun, local_devices, prepare, with_launcher
 from .logs import LogTail, last_lines
 from .machine import visible_gpus
 from .summary import summary
@@ -62,6 +62,7 @@ class Options:
 
     name: str | None = None
     processes: int | None = None
+    launcher: str | None = None
     fresh: bool = False
     take_over: bool = False
     output: str = "text"
@@ -73,6 +74,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
 
     Raises UserError for what cannot work on this machine, before anything is started.
     """
+    job = with_launcher(job, options.launcher)
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
     run = prepare(job, processes=options.processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
     with ExitStack() as locks:
@@ -123,7 +125,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
         ending,
         name=job.metadata.name,
         seconds=(times.end - times.start).total_seconds(),
-        command=_command(manifest, options.name, options.processes),
+        command=_command(manifest, options),
         log=files.log,
     )
     _conclude(lines, ending, files, options.output)
@@ -305,11 +307,11 @@ def _introduce(run: LocalRun, files: RunFiles) -> None:
         say(note)
 
 
-def _command(manifest: Path, name: str | None, processes: int | None) -> str:
+def _command(manifest: Path, options: Options) -> str:
     """The command that goes on with this run."""
-    options = [] if name is None else ["--job", name]
-    options += [] if processes is None else ["--processes", str(processes)]
-    return shlex.join(["sft", "run", str(manifest), *options])
+    given = {"--job": options.name, "--processes": options.processes, "--launcher": options.launcher}
+    words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    return shlex.join(["sft", "run", str(manifest), *words])
 
 
 def _conclude(lines: Sequence[str], ending: Ending, files: RunFiles, output: str) -> None:

@@ -79,6 +79,8 @@ class Result:
     name: str
     state: str
     curve_mismatch: int
+    start_seconds: float = 0.0
+    """From ``kubectl apply`` to the first step."""
     lost_steps: int = 0
     """Steps computed twice."""
     away_seconds: float = 0.0
@@ -135,6 +137,8 @@ def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str
     state = stage.wait_for_end(name, seconds=900)
     records = step_records(stage.folder(name))
     result = Result(name, state, curve_mismatch(records, expected))
+    if stage.status(name).get("firstStepTime"):
+        result.start_seconds = first_step_seconds(stage, name)
     if state != "Complete":
         result.problems.append(stage.explain(name))
     _judge_restarts(stage, scenario, result)

@@ -31,7 +31,7 @@ from pydantic import ValidationError  # noqa: E402
 from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
-from sft_trainer.supervisor.identity import HOST_VARIABLE, POD_VARIABLE, code_version, group_token  # noqa: E402
+from sft_trainer.supervisor import identity  # noqa: E402
 from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
 from sft_trainer.supervisor.output import Output  # noqa: E402
@@ -93,6 +93,11 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         raise ValueError(f"--node-rank {options.node_rank} (JOB_COMPLETION_INDEX) must be from 0 to {nodes - 1}")
     if options.node_rank > 0 and not options.coordinator:
         raise ValueError("--coordinator (SFT_COORDINATOR) must name the host of index 0 when there are several nodes")
+    if compute.launcher == "ray" and importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            "compute.launcher is ray, and this image has no Ray: take the trainer image as it is built here, install "
+            "ray[train] in your own, or leave compute.launcher out"
+        )
     ours = options.preload is None and _is_ours(options.worker_module)
     return Settings(
         config=options.config.absolute(),
@@ -113,11 +118,13 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         check=CHECK if ours and options.node_rank == 0 else None,
         lost_after=options.lost_after,
         silent_after=options.silent_after,
-        token=group_token(config.job.uid, os.environ),
-        version=code_version(),
-        pod_uid=os.environ.get(POD_VARIABLE, ""),
-        host=os.environ.get(HOST_VARIABLE, ""),
+        token=identity.group_token(config.job.uid, os.environ),
+        version=identity.code_version(),
+        pod_uid=os.environ.get(identity.POD_VARIABLE, ""),
+        host=os.environ.get(identity.HOST_VARIABLE, ""),
         judged_first=options.judged_first,
+        launcher=compute.launcher,
+        address=os.environ.get(identity.ADDRESS_VARIABLE) or options.bind or "127.0.0.1",
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,
     )

@@ -178,6 +178,12 @@ class ComputeSpec(ApiModel):
     processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = Field(
         default=None, description="Training processes of each pod; one a GPU, or 1 on the CPU, when absent."
     )
+    launcher: Literal["supervisor", "ray"] = Field(
+        default="supervisor",
+        description="Who places the training processes: the pods' own supervisors, or ray: a Ray cluster made of the "
+        "job's pods, new at each start, in which callbacks may start tasks and actors of their own. Numbers, restarts "
+        "and checkpoints are the same.",
+    )
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None, description="Trainer image; the operator's default when absent."
     )
@@ -207,7 +213,7 @@ class ComputeSpec(ApiModel):
         default_factory=ResourcesSpec,
         description="Resources of each pod besides its GPUs. Of CPU and memory that are named neither in requests nor "
         "in limits it asks for 2 and 8Gi a GPU, or 1 and 2Gi a process without GPUs, unless the chart's pods.resources "
-        "say otherwise.",
+        "say otherwise; with the launcher ray for 2Gi of memory more.",
     )
     node_selector: LabelMap = Field(default_factory=dict, description="Labels that nodes must have.")
     tolerations: Annotated[list[TolerationSpec], Field(max_length=32)] = Field(

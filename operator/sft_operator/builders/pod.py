@@ -182,6 +182,8 @@ def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
         ("SFT_POD_UID", "metadata.uid"),
         ("SFT_GROUP_UID", "metadata.labels['batch.kubernetes.io/controller-uid']"),
         ("SFT_NODE_NAME", "spec.nodeName"),
+        # By which raylets find one another.
+        *([("SFT_POD_IP", "status.podIP")] if spec.compute.launcher == "ray" else []),
     ):
         variables[name] = {"valueFrom": {"fieldRef": {"fieldPath": path}}}
     token = spec.model.token_secret_ref

@@ -71,7 +71,7 @@ class Check:
     def _start(self, environment: Mapping[str, str]) -> None:
         # What an earlier one found.
         (self._run_dir / ERRORS_FOLDER / "rank-0.json").unlink(missing_ok=True)
-        process = Workers(0, self._run_dir, self._output)
+        process = Workers(0, self._run_dir, self._output, expected=1)
         command = (sys.executable, "-m", str(self._module))
         try:
             process.start(

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import secrets
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from .identity import mismatch
 from .ledger import Ledger
 from .liveness import PASSIVE, Hang, find_hang
 from .output import Output
-from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, Report
+from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, RayHead, Report
 from .settings import Settings
 
 _SHOWN_WARNINGS = 10
@@ -250,7 +251,8 @@ class Coordinator:
     def _new_generation(self) -> Generation:
         # Time makes it new for workers of pods that nobody here has heard of.
         new = max(self.group.highest_generation + 1, time.time_ns() // 1_000_000)
-        return Generation(id=new, number=self.group.starts + 1, master_port=free_port())
+        ray = RayHead(port=free_port(), token=secrets.token_hex(32)) if self._settings.launcher == "ray" else None
+        return Generation(id=new, number=self.group.starts + 1, master_port=free_port(), ray=ray)
 
 
 def machine_warnings(reports: Iterable[Report]) -> list[str]:

@@ -12,6 +12,7 @@ GROUP_VARIABLE = "SFT_GROUP_UID"
 POD_VARIABLE = "SFT_POD_UID"
 HOST_VARIABLE = "SFT_NODE_NAME"
 """The Kubernetes node that the pod runs on."""
+ADDRESS_VARIABLE = "SFT_POD_IP"
 
 
 def group_token(job_uid: str, environment: Mapping[str, str]) -> str:

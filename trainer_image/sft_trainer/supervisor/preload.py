@@ -26,7 +26,7 @@ _ADOPTION_SECONDS = 5.0
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
-def _why_unfit() -> str:
+def why_unfit() -> str:
     """Why this process must not be forked; empty when it may be.
 
     Threads do not survive a fork and may hold locks; CUDA does not survive it at all.
@@ -42,7 +42,7 @@ def _why_unfit() -> str:
     return ""
 
 
-def _show_as(words: Sequence[str]) -> None:
+def show_as(words: Sequence[str]) -> None:
     """Make ``ps`` and /proc show this process as the command ``words``: it is a fork of another one."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     # Fields 48 and 49 of proc(5), counted from the state, which is 3: where the arguments begin and end.
@@ -73,7 +73,7 @@ def _become_worker(
     os.environ.update(environment)
     control.send(str(os.getpid()).encode())
     control.close()
-    _show_as([sys.executable, "-m", module])
+    show_as([sys.executable, "-m", module])
     sys.argv = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> None:
         # What cannot be imported here, the workers will complain of.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    if problem := _why_unfit():
+    if problem := why_unfit():
         control.send(problem.encode())
         return
     gc.collect()

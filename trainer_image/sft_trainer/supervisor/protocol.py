@@ -99,6 +99,14 @@ class OrderKind(StrEnum):
     EXIT = "Exit"
 
 
+class RayHead(ReportModel):
+    """Where the raylets of one generation meet, and what they show each other."""
+
+    port: int
+    token: str
+    """A secret of this generation; never logged."""
+
+
 class Generation(ReportModel):
     """One start of all workers."""
 
@@ -107,6 +115,8 @@ class Generation(ReportModel):
     number: int
     """Counts the starts by this index 0, for people."""
     master_port: int
+    ray: RayHead | None = None
+    """With the launcher ``ray``."""
 
 
 class Order(ReportModel):

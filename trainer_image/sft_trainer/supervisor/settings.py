@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from .liveness import SILENT_SECONDS
 
@@ -42,6 +43,9 @@ class Settings:
     """Of each pod."""
     place: str = ""
     """Where the run saves; empty where nothing of it may be kept."""
+    launcher: Literal["supervisor", "ray"] = "supervisor"
+    address: str = "127.0.0.1"
+    """By which the other pods reach this one."""
     judged_first: bool = False
     """After any failure wait until it was judged, not only after those that repeat."""
     token: str = ""

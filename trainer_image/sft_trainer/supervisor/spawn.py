@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _FORK_SECONDS = 5.0
 _IMPORT_SECONDS = 300.0
 # Imports must leave a process that can be forked: no threads of numpy's BLAS and of Arrow's allocator, no CUDA.
-_NOTHING_STARTS = {
+NOTHING_STARTS = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -72,7 +72,7 @@ class ForkServer:
         with theirs:
             self.pid = start_process(
                 [sys.executable, "-m", "sft_trainer.supervisor.preload", *arguments],
-                {**environment, **_NOTHING_STARTS},
+                {**environment, **NOTHING_STARTS},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 inherit=[theirs.fileno()],

@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
+from sft_api.failures import ExitCode
 from sft_api.progress import WorkerError
 from sft_api.rundir import ERRORS_FOLDER
 
@@ -62,6 +63,14 @@ def children() -> list[int]:
     return found
 
 
+def kill_children(*, spare: Collection[int]) -> bool:
+    """SIGKILL to all children, adopted ones too, but not to ``spare``; True when none are left."""
+    left = [pid for pid in children() if pid not in spare]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
+
+
 class Spawn(Protocol):
     """A way to start a worker in a session of its own that dies with this process."""
 
@@ -88,8 +97,10 @@ class _Worker:
 class Workers:
     """Workers of ``generation`` on this machine, from their start until all are gone with all they started."""
 
-    def __init__(self, generation: int, run_dir: Path, output: Output) -> None:
+    def __init__(self, generation: int, run_dir: Path, output: Output, *, expected: int) -> None:
+        """``expected``: so many will be started."""
         self.generation = generation
+        self._expected = expected
         self.started = time.monotonic()
         self._output = output
         self.killed = False
@@ -138,8 +149,15 @@ class Workers:
 
     @property
     def all_ended(self) -> bool:
-        """Whether no worker is left; what they started may be."""
-        return all(worker.end is not None for worker in self._workers.values())
+        """Whether no worker is left, nor one to come; what they started may be."""
+        started = self.killed or len(self._workers) == self._expected
+        return started and all(worker.end is not None for worker in self._workers.values())
+
+    @property
+    def left_well(self) -> bool:
+        """Whether all have ended as they should: complete, or with what they saved when they were asked to stop."""
+        codes = [worker.end.code for worker in self._workers.values() if worker.end is not None]
+        return len(codes) == self._expected and all(code in (0, ExitCode.INTERRUPTED) for code in codes)
 
     def reported_but_alive(self, now: float) -> float:
         """Seconds since a worker that still lives wrote its error report; 0 without one."""
@@ -180,13 +198,6 @@ class Workers:
         for pid, worker in self._workers.items():
             if worker.end is None:
                 os.killpg(pid, signal.SIGKILL)
-
-    def kill_leftovers(self, *, spare: int | None) -> bool:
-        """SIGKILL to whatever ended workers have left behind, but not to ``spare``; True when nothing is left."""
-        left = [pid for pid in children() if pid != spare]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        return not left
 
     def drain(self, seconds: float) -> None:
         """Wait until the last of their output is queued, at most ``seconds``."""

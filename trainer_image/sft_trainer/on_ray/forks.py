@@ -1,0 +1,156 @@
+"""A process that has imported Ray, and forks itself for whoever would start Python and import Ray once more.
+
+``python -m sft_trainer.on_ray.forks SOCKET``, started by the supervisor, once for all generations. A start of Ray is a
+dozen processes of Python, and a worker of it is two in a row: each import costs 2 s of a processor. ``fork_me.py`` asks
+on SOCKET, which nobody but this user can reach: ``{"argv": ..., "env": ..., "cwd": ...}`` as JSON, with its standard
+input, output and error. It gets the exit code in the end; when its own end closes the connection, the fork is killed.
+
+Ray reads two variables when it is imported, and never again: which job a worker is of, and which process it should see
+live. They are known before: the first driver's job has always the same name, and workers of a raylet that has died go
+when its connection closes, and with ``fork_me.py``, its child.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sft_trainer.supervisor.preload import show_as, why_unfit
+
+IMPORTS = (
+    "ray.scripts.scripts",
+    "ray.train.v2.api.data_parallel_trainer",
+    "ray.train.v2._internal.execution.controller.controller",
+    "ray.train.v2._internal.execution.worker_group.worker",
+    "sft_trainer.on_ray.worker",
+)
+MAX_REQUEST_BYTES = 262_144
+_PR_SET_PDEATHSIG = 1
+
+
+class Forks:
+    """The forks that live, each with the connection of who asked for it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._connections: dict[int, socket.socket] = {}
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake)
+
+    def serve(self) -> Callable[[], None]:
+        """Fork for ever; returns in a fork only, what it is to do."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    if work := self._fork(connection):
+                        return work
+                elif key.fileobj == self._woken:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._woken, 4096)
+                    self._reap()
+                else:
+                    self._hung_up(key.fileobj)
+
+    def _fork(self, connection: socket.socket) -> Callable[[], None] | None:
+        request, streams, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+        if len(streams) == 3:
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                self._leave()
+                return lambda: _become(json.loads(request), streams)
+            self._connections[pid] = connection
+            self._selector.register(connection, selectors.EVENT_READ)
+        else:
+            connection.close()
+        for stream in streams:
+            os.close(stream)
+        return None
+
+    def _leave(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._listener.close()
+        for end in (self._woken, self._wake):
+            os.close(end)
+        for connection in self._connections.values():
+            connection.close()
+
+    def _reap(self) -> None:
+        while self._connections:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if connection := self._connections.pop(pid, None):
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(connection)
+                with contextlib.suppress(OSError):
+                    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+                connection.close()
+
+    def _hung_up(self, connection: object) -> None:
+        for pid, known in self._connections.items():
+            if known is connection:
+                # Reaped like any other.
+                os.kill(pid, signal.SIGKILL)
+                self._selector.unregister(known)
+                return
+
+
+def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
+    """In the fork: be what ``python *argv`` would be."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for stream, target in zip(streams, (0, 1, 2), strict=True):
+        os.dup2(stream, target)
+        os.close(stream)
+    argv = request["argv"]
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    random.seed()
+    show_as([sys.executable, *argv])
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def main(path: str) -> None:
+    """Listen, import, fork; returns in a fork that has done its work, or when this process must not be forked."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        # Who comes while the imports go on, waits.
+        listener.listen(512)
+        gc.disable()
+        for name in IMPORTS:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        if problem := why_unfit():
+            sys.exit(f"Ray's processes import for themselves: {problem}")
+        work = Forks(listener).serve()
+    work()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
