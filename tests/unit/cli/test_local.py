@@ -7,7 +7,7 @@ import pytest
 
 from sft_api.v1alpha1.job import SFTJob
 from sft_cli.errors import UserError
-from sft_cli.local import LocalRun, prepare
+from sft_cli.local import LocalRun, prepare, with_launcher
 
 from .jobs import job
 
@@ -218,3 +218,18 @@ def test_logins_of_this_machine_do_as_well(tmp_path: Path) -> None:
     (tmp_path / ".aws" / "credentials").write_text("[default]")
 
     prepared(job(**SECRETS), environment={"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub"), "KEY": "k"})
+
+
+def test_another_launcher_can_be_asked_for() -> None:
+    given = job(compute={"gpusPerNode": 0})
+
+    assert with_launcher(given, "ray").spec.compute.launcher == "ray"
+    assert with_launcher(given, None) == given
+
+
+def test_ray_that_is_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+
+    with pytest.raises(UserError, match="Ray is not installed here"):
+        with_launcher(job(compute={"gpusPerNode": 0, "launcher": "ray"}), None)
+    assert with_launcher(job(compute={"gpusPerNode": 0, "launcher": "ray"}), "supervisor")

@@ -83,7 +83,7 @@ time.sleep(1000)
 def test_a_process_that_hangs_tells_stacks_and_recording(tmp_path: Path) -> None:
     # Given a process that hangs
     environment = {**os.environ, **recorder_environment(tmp_path), "SFT_RUN_DIR": str(tmp_path)}
-    workers = Workers(1, tmp_path, Output())
+    workers = Workers(1, tmp_path, Output(), expected=1)
     command = (sys.executable, "-c", HANGS)
     workers.start(
         lambda environment, *, stdout, stderr: start_process(command, environment, stdout=stdout, stderr=stderr),

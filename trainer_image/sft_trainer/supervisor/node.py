@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Collection
 from datetime import UTC, datetime
 
 from sft_api.failures import FailureClass
@@ -15,22 +14,20 @@ from sft_trainer.fetch import cache_directory
 
 from .activity import Activities
 from .causes import classify, first_cause, patience_seconds
-from .cgroup import Cgroup, available_cpus
+from .cgroup import Cgroup
 from .check import Check
 from .clock import AwakeClock
 from .coordinator import Coordinator
-from .environment import worker_environment
 from .http import Request, Response, serve
-from .launcher import Launcher, launcher_for
 from .ledger import termination
 from .link import Link
 from .monitor import Monitor
 from .output import Output
 from .protocol import EXCHANGE_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
 from .settings import Settings
-from .spawn import Starter
-from .traces import Keeping, recorder_environment
-from .workers import Workers, adopt_orphans, kill_children, reap
+from .starts import Starts
+from .traces import Keeping
+from .workers import Workers, adopt_orphans, reap
 
 TICK_SECONDS = 0.25
 EXIT_SECONDS = 5.0
@@ -62,7 +59,6 @@ class Node:
         self._ended: Ended | None = None
         self._failures: list[Failure] = []
         """Of the workers that run, so far."""
-        self._not_started: list[Failure] = []
         self._first_failure: float | None = None
         self._kill_since: float | None = None
         self._memory_kills = 0
@@ -70,17 +66,11 @@ class Node:
         self._kill_now = False
         self._end: TerminationMessage | None = None
         self._check = Check(settings, output)
-        self._starter = Starter(settings.module, settings.preload, output)
-        self._recorder = recorder_environment(settings.run_dir)
+        self._starts = Starts(settings, output, self._cgroup)
         self._keeping = Keeping(settings.config, prunes=settings.node == 0, output=output)
         self._monitor = Monitor(
             settings.run_dir, output, node=settings.node, gpus=settings.gpus, cache=cache_directory()
         )
-        self._launcher: Launcher = launcher_for(settings, self._cgroup)
-        self._started: set[int] = set()
-        """Local ranks of this generation."""
-        self._generation: Generation | None = None
-        """That runs, or ran last."""
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
@@ -118,7 +108,7 @@ class Node:
                 self._coordinator.leave_report()
             await self._leave()
             await asyncio.to_thread(self._keeping.finish, self._keeping_seconds())
-            await self._clear_launcher()
+            await self._clear()
         return self._end
 
     # Signals and time
@@ -151,13 +141,12 @@ class Node:
             self._follow_activities()
             if self._workers is not None:
                 self._note(self._workers, ended)
-                self._start_granted(self._workers)
+                self._starts.go_on(self._workers)
                 self._tend(self._workers)
             else:
-                self._launcher.look(ended, memory_ran_out=False, forming=False, over=True)
+                self._starts.note(ended, None, memory_ran_out=False, forming=False)
             if self._check.note(ended):
                 self._prepare()
-            self._starter.tend(ended)
             if self._coordinator is not None:
                 self._order = self._coordinator.step(self._with_activity(self._report()))
             self._obey()
@@ -203,14 +192,11 @@ class Node:
     def _note(self, workers: Workers, ended: dict[int, int]) -> None:
         workers.note(ended)
         memory_ran_out = self._cgroup.out_of_memory_kills() > self._memory_kills
-        forming = self._activities is None or self._activities.before_training
-        over = workers.killed or workers.left_well
-        self._launcher.look(ended, memory_ran_out=memory_ran_out, forming=forming, over=over)
-        for end in workers.ends:
-            self._launcher.rank_ended(end.rank % self._settings.processes)
         failures = [classify(end, memory_ran_out=memory_ran_out) for end in workers.ends]
         found = [failure for failure in failures if failure is not None]
-        self._failures = [*self._not_started, *found, *self._launcher.failures]
+        forming = self._activities is None or self._activities.before_training
+        self._starts.note(ended, workers, memory_ran_out=memory_ran_out, forming=forming)
+        self._failures = [*found, *self._starts.failures]
         if self._failures and self._first_failure is None:
             self._first_failure = time.monotonic()
 
@@ -223,9 +209,7 @@ class Node:
                 workers.kill()
                 self._give_up_on_unkillable()
             return
-        # A launcher whose ranks have all left as they should is there for those of other pods until the next order.
-        kept = self._launcher.pids if workers.left_well else frozenset[int]()
-        if self._cleared(kept):
+        if self._starts.cleared(workers):
             workers.drain(DRAIN_SECONDS)
             self._ended = self._judge(workers)
             self._workers = None
@@ -291,7 +275,7 @@ class Node:
         done = self._ended is not None and generation is not None and self._ended.generation == generation.id
         if generation is None or done or self._stop_since is not None:
             return
-        if self._launcher.begun and not self._cleared():
+        if self._starts.begun and not self._starts.cleared():
             return
         if self._prepare():
             self._start(generation)
@@ -350,85 +334,26 @@ class Node:
             (run_dir / name).mkdir(parents=True)
 
     def _prepare(self) -> bool:
-        environment = self._environment(0, 0, master_port=0)
-        return self._check.passed(environment) and self._starter.prepare(environment)
+        return self._check.passed(self._starts.environment()) and self._starts.prepare()
 
     def _start(self, generation: Generation) -> None:
         settings = self._settings
         self._clear_run_dir()
-        self._failures, self._not_started = [], []
+        self._failures = []
         self._first_failure = self._kill_since = None
         self._memory_kills = self._cgroup.out_of_memory_kills()
         self._workers = Workers(generation.id, settings.run_dir, self._output, expected=settings.processes)
-        self._generation, self._started = generation, set()
         ranks = range(settings.node * settings.processes, (settings.node + 1) * settings.processes)
         self._activities = Activities(settings.run_dir, ranks, self._clock.now())
-        try:
-            self._launcher.begin(generation, master_address=self._master_address)
-        except OSError as problem:
-            self._could_not_start("the launcher", problem)
-        self._start_granted(self._workers)
+        self._starts.begin(generation, self._workers, master_address=self._link.address if self._link else "127.0.0.1")
 
-    def _start_granted(self, workers: Workers) -> None:
-        """Start the workers that the launcher has a place for by now."""
-        settings, generation = self._settings, self._generation
-        if generation is None or workers.killed or self._not_started:
-            return
-        for local_rank in sorted(self._launcher.granted() - self._started):
-            rank = settings.node * settings.processes + local_rank
-            prefix = f"[rank {rank}] ".encode() if settings.nodes * settings.processes > 1 else b""
-            environment = self._environment(local_rank, generation.id, master_port=generation.master_port)
-            try:
-                workers.start(self._starter.start_worker, environment, rank, prefix)
-            except OSError as problem:
-                self._could_not_start("a worker", problem, rank)
-                return
-            self._started.add(local_rank)
-
-    def _could_not_start(self, what: str, problem: OSError, rank: int | None = None) -> None:
-        self._not_started = [
-            Failure(
-                failure=FailureClass.WORKER_CRASHED,
-                message=f"{what} could not be started: {problem}",
-                time=datetime.now(UTC),
-                rank=rank,
-            )
-        ]
-
-    def _environment(self, local_rank: int, generation: int, *, master_port: int) -> dict[str, str]:
-        environment = worker_environment(
-            self._settings,
-            {**self._recorder, **os.environ},
-            local_rank=local_rank,
-            generation=generation,
-            master_address=self._master_address,
-            master_port=master_port,
-            cpus=available_cpus(self._cgroup),
-        )
-        return {**environment, **self._launcher.environment}
-
-    @property
-    def _master_address(self) -> str:
-        return self._link.address if self._link else "127.0.0.1"
-
-    def _cleared(self, spare: Collection[int] = ()) -> bool:
-        """Whether nothing is left of the generation before but ``spare``; kills what is."""
-        if not spare:
-            self._launcher.end()
-        server = self._starter.server_pid
-        lasting = self._launcher.lasting if server is None else {server, *self._launcher.lasting}
-        gone = kill_children(spare={*spare, *lasting})
-        if gone and not spare:
-            self._launcher.clear()
-        return gone
-
-    async def _clear_launcher(self) -> None:
-        """Raylets would outlive this process where it is not the first of its container."""
+    async def _clear(self) -> None:
+        """What a launcher has started would outlive this process where it is not the first of its container."""
         end = time.monotonic() + EXIT_SECONDS
-        while self._launcher.begun and not self._cleared() and time.monotonic() < end:
+        while self._starts.begun and not self._starts.cleared() and time.monotonic() < end:
             await self._sleep()
             reap()
-        self._launcher.close()
+        self._starts.close()
 
     async def _leave(self) -> None:
         if self._link is not None:

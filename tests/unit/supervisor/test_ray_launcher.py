@@ -1,0 +1,142 @@
+"""What follows from the ends of Ray's processes, and from the places that it gives."""
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sft_api.failures import FailureClass
+from sft_api.progress import WorkerError
+from sft_api.rundir import write_atomically
+from sft_trainer.on_ray import places
+from sft_trainer.supervisor import ray_launcher
+from sft_trainer.supervisor.causes import HOST_OUT_OF_MEMORY
+from sft_trainer.supervisor.protocol import Generation, RayHead
+from sft_trainer.supervisor.ray_launcher import RayLauncher
+
+from .test_environment import SETTINGS
+
+FORKS, RAYLET, DRIVER = 4_100_001, 4_100_002, 4_100_003
+GENERATION = Generation(id=17, number=1, master_port=20_001, ray=RayHead(port=20_002, token="secret"))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayLauncher]:
+    """Of index 0, with two ranks, once it has begun; its processes are none."""
+    pids = iter((FORKS, RAYLET, DRIVER, FORKS + 10, RAYLET + 10, DRIVER + 10))
+    monkeypatch.setattr(ray_launcher, "start_process", lambda *_, **__: next(pids))
+    settings = dataclasses.replace(SETTINGS, node=0, processes=2, run_dir=tmp_path, launcher="ray")
+    made = RayLauncher(settings, cpus=2, memory=None)
+    made.begin(GENERATION, master_address="127.0.0.1")
+    yield made
+    made.close()
+
+
+def look(launcher: RayLauncher, *, forming: bool = False, oom: bool = False, over: bool = False, **ended: int) -> None:
+    pids = {"forks": FORKS, "raylet": RAYLET, "driver": DRIVER}
+    launcher.look({pids[name]: code for name, code in ended.items()}, memory_ran_out=oom, forming=forming, over=over)
+
+
+def give(tmp_path: Path, local_rank: int, pid: int) -> None:
+    write_atomically(places.place_file(tmp_path, local_rank), places.Place(local_rank=local_rank, pid=pid))
+
+
+def test_a_rank_may_start_when_ray_has_given_it_a_place(launcher: RayLauncher, tmp_path: Path) -> None:
+    assert launcher.granted() == set()
+
+    give(tmp_path, 1, os.getpid())
+    assert launcher.granted() == {1}
+
+    give(tmp_path, 0, os.getpid())
+    assert launcher.granted() == {0, 1}
+
+
+def test_a_place_is_given_back_when_the_process_has_ended(launcher: RayLauncher, tmp_path: Path) -> None:
+    launcher.rank_ended(1)
+
+    assert places.ended_file(tmp_path, 1).exists()
+    assert not places.ended_file(tmp_path, 0).exists()
+
+
+def test_a_raylet_that_is_killed_is_nothing_of_the_runs_own(launcher: RayLauncher, tmp_path: Path) -> None:
+    (tmp_path / "ray" / "raylet.log").write_text(
+        "Some Ray subprocesses exited unexpectedly:\n  raylet [exit code=-9]\n"
+    )
+    look(launcher, raylet=1)
+
+    (failure,) = launcher.failures
+    assert (failure.failure, failure.outside) == (FailureClass.WORKER_CRASHED, True)
+
+
+def test_memory_that_ran_out_is_said(launcher: RayLauncher) -> None:
+    look(launcher, raylet=-9, oom=True)
+
+    (failure,) = launcher.failures
+    assert (failure.failure, failure.message) == (FailureClass.OUT_OF_MEMORY, HOST_OUT_OF_MEMORY)
+
+
+def test_a_raylet_that_does_not_start_is_quoted(launcher: RayLauncher, tmp_path: Path) -> None:
+    (tmp_path / "ray" / "raylet.log").write_text("many\nwords\nbefore\nRay wants\nsomething\nelse\n")
+    look(launcher, raylet=1)
+
+    (failure,) = launcher.failures
+    assert failure.message == "Ray in pod 0 ended with code 1: Ray wants | something | else"
+    assert not failure.outside
+
+
+def test_the_driver_says_why_the_group_does_not_form(launcher: RayLauncher, tmp_path: Path) -> None:
+    said = WorkerError(
+        failure=FailureClass.PEER_LOST, message="Ray: the raylets of 1 of 3 pods (2) did not join", rank=0
+    )
+    write_atomically(tmp_path / "ray" / places.DRIVER_ERROR, said)
+    look(launcher, forming=True, driver=1)
+
+    (failure,) = launcher.failures
+    assert (failure.failure, failure.message) == (FailureClass.PEER_LOST, said.message)
+
+
+def test_once_the_group_trains_each_pod_looks_after_its_own(launcher: RayLauncher) -> None:
+    """Ranks that leave as asked leave one after another, and the driver misses them: rank 0 may still be saving."""
+    look(launcher, forming=False, driver=1)
+
+    assert launcher.failures == ()
+
+
+def test_a_rank_whose_ray_worker_is_gone_has_lost_its_place(launcher: RayLauncher, tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    give(tmp_path, 0, os.getpid())
+    give(tmp_path, 1, gone.pid)
+    launcher.granted()
+
+    look(launcher)
+    look(launcher)
+
+    (failure,) = launcher.failures
+    assert failure.rank == 1
+    assert "Ray worker" in failure.message
+
+
+def test_what_ends_with_the_generation_is_no_failure(launcher: RayLauncher, tmp_path: Path) -> None:
+    give(tmp_path, 0, FORKS)
+    launcher.granted()
+    look(launcher, over=True, raylet=-9, driver=-9, forks=0)
+
+    assert (launcher.failures, launcher.pids, launcher.lasting) == ((), set(), set())
+
+
+def test_nothing_of_a_generation_is_left_for_the_next(launcher: RayLauncher, tmp_path: Path) -> None:
+    give(tmp_path, 0, os.getpid())
+    launcher.granted()
+    secret = Path(launcher.environment["RAY_AUTH_TOKEN_PATH"])
+    assert secret.stat().st_mode & 0o777 == 0o600
+    look(launcher, over=True, raylet=-9, driver=-9)
+
+    launcher.clear()
+    assert (launcher.begun, secret.exists(), launcher.lasting) == (False, False, {FORKS})
+
+    launcher.begin(GENERATION.model_copy(update={"number": 2}), master_address="127.0.0.1")
+    assert launcher.granted() == set()
