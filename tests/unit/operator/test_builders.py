@@ -195,7 +195,7 @@ def test_what_a_job_does_not_name_is_asked_for_by_gpus_or_processes(
 def test_a_pod_with_ray_has_room_for_it_and_knows_its_address() -> None:
     ray = {"nodes": 2, "gpusPerNode": 0, "launcher": "ray"}
 
-    assert container(compute=ray)["resources"]["requests"] == {"cpu": "1", "memory": "4096Mi"}
+    assert container(compute=ray)["resources"]["requests"] == {"cpu": "1", "memory": "3072Mi"}
     named = {**ray, "resources": {"requests": {"memory": "5Gi"}}}
     assert container(compute=named)["resources"]["requests"] == {"cpu": "1", "memory": "5Gi"}
     assert environment(compute=ray)["SFT_POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}

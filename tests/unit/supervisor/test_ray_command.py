@@ -55,7 +55,7 @@ def test_each_process_has_one_gpu_or_none_has(gpus: int, processes: int, expecte
 def test_the_secret_is_in_a_file_alone() -> None:
     lasting = lasting_environment(SETTINGS, {"HOME": "/tmp"}, home=FILES.parent)
     environment = ray_environment(SETTINGS, lasting, HEAD, files=FILES)
-    users = user_environment(HEAD, head_address="10.0.0.1", files=FILES)
+    users = user_environment(SETTINGS, HEAD, head_address="10.0.0.1", files=FILES)
 
     assert HEAD.token not in " ".join([*command(node=0), *command(node=1), *environment.values(), *users.values()])
     assert environment["RAY_AUTH_TOKEN_PATH"] == users["RAY_AUTH_TOKEN_PATH"] == "/tmp/sft-ray-x/g1/token"

@@ -63,7 +63,8 @@ def test_a_place_is_given_back_when_the_process_has_ended(launcher: RayLauncher,
 
 def test_a_raylet_that_is_killed_is_nothing_of_the_runs_own(launcher: RayLauncher, tmp_path: Path) -> None:
     (tmp_path / "ray" / "raylet.log").write_text(
-        "Some Ray subprocesses exited unexpectedly:\n  raylet [exit code=-9]\n"
+        "ERR -- Some Ray subprocesses exited unexpectedly:\nERR -- raylet [exit code=-9]\n\n"
+        "ERR -- ----- END raylet.out tail (exit code(s)=-9 (signal 9)) -----\nERR -- Remaining processes end.\n"
     )
     look(launcher, raylet=1)
 

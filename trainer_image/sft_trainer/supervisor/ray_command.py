@@ -115,10 +115,10 @@ def ray_environment(settings: Settings, lasting: Mapping[str, str], head: RayHea
     }
 
 
-def user_environment(head: RayHead, *, head_address: str, files: Path) -> dict[str, str]:
+def user_environment(settings: Settings, head: RayHead, *, head_address: str, files: Path) -> dict[str, str]:
     """With which ``ray.init()`` of a callback joins the job's Ray."""
     return {
-        "RAY_ADDRESS": _with_port(head_address, head.port),
+        "RAY_ADDRESS": _with_port(head_address if settings.node else own_address(settings), head.port),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file(files)),
         "RAY_USAGE_STATS_ENABLED": "0",

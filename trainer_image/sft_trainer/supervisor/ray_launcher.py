@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,8 +36,8 @@ from .settings import Settings
 from .spawn import NOTHING_STARTS, start_process
 
 _LAST_LINES = 3
-_KILLED_PART = "exit code=-9"
-"""In what ``ray start`` says of a part that something killed."""
+_KILLED_PART = re.compile(r"exit code(\(s\))?=-9\b")
+"""What ``ray start`` says of a part that something killed."""
 
 
 class RayLauncher:
@@ -89,7 +90,7 @@ class RayLauncher:
         with open(token, "w") as secret:
             secret.write(head.token)
         environment = ray_environment(settings, self._environment, head, files=files)
-        self.environment = user_environment(head, head_address=master_address, files=files)
+        self.environment = user_environment(settings, head, head_address=master_address, files=files)
         command = raylet_command(
             settings, head, head_address=master_address, files=files, cpus=self._cpus, memory=self._memory
         )
@@ -163,20 +164,19 @@ class RayLauncher:
         return self._settings.run_dir / places.FOLDER / f"{name}.log"
 
     def _said(self, name: str) -> str:
-        """Its last lines."""
+        """All that it said."""
         try:
-            lines = self._log(name).read_text(errors="replace").split("\n")
+            return self._log(name).read_text(errors="replace")
         except OSError:
             return ""
-        return " | ".join([line.strip() for line in lines if line.strip()][-_LAST_LINES:])[-1000:]
 
     def _raylet_failure(self, code: int, *, memory_ran_out: bool) -> Failure:
         pod, said = f"Ray in pod {self._settings.node}", self._said("raylet")
-        if code == -signal.SIGKILL or _KILLED_PART in said:
+        if code == -signal.SIGKILL or _KILLED_PART.search(said):
             if memory_ran_out:
                 return _failure(HOST_OUT_OF_MEMORY, FailureClass.OUT_OF_MEMORY)
             return _failure(f"{pod} was killed (SIGKILL) by something outside of the run", outside=True)
-        return _failure(f"{pod} ended with code {code}: {said}")
+        return _failure(f"{pod} ended with code {code}: {_last_lines(said)}")
 
     def _driver_failure(self, code: int) -> Failure:
         try:
@@ -185,8 +185,13 @@ class RayLauncher:
             )
         except (OSError, ValidationError):
             killed = code == -signal.SIGKILL
-            return _failure(f"Ray's driver ended with code {code}: {self._said('driver')}", outside=killed)
+            return _failure(f"Ray's driver ended with code {code}: {_last_lines(self._said('driver'))}", outside=killed)
         return _failure(report.message, report.failure)
+
+
+def _last_lines(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return " | ".join(lines[-_LAST_LINES:])[-1000:]
 
 
 def _failure(
