@@ -90,6 +90,11 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             _origin(compute, "nodes", "gpus_per_node", "processes_per_node"),
             f"compute: {counted(compute.nodes, 'node')} x {compute.effective_processes_per_node} a node",
         ),
+        *(
+            [Decision("launcher", "Ray, in the job's own pods", Origin.GIVEN, "compute.launcher: docs/ray.md")]
+            if compute.launcher == "ray"
+            else []
+        ),
         Decision(
             "copies of the model",
             f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",

@@ -117,6 +117,7 @@ spec:
     nodes: 2
     gpusPerNode: 8
     processesPerNode: 8
+    launcher: ray
     image: registry.example.com/trainer:1
     imagePullPolicy: IfNotPresent
     imagePullSecrets: [registry]

@@ -31,7 +31,13 @@ def test_what_the_manifest_leaves_open_is_default_or_computed() -> None:
     assert shown["schedule"].value == "cosine, warm-up 3% of the steps"
     assert (shown["precision"].value, shown["precision"].origin) == ("bf16", Origin.COMPUTED)
     assert shown["checkpoints"].value == "every 10m0s; kept: the last 2"
-    assert "evaluation" not in shown
+    assert not {"evaluation", "launcher"} & shown.keys()
+
+
+def test_ray_is_shown_where_it_is_asked_for() -> None:
+    shown = decisions(compute={"launcher": "ray"})["launcher"]
+
+    assert (shown.value, shown.origin) == ("Ray, in the job's own pods", Origin.GIVEN)
 
 
 def test_what_the_manifest_gives_is_marked_so() -> None:
