@@ -184,8 +184,8 @@ def decisions_by_rank() -> Iterator[str]:
     root = Path(*sft_trainer.__path__)
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        # A supervisor knows ranks as processes that it starts; it has no part of a run.
-        if name in _MAY_ASK or name.startswith(("supervisor/", "launch.py")):
+        # Supervisor and launcher know ranks as processes that are started; they have no part of a run.
+        if name in _MAY_ASK or name.startswith(("supervisor/", "launch.py", "on_ray/")):
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if _ASKS.search(line.partition("#")[0]):
