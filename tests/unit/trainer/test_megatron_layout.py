@@ -1,0 +1,114 @@
+"""The rules for the weights of stages: together, all stages hold every canonical tensor, each element once."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from sft_trainer.boxes import WEIGHT, Writers
+from sft_trainer.errors import ConfigError
+from sft_trainer.loss import PRODUCTS
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.tensors import whole_boxes
+from sft_trainer.strategies.megatron.layout import Sizes, check, parameter_shapes, pieces, stage_boxes
+from sft_trainer.topology import Topology
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 31,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**COMMON),
+    "mistral": transformers.MistralConfig(**COMMON, head_dim=4),
+    "qwen2": transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**COMMON, head_dim=4, tie_word_embeddings=True),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**COMMON, head_dim=4, num_experts=4, moe_intermediate_size=8),
+}
+SHAPES = [
+    (tensor, pipeline, shard, expert)
+    for tensor, pipeline, shard, expert in product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4))
+    if tensor * shard % expert == 0
+]
+
+
+def topologies(tensor: int, pipeline: int, shard: int, expert: int) -> list[Topology]:
+    world = tensor * pipeline * shard
+    return [
+        Topology(rank, rank, world, world, shard=shard, tensor=tensor, pipeline=pipeline, expert=expert)
+        for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
+    return CausalLM(made, torch.float32, PRODUCTS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[int, int, int, int]) -> None:
+    """Filled from the whole model and saved by those who write, it is the same to the last bit, nothing twice."""
+    whole = {box.name: box.read() for box in whole_boxes(model)}
+    huggingface: Any = model.huggingface
+    sizes = Sizes.of(huggingface.config)
+    if shape[3] > 1 and not sizes.experts:
+        with pytest.raises(ConfigError, match="no experts"):
+            check(sizes, topologies(*shape)[0])
+        return
+    saved = {name: torch.full_like(value, torch.nan) for name, value in whole.items()}
+    times = {name: torch.zeros_like(value) for name, value in whole.items()}
+    for topology in topologies(*shape):
+        check(sizes, topology)
+        stage = {name: torch.zeros(size) for name, size in parameter_shapes(sizes, topology).items()}
+        for box in stage_boxes(stage, WEIGHT, sizes, topology, Writers(topology)):
+            assert box.shape == tuple(whole[box.name].shape)
+            inside = tuple(slice(o, o + n) for o, n in zip(box.place.offsets, box.place.sizes, strict=True))
+            box.write(whole[box.name][inside])
+            if box.writes:
+                saved[box.name][inside] = box.read()
+                times[box.name][inside] += 1
+    assert all(torch.equal(saved[name], value) for name, value in whole.items())
+    assert all(bool((count == 1).all()) for count in times.values())
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1, 1), (4, 1, 1, 4)])
+def test_nothing_of_a_parameter_is_left_out_but_rows_of_no_token(
+    model: CausalLM, shape: tuple[int, int, int, int]
+) -> None:
+    huggingface: Any = model.huggingface
+    sizes = Sizes.of(huggingface.config)
+    for topology in topologies(*shape[:3], shape[3] if sizes.experts else 1):
+        for name, size in parameter_shapes(sizes, topology).items():
+            times = torch.zeros(size)
+            for piece in pieces(name, sizes, topology):
+                piece.of(times).add_(1)
+            tokens = size[0]
+            if name in ("embedding.weight", "head"):
+                tokens = min(tokens, sizes.vocabulary - topology.place("tensor") * tokens)
+            assert bool((times[:tokens] == 1).all())
+            assert not times[tokens:].any()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ({"tensor": 8}, "4 heads of keys and values"),
+        ({"tensor": 3}, "8 attention heads"),
+        ({"pipeline": 3}, "4 layers"),
+    ],
+)
+def test_what_does_not_divide_is_named(degrees: dict[str, int], words: str) -> None:
+    (world,) = degrees.values()
+    with pytest.raises(ConfigError, match=words):
+        check(Sizes.of(CONFIGS["llama"]), Topology(0, 0, world, world, **degrees))
+
+
+def test_a_family_without_rules_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gemma2"):
+        Sizes.of(transformers.Gemma2Config())

@@ -1,0 +1,1 @@
+"""The strategy on layers of Megatron-Core."""

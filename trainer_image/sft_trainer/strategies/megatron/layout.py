@@ -1,0 +1,278 @@
+"""Which part of which canonical tensor the parameters of a pipeline stage hold: pure, without Megatron-Core.
+
+A stage has ``embedding.weight``, ``layers.<number>.…``, ``norm.weight`` and ``head``: the first those at the beginning,
+the last those at the end, a tied head on the last stage being a copy of the embedding.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_trainer.boxes import Box, Rectangle, Writers
+from sft_trainer.errors import ConfigError
+from sft_trainer.topology import Topology
+
+_EMBEDDING = "model.embed_tokens.weight"
+_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
+_HEAD_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+_NOWHERE: frozenset[str] = frozenset()
+_TENSOR = frozenset({"tensor"})
+_EXPERT = frozenset({"expert"})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder, as the config of transformers names them."""
+
+    kind: str
+    layers: int
+    width: int
+    inner: int
+    """Rows of ``up_proj``; of one expert where there are any."""
+    heads: int
+    groups: int
+    """Heads of keys and values."""
+    head_size: int
+    vocabulary: int
+    tied: bool
+    experts: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "Sizes":
+        """Raises ``ConfigError`` for an architecture without rules."""
+        if config.model_type not in FAMILIES:
+            raise ConfigError(
+                f"strategy.megatron has no rules for the weights of a model of type {config.model_type!r}: choose one "
+                f"of type {', '.join(sorted(FAMILIES))}, or strategy.fsdp"
+            )
+        experts = FAMILIES[config.model_type].experts
+        return cls(
+            kind=config.model_type,
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            inner=config.moe_intermediate_size if experts else config.intermediate_size,
+            heads=config.num_attention_heads,
+            groups=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocabulary=config.vocab_size,
+            tied=config.tie_word_embeddings,
+            experts=config.num_experts if experts else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture has besides what all have."""
+
+    biases: bool = False
+    """Of queries, keys and values."""
+    head_norms: bool = False
+    """Of queries and keys, head by head."""
+    experts: bool = False
+    """In every layer."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(biases=True),
+    "qwen3": Family(head_norms=True),
+    "qwen3_moe": Family(head_norms=True, experts=True),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a canonical tensor, and where it lies in a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole canonical tensor."""
+    place: Rectangle
+    start: tuple[int, ...]
+    """Where it begins in the parameter."""
+    split: frozenset[str] = _NOWHERE
+    """Dimensions of the topology that the tensor is split over."""
+    copy: bool = False
+    """Whether another stage has it too, and saves it."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The view of ``parameter`` that it is."""
+        return parameter[Rectangle(self.start, self.place.sizes).within(Rectangle.whole(tuple(parameter.shape)))]
+
+
+def check(sizes: Sizes, topology: Topology) -> None:
+    """Raise ``ConfigError`` for a topology over which this model cannot be spread evenly."""
+    for what, number, degree in (
+        ("attention heads", sizes.heads, "tensor"),
+        ("heads of keys and values", sizes.groups, "tensor"),
+        ("rows of up_proj", 0 if sizes.experts else sizes.inner, "tensor"),
+        ("layers", sizes.layers, "pipeline"),
+        ("experts", sizes.experts, "expert"),
+    ):
+        parts = getattr(topology, degree)
+        if number % parts:
+            raise ConfigError(
+                f"strategy.megatron.{degree} is {parts}, but the model has {number} {what}, which it does not divide"
+            )
+    if topology.expert > 1 and not sizes.experts:
+        raise ConfigError(f"strategy.megatron.expert is {topology.expert}, but the model has no experts")
+
+
+def padded_rows(sizes: Sizes, topology: Topology) -> int:
+    """Rows of embedding and head that a process has: all have as many, the last ones perhaps some of no token."""
+    return -(-sizes.vocabulary // topology.tensor)
+
+
+def parameter_shapes(sizes: Sizes, topology: Topology) -> dict[str, tuple[int, ...]]:
+    """Name and shape of all parameters of the stage of this process."""
+    family, tensor = FAMILIES[sizes.kind], topology.tensor
+    vocabulary = (padded_rows(sizes, topology), sizes.width)
+    stage, stages = topology.place("pipeline"), topology.pipeline
+    shapes: dict[str, tuple[int, ...]] = {}
+    if stage == 0:
+        shapes["embedding.weight"] = vocabulary
+    queries, pairs = sizes.heads * sizes.head_size // tensor, 2 * sizes.groups * sizes.head_size // tensor
+    layer: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(_NORMS, (sizes.width,)),
+        "self_attention.linear_qkv.weight": (queries + pairs, sizes.width),
+        "self_attention.linear_proj.weight": (sizes.width, queries),
+    }
+    if family.biases:
+        layer["self_attention.linear_qkv.bias"] = (queries + pairs,)
+    if family.head_norms:
+        layer |= dict.fromkeys(_HEAD_NORMS, (sizes.head_size,))
+    if family.experts:
+        here = sizes.experts // topology.expert
+        layer["mlp.router.weight"] = (sizes.experts, sizes.width)
+        layer["mlp.experts.linear_fc1"] = (here, 2 * sizes.inner, sizes.width)
+        layer["mlp.experts.linear_fc2"] = (here, sizes.width, sizes.inner)
+    else:
+        layer["mlp.linear_fc1.weight"] = (2 * sizes.inner // tensor, sizes.width)
+        layer["mlp.linear_fc2.weight"] = (sizes.width, sizes.inner // tensor)
+    for number in range(sizes.layers // stages):
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    if stage == stages - 1:
+        shapes["norm.weight"] = (sizes.width,)
+        if stages > 1 or not sizes.tied:
+            shapes["head"] = vocabulary
+    return shapes
+
+
+def pieces(name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
+    """What the parameter ``name`` of the stage of this process holds; all of it, but rows of no token."""
+    if name in ("embedding.weight", "head"):
+        yield from _vocabulary(name, sizes, topology)
+    elif name == "norm.weight":
+        yield _whole("model.norm.weight", (sizes.width,))
+    else:
+        _, number, rest = name.split(".", 2)
+        first = topology.place("pipeline") * (sizes.layers // topology.pipeline)
+        yield from _layer(f"model.layers.{first + int(number)}.", rest, sizes, topology)
+
+
+def stage_boxes(
+    tensors: Mapping[str, torch.Tensor], kind: str, sizes: Sizes, topology: Topology, writers: Writers
+) -> list[Box]:
+    """Boxes of the ``kind`` of ``tensors``, which have names and shapes of the parameters of this stage."""
+    return [
+        Box(
+            piece.name,
+            kind,
+            piece.shape,
+            piece.place,
+            piece.of(tensor.detach()),
+            writes=not piece.copy and writers.is_writer(piece.split, piece.of(tensor).numel()),
+        )
+        for name, tensor in tensors.items()
+        for piece in pieces(name, sizes, topology)
+    ]
+
+
+def _vocabulary(name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
+    rows = padded_rows(sizes, topology)
+    first = topology.place("tensor") * rows
+    tokens = min(rows, sizes.vocabulary - first)
+    if tokens <= 0:
+        return
+    copy = name == "head" and sizes.tied
+    yield Piece(
+        _EMBEDDING if copy or name != "head" else "lm_head.weight",
+        (sizes.vocabulary, sizes.width),
+        Rectangle((first, 0), (tokens, sizes.width)),
+        (0, 0),
+        _TENSOR,
+        copy,
+    )
+
+
+def _layer(layer: str, name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
+    inner, width = sizes.inner, sizes.width
+    if name in _NORMS:
+        yield _whole(layer + _NORMS[name], (width,))
+    elif name in _HEAD_NORMS:
+        yield _whole(layer + _HEAD_NORMS[name], (sizes.head_size,))
+    elif name == "mlp.router.weight":
+        yield _whole(layer + "mlp.gate.weight", (sizes.experts, width))
+    elif name == "self_attention.linear_qkv.weight":
+        yield from _grouped(layer, "weight", (width,), sizes, topology)
+    elif name == "self_attention.linear_qkv.bias":
+        yield from _grouped(layer, "bias", (), sizes, topology)
+    elif name == "self_attention.linear_proj.weight":
+        yield _columns(layer + "self_attn.o_proj.weight", (width, sizes.heads * sizes.head_size), topology)
+    elif name == "mlp.linear_fc2.weight":
+        yield _columns(layer + "mlp.down_proj.weight", (width, inner), topology)
+    elif name == "mlp.linear_fc1.weight":
+        rows = inner // topology.tensor
+        for half, projection in enumerate(("gate_proj", "up_proj")):
+            place = Rectangle((topology.place("tensor") * rows, 0), (rows, width))
+            yield Piece(f"{layer}mlp.{projection}.weight", (inner, width), place, (half * rows, 0), _TENSOR)
+    elif name == "mlp.experts.linear_fc1":
+        for half, projection in enumerate(("gate_proj", "up_proj")):
+            yield _experts(f"{layer}mlp.experts.{projection}.weight", (inner, width), half * inner, sizes, topology)
+    elif name == "mlp.experts.linear_fc2":
+        yield _experts(f"{layer}mlp.experts.down_proj.weight", (width, inner), 0, sizes, topology)
+    else:
+        raise ValueError(f"{name!r} is no parameter of a layer")
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Piece:
+    return Piece(name, shape, Rectangle.whole(shape), (0,) * len(shape))
+
+
+def _columns(name: str, shape: tuple[int, int], topology: Topology) -> Piece:
+    columns = shape[1] // topology.tensor
+    place = Rectangle((0, topology.place("tensor") * columns), (shape[0], columns))
+    return Piece(name, shape, place, (0, 0), _TENSOR)
+
+
+def _experts(name: str, shape: tuple[int, int], row: int, sizes: Sizes, topology: Topology) -> Piece:
+    """Of every expert of this process ``shape``, from ``row`` of the parameter on."""
+    here = sizes.experts // topology.expert
+    place = Rectangle((topology.place("expert") * here, 0, 0), (here, *shape))
+    return Piece(name, (sizes.experts, *shape), place, (0, row, 0), _EXPERT)
+
+
+def _grouped(layer: str, kind: str, columns: tuple[int, ...], sizes: Sizes, topology: Topology) -> Iterator[Piece]:
+    """Queries, key and value of one group of heads after those of the other."""
+    here, size, nil = sizes.groups // topology.tensor, sizes.head_size, (0,) * len(columns)
+    queries = sizes.heads // sizes.groups * size
+    row = 0
+    for group in range(topology.place("tensor") * here, (topology.place("tensor") + 1) * here):
+        for projection, rows in (("q_proj", queries), ("k_proj", size), ("v_proj", size)):
+            yield Piece(
+                f"{layer}self_attn.{projection}.{kind}",
+                (rows * sizes.groups, *columns),
+                Rectangle((group * rows, *nil), (rows, *columns)),
+                (row, *nil),
+                _TENSOR,
+            )
+            row += rows
