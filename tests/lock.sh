@@ -4,8 +4,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 compile() { .venv/bin/uv pip compile --quiet --generate-hashes --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_28 "$@"; }
 echo uv | compile - -o requirements/uv.txt
-compile pyproject.toml --extra operator --extra trainer --extra cli --extra dev --extra parity -o requirements/dev.txt
+compile pyproject.toml --extra operator --extra trainer --extra megatron --extra cli --extra dev --extra parity -o requirements/dev.txt
 for extra in operator trainer; do compile pyproject.toml --extra "$extra" -c requirements/dev.txt -o "requirements/$extra.txt"; done
+compile pyproject.toml --extra trainer --extra megatron -c requirements/dev.txt -o requirements/megatron.txt
 compile pyproject.toml --extra trainer --extra bench -c requirements/dev.txt -o requirements/bench.txt
 # Not held to what dev.txt names: the oldest torch and transformers want older packages beside them.
 compile pyproject.toml requirements/oldest.in --extra trainer --extra cli --extra parity --override requirements/oldest.in -o requirements/oldest.txt

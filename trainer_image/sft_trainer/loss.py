@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import log_softmax
 
 from sft_api.model_shape import Transformed
@@ -12,6 +13,32 @@ CHUNK_ELEMENTS = 2**27
 """Logits held at a time (512 MiB in fp32), so memory does not grow with vocabulary or length."""
 _SLICE_ROWS = 2**14
 """Of a gradient of the head whose product is made apart from the sum that it goes into."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of the head this process has: consecutive ones, the others the processes of ``group`` have."""
+
+    first: int
+    """Token of the first of them."""
+    group: dist.ProcessGroup
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits`` (positions, rows) in fp32 of the tokens of this process, over those of all; changes them."""
+        most = logits.max(dim=-1, keepdim=True).values
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        total = logits.sub_(most).exp().sum(dim=-1, keepdim=True)
+        dist.all_reduce(total, group=self.group)
+        return logits.sub_(total.log_())
+
+    def most_likely(self, log_probabilities: torch.Tensor) -> torch.Tensor:
+        """Of each position the token that has the most among all processes, the first of equals: (positions,)."""
+        highest, place = log_probabilities.max(dim=-1)
+        over_all = highest.clone()
+        dist.all_reduce(over_all, dist.ReduceOp.MAX, group=self.group)
+        token = torch.where(highest == over_all, place + self.first, torch.iinfo(torch.int64).max)
+        dist.all_reduce(token, dist.ReduceOp.MIN, group=self.group)
+        return token
 
 
 @dataclass(frozen=True)
@@ -33,15 +60,22 @@ class Logits:
         """Of a chunk, so that it takes no more memory than one whose logits are the products."""
         return max(1, CHUNK_ELEMENTS // vocabulary // (3 if self.transformed else 1))
 
-    def log_probabilities(self, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows, vocabulary) in fp32, and the tanh of above where there is a cap; ``products`` may be changed."""
+    def log_probabilities(
+        self, products: torch.Tensor, held: Rows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows, vocabulary) in fp32, and the tanh of above where there is a cap; ``products`` may be changed.
+
+        With ``held`` they are those of a part of the vocabulary, and so is what is returned: a collective call.
+        """
         if self == PRODUCTS:
+            if held is not None:
+                return held.log_softmax(products.float()), None
             return log_softmax(products, dim=-1, dtype=torch.float32), None
-        logits = products.float().mul_(self.factor)
-        if self.cap is None:
-            return log_softmax(logits, dim=-1), None
-        bent = logits.div_(self.cap).tanh_()
-        return log_softmax(bent * self.cap, dim=-1), bent
+        logits, bent = products.float().mul_(self.factor), None
+        if self.cap is not None:
+            bent = logits.div_(self.cap).tanh_()
+            logits = bent * self.cap
+        return log_softmax(logits, dim=-1) if held is None else held.log_softmax(logits), bent
 
 
 PRODUCTS = Logits()
@@ -57,7 +91,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float, logits: Logits
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        logits: Logits,
+        held: Rows | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         rows = logits.rows(weight.shape[0])
@@ -65,13 +105,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
         for start in range(0, hidden.shape[0], rows):
-            piece, target = hidden[start : start + rows], labels[start : start + rows, None]
-            log_probabilities, bent = logits.log_probabilities(piece @ weight.T)
-            total -= log_probabilities.gather(1, target).sum()
+            piece = hidden[start : start + rows]
+            target, one = _found(labels[start : start + rows, None], weight, held)
+            log_probabilities, bent = logits.log_probabilities(piece @ weight.T, held)
+            total -= log_probabilities.gather(1, target).mul_(one).sum()
             if not (needs_hidden or needs_weight):
                 continue
             # d loss / d logits = softmax(logits) - one_hot(labels)
-            slope = log_probabilities.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
+            slope = log_probabilities.exp_().scatter_add_(1, target, -one)
             if bent is not None:
                 slope.mul_(bent.square_().neg_().add_(1))  # the derivative of tanh
             # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
@@ -83,6 +124,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = _with_product(grad_weight, grad_logits.T, piece)
             # Else they are there still while the next chunk's are made.
             del log_probabilities, bent, slope, room, grad_logits
+        if held is not None:
+            dist.all_reduce(total, group=held.group)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -96,7 +139,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
         # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ``weight`` of ``labels``, and 1 for each; 0, and any row, where another process has that of a label."""
+    if held is None:
+        return labels, torch.ones_like(labels, dtype=torch.float32)
+    rows = labels - held.first
+    here = (rows >= 0) & (rows < weight.shape[0])
+    return rows.clamp(0, weight.shape[0] - 1), here.float()
 
 
 def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -112,24 +164,37 @@ def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Te
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float, logits: Logits = PRODUCTS
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    scale: float,
+    logits: Logits = PRODUCTS,
+    held: Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars.
 
     The first is the sum times ``scale``, and the one to call ``backward`` of, as it is: its gradients are made here,
     scaled. The second is the sum itself, without a gradient. ``hidden`` is (positions, width), ``weight``
     (vocabulary, width), ``labels`` (positions,) token ids.
+
+    With ``held`` ``weight`` is a part of the rows, and the call a collective one of those who have the others, all with
+    the same ``hidden`` and ``labels``. The loss is that over all rows; the gradient of ``hidden`` is what these
+    rows give to it, to be added up by the caller.
     """
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
         hidden, weight = hidden.detach(), weight.detach()
-    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits)
+    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits, held)
     return scaled, total
 
 
 @torch.no_grad()
 def evaluation_sums(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, logits: Logits = PRODUCTS
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    logits: Logits = PRODUCTS,
+    held: Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
 
@@ -139,7 +204,11 @@ def evaluation_sums(
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], rows):
         piece, target = hidden[start : start + rows], labels[start : start + rows]
-        log_probabilities, _ = logits.log_probabilities(piece @ weight.T)
-        total -= log_probabilities.gather(1, target[:, None]).sum()
-        right += (log_probabilities.argmax(dim=-1) == target).sum()
+        log_probabilities, _ = logits.log_probabilities(piece @ weight.T, held)
+        row, one = _found(target[:, None], weight, held)
+        total -= log_probabilities.gather(1, row).mul_(one).sum()
+        likely = log_probabilities.argmax(dim=-1) if held is None else held.most_likely(log_probabilities)
+        right += (likely == target).sum()
+    if held is not None:
+        dist.all_reduce(total, group=held.group)
     return total, right
