@@ -58,6 +58,20 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)
 
 
+def update(optimizer: torch.optim.Optimizer, rate: float, skips: torch.Tensor) -> None:
+    """A step of ``optimizer`` at learning rate ``rate``, which forgets the gradients.
+
+    Where ``skips``, a float scalar beside the parameters, is 1, neither they nor moments nor counts change: the
+    kernels look at it on the device.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.found_inf = skips  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.found_inf = None  # type: ignore[attr-defined]
+    optimizer.zero_grad()
+
+
 def updates(optimizer: torch.optim.Optimizer) -> int:
     """How often ``optimizer`` changed its parameters, all of them alike; ValueError when they differ."""
     counts = [state[_UPDATES] for state in optimizer.state.values()]

@@ -27,12 +27,19 @@ def checkpoint_activations(model: CausalLM, how: Literal["none", "selective", "f
     """
     if how == "none":
         return
+    for block in model.blocks:
+        # Inside the block's forward, so that FSDP's own hooks stay outside of what is recomputed.
+        block.forward = forgetting(block.forward, how)
+
+
+def forgetting(forward: Callable[..., Any], how: Literal["none", "selective", "full"]) -> Callable[..., Any]:
+    """The same as ``forward`` of a block, which forgets as ``how`` says."""
+    if how == "none":
+        return forward
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for block in model.blocks:
-        # Inside the block's forward, so that FSDP's own hooks stay outside of what is recomputed.
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+    return functools.partial(checkpoint, forward, **options)
 
 
 def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

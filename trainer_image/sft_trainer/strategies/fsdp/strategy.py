@@ -16,7 +16,7 @@ from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
-from sft_trainer.optim import build_optimizer, set_updates, updates
+from sft_trainer.optim import build_optimizer, set_updates, update, updates
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
@@ -120,15 +120,9 @@ class FsdpStrategy:
     def apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        # The fused kernels look at it on the device: where it is 1, neither weights nor moments nor counts change.
         skips = torch.logical_not(ok).float()
         # What is in host memory is updated by the host, which waits for the verdict.
-        self.optimizer.found_inf = skips.cpu() if self._offloads else skips  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        self.optimizer.zero_grad()
+        update(self.optimizer, rate, skips.cpu() if self._offloads else skips)
 
     @torch.no_grad()
     def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:

@@ -5,14 +5,14 @@ the last those at the end, a tied head on the last stage being a copy of the emb
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sft_trainer.boxes import Box, Rectangle, Writers
 from sft_trainer.errors import ConfigError
-from sft_trainer.topology import Topology
+from sft_trainer.topology import ALONE, Topology
 
 _EMBEDDING = "model.embed_tokens.weight"
 _NORMS = {
@@ -26,6 +26,7 @@ _HEAD_NORMS = {
 _NOWHERE: frozenset[str] = frozenset()
 _TENSOR = frozenset({"tensor"})
 _EXPERT = frozenset({"expert"})
+_SHARD = frozenset({"shard"})
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,16 @@ class Piece:
     copy: bool = False
     """Whether another stage has it too, and saves it."""
 
+    def of_rows(self, first: int, rows: int) -> "Piece | None":
+        """What of it lies in ``rows`` of the parameter from ``first`` on, which begin there; None where nothing does."""
+        start = max(self.start[0], first)
+        count = min(self.start[0] + self.place.sizes[0], first + rows) - start
+        if count <= 0:
+            return None
+        offset = self.place.offsets[0] + start - self.start[0]
+        place = Rectangle((offset, *self.place.offsets[1:]), (count, *self.place.sizes[1:]))
+        return replace(self, place=place, start=(start - first, *self.start[1:]))
+
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of ``parameter`` that it is."""
         return parameter[Rectangle(self.start, self.place.sizes).within(Rectangle.whole(tuple(parameter.shape)))]
@@ -123,8 +134,24 @@ def check(sizes: Sizes, topology: Topology) -> None:
             raise ConfigError(
                 f"strategy.megatron.{degree} is {parts}, but the model has {number} {what}, which it does not divide"
             )
+    if padded_rows(sizes, topology) * (topology.tensor - 1) >= sizes.vocabulary:
+        raise ConfigError(
+            f"strategy.megatron.tensor is {topology.tensor}, of which the last would have none of the "
+            f"{sizes.vocabulary} tokens of the vocabulary"
+        )
     if topology.expert > 1 and not sizes.experts:
         raise ConfigError(f"strategy.megatron.expert is {topology.expert}, but the model has no experts")
+
+
+def check_model(shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:
+    """Raise ``ConfigError`` where ``shapes``, by canonical name, are not those of the model that ``sizes`` describe."""
+    known = {piece.name: piece.shape for name in parameter_shapes(sizes, ALONE) for piece in pieces(name, sizes, ALONE)}
+    if different := sorted(name for name in {*shapes, *known} if shapes.get(name) != known.get(name)):
+        name = different[0]
+        raise ConfigError(
+            f"strategy.megatron knows models of type {sizes.kind!r} in which {name} has the shape {known.get(name)}, "
+            f"and here it has {shapes.get(name)}, as {len(different)} tensors differ: choose strategy.fsdp"
+        )
 
 
 def padded_rows(sizes: Sizes, topology: Topology) -> int:
@@ -179,10 +206,35 @@ def pieces(name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
         yield from _layer(f"model.layers.{first + int(number)}.", rest, sizes, topology)
 
 
+def is_split_over_shard(name: str) -> bool:
+    """Whether the rows of the parameter ``name`` are updated by one process each of those that have the same ones."""
+    return ".experts." not in name
+
+
+def rows_of(name: str, rows: int, topology: Topology) -> tuple[int, int]:
+    """Which of the ``rows`` of the parameter ``name`` this process updates: the first one, and how many."""
+    if not is_split_over_shard(name):
+        return 0, rows
+    each = -(-rows // topology.shard)
+    first = min(rows, each * topology.place("shard"))
+    return first, min(each, rows - first)
+
+
+def held_pieces(name: str, rows: int, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
+    """What the rows of ``rows_of`` of the parameter ``name`` hold; pieces start so far from the first of these."""
+    first, count = rows_of(name, rows, topology)
+    split = _SHARD if is_split_over_shard(name) else _NOWHERE
+    for piece in pieces(name, sizes, topology):
+        held = piece.of_rows(first, count)
+        if held is not None:
+            yield replace(held, split=piece.split | split)
+
+
 def stage_boxes(
     tensors: Mapping[str, torch.Tensor], kind: str, sizes: Sizes, topology: Topology, writers: Writers
 ) -> list[Box]:
-    """Boxes of the ``kind`` of ``tensors``, which have names and shapes of the parameters of this stage."""
+    """Boxes of the ``kind`` of ``tensors``: by name of a parameter of this stage, its rows of ``rows_of``."""
+    shapes = parameter_shapes(sizes, topology)
     return [
         Box(
             piece.name,
@@ -193,7 +245,7 @@ def stage_boxes(
             writes=not piece.copy and writers.is_writer(piece.split, piece.of(tensor).numel()),
         )
         for name, tensor in tensors.items()
-        for piece in pieces(name, sizes, topology)
+        for piece in held_pieces(name, shapes[name][0], sizes, topology)
     ]
 
 

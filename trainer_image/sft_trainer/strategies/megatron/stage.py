@@ -1,0 +1,94 @@
+"""A stage of a pipeline: consecutive layers of Megatron-Core, without its ``GPTModel``."""
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
+
+from sft_trainer.strategies.fsdp.activations import forgetting
+from sft_trainer.topology import Topology
+
+from .layers import Documents, Norm, layer_spec
+from .layout import Sizes, padded_rows
+
+
+class Stage(torch.nn.Module):
+    """The layers of this process; the first stage embeds, the last one ends in the final norm and has the head."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: Sizes,
+        topology: Topology,
+        windows: list[int | None],
+        activations: Literal["none", "selective", "full"],
+    ) -> None:
+        """``windows`` are those of all layers of the model."""
+        super().__init__()
+        # Names that the schedule asks for.
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = sizes.tied
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        stage, here = topology.place("pipeline"), sizes.layers // topology.pipeline
+        self._begins, self._ends = stage == 0, stage == topology.pipeline - 1
+        if self._begins:
+            self.embedding = VocabParallelEmbedding(
+                padded_rows(sizes, topology) * topology.tensor,
+                sizes.width,
+                init_method=lambda weight: None,
+                reduce_scatter_embeddings=config.sequence_parallel,
+                config=config,
+                tp_group=groups.tp,
+            )
+        self.layers = torch.nn.ModuleList(
+            build_module(layer_spec(config), config=config, layer_number=number + 1, pg_collection=groups)
+            for number in range(here)
+        )
+        for number, layer in enumerate(self.layers):
+            attention: Any = layer.get_submodule("self_attention.core_attention")
+            attention.window = windows[stage * here + number]
+        self._forwards = [forgetting(layer, activations) for layer in self.layers]
+        if self._ends:
+            self.norm = Norm(config, sizes.width, config.layernorm_epsilon)
+            if not (self._begins and sizes.tied):
+                shape = (padded_rows(sizes, topology), sizes.width)
+                self.head = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        self._input: Any = None
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """What the stage before this one gave: called by the schedule."""
+        self._input = tensors[0] if isinstance(tensors, list) else tensors
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """(rows, width) of the head, on the last stage."""
+        named = dict(self.named_parameters())
+        return named["head"] if "head" in named else named["embedding.weight"]
+
+    def forward(self, input_ids: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """Of ``input_ids`` (tokens,): on the last stage (tokens, width), of others (tokens or a part, 1, width)."""
+        hidden = self._input
+        if self._begins:
+            hidden = self.embedding(input_ids.unsqueeze(0))
+            if not self.config.sequence_parallel:
+                hidden = hidden.transpose(0, 1).contiguous()
+        for forward in self._forwards:
+            hidden, _ = forward(hidden, attention_mask=None, packed_seq_params=documents)
+        if not self._ends:
+            return hidden
+        hidden = self.norm(hidden)
+        # The loss is of all tokens, and its gradient the sum of what all parts of the vocabulary give.
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        last: torch.Tensor = hidden.squeeze(1)
+        return last

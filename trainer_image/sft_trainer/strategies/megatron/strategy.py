@@ -1,0 +1,238 @@
+"""The strategy Megatron: ``sft_trainer.strategies.Strategy`` over stages of Megatron-Core's layers, and our AdamW.
+
+Importing it imports Megatron-Core, which takes seconds: it is imported where it is asked for.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.boxes import WEIGHT, Box, Writers
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.loss import Rows, evaluation_sums, linear_cross_entropy
+from sft_trainer.models.attention import Boundaries, boundary_arguments
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.tensors import whole_boxes
+from sft_trainer.models.weights import initialize_buffers
+from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import Trainable
+
+from . import gradients, layout
+from .held import Held, updated
+from .layers import Documents, transformer_config, windows
+from .refused import check
+from .stage import Stage
+
+_MINUTES = 30
+"""That a process waits for the others of its groups, as in the default one."""
+
+
+class MegatronStrategy:
+    """Model and optimizer of one process; see the protocol for what its methods promise."""
+
+    auxiliary = False
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        blueprint: CausalLM,
+        trainable: Trainable,
+        topology: Topology,
+        device: torch.device,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """With ``sequence_parallel`` the processes of ``tensor`` share the tokens between their matrices.
+
+        Raises ``ConfigError`` for what it does not compute.
+        """
+        huggingface: Any = blueprint.huggingface
+        check(config, blueprint, trainable, topology, sequence_parallel=sequence_parallel)
+        self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config), topology, device
+        layout.check_model({box.name: box.shape for box in whole_boxes(blueprint)}, self._sizes)
+        layout.check(self._sizes, topology)
+        self._sequence_parallel = sequence_parallel
+        self._form_groups()
+        self._dtype = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
+        # transformers' own module rotates as the model says, whatever scaling it has.
+        self._rotary = huggingface.base_model.rotary_emb.to_empty(device=device)
+        initialize_buffers(blueprint)
+        self.model = self._build(huggingface.config, config.spec.training.activation_checkpointing)
+        self.held = [
+            Held(name, parameter, topology, self._sizes, parallel_state.get_data_parallel_group())
+            for name, parameter in self.model.named_parameters()
+        ]
+        self.optimizer = build_optimizer(updated(self.held), config.spec, config.plan.learning_rate)
+
+    def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:
+        writers = Writers(self._topology)
+        if which == "trained":
+            return self._boxes({name: rows.detach() for name, rows in updated(self.held)}, WEIGHT, writers)
+        if which == "base":
+            return []
+        of = moments(self.optimizer)
+        each = {name: of[rows] for name, rows in updated(self.held)}
+        kinds = dict.fromkeys(kind for values in each.values() for kind in values)
+        return [
+            box
+            for kind in kinds
+            for box in self._boxes({name: values[kind] for name, values in each.items()}, kind, writers)
+        ]
+
+    @property
+    def updates(self) -> int:
+        return updates(self.optimizer)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        set_updates(self.optimizer, count)
+
+    def loaded(self) -> None:
+        for held in self.held:
+            held.publish()
+
+    def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
+        self.model.train()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+
+        def loss(hidden: torch.Tensor, bin_: BinTensors) -> torch.Tensor:
+            scaled, total = linear_cross_entropy(
+                hidden[bin_.targets],
+                self._head(),
+                bin_.labels,
+                1.0 / denominator if bin_.counts else 0.0,
+                held=self._rows,
+            )
+            if bin_.counts:
+                loss_sum.add_(total)
+            return scaled
+
+        self._run(bins, loss, forward_only=False)
+        gradients.add_up(self.held, self._topology, sequence_parallel=self._sequence_parallel, tied=self._sizes.tied)
+        return loss_sum
+
+    def grad_norm(self) -> torch.Tensor:
+        return gradients.norm_of(self.held, self._device)
+
+    @torch.no_grad()
+    def apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_([rows for _, rows in updated(self.held)], max_norm, norm)
+        update(self.optimizer, rate, torch.logical_not(ok).float())
+        for held in self.held:
+            held.forget()
+            held.publish()
+
+    @torch.no_grad()
+    def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
+        self.model.eval()
+        sums = torch.zeros((2,), dtype=torch.float64, device=self._device)
+
+        def evaluate(hidden: torch.Tensor, bin_: BinTensors) -> torch.Tensor:
+            both = torch.stack(evaluation_sums(hidden[bin_.targets], self._head(), bin_.labels, held=self._rows))
+            if bin_.counts:
+                sums.add_(both)
+            return both[0]
+
+        self._run(bins, evaluate, forward_only=True)
+        return sums
+
+    def _form_groups(self) -> None:
+        with self._topology.forming():
+            parallel_state.initialize_model_parallel(
+                self._topology.tensor,
+                self._topology.pipeline,
+                expert_model_parallel_size=self._topology.expert,
+                expert_tensor_parallel_size=1 if self._sizes.experts else None,
+                create_gloo_process_groups=False,
+                distributed_timeout_minutes=_MINUTES,
+            )
+        # Nothing draws random numbers: the states of a GPU need not be kept.
+        initialize_rng_tracker(inference_rng_tracker=True)
+        first = self._topology.place("tensor") * layout.padded_rows(self._sizes, self._topology)
+        group = parallel_state.get_tensor_model_parallel_group()
+        self._rows = Rows(first, group) if self._topology.tensor > 1 else None
+        self._tokens = min(self._sizes.vocabulary - first, layout.padded_rows(self._sizes, self._topology))
+
+    def _build(self, huggingface: Any, activations: Literal["none", "selective", "full"]) -> Stage:
+        megatron = transformer_config(
+            huggingface, self._sizes, self._topology, self._dtype, sequence_parallel=self._sequence_parallel
+        )
+        with torch.device("meta"):
+            stage = Stage(megatron, self._sizes, self._topology, windows(huggingface), activations)
+        stage.to_empty(device=self._device)
+        for parameter in stage.parameters():
+            # Rows of no token are in no box: nothing else fills them.
+            parameter.detach().zero_()
+        return stage
+
+    def _boxes(self, tensors: dict[str, torch.Tensor], kind: str, writers: Writers) -> list[Box]:
+        return layout.stage_boxes(tensors, kind, self._sizes, self._topology, writers)
+
+    def _head(self) -> torch.Tensor:
+        """The rows that are tokens."""
+        return self.model.head_weight[: self._tokens]
+
+    def _run(
+        self,
+        bins: Iterable[BinTensors],
+        loss: Callable[[torch.Tensor, BinTensors], torch.Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Every bin through all stages; on the last ``loss``, of whose result ``backward`` is called."""
+        if self._topology.pipeline == 1:
+            for bin_ in map(self._here, bins):
+                result = loss(self._forward(bin_), bin_)
+                if not forward_only:
+                    result.backward()
+            return
+
+        def step(remaining: Any, _: Stage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+            bin_ = next(remaining)
+            # Of tokens the schedule wants a number, by which nothing is divided.
+            nothing = torch.zeros((), dtype=torch.int, device=self._device)
+            return self._forward(bin_), lambda hidden: (loss(hidden, bin_), nothing, {})
+
+        every = list(bins)
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=map(self._here, every),
+            model=self.model,
+            num_microbatches=len(every),
+            # Bins tell their own lengths.
+            seq_length=self._topology.tensor,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(self, bin_: BinTensors) -> torch.Tensor:
+        kind = torch.empty((), dtype=self._dtype, device=self._device)
+        cos, sin = self._rotary(kind, bin_.position_ids.unsqueeze(0))
+        documents = Documents(qkv_format="sbhd", boundaries=boundary_arguments(bin_.boundaries), cos=cos, sin=sin)
+        hidden: torch.Tensor = self.model(bin_.input_ids, documents)
+        return hidden
+
+    def _here(self, bin_: BinTensors) -> BinTensors:
+        multiple = self._topology.tensor if self._sequence_parallel else 1
+        return filled_up(bin_, multiple).to(self._device)
+
+
+def filled_up(bin_: BinTensors, multiple: int) -> BinTensors:
+    """``bin_`` with a document more, of which nothing is trained, where its tokens are no ``multiple``."""
+    missing = -bin_.input_ids.shape[0] % multiple
+    if not missing:
+        return bin_
+    return replace(
+        bin_,
+        input_ids=torch.cat([bin_.input_ids, bin_.input_ids.new_zeros(missing)]),
+        position_ids=torch.cat([bin_.position_ids, torch.arange(missing)]),
+        boundaries=Boundaries.of((*bin_.boundaries.lengths, missing)),
+    )
