@@ -116,17 +116,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's, of a model that is ``huggingface`` in the words of transformers."""
     family = FAMILIES[sizes.kind]
-    experts = {
-        "num_moe_experts": sizes.experts,
-        "moe_router_topk": huggingface.num_experts_per_tok,
-        "moe_ffn_hidden_size": sizes.inner,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_pre_softmax": not huggingface.norm_topk_prob,
-        # Given a dtype, the router of 0.16.1 calls TransformerEngine.
-        "moe_router_dtype": None,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": topology.expert,
-    }
     return TransformerConfig(
         num_layers=sizes.layers,
         hidden_size=sizes.width,
@@ -159,13 +148,27 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         # Bins have different lengths; which it refuses of dense models too with the dispatcher it has by default.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no secret
         # The loss is divided by the tokens of the whole step: nothing else is.
         calculate_per_token_loss=True,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
-        **(experts if family.experts else {}),
+        **(_of_experts(huggingface, sizes, topology) if family.experts else {}),
     )
+
+
+def _of_experts(huggingface: Any, sizes: Sizes, topology: Topology) -> dict[str, Any]:
+    return {
+        "num_moe_experts": sizes.experts,
+        "moe_router_topk": huggingface.num_experts_per_tok,
+        "moe_ffn_hidden_size": sizes.inner,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_pre_softmax": not huggingface.norm_topk_prob,
+        # Given a dtype, the router of 0.16.1 calls TransformerEngine.
+        "moe_router_dtype": None,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": topology.expert,
+    }
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:

@@ -106,7 +106,7 @@ class Piece:
     """Whether another stage has it too, and saves it."""
 
     def of_rows(self, first: int, rows: int) -> "Piece | None":
-        """What of it lies in ``rows`` of the parameter from ``first`` on, which begin there; None where nothing does."""
+        """What of it lies in ``rows`` of the parameter from ``first`` on, which begin there; None for nothing."""
         start = max(self.start[0], first)
         count = min(self.start[0] + self.place.sizes[0], first + rows) - start
         if count <= 0:

@@ -70,8 +70,7 @@ class Stage(torch.nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """(rows, width) of the head, on the last stage."""
-        named = dict(self.named_parameters())
-        return named["head"] if "head" in named else named["embedding.weight"]
+        return self.get_parameter("head" if hasattr(self, "head") else "embedding.weight")
 
     def forward(self, input_ids: torch.Tensor, documents: Documents) -> torch.Tensor:
         """Of ``input_ids`` (tokens,): on the last stage (tokens, width), of others (tokens or a part, 1, width)."""

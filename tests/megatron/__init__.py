@@ -1,0 +1,1 @@
+"""The strategy on Megatron-Core, on a CPU: ``make parity-megatron``."""

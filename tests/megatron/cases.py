@@ -1,0 +1,402 @@
+"""Tiny models over shapes of processes, and what is compared of them; see ``__main__``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from sft_api.checkpoints import RunState
+from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.manager import CheckpointManager
+from sft_trainer.data.batches import empty_micro_batch
+from sft_trainer.data.feed import BinTensors
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.weights import load_weights
+from sft_trainer.names.canonical import Names
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.strategies.megatron.layout import Sizes, stage_boxes
+from sft_trainer.topology import Topology
+from sft_trainer.trainable import EVERYTHING
+from tests.bins import random_bin
+from tests.megatron import shim
+from tests.parity.runs import manifest, resolve
+
+VOCABULARY = 251
+"""Of no even size: rows of no token under tensor parallelism."""
+RATE = 3e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the shape of the processes that compute it."""
+
+    model: str
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    tokens_too: bool = False
+    """Sequence parallel."""
+    activations: str = "none"
+
+    @property
+    def name(self) -> str:
+        """Short, for a line of output."""
+        degrees = {"tp": self.tensor, "pp": self.pipeline, "ep": self.expert}
+        words = [f"{word}{degree}" for word, degree in degrees.items() if degree > 1]
+        words += ["sp"] * self.tokens_too + [self.activations] * (self.activations != "none")
+        return "-".join([self.model, *words])
+
+    def topology(self) -> Topology:
+        """Of this process in its group: what is not in the shape is data parallel."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        return Topology(rank, rank, world, world, shard=world // (self.tensor * self.pipeline), **degrees)
+
+
+OF_TWO = (
+    Case("qwen3", tensor=2),
+    Case("qwen3", tensor=2, tokens_too=True),
+    Case("llama", tensor=2, tokens_too=True),
+    Case("qwen2_tied", tensor=2, tokens_too=True, activations="selective"),
+    Case("mistral", pipeline=2),
+    Case("qwen3_tied", pipeline=2, activations="full"),
+    Case("qwen3"),
+    Case("qwen3_moe", expert=2),
+    Case("qwen3_moe_raw", tensor=2, expert=2, tokens_too=True),
+    Case("qwen3_moe", pipeline=2),
+)
+OF_FOUR = (
+    Case("qwen3", tensor=2, pipeline=2, tokens_too=True),
+    Case("qwen3_tied", tensor=2, pipeline=2),
+    Case("llama", tensor=2),
+    Case("qwen3_moe", pipeline=2, expert=2),
+    Case("qwen3_moe", tensor=2, pipeline=2, tokens_too=True),
+    Case("qwen3_moe_raw", tensor=2, expert=4, tokens_too=True),
+)
+STEPS = ("tp2", Case("qwen3_tied", tensor=2)), ("pp2", Case("qwen3_tied", pipeline=2))
+
+
+def save_models(folder: Path) -> None:
+    """All models of the cases, with random weights: norms and biases too."""
+    import transformers
+
+    common: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
+    bends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    configs = {
+        "qwen3": transformers.Qwen3Config(**common, head_dim=16),
+        "qwen3_tied": transformers.Qwen3Config(**common | {"tie_word_embeddings": True}, head_dim=16),
+        "llama": transformers.LlamaConfig(**common, rope_parameters=scaled | bends),
+        "qwen2_tied": transformers.Qwen2Config(**common | {"tie_word_embeddings": True}),
+        "mistral": transformers.MistralConfig(**common, head_dim=16, sliding_window=16),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**common, **experts, norm_topk_prob=True),
+        "qwen3_moe_raw": transformers.Qwen3MoeConfig(**common, **experts, norm_topk_prob=False),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                else:
+                    parameter.mul_(4)
+        model.save_pretrained(folder / name)
+
+
+def bins_of(step: int) -> list[BinTensors]:
+    """Of all processes: several documents in each."""
+    lengths = ((20, 13, 7), (31, 5), (9, 9, 9, 9))
+    return [random_bin(10 * step + place, *each, vocabulary=VOCABULARY) for place, each in enumerate(lengths)]
+
+
+def share(bins: Sequence[BinTensors], topology: Topology) -> list[BinTensors]:
+    """Of this process, as many as of any other: the last ones perhaps empty."""
+    mine = list(bins[topology.data_rank :: topology.data_parallel])
+    most = -(-len(bins) // topology.data_parallel)
+    return mine + [BinTensors.of(empty_micro_batch(), counts=False)] * (most - len(mine))
+
+
+def counted(bins: Sequence[BinTensors]) -> int:
+    """Trained tokens."""
+    return sum(len(bin_.labels) for bin_ in bins)
+
+
+def built(models: Path, case: Case | None, *, filled: bool = True) -> tuple[Any, Topology]:
+    """The strategy of ``case``, FSDP for None, and the topology; with the weights of the files where ``filled``."""
+    from megatron.core import parallel_state
+
+    from sft_trainer.strategies.megatron.strategy import MegatronStrategy
+
+    parallel_state.destroy_model_parallel()
+    path = models / (case.model if case else "qwen3_tied")
+    training = {"precision": "fp32", "activationCheckpointing": case.activations if case else "none"}
+    config = resolve(manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training))
+    blueprint, cpu = build_on_meta(path), torch.device("cpu")
+    names = blueprint.names
+    made: Any
+    if case is None:
+        world = dist.get_world_size()
+        topology = Topology(dist.get_rank(), dist.get_rank(), world, world, shard=world)
+        made = FsdpStrategy(config, blueprint, EVERYTHING, topology, cpu)
+    else:
+        topology = case.topology()
+        made = MegatronStrategy(config, blueprint, EVERYTHING, topology, cpu, sequence_parallel=case.tokens_too)
+    if filled:
+        load_weights(made.boxes("trained"), names, path)
+        made.loaded()
+    return made, topology
+
+
+def summed(value: torch.Tensor, topology: Topology) -> float:
+    """``value`` of those who count."""
+    total = value.double() if topology.counts_loss else torch.zeros_like(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def step(strategy: Any, topology: Topology, number: int) -> tuple[float, float]:
+    """Mean loss and norm of the gradients of a training step, which is made."""
+    bins = bins_of(number)
+    loss = strategy.forward_backward(share(bins, topology), counted(bins))
+    norm = strategy.grad_norm()
+    strategy.apply(RATE, 1.0, norm, torch.tensor(True))
+    return summed(loss, topology) / counted(bins), float(norm)
+
+
+# Against Hugging Face
+
+
+@dataclass
+class Expected:
+    """Of all bins, each document alone."""
+
+    logits: list[torch.Tensor]
+    """Of each bin at its targets."""
+    gradients: dict[str, torch.Tensor]
+    """By canonical name, of the mean loss."""
+    loss: float
+    """Summed."""
+    right: int
+
+
+def expected(path: Path, bins: Sequence[BinTensors]) -> Expected:
+    """By transformers' own model and torch's cross-entropy."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    logits, loss, right = [], torch.zeros(()), 0
+    for bin_ in bins:
+        ends = bin_.boundaries.host_ends.tolist()
+        documents = [bin_.input_ids[start:end] for start, end in pairwise(ends)]
+        each = torch.cat([model(ids[None], use_cache=False).logits[0] for ids in documents])[bin_.targets]
+        loss = loss + cross_entropy(each, bin_.labels, reduction="sum")
+        right += int((each.argmax(-1) == bin_.labels).sum())
+        logits.append(each.detach())
+    (loss / counted(bins)).backward()
+    names = Names.of(model.config)
+    gradients = {
+        box.name: box.read()
+        for name, parameter in model.named_parameters()
+        for box in boxes_in(
+            names.parts(name, tuple(parameter.shape)), WEIGHT, Rectangle.whole(tuple(parameter.shape)), parameter.grad
+        )
+    }
+    return Expected(logits, gradients, float(loss.detach()), right)
+
+
+def error(value: torch.Tensor, wanted: torch.Tensor, most: torch.Tensor | None = None) -> float:
+    """The largest difference, relative to the largest number."""
+    return float((value - wanted).abs().max() / (wanted if most is None else most).abs().max())
+
+
+def against_huggingface(models: Path, case: Case) -> dict[str, float]:
+    """Relative errors of loss, logits, gradients and their norm, and of an evaluation; a collective call."""
+    from transformers import AutoConfig
+
+    from sft_trainer.strategies.megatron import strategy as module
+    from sft_trainer.strategies.megatron.held import updated
+
+    bins = bins_of(0)
+    wanted = expected(models / case.model, bins)
+    strategy, topology = built(models, case)
+    seen: list[torch.Tensor] = []
+    plain = module.linear_cross_entropy
+
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, held: Any) -> Any:
+        seen.append(_all_columns(hidden.detach() @ weight.detach().T, held))
+        return plain(hidden, weight, *rest, held=held)
+
+    module.linear_cross_entropy = watched
+    try:
+        loss = summed(strategy.forward_backward(share(bins, topology), counted(bins)), topology)
+    finally:
+        module.linear_cross_entropy = plain
+    norm = float(strategy.grad_norm())
+    gradients = {name: rows.grad for name, rows in updated(strategy.held) if rows.grad is not None}
+    sizes = Sizes.of(AutoConfig.from_pretrained(models / case.model))
+    parts = stage_boxes(gradients, "gradient", sizes, topology, Writers(topology))
+    wanted_norm = float(torch.stack([g.square().sum() for g in wanted.gradients.values()]).sum().sqrt())
+    sums = strategy.forward_sums(share(bins, topology))
+    evaluated, right = (summed(each, topology) for each in sums)
+    assert right == wanted.right, (case.name, right, wanted.right)
+    mine = wanted.logits[topology.data_rank :: topology.data_parallel] if seen else []
+    here = {
+        "loss": abs(loss - wanted.loss) / wanted.loss,
+        "eval_loss": abs(evaluated - wanted.loss) / wanted.loss,
+        "norm": abs(norm - wanted_norm) / wanted_norm,
+        "logits": max((error(a, b) for a, b in zip(seen, mine, strict=False)), default=0.0),
+        "gradient": max(
+            error(box.read(), wanted.gradients[box.name][_index(box)], wanted.gradients[box.name]) for box in parts
+        ),
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, here)
+    return {key: max(each[key] for each in every) for key in here}
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return box.place.within(Rectangle.whole(box.shape))
+
+
+def _all_columns(logits: torch.Tensor, held: Any) -> torch.Tensor:
+    if held is None:
+        return logits
+    every: list[Any] = [None] * held.group.size()
+    dist.all_gather_object(every, logits, group=held.group)
+    return torch.cat(every, dim=-1)
+
+
+# Against FSDP, and through checkpoints
+
+
+def curve(models: Path, case: Case | None, steps: int) -> list[tuple[float, float]]:
+    """Loss and norm of so many steps; a collective call."""
+    strategy, topology = built(models, case)
+    return [step(strategy, topology, number) for number in range(steps)]
+
+
+def everything(strategy: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """All weights and moments, of the boxes that are written; each element is in one of them. A collective call."""
+    boxes = [box for box in strategy.boxes("trained") + strategy.boxes("optimizer") if box.writes]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [(box.name, box.kind, box.shape, _index(box), box.read()) for box in boxes])
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    for name, kind, shape, index, values in (box for boxes_of_one in every for box in boxes_of_one):
+        into = whole.setdefault((name, kind), torch.full(shape, torch.nan))
+        assert bool(into[index].isnan().all()), f"{kind} of {name} is written twice"
+        into[index] = values
+    return whole
+
+
+def different(left: dict[tuple[str, str], torch.Tensor], right: dict[tuple[str, str], torch.Tensor]) -> int:
+    """Tensors that are not equal to the last bit, or in one of them only."""
+    same = sum(torch.equal(left[key], right[key]) for key in left.keys() & right.keys())
+    return len(left.keys() | right.keys()) - same
+
+
+class Checkpoints:
+    """Of one folder: what the trainer writes and reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = LocalStore(folder)
+
+    def _manager(self, topology: Topology) -> CheckpointManager:
+        manager = CheckpointManager(self._store, topology)
+        manager.claim_attempt("job")
+        return manager
+
+    def save(self, strategy: Any, topology: Topology, number: int) -> None:
+        """A collective call."""
+        boxes = strategy.boxes("trained") + strategy.boxes("optimizer")
+        state = RunState(cursor=number, updates=strategy.updates)
+        self._manager(topology).save(number, boxes, state, asynchronous=False)
+
+    def load(self, strategy: Any, topology: Topology) -> int:
+        """The newest; its step."""
+        found = self._manager(topology).load_newest(strategy.boxes("trained") + strategy.boxes("optimizer"))
+        assert found is not None
+        strategy.updates = found.run.updates
+        strategy.loaded()
+        return found.step
+
+
+def resharded(models: Path, folder: Path, shapes: Sequence[Case | None]) -> int:
+    """Tensors that change when a checkpoint goes through ``shapes``, one after the other; None is FSDP."""
+    checkpoints = Checkpoints(folder)
+    strategy, topology = built(models, shapes[0])
+    for number in range(2):
+        step(strategy, topology, number)
+    before, wrong = everything(strategy), 0
+    checkpoints.save(strategy, topology, 2)
+    for number, case in enumerate(shapes[1:], 3):
+        strategy, topology = built(models, case, filled=False)
+        checkpoints.load(strategy, topology)
+        wrong += different(before, everything(strategy))
+        checkpoints.save(strategy, topology, number)
+    return wrong
+
+
+def resumed(models: Path, folder: Path, case: Case) -> int:
+    """Figures and tensors that differ where a run goes on from its checkpoint, from one that was not disturbed."""
+    checkpoints = Checkpoints(folder)
+    strategy, topology = built(models, case)
+    figures = [step(strategy, topology, number) for number in range(4)][2:]
+    undisturbed = everything(strategy)
+    strategy, topology = built(models, case)
+    for number in range(2):
+        step(strategy, topology, number)
+    checkpoints.save(strategy, topology, 2)
+    strategy, topology = built(models, case, filled=False)
+    first = checkpoints.load(strategy, topology)
+    again = [step(strategy, topology, number) for number in range(first, 4)]
+    return sum(a != b for a, b in zip(figures, again, strict=True)) + different(undisturbed, everything(strategy))
+
+
+# What processes are started with
+
+
+def compared(models: Path, cases: Sequence[Case]) -> dict[str, dict[str, float]]:
+    """Errors of all ``cases`` that as many processes compute as call this together."""
+    shim.install()
+    return {case.name: against_huggingface(models, case) for case in cases}
+
+
+def trained(models: Path, folder: Path) -> dict[str, Any]:
+    """By two processes: curves beside that of FSDP, and what checkpoints change."""
+    shim.install()
+    two = [case for _, case in STEPS]
+    alone = Case("qwen3_tied")
+    return {
+        "curves": {name: curve(models, case, 20) for name, case in (("fsdp", None), *STEPS)},
+        "reshard_mismatch": resharded(models, folder / "resharded", [*two, None, alone, two[0]]),
+        "resume_mismatch": sum(resumed(models, folder / name, case) for name, case in STEPS),
+    }
+
+
+def worst(curves: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """The largest relative difference of losses and norms from those of FSDP."""
+
+    def errors(values: list[tuple[float, float]]) -> Iterator[float]:
+        for one, other in zip(values, curves["fsdp"], strict=True):
+            yield from (abs(a - b) / b for a, b in zip(one, other, strict=True))
+
+    return {name: max(errors(values)) for name, values in curves.items() if name != "fsdp"}
