@@ -58,6 +58,10 @@ demo: setup ## Set everything up and run the main job: a small model learns whic
 parity: setup ## Compare losses, gradients, masks and a killed and resumed run with what they must be
 	$(PYTHON) -m tests.parity $(SEED)
 
+.PHONY: parity-megatron
+parity-megatron: setup ## Compare the strategy on Megatron-Core with transformers and with FSDP, on the CPU: no job can ask for it yet
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m tests.megatron
+
 .venv-oldest/.installed: requirements/oldest.txt
 	.venv/bin/python -m venv .venv-oldest
 	.venv/bin/uv pip sync --quiet --python .venv-oldest/bin/python --require-hashes requirements/oldest.txt

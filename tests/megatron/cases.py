@@ -258,7 +258,9 @@ def against_huggingface(models: Path, case: Case) -> dict[str, float]:
     sums = strategy.forward_sums(share(bins, topology))
     evaluated, right = (summed(each, topology) for each in sums)
     assert right == wanted.right, (case.name, right, wanted.right)
-    mine = wanted.logits[topology.data_rank :: topology.data_parallel] if seen else []
+    mine = wanted.logits[topology.data_rank :: topology.data_parallel]
+    last = topology.place("pipeline") == topology.pipeline - 1
+    assert len(seen) == (len(share(bins, topology)) if last else 0)
     here = {
         "loss": abs(loss - wanted.loss) / wanted.loss,
         "eval_loss": abs(evaluated - wanted.loss) / wanted.loss,

@@ -48,7 +48,10 @@ class _Stream:
         return lambda *_, **__: self
 
 
-def _with_lists(output: Any, given: Any, output_sizes: Any = None, input_sizes: Any = None, **options: Any) -> Any:
+def _with_lists(output: Any, given: Any, *sizes: Any, **options: Any) -> Any:
     """The dispatcher of experts makes its sizes lists only where they were on a GPU."""
-    sizes = [each.tolist() if isinstance(each, torch.Tensor) else each for each in (output_sizes, input_sizes)]
-    return _all_to_all(output, given, *sizes, **options)
+    return _all_to_all(output, given, *map(_listed, sizes), **{name: _listed(each) for name, each in options.items()})
+
+
+def _listed(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes

@@ -1,5 +1,6 @@
 """The rules for the weights of stages: together, all stages hold every canonical tensor, each element once."""
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,15 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.tensors import whole_boxes
-from sft_trainer.strategies.megatron.layout import Sizes, check, parameter_shapes, pieces, stage_boxes
+from sft_trainer.strategies.megatron.layout import (
+    Sizes,
+    check,
+    check_model,
+    parameter_shapes,
+    pieces,
+    rows_of,
+    stage_boxes,
+)
 from sft_trainer.topology import Topology
 
 COMMON: dict[str, Any] = {
@@ -65,7 +74,10 @@ def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[i
     times = {name: torch.zeros_like(value) for name, value in whole.items()}
     for topology in topologies(*shape):
         check(sizes, topology)
-        stage = {name: torch.zeros(size) for name, size in parameter_shapes(sizes, topology).items()}
+        stage = {
+            name: torch.zeros((rows_of(name, size[0], topology)[1], *size[1:]))
+            for name, size in parameter_shapes(sizes, topology).items()
+        }
         for box in stage_boxes(stage, WEIGHT, sizes, topology, Writers(topology)):
             assert box.shape == tuple(whole[box.name].shape)
             inside = tuple(slice(o, o + n) for o, n in zip(box.place.offsets, box.place.sizes, strict=True))
@@ -112,3 +124,19 @@ def test_what_does_not_divide_is_named(degrees: dict[str, int], words: str) -> N
 def test_a_family_without_rules_is_refused() -> None:
     with pytest.raises(ConfigError, match="gemma2"):
         Sizes.of(transformers.Gemma2Config())
+
+
+@pytest.mark.parametrize(("biases", "words"), [(False, ""), (True, r"self_attn\.\w_proj\.bias has the shape None")])
+def test_a_model_with_other_tensors_than_the_rules_know_is_refused(biases: bool, words: str) -> None:
+    config = transformers.LlamaConfig(**COMMON, attention_bias=biases)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    shapes = {box.name: box.shape for box in whole_boxes(CausalLM(made, torch.float32, PRODUCTS))}
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_model(shapes, Sizes.of(config))
+
+
+def test_a_vocabulary_that_leaves_a_process_without_tokens_is_refused() -> None:
+    config = transformers.LlamaConfig(**COMMON | {"vocab_size": 6})
+    with pytest.raises(ConfigError, match="none of the 6 tokens"):
+        check(Sizes.of(config), Topology(0, 0, 4, 4, tensor=4))

@@ -1,0 +1,64 @@
+"""The strategy on Megatron-Core, in the short form of ``make parity-megatron``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sft_trainer.errors import ConfigError
+from tests.integration.checkpoint import ranks
+from tests.megatron import shim
+from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
+from tests.megatron.cases import Case, built, compared, curve, resharded, resumed, save_models, worst
+
+SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
+STAGES = Case("qwen3_tied", pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None:
+    """Over parts of matrices, over stages and over experts: loss, logits, gradients, norm and an evaluation."""
+    cases = (SPLIT, STAGES, Case("qwen3_moe", expert=2))
+    for figures in ranks.run(2, tmp_path, compared, models, cases):
+        assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
+
+
+def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float], int, int]:
+    shim.install()
+    curves = {"fsdp": curve(models, None, 4), "split": curve(models, SPLIT, 4)}
+    return (
+        worst(curves),
+        resharded(models, folder / "resharded", [SPLIT, STAGES, None, Case("qwen3_tied")]),
+        resumed(models, folder / "resumed", STAGES),
+    )
+
+
+def test_steps_are_those_of_fsdp_and_checkpoints_go_both_ways(models: Path, tmp_path: Path) -> None:
+    for errors, resharding, resuming in ranks.run(2, tmp_path, steps_and_checkpoints, models, tmp_path):
+        assert max(errors.values()) <= STEPS_LIMIT
+        assert (resharding, resuming) == (0, 0)
+
+
+def refusals(models: Path) -> list[str]:
+    shim.install()
+    words = []
+    for case in (Case("qwen3_moe", tensor=2), Case("qwen3", tokens_too=True), Case("qwen3", expert=2)):
+        try:
+            built(models, case)
+        except ConfigError as error:
+            words.append(str(error))
+    return words
+
+
+def test_what_it_does_not_compute_is_refused_in_words(models: Path, tmp_path: Path) -> None:
+    for experts, tokens, no_experts in ranks.run(2, tmp_path, refusals, models):
+        assert "experts under tensor parallelism without sequence parallelism" in experts
+        assert "sequence parallelism without tensor parallelism" in tokens
+        assert "the model has no experts" in no_experts
