@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -45,12 +45,17 @@ class Case:
     tokens_too: bool = False
     """Sequence parallel."""
     activations: str = "none"
+    precision: str = "fp32"
+    fsdp: bool = False
+    """The other strategy, over all processes."""
 
     @property
     def name(self) -> str:
         """Short, for a line of output."""
         degrees = {"tp": self.tensor, "pp": self.pipeline, "ep": self.expert}
         words = [f"{word}{degree}" for word, degree in degrees.items() if degree > 1]
+        words += [self.precision] * (self.precision != "fp32")
+        words += ["fsdp"] * self.fsdp
         words += ["sp"] * self.tokens_too + [self.activations] * (self.activations != "none")
         return "-".join([self.model, *words])
 
@@ -81,7 +86,15 @@ OF_FOUR = (
     Case("qwen3_moe", tensor=2, pipeline=2, tokens_too=True),
     Case("qwen3_moe_raw", tensor=2, expert=4, tokens_too=True),
 )
-STEPS = ("tp2", Case("qwen3_tied", tensor=2)), ("pp2", Case("qwen3_tied", pipeline=2))
+TRAINED = (
+    Case("qwen3_tied", tensor=2),
+    Case("qwen3_tied", pipeline=2),
+    Case("qwen3_tied"),
+    Case("qwen3_moe", expert=2),
+    Case("qwen3_moe", pipeline=2),
+    Case("qwen3_tied", tensor=2, tokens_too=True, precision="bf16"),
+)
+"""By two processes, beside FSDP in fp32."""
 
 
 def save_models(folder: Path) -> None:
@@ -140,25 +153,22 @@ def counted(bins: Sequence[BinTensors]) -> int:
     return sum(len(bin_.labels) for bin_ in bins)
 
 
-def built(models: Path, case: Case | None, *, filled: bool = True) -> tuple[Any, Topology]:
-    """The strategy of ``case``, FSDP for None, and the topology; with the weights of the files where ``filled``."""
+def built(models: Path, case: Case, *, filled: bool = True) -> tuple[Any, Topology]:
+    """The strategy of ``case``, and the topology; with the weights of the files where ``filled``."""
     from megatron.core import parallel_state
 
     from sft_trainer.strategies.megatron.strategy import MegatronStrategy
 
     parallel_state.destroy_model_parallel()
-    path = models / (case.model if case else "qwen3_tied")
-    training = {"precision": "fp32", "activationCheckpointing": case.activations if case else "none"}
+    path, topology = models / case.model, case.topology()
+    training = {"precision": case.precision, "activationCheckpointing": case.activations}
     config = resolve(manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training))
     blueprint, cpu = build_on_meta(path), torch.device("cpu")
     names = blueprint.names
     made: Any
-    if case is None:
-        world = dist.get_world_size()
-        topology = Topology(dist.get_rank(), dist.get_rank(), world, world, shard=world)
+    if case.fsdp:
         made = FsdpStrategy(config, blueprint, EVERYTHING, topology, cpu)
     else:
-        topology = case.topology()
         made = MegatronStrategy(config, blueprint, EVERYTHING, topology, cpu, sequence_parallel=case.tokens_too)
     if filled:
         load_weights(made.boxes("trained"), names, path)
@@ -290,10 +300,20 @@ def _all_columns(logits: torch.Tensor, held: Any) -> torch.Tensor:
 # Against FSDP, and through checkpoints
 
 
-def curve(models: Path, case: Case | None, steps: int) -> list[tuple[float, float]]:
-    """Loss and norm of so many steps; a collective call."""
+def curve(models: Path, case: Case, steps: int) -> list[float]:
+    """Loss and norm of so many steps, in turn; a collective call."""
     strategy, topology = built(models, case)
-    return [step(strategy, topology, number) for number in range(steps)]
+    return [figure for number in range(steps) for figure in step(strategy, topology, number)]
+
+
+def beside_fsdp(models: Path, cases: Sequence[Case], steps: int) -> dict[str, float]:
+    """The largest relative difference of losses and norms from those of FSDP, of each case; a collective call."""
+    kinds = {case.model for case in cases}
+    wanted = {model: curve(models, Case(model, fsdp=True), steps) for model in sorted(kinds)}
+    return {
+        case.name: max(abs(a - b) / b for a, b in zip(curve(models, case, steps), wanted[case.model], strict=True))
+        for case in cases
+    }
 
 
 def everything(strategy: Any) -> dict[tuple[str, str], torch.Tensor]:
@@ -341,8 +361,8 @@ class Checkpoints:
         return found.step
 
 
-def resharded(models: Path, folder: Path, shapes: Sequence[Case | None]) -> int:
-    """Tensors that change when a checkpoint goes through ``shapes``, one after the other; None is FSDP."""
+def resharded(models: Path, folder: Path, shapes: Sequence[Case]) -> int:
+    """Tensors that change when a checkpoint goes through ``shapes``, one after the other."""
     checkpoints = Checkpoints(folder)
     strategy, topology = built(models, shapes[0])
     for number in range(2):
@@ -383,22 +403,14 @@ def compared(models: Path, cases: Sequence[Case]) -> dict[str, dict[str, float]]
 
 
 def trained(models: Path, folder: Path) -> dict[str, Any]:
-    """By two processes: curves beside that of FSDP, and what checkpoints change."""
+    """By two processes: curves beside those of FSDP, and what checkpoints change."""
     shim.install()
-    two = [case for _, case in STEPS]
-    alone = Case("qwen3_tied")
+    dense, experts, bf16 = TRAINED[:3], TRAINED[3:5], TRAINED[5]
     return {
-        "curves": {name: curve(models, case, 20) for name, case in (("fsdp", None), *STEPS)},
-        "reshard_mismatch": resharded(models, folder / "resharded", [*two, None, alone, two[0]]),
-        "resume_mismatch": sum(resumed(models, folder / name, case) for name, case in STEPS),
+        "steps": beside_fsdp(models, TRAINED, 20),
+        "reshard_mismatch": resharded(
+            models, folder / "dense", [*dense[:2], Case("qwen3_tied", fsdp=True), dense[2], bf16, dense[0]]
+        )
+        + resharded(models, folder / "experts", [*experts, Case("qwen3_moe", fsdp=True), experts[0]]),
+        "resume_mismatch": sum(resumed(models, folder / case.name, case) for case in TRAINED),
     }
-
-
-def worst(curves: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    """The largest relative difference of losses and norms from those of FSDP."""
-
-    def errors(values: list[tuple[float, float]]) -> Iterator[float]:
-        for one, other in zip(values, curves["fsdp"], strict=True):
-            yield from (abs(a - b) / b for a, b in zip(one, other, strict=True))
-
-    return {name: max(errors(values)) for name, values in curves.items() if name != "fsdp"}

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sft_trainer.errors import ConfigError
 from tests.integration.checkpoint import ranks
 from tests.megatron import shim
 from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
-from tests.megatron.cases import Case, built, compared, curve, resharded, resumed, save_models, worst
+from tests.megatron.cases import Case, beside_fsdp, compared, resharded, resumed, save_models
 
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
@@ -32,10 +31,11 @@ def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None
 
 def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float], int, int]:
     shim.install()
-    curves = {"fsdp": curve(models, None, 4), "split": curve(models, SPLIT, 4)}
     return (
-        worst(curves),
-        resharded(models, folder / "resharded", [SPLIT, STAGES, None, Case("qwen3_tied")]),
+        beside_fsdp(models, [SPLIT, Case("qwen3_tied")], 4),
+        resharded(
+            models, folder / "resharded", [SPLIT, STAGES, Case("qwen3_tied", fsdp=True), Case("qwen3_tied"), SPLIT]
+        ),
         resumed(models, folder / "resumed", STAGES),
     )
 
@@ -44,21 +44,3 @@ def test_steps_are_those_of_fsdp_and_checkpoints_go_both_ways(models: Path, tmp_
     for errors, resharding, resuming in ranks.run(2, tmp_path, steps_and_checkpoints, models, tmp_path):
         assert max(errors.values()) <= STEPS_LIMIT
         assert (resharding, resuming) == (0, 0)
-
-
-def refusals(models: Path) -> list[str]:
-    shim.install()
-    words = []
-    for case in (Case("qwen3_moe", tensor=2), Case("qwen3", tokens_too=True), Case("qwen3", expert=2)):
-        try:
-            built(models, case)
-        except ConfigError as error:
-            words.append(str(error))
-    return words
-
-
-def test_what_it_does_not_compute_is_refused_in_words(models: Path, tmp_path: Path) -> None:
-    for experts, tokens, no_experts in ranks.run(2, tmp_path, refusals, models):
-        assert "experts under tensor parallelism without sequence parallelism" in experts
-        assert "sequence parallelism without tensor parallelism" in tokens
-        assert "the model has no experts" in no_experts

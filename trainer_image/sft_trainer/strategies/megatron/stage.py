@@ -74,7 +74,7 @@ class Stage(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, documents: Documents) -> torch.Tensor:
         """Of ``input_ids`` (tokens,): on the last stage (tokens, width), of others (tokens or a part, 1, width)."""
-        hidden = self._input
+        hidden: torch.Tensor = self._input
         if self._begins:
             hidden = self.embedding(input_ids.unsqueeze(0))
             if not self.config.sequence_parallel:
@@ -89,5 +89,4 @@ class Stage(torch.nn.Module):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        last: torch.Tensor = hidden.squeeze(1)
-        return last
+        return hidden.squeeze(1)
