@@ -21,6 +21,8 @@ class Rows:
 
     first: int
     """Token of the first of them."""
+    most: int
+    """That any process has: by it all cut positions into chunks alike."""
     group: dist.ProcessGroup
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         held: Rows | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        rows = logits.rows(weight.shape[0])
+        rows = logits.rows(weight.shape[0] if held is None else held.most)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
@@ -200,7 +202,7 @@ def evaluation_sums(
 
     Arguments as of ``linear_cross_entropy``, whose sum the first one is to the last bit.
     """
-    rows = logits.rows(weight.shape[0])
+    rows = logits.rows(weight.shape[0] if held is None else held.most)
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], rows):
         piece, target = hidden[start : start + rows], labels[start : start + rows]

@@ -156,10 +156,11 @@ class MegatronStrategy:
             )
         # Nothing draws random numbers: the states of a GPU need not be kept.
         initialize_rng_tracker(inference_rng_tracker=True)
-        first = self._topology.place("tensor") * layout.padded_rows(self._sizes, self._topology)
+        most = layout.padded_rows(self._sizes, self._topology)
+        first = self._topology.place("tensor") * most
+        self._tokens = min(self._sizes.vocabulary - first, most)
         group = parallel_state.get_tensor_model_parallel_group()
-        self._rows = Rows(first, group) if self._topology.tensor > 1 else None
-        self._tokens = min(self._sizes.vocabulary - first, layout.padded_rows(self._sizes, self._topology))
+        self._rows = Rows(first, most, group) if self._topology.tensor > 1 else None
 
     def _build(self, huggingface: Any, activations: Literal["none", "selective", "full"]) -> Stage:
         megatron = transformer_config(
