@@ -1,10 +1,9 @@
 """Cross-entropy of a linear head on trained positions, in chunks, without keeping the logits."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import log_softmax
 
 from sft_api.model_shape import Transformed
@@ -15,32 +14,33 @@ _SLICE_ROWS = 2**14
 """Of a gradient of the head whose product is made apart from the sum that it goes into."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Which rows of the head this process has: consecutive ones, the others the processes of ``group`` have."""
+class Rows(Protocol):
+    """Which rows of the head this process has: consecutive ones, the others some other processes have.
 
-    first: int
-    """Token of the first of them."""
-    most: int
-    """That any process has: by it all cut positions into chunks alike."""
-    group: dist.ProcessGroup
+    What its methods do is collective: all of these processes call them alike.
+    """
+
+    @property
+    def first(self) -> int:
+        """Token of the first of them."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """Rows that any process has: by it all cut positions into chunks alike."""
+        ...
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         """``logits`` (positions, rows) in fp32 of the tokens of this process, over those of all; changes them."""
-        most = logits.max(dim=-1, keepdim=True).values
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        total = logits.sub_(most).exp().sum(dim=-1, keepdim=True)
-        dist.all_reduce(total, group=self.group)
-        return logits.sub_(total.log_())
+        ...
 
     def most_likely(self, log_probabilities: torch.Tensor) -> torch.Tensor:
         """Of each position the token that has the most among all processes, the first of equals: (positions,)."""
-        highest, place = log_probabilities.max(dim=-1)
-        over_all = highest.clone()
-        dist.all_reduce(over_all, dist.ReduceOp.MAX, group=self.group)
-        token = torch.where(highest == over_all, place + self.first, torch.iinfo(torch.int64).max)
-        dist.all_reduce(token, dist.ReduceOp.MIN, group=self.group)
-        return token
+        ...
+
+    def add_up(self, total: torch.Tensor) -> None:
+        """Make ``total`` the sum of those of all processes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Else they are there still while the next chunk's are made.
             del log_probabilities, bent, slope, room, grad_logits
         if held is not None:
-            dist.all_reduce(total, group=held.group)
+            held.add_up(total)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -212,5 +212,5 @@ def evaluation_sums(
         likely = log_probabilities.argmax(dim=-1) if held is None else held.most_likely(log_probabilities)
         right += (likely == target).sum()
     if held is not None:
-        dist.all_reduce(total, group=held.group)
+        held.add_up(total)
     return total, right

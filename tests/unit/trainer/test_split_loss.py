@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import PRODUCTS, Logits, Rows, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
+from sft_trainer.strategies.megatron.vocabulary import GroupRows
 from tests.integration.checkpoint.ranks import run
 
 VOCABULARY, WIDTH, POSITIONS = 97, 16, 50
@@ -19,7 +20,7 @@ def compared(degree: int) -> list[dict[str, float]]:
     assert dist.group.WORLD is not None
     each, rank = -(-VOCABULARY // degree), dist.get_rank()
     here = slice(rank * each, min(VOCABULARY, (rank + 1) * each))
-    held = Rows(here.start, each, dist.group.WORLD)
+    held = GroupRows(here.start, each, dist.group.WORLD)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(POSITIONS, WIDTH, generator=generator), torch.randn(97, WIDTH, generator=generator)
     # Equal rows on two processes: of tokens that are as likely the first one counts.
@@ -62,7 +63,7 @@ def test_loss_gradients_and_evaluation_are_those_of_one_process(degree: int, tmp
 
 def likely() -> list[int]:
     assert dist.group.WORLD is not None
-    held = Rows(3 * dist.get_rank(), 3, dist.group.WORLD)
+    held = GroupRows(3 * dist.get_rank(), 3, dist.group.WORLD)
     values = torch.tensor([[[0.0, 2.0, 1.0], [1.0, 0.0, 0.0]], [[2.0, 0.0, 2.0], [1.0, 3.0, 0.0]]])[dist.get_rank()]
     tokens: list[int] = held.most_likely(values).tolist()
     return tokens

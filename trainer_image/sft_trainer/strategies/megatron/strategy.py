@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Writers
 from sft_trainer.data.feed import BinTensors
-from sft_trainer.loss import Rows, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import evaluation_sums, linear_cross_entropy
 from sft_trainer.models.attention import Boundaries, boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.tensors import whole_boxes
@@ -29,6 +29,7 @@ from .held import Held, updated
 from .layers import Documents, transformer_config, windows
 from .refused import check
 from .stage import Stage
+from .vocabulary import GroupRows
 
 _MINUTES = 30
 """That a process waits for the others of its groups, as in the default one."""
@@ -160,7 +161,7 @@ class MegatronStrategy:
         first = self._topology.place("tensor") * most
         self._tokens = min(self._sizes.vocabulary - first, most)
         group = parallel_state.get_tensor_model_parallel_group()
-        self._rows = Rows(first, most, group) if self._topology.tensor > 1 else None
+        self._rows = GroupRows(first, most, group) if self._topology.tensor > 1 else None
 
     def _build(self, huggingface: Any, activations: Literal["none", "selective", "full"]) -> Stage:
         megatron = transformer_config(
