@@ -393,6 +393,17 @@ def resumed(models: Path, folder: Path, case: Case) -> int:
     return sum(a != b for a, b in zip(figures, again, strict=True)) + different(undisturbed, everything(strategy))
 
 
+def skipped(models: Path, case: Case) -> int:
+    """Tensors and counts that a step changes whose figures are not finite; a collective call."""
+    strategy, topology = built(models, case)
+    step(strategy, topology, 0)
+    before, count = everything(strategy), strategy.updates
+    bins = bins_of(1)
+    strategy.forward_backward(share(bins, topology), counted(bins))
+    strategy.apply(RATE, 1.0, strategy.grad_norm() * torch.nan, torch.tensor(False))
+    return different(before, everything(strategy)) + abs(strategy.updates - count)
+
+
 # What processes are started with
 
 
