@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None:
     """Over parts of matrices, over stages and over experts: loss, logits, gradients, norm and an evaluation."""
-    cases = (SPLIT, STAGES, Case("qwen3_moe", expert=2))
+    cases = (Case("qwen3", tensor=2), SPLIT, STAGES, Case("qwen3_moe", expert=2))
     for figures in ranks.run(2, tmp_path, compared, models, cases):
         assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
 
