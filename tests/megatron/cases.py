@@ -72,6 +72,7 @@ OF_TWO = (
     Case("llama", tensor=2, tokens_too=True),
     Case("qwen2_tied", tensor=2, tokens_too=True, activations="selective"),
     Case("mistral", pipeline=2),
+    Case("qwen3_window", pipeline=2),
     Case("qwen3_tied", pipeline=2, activations="full"),
     Case("qwen3"),
     Case("qwen3_moe", expert=2),
@@ -117,6 +118,9 @@ def save_models(folder: Path) -> None:
     configs = {
         "qwen3": transformers.Qwen3Config(**common, head_dim=16),
         "qwen3_tied": transformers.Qwen3Config(**common | {"tie_word_embeddings": True}, head_dim=16),
+        "qwen3_window": transformers.Qwen3Config(
+            **common, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=3
+        ),
         "llama": transformers.LlamaConfig(**common, rope_parameters=scaled | bends),
         "qwen2_tied": transformers.Qwen2Config(**common | {"tie_word_embeddings": True}),
         "mistral": transformers.MistralConfig(**common, head_dim=16, sliding_window=16),

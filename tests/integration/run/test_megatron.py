@@ -11,6 +11,8 @@ from tests.megatron import shim
 from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
 from tests.megatron.cases import Case, beside_fsdp, compared, resharded, resumed, save_models, skipped
 
+SECONDS = 500
+"""That processes are waited for, on ten times too few processors as well."""
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
 
@@ -25,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None:
     """Over parts of matrices, over stages and over experts: loss, logits, gradients, norm and an evaluation."""
     cases = (Case("qwen3", tensor=2), SPLIT, STAGES, Case("qwen3_moe", expert=2))
-    for figures in ranks.run(2, tmp_path, compared, models, cases):
+    for figures in ranks.run(2, tmp_path, compared, models, cases, seconds=SECONDS):
         assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
 
 
@@ -42,6 +44,6 @@ def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float],
 
 
 def test_steps_are_those_of_fsdp_and_checkpoints_go_both_ways(models: Path, tmp_path: Path) -> None:
-    for errors, *mismatches in ranks.run(2, tmp_path, steps_and_checkpoints, models, tmp_path):
+    for errors, *mismatches in ranks.run(2, tmp_path, steps_and_checkpoints, models, tmp_path, seconds=SECONDS):
         assert max(errors.values()) <= STEPS_LIMIT
         assert mismatches == [0, 0, 0]

@@ -23,9 +23,11 @@ class Held:
         self._group = group
         self._first, self._rows = rows_of(name, parameter.shape[0], topology)
         here = self._here(parameter.detach())
-        self.rows = nn.Parameter(here if parameter.dtype == torch.float32 else torch.empty_like(here).float())
+        self._copies = parameter.dtype != torch.float32
+        # Rows of no token are in no box: nothing else fills them.
+        self.rows = nn.Parameter(torch.zeros_like(here, dtype=torch.float32) if self._copies else here)
         self._sum: torch.Tensor | None = None
-        if parameter.dtype != torch.float32:
+        if self._copies:
             parameter.register_post_accumulate_grad_hook(self._add)
         first = next(held_pieces(name, parameter.shape[0], sizes, topology), None)
         self.counts = first is not None and not first.copy and topology.replica(first.split)[0] == 0
@@ -51,7 +53,7 @@ class Held:
     def publish(self) -> None:
         """Make the parameter of the rows of all; a collective call of those who hold it."""
         own = self._here(self.parameter.detach())
-        if own.data_ptr() != self.rows.data_ptr():
+        if self._copies:
             own.copy_(self.rows)
         if self._shares == 1:
             return
