@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 from tests.integration.checkpoint import ranks
-from tests.megatron.cases import OF_FOUR, OF_TWO, TRAINED, compared, save_models, trained
+from tests.megatron.cases import OF_FOUR, OF_TWO, TRAINED, compared, trained
+from tests.megatron.models import save_models
 
 LIMIT = 1e-5
 STEPS_LIMIT = 1e-4

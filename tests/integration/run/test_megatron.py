@@ -9,7 +9,8 @@ import pytest
 from tests.integration.checkpoint import ranks
 from tests.megatron import shim
 from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
-from tests.megatron.cases import Case, beside_fsdp, compared, resharded, resumed, save_models, skipped
+from tests.megatron.cases import Case, beside_fsdp, compared, resharded, resumed, skipped
+from tests.megatron.models import save_models
 
 SECONDS = 500
 """That processes are waited for, on ten times too few processors as well."""
