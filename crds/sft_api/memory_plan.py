@@ -163,7 +163,7 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     """
     gpu = declared_gpu_memory(spec) or gpu_memory
     shape = shape or known_shape(spec.model.uri)
-    if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel)):
+    if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel, plan.shard_degree)):
         return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
     if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:

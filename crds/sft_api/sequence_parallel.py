@@ -19,16 +19,20 @@ def possible(heads: int, kv_heads: int, degree: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def heads_problem(heads: int, kv_heads: int, degree: int) -> str:
-    """Why ``degree`` processes cannot share tokens of a model with so many heads, and what to change; else empty."""
+def heads_problem(heads: int, kv_heads: int, degree: int, shard_degree: int) -> str:
+    """Why ``degree`` processes cannot share tokens of a model with so many heads, and what to change; else empty.
+
+    A copy of the model is sharded over ``shard_degree`` processes: other degrees that can be divide that too.
+    """
     if possible(heads, kv_heads, degree):
         return ""
-    fitting = [each for each in range(1, heads + 1) if possible(heads, kv_heads, each)]
+    if heads % degree:
+        why = f"which does not divide the {heads} attention heads of the model"
+    else:
+        why = f"which neither divides the model's {kv_heads} heads of keys nor is a multiple of them"
+    fitting = [each for each in range(1, heads + 1) if shard_degree % each == 0 and possible(heads, kv_heads, each)]
     words = ", ".join(map(str, fitting[:-1])) + f" or {fitting[-1]}" if len(fitting) > 1 else str(fitting[0])
-    return (
-        f"{_FIELD} is {degree}, which does not divide the {heads} attention heads of the model, or neither divides its "
-        f"{kv_heads} heads of keys nor is a multiple of them: set it to {words}"
-    )
+    return f"{_FIELD} is {degree}, {why}: set it to {words}"
 
 
 def nodes_warning(spec: SFTJobSpec) -> str:

@@ -78,7 +78,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     path = _fetched(spec.model.uri, "model", spec, reporter)
     model = build_on_meta(path, spec.model.config_overrides)
     check_positions(model.huggingface.config, spec.data.max_length)
-    check_heads(model.huggingface.config, config.plan.sequence_parallel)
+    check_heads(model.huggingface.config, config.plan.sequence_parallel, config.plan.shard_degree)
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)
     digest = base_digest(model, path)

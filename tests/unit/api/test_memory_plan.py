@@ -125,9 +125,17 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     asked = spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 4}})
 
     assert verdict(asked).refused == (
-        "strategy.fsdp.sequenceParallelDegree is 4, which does not divide the 14 attention heads of the model, or "
-        "neither divides its 2 heads of keys nor is a multiple of them: set it to 1, 2 or 14"
+        "strategy.fsdp.sequenceParallelDegree is 4, which does not divide the 14 attention heads of the model: "
+        "set it to 1 or 2"
     )
+    # What is said can be set: it divides the processes, and those that a copy of the model is on
+    twenty_eight = {"uri": "hf://Qwen/Qwen2.5-7B"}
+    eight = {"fsdp": {"sequenceParallelDegree": 8}}
+    assert verdict(spec(gpus=8, model=twenty_eight, length=512, strategy=eight)).refused.endswith("to 1, 2 or 4")
+    nine = {"uri": "hf://HuggingFaceTB/SmolLM2-135M"}
+    two = {"sequenceParallelDegree": 2}
+    assert verdict(spec(gpus=6, model=nine, strategy={"fsdp": two})).refused.endswith("to 1 or 3")
+    assert verdict(spec(gpus=6, model=nine, strategy={"fsdp": {**two, "shardDegree": 2}})).refused.endswith("to 1")
     assert verdict(spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 2}})) == Fit()
     assert verdict(spec(gpus=8, model={"uri": "s3://b/own"}, strategy={"fsdp": {"sequenceParallelDegree": 4}})) == Fit()
 

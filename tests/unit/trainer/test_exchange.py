@@ -109,12 +109,16 @@ class Config:
 
 def test_heads_that_cannot_be_shared_out_are_refused_with_those_degrees_that_can() -> None:
     for degree in (1, 2, 4, 8, 16, 32):
-        check_heads(Config(32, 8), degree)
-    check_heads(Config(12, None), 6)
+        check_heads(Config(32, 8), degree, 32)
+    check_heads(Config(12, None), 6, 6)
     with pytest.raises(
-        ConfigError, match=r"sequenceParallelDegree is 4, .* 14 attention heads .* set it to 1, 2 or 14"
+        ConfigError, match=r"sequenceParallelDegree is 4, .* 14 attention heads of the model: set it to 1 or 2$"
     ):
-        check_heads(Config(14, 2), 4)
+        check_heads(Config(14, 2), 4, 8)
     # 3 divides the heads of queries, and goes with 2 heads of keys in no way
-    with pytest.raises(ConfigError, match=r"is 3, .* 2 heads of keys .* set it to 1, 2, 4, 6 or 12"):
-        check_heads(Config(12, 2), 3)
+    with pytest.raises(
+        ConfigError, match=r"is 3, which neither divides the model's 2 heads of keys .* set it to 1, 2, 4, 6 or 12$"
+    ):
+        check_heads(Config(12, 2), 3, 12)
+    with pytest.raises(ConfigError, match=r"set it to 1$"):
+        check_heads(Config(14, 2), 3, 3)

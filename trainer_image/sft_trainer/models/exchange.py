@@ -33,10 +33,13 @@ def shared_tokens(group: Any, place: int) -> SharedTokens:
     return SharedTokens(group.group_name, group.size(), place)
 
 
-def check_heads(config: Any, degree: int) -> None:
-    """Raise ``ConfigError`` where ``degree`` processes cannot share tokens of a model; ``config`` is transformers'."""
+def check_heads(config: Any, degree: int, shard_degree: int) -> None:
+    """Raise ``ConfigError`` where ``degree`` processes cannot share tokens of a model; ``config`` is transformers'.
+
+    Those that could divide ``shard_degree``, the processes that a copy of the model is sharded over.
+    """
     heads: int = config.num_attention_heads
-    problem = heads_problem(heads, getattr(config, "num_key_value_heads", None) or heads, degree)
+    problem = heads_problem(heads, getattr(config, "num_key_value_heads", None) or heads, degree, shard_degree)
     if problem:
         raise ConfigError(problem)
 
