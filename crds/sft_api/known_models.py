@@ -139,13 +139,43 @@ _OF_EXPERTS: tuple[tuple[dict[str, int], tuple[Any, ...], str], ...] = (
     ),
 )
 """What their configs say of experts, and the rest."""
+_POSITIONS = {
+    4096: "allenai/OLMo-2-1124-7B allenai/OLMo-2-1124-7B-Instruct allenai/OLMo-2-1124-13B "
+    "allenai/OLMo-2-1124-13B-Instruct allenai/OLMoE-1B-7B-0924 allenai/OLMoE-1B-7B-0924-Instruct",
+    8192: "meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct meta-llama/Meta-Llama-3-70B "
+    "meta-llama/Meta-Llama-3-70B-Instruct HuggingFaceTB/SmolLM2-135M HuggingFaceTB/SmolLM2-135M-Instruct "
+    "HuggingFaceTB/SmolLM2-360M HuggingFaceTB/SmolLM2-360M-Instruct HuggingFaceTB/SmolLM2-1.7B "
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    16384: "microsoft/phi-4",
+    32768: "Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-1.5B-Instruct Qwen/Qwen2.5-3B "
+    "Qwen/Qwen2.5-3B-Instruct Qwen/Qwen2.5-7B-Instruct Qwen/Qwen2.5-14B-Instruct Qwen/Qwen2.5-32B-Instruct "
+    "Qwen/Qwen2.5-72B-Instruct Qwen/Qwen3-0.6B-Base Qwen/Qwen3-1.7B-Base Qwen/Qwen3-4B-Base Qwen/Qwen3-8B-Base "
+    "Qwen/Qwen3-14B-Base Qwen/Qwen3-30B-A3B-Base mistralai/Mixtral-8x7B-v0.1 mistralai/Mixtral-8x7B-Instruct-v0.1 "
+    "google/gemma-3-1b-pt google/gemma-3-1b-it",
+    40960: "Qwen/Qwen3-0.6B Qwen/Qwen3-1.7B Qwen/Qwen3-4B Qwen/Qwen3-8B Qwen/Qwen3-14B Qwen/Qwen3-32B "
+    "Qwen/Qwen3-30B-A3B Qwen/Qwen3-235B-A22B",
+    65536: "HuggingFaceTB/SmolLM3-3B",
+    131072: "meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct meta-llama/Meta-Llama-3.1-8B "
+    "meta-llama/Meta-Llama-3.1-8B-Instruct meta-llama/Llama-3.1-70B meta-llama/Llama-3.1-70B-Instruct "
+    "meta-llama/Meta-Llama-3.1-70B meta-llama/Meta-Llama-3.1-70B-Instruct meta-llama/Llama-3.2-1B "
+    "meta-llama/Llama-3.2-1B-Instruct meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct "
+    "meta-llama/Llama-3.3-70B-Instruct",
+    262144: "Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen3-30B-A3B-Instruct-2507 "
+    "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct",
+}
+"""max_position_embeddings, which models of one shape differ in; of others it is not known here."""
 
 
 def known_configs() -> Mapping[str, Mapping[str, Any]]:
     """The known part of the config of every model, by its name on the hub."""
     rows: list[tuple[dict[str, int], tuple[Any, ...], str]] = [({}, *row) for row in _ROWS]
+    lengths = {
+        name: {"max_position_embeddings": positions}
+        for positions, names in _POSITIONS.items()
+        for name in names.split()
+    }
     return {
-        name: {**dict(zip(_FIELDS, figures, strict=True)), **experts}
+        name: {**dict(zip(_FIELDS, figures, strict=True)), **experts, **lengths.get(name, {})}
         for experts, figures, names in (*rows, *_OF_EXPERTS)
         for name in names.split()
     }

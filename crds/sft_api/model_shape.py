@@ -1,7 +1,7 @@
 """The sizes of a decoder, by which its parameters and its memory are counted. Pure: from the words of a config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Transformed = Literal["", "scaled", "capped"]
@@ -77,6 +77,8 @@ class ModelShape:
     """MLPs of a block; 0 where there is one, to which all tokens go."""
     chosen: int = 0
     """Experts that a token is sent to."""
+    positions: int | None = field(default=None, compare=False)
+    """Tokens of the longest document that it was made for, where its config says so; no size of anything."""
 
     @property
     def queries(self) -> int:
@@ -186,6 +188,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         logits="capped" if config.get("final_logit_softcapping") else "",
         experts=experts,
         chosen=chosen,
+        positions=_size(config, "max_position_embeddings"),
     )
 
 

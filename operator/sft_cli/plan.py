@@ -14,6 +14,7 @@ from sft_api.memory_plan import judge
 from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
 from sft_api.small_data import small_data_warning
+from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_api.v1alpha1.workload import DummyRunSpec
 
@@ -370,7 +371,7 @@ def show_plan(job: SFTJob, output: str) -> int:
     fit = judge(job.spec, plan, shape=shape)
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
-    for text in memory_warnings(job.spec, fit, shape):
+    for text in (*surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape)):
         say(f"Warning: {text}", fg="yellow")
     if warning := warning_of(job.spec, plan):
         say(f"Warning: {warning}", fg="yellow")

@@ -9,6 +9,7 @@ from sft_api.deletion import deletion_warnings
 from sft_api.failures import ExitCode
 from sft_api.memory_plan import judge
 from sft_api.plan import make_plan
+from sft_api.surprises import surprises
 
 from .console import result
 from .local_model import memory_warnings, model_shape
@@ -35,7 +36,11 @@ def verdict_on(path: Path) -> Verdict:
     for job in jobs:
         shape = model_shape(job.spec)
         fit = judge(job.spec, make_plan(job.spec, shape=shape), shape=shape)
-        told = [*deletion_warnings(job.spec), *memory_warnings(job.spec, fit, shape)]
+        told = [
+            *deletion_warnings(job.spec),
+            *surprises(job.spec, shape),
+            *memory_warnings(job.spec, fit, shape),
+        ]
         warnings += [f"{job.metadata.name}: {text}" for text in told]
         problems += [f"{job.metadata.name}: {fit.refused}"] if fit.refused else []
     return Verdict(tuple(problems), tuple(job.metadata.name for job in jobs), tuple(warnings))

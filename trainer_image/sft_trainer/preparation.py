@@ -11,6 +11,7 @@ import torch
 from sft_api.adapters import ends
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
+from sft_api.surprises import positions_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
 
@@ -78,6 +79,9 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     path = _fetched(spec.model.uri, "model", spec, reporter)
     model = build_on_meta(path, spec.model.config_overrides)
     check_positions(model.huggingface.config, spec.data.max_length)
+    positions = getattr(model.huggingface.config, "max_position_embeddings", None)
+    if warning := positions_warning(spec, positions):
+        reporter.warn(warning)
     check_heads(model.huggingface.config, config.plan.sequence_parallel, config.plan.shard_degree)
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)

@@ -7,9 +7,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
+from sft_api.known_models import known_shape
 from sft_api.progress import Phase
 from sft_api.report import what_is_complete
 from sft_api.restarts import Reached, as_phase
+from sft_api.surprises import surprises
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import TAKE_OVER_ENDING
@@ -75,7 +77,8 @@ def compute_status(
     """The status of ``job`` now: see ``follow``. ``pods`` are this cluster's settings."""
     status = follow(run_terms(job), previous, observed, now, export_uri=export_uri)
     if status.plan is None and not is_finished(previous):
-        warnings = [*status.warnings, *memory_warnings(job.spec, pods)]
+        known = surprises(job.spec, known_shape(job.spec.model.uri))
+        warnings = [*status.warnings, *known, *memory_warnings(job.spec, pods)]
         status = status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings[:20]})
     return status
 

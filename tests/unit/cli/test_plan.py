@@ -8,6 +8,7 @@ import pytest
 
 from sft_api.plan import make_plan
 from sft_cli.adapters import measure_adapters
+from sft_cli.manifest import load_manifest
 from sft_cli.plan import Decision, Origin, explain, show_plan
 
 from .jobs import job, manifest
@@ -168,6 +169,19 @@ def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> Non
     (problem,) = verdict_on(path).problems
 
     assert problem.endswith("set it to 1 or 2")
+
+
+def test_what_may_surprise_is_said_by_validate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sft_cli.validate import verdict_on
+
+    path = tmp_path / "job.yaml"
+    asked = manifest(model={"uri": "hf://Qwen/Qwen3-0.6B"}, training={"steps": 3}, monitoring={"profile": {}})
+    path.write_text(json.dumps(asked))
+    said = "monitoring.profile.startStep is 10, and the run has 3 steps: no trace"
+
+    assert any(said in warning for warning in verdict_on(path).warnings)
+    show_plan(load_manifest(path), "json")
+    assert said in capsys.readouterr().err
 
 
 def test_the_loss_of_routers_is_shown_where_it_is_trained() -> None:

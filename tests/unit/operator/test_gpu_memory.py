@@ -71,3 +71,11 @@ def test_the_status_shows_the_parts_and_warns_once() -> None:
     assert "its pod asks for 64.0Gi" in warning
     assert compute_status(job, status, running(), NOW, pods=CLUSTER).warnings == [warning]
     assert memory_warnings(make_job(compute={"gpusPerNode": 0}, model=EIGHT_BILLION).spec, CLUSTER) == []
+
+
+def test_the_status_warns_of_what_may_surprise() -> None:
+    data = {"train": [{"uri": "hf://a/b"}], "maxLength": 65536}
+    job = make_job(model={"uri": "hf://Qwen/Qwen3-0.6B"}, data=data, compute={"gpusPerNode": 0})
+
+    (warning,) = compute_status(job, SFTJobStatus(), running(), NOW, pods=CLUSTER).warnings
+    assert warning.startswith("data.maxLength is 65536, and the model has 40960 positions")

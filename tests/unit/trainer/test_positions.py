@@ -8,7 +8,7 @@ import torch
 
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.positions import check_positions
-from sft_trainer.preparation import prepare
+from sft_trainer.preparation import prepare, prepare_model
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -58,3 +58,19 @@ def test_that_is_found_out_before_anything_is_tokenised(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"data\.maxLength is 512"):
         prepare(resolve(document), Reporter(tmp_path, writes=False), torch.device("cpu"))
+
+
+def test_examples_beyond_the_positions_of_the_model_are_warned_of(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model", max_position_embeddings=256)
+    document = manifest(tmp_path, tmp_path / "store")
+    document["spec"]["model"] = {"uri": f"file://{tmp_path}/model"}
+    reporter = Reporter(tmp_path, writes=False)
+
+    prepare_model(resolve(document), reporter, torch.device("cpu"))
+    (warning,) = reporter.progress.warnings
+    assert warning.startswith("data.maxLength is 512, and the model has 256 positions")
+
+    document["spec"]["model"]["configOverrides"] = {"max_position_embeddings": 512}
+    reporter = Reporter(tmp_path, writes=False)
+    prepare_model(resolve(document), reporter, torch.device("cpu"))
+    assert reporter.progress.warnings == []

@@ -1,0 +1,43 @@
+"""What is valid and may surprise: examples longer than a model's positions, steps that a run does not come to. Pure."""
+
+from typing import Literal
+
+from .model_shape import ModelShape
+from .v1alpha1.job import SFTJobSpec
+
+_LOST = {"profile": "trace", "memorySnapshot": "snapshot"}
+
+
+def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
+    """What to say of ``spec``, as far as it shows before the run; ``shape`` is that of its model, where it is known."""
+    training, monitoring = spec.training, spec.monitoring
+    steps = training.dummy_run.steps if training.dummy_run else training.steps
+    found = [positions_warning(spec, shape.positions if shape else None)]
+    if monitoring.profile is not None:
+        found.append(window_warning("profile", monitoring.profile.start_step, steps))
+    if monitoring.memory_snapshot is not None:
+        found.append(window_warning("memorySnapshot", monitoring.memory_snapshot.start_step, steps))
+    return [text for text in found if text]
+
+
+def positions_warning(spec: SFTJobSpec, positions: int | None) -> str:
+    """What to say of examples longer than the ``positions`` of the published model; else empty.
+
+    Nothing where ``spec.model.configOverrides`` says something of them: the rules of the API hold that against lengths.
+    """
+    overrides, longest = spec.model.config_overrides, spec.data.max_length
+    told = overrides and (overrides.rope_parameters or overrides.max_position_embeddings)
+    if positions is None or longest <= positions or told:
+        return ""
+    return (
+        f"data.maxLength is {longest}, and the model has {positions} positions (max_position_embeddings): what is "
+        "longer lies beyond what it was trained for; scale them by model.configOverrides.rope_parameters, or set "
+        f"data.maxLength to {positions} at most"
+    )
+
+
+def window_warning(what: Literal["profile", "memorySnapshot"], first: int, steps: int | None) -> str:
+    """What to say where a run of ``steps`` ends before the step ``first``, from which on something is recorded."""
+    if steps is None or first <= steps:
+        return ""
+    return f"monitoring.{what}.startStep is {first}, and the run has {steps} steps: no {_LOST[what]}"

@@ -1,0 +1,57 @@
+"""What is valid and may surprise, as it is said before a run and in it."""
+
+from typing import Any
+
+import pytest
+
+from sft_api.known_models import known_configs, known_shape
+from sft_api.surprises import surprises
+from tests.unit.cli.jobs import job
+
+EIGHT_BILLION = "hf://Qwen/Qwen3-8B"
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
+LONGER = (
+    "data.maxLength is 131072, and the model has 40960 positions (max_position_embeddings): what is longer lies "
+    "beyond what it was trained for; scale them by model.configOverrides.rope_parameters, or set data.maxLength to "
+    "40960 at most"
+)
+
+
+def said(length: int = 8192, uri: str = EIGHT_BILLION, overrides: Any = None, **parts: Any) -> list[str]:
+    model = {"uri": uri, **({} if overrides is None else {"configOverrides": overrides})}
+    data = {"train": [{"uri": "hf://a/b"}], "maxLength": length}
+    return surprises(job(model=model, data=data, **parts).spec, known_shape(uri))
+
+
+def test_examples_beyond_the_positions_of_a_model_are_warned_of() -> None:
+    assert said(131072) == [LONGER]
+    assert said(40960) == said(131072, "s3://models/own") == []
+    # Another length of the same shape, and one that is not known
+    assert said(131072, "hf://Qwen/Qwen3-4B-Instruct-2507") == said(131072, "hf://microsoft/Phi-4-mini-instruct") == []
+
+
+@pytest.mark.parametrize("told", [{"rope_parameters": YARN}, {"max_position_embeddings": 131072}])
+def test_whoever_says_something_of_positions_is_not_warned(told: dict[str, Any]) -> None:
+    assert said(131072, overrides=told) == []
+    assert said(131072, overrides={"attention_dropout": 0.0}) == [LONGER]
+
+
+def test_lengths_of_the_table_belong_to_models_that_it_has() -> None:
+    from sft_api.known_models import _POSITIONS
+
+    names = [name for row in _POSITIONS.values() for name in row.split()]
+    assert len(names) == len({*names})
+    assert {*names} <= {*known_configs()}
+
+
+@pytest.mark.parametrize(
+    ("what", "lost"),
+    [("profile", "trace"), ("memorySnapshot", "snapshot")],
+)
+def test_a_window_behind_the_last_step_is_warned_of(what: str, lost: str) -> None:
+    def of(steps: int | None, **training: Any) -> list[str]:
+        length = {} if steps is None else {"steps": steps}
+        return said(monitoring={what: {"startStep": 5}}, training={**length, **training}, compute={"gpusPerNode": 1})
+
+    assert of(4) == [f"monitoring.{what}.startStep is 5, and the run has 4 steps: no {lost}"]
+    assert of(5) == of(None) == []
