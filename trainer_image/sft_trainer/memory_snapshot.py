@@ -8,6 +8,7 @@ from typing import Protocol
 
 from sft_api.checkpoints import PROFILE_PREFIX
 from sft_api.failures import FailureClass
+from sft_api.surprises import window_warning
 from sft_api.v1alpha1.monitoring import MemorySnapshotSpec
 
 from .checkpoint.store import Store
@@ -58,12 +59,16 @@ class MemorySnapshot(Listener):
         self._make_history = history
         self._history: History | None = None
         self._attempt = 0
+        self._total_steps = 0
         self._writing: threading.Thread | None = None
 
     def on_claim(self, event: Claimed, control: Control) -> None:
         self._attempt = event.attempt
 
     def on_start(self, event: Started, control: Control) -> None:
+        self._total_steps = event.total_steps
+        if self._writes and (warning := window_warning("memorySnapshot", self._before + 1, event.total_steps)):
+            self._reporter.warn(warning)
         self._begin_after(event.step)
 
     def on_ask(self, event: Asking, control: Control) -> None:
@@ -81,7 +86,7 @@ class MemorySnapshot(Listener):
             self._writing.join(_SECONDS)
 
     def _begin_after(self, step: int) -> None:
-        if step != self._before or self._history is not None:
+        if step != self._before or step >= self._total_steps or self._history is not None:
             return
         history = self._make_history()
         try:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sft_api.checkpoints import PROFILE_PREFIX
+from sft_api.surprises import window_warning
 from sft_api.v1alpha1.monitoring import ProfileSpec
 
 from .checkpoint.store import Store
@@ -58,9 +59,8 @@ class Profile(Listener):
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
-        if self._spec.start_step > event.total_steps:
-            first, total = self._spec.start_step, event.total_steps
-            self._reporter.warn(f"monitoring.profile.startStep is {first}, and the run has {total} steps: no trace")
+        if warning := window_warning("profile", self._spec.start_step, event.total_steps):
+            self._reporter.warn(warning)
         self._begin_after(event.step)
 
     def on_ask(self, event: Asking, control: Control) -> None:

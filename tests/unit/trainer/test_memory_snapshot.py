@@ -44,6 +44,7 @@ def run(
     *,
     begins: int = 0,
     ends: int = 6,
+    total: int = 6,
     writes: bool = True,
     error: BaseException | None = None,
 ) -> dict[str, str]:
@@ -53,8 +54,8 @@ def run(
         MemorySnapshotSpec(start_step=3, steps=2), store, reporter, "rank-00007", writes=writes, history=lambda: history
     )
     control = Control()
-    listener.on_claim(Claimed(2, 6), control)
-    listener.on_start(Started(begins, 6), control)
+    listener.on_claim(Claimed(2, total), control)
+    listener.on_start(Started(begins, total), control)
     for step in range(begins + 1, ends + 1):
         if history.records:
             history.recorded.append(step)
@@ -94,3 +95,9 @@ def test_other_processes_keep_nothing_unless_memory_runs_out_there(tmp_path: Pat
 def test_what_goes_wrong_is_a_warning(tmp_path: Path, broken: str) -> None:
     found = run(tmp_path, Recorded(broken))
     assert found == {"warning": f"no snapshot of monitoring.memorySnapshot was written: cannot {broken}"}
+
+
+def test_a_window_behind_the_last_step_is_said_at_the_start(tmp_path: Path) -> None:
+    said = {"warning": "monitoring.memorySnapshot.startStep is 3, and the run has 2 steps: no snapshot"}
+    assert run(tmp_path, Recorded(), ends=2, total=2) == said
+    assert run(tmp_path / "other", Recorded(), ends=2, total=2, writes=False) == {}
