@@ -62,6 +62,7 @@ def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[D
     """
     dummy = spec.training.dummy_run
     return [
+        *_model(spec),
         *_processes(spec, plan),
         *_memory(plan),
         *_adapters(spec, plan, found),
@@ -70,6 +71,29 @@ def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[D
         *_optimisation(spec, plan),
         *([] if dummy else _end(spec)),
     ]
+
+
+def _model(spec: SFTJobSpec) -> list[Decision]:
+    overrides = spec.model.config_overrides
+    given = overrides.given if overrides else {}
+    if not given:
+        return []
+    values = ", ".join(f"{name}: {_flow(value)}" for name, value in given.items())
+    # What may be long stands at the end of the line.
+    return [
+        Decision(
+            "model's config",
+            f"{counted(len(given), 'field')} of ours",
+            Origin.GIVEN,
+            f"model.configOverrides: {values}",
+        )
+    ]
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _dummy(dummy: DummyRunSpec) -> list[Decision]:

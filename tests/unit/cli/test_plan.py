@@ -171,6 +171,19 @@ def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> Non
     assert problem.endswith("set it to 1 or 2")
 
 
+def test_what_is_another_in_the_config_of_the_model_is_shown() -> None:
+    assert "model's config" not in decisions()
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768, "truncate": False}
+    overrides = {"rope_parameters": yarn, "max_position_embeddings": 131072, "attention_dropout": 0.0}
+    shown = decisions(model={"uri": "hf://Qwen/Qwen3-8B", "configOverrides": overrides})["model's config"]
+    assert (shown.value, shown.origin) == ("3 fields of ours", Origin.GIVEN)
+    assert shown.why == (
+        "model.configOverrides: rope_parameters: {rope_type: yarn, factor: 4, "
+        "original_max_position_embeddings: 32768, truncate: false}, "
+        "max_position_embeddings: 131072, attention_dropout: 0"
+    )
+
+
 def test_what_may_surprise_is_said_by_validate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from sft_cli.validate import verdict_on
 
