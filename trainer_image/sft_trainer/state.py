@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ def run_state(config: TrainerConfig, facts: Facts, figures: Figures, *, updates:
 def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str]:
     """What is not as it was when that checkpoint was made, in sentences for the user."""
     run, warnings = manifest.run, []
-    if changed := changed_fields(run.environment, here.environment):
+    if changed := changed_fields(_with_usual(run.environment), _with_usual(here.environment)):
         warnings.append(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
     if run.base_digest not in ("", here.base_digest):
         warnings.append(
@@ -82,6 +83,14 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
             "see the rows of now: give the run another metadata.name to train all of it on them"
         )
     return warnings
+
+
+_USUAL: dict[str, str | int] = {"compiled": "no", "cpuOffload": "no", "sequenceParallelDegree": 1}
+"""What the facts of an environment are where it does not say them."""
+
+
+def _with_usual(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_USUAL, **environment}
 
 
 def environment_facts(

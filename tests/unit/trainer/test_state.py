@@ -7,6 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from sft_api.checkpoints import Manifest
+from sft_trainer import state
 from sft_trainer.preparation import Prepared
 from sft_trainer.state import Facts, changed_fields
 from sft_trainer.topology import ALONE
@@ -17,6 +19,24 @@ def environment(folder: Path, **sections: Any) -> dict[str, str | int]:
     prepared = SimpleNamespace(train=(), base_digest="", companions={})
     config = resolve(manifest(folder, folder / "store", **sections))
     return Facts.of(config, cast(Prepared, prepared), torch.device("cpu"), ALONE).environment
+
+
+def warned(before: dict[str, str | int], now: dict[str, str | int]) -> list[str]:
+    run = SimpleNamespace(environment=before, base_digest="", model_extra={})
+    manifest = cast(Manifest, SimpleNamespace(run=run, step=1))
+    return state.resume_warnings(manifest, Facts(now, {}, "", {}), "file:///model")
+
+
+def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
+    here = environment(tmp_path)
+    shared = {**here, "sequenceParallelDegree": 2}
+
+    assert warned(here, shared) == [
+        "resumed in another environment (sequenceParallelDegree: 1 -> 2): not equal to the last bit"
+    ]
+    assert "(sequenceParallelDegree: 2 -> 1)" in warned(shared, here)[0]
+    assert "(compiled: 'yes' -> 'no')" in warned({**here, "compiled": "yes"}, here)[0]
+    assert warned(here, here) == []
 
 
 @pytest.mark.parametrize(
