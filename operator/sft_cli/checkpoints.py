@@ -11,7 +11,7 @@ from sft_api.checkpoints import CheckpointId, checkpoint_id
 from sft_api.failures import FailureClass, exit_code
 from sft_api.place import Beat
 from sft_trainer.alive import WATCH_SECONDS, name_of, next_sign, read_beat
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, best_of
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.inspecting import Folder, damage, folders_of, is_gone
 from sft_trainer.checkpoint.protocol import Protocol, Pruning
@@ -95,6 +95,11 @@ def prune_checkpoints(
         protocol = Protocol(store)
         pruning = _without_final(store, protocol.pruning(keep, None, is_over))
         _print_pruning(pruning, yes=yes)
+        if keep is not None and keep.best and pruning.going and not best_of(pruning.staying):
+            say(
+                "no checkpoint here has an evaluation loss (data.eval): none of them stays for being the best",
+                fg="yellow",
+            )
         if not yes:
             if lives:
                 say(

@@ -32,6 +32,10 @@ class YamlError(ValueError):
     """The text cannot be read; the message says where and why."""
 
 
+class ForeignValueError(YamlError):
+    """The text is YAML, with a number that JSON does not have; the message says where and which."""
+
+
 def read_documents(text: str) -> list[Any]:
     """Every document of ``text`` (YAML or JSON) that is not empty, as JSON-like values.
 
@@ -46,7 +50,8 @@ def read_documents(text: str) -> list[Any]:
         return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(f"line {mark.line + 1}: {error.problem}" if mark else str(error)) from error
+        kind = ForeignValueError if isinstance(error, _NotFiniteError) else YamlError
+        raise kind(f"line {mark.line + 1}: {error.problem}" if mark else str(error)) from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
 
@@ -83,6 +88,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+class _NotFiniteError(yaml.constructor.ConstructorError):
+    """A value that YAML has and JSON has not."""
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's parser with go-yaml's meaning of scalars and keys."""
 
@@ -107,7 +116,7 @@ class _Loader(yaml.SafeLoader):
             self.fail(f"cannot read {node.value!r} as !!{wanted}", node)
         if isinstance(value, float):
             if not math.isfinite(value):
-                self.fail(f"{node.value} is not a finite number", node)
+                raise _NotFiniteError(None, None, f"{node.value} is not a finite number", node.start_mark)
             return _as_json(value)
         return value
 

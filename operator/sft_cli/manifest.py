@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from sft_api.v1alpha1.job import API_VERSION, KIND, SFTJob
 
-from .kubernetes_yaml import YamlError, read_documents
+from .kubernetes_yaml import ForeignValueError, YamlError, read_documents
 from .problems import sentences
 
 STANDARD_INPUT = Path("-")
@@ -99,6 +99,8 @@ def _documents(source: Path | str) -> Iterator[tuple[str, Any]]:
         documents = read_documents(_text(source))
     except OSError as error:
         raise ManifestError([f"{shown(source)}: {error.strerror or error}"]) from error
+    except ForeignValueError as error:
+        raise ManifestError([f"{shown(source)} cannot be sent to Kubernetes, which takes JSON: {error}"]) from error
     except (UnicodeDecodeError, YamlError) as error:
         raise ManifestError([f"{shown(source)} is not a YAML file: {error}"]) from error
     yield from (("", item) for document in documents for item in _items(document))

@@ -253,6 +253,17 @@ def test_what_stays(run: LocalStore, options: tuple[str, ...], left: list[int]) 
     assert [line.split()[2] for line in shown.stdout.splitlines() if line.startswith("Would go")] == gone
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_it_is_said_where_there_is_nothing_to_compare(store: LocalStore, evaluated: bool) -> None:
+    manager = started(store)
+    for step in (2, 4):
+        save(manager, step, metrics={"loss": 1.0, **({"evalLoss": float(step)} if evaluated else {})})
+    beat(store, ended="complete")
+    said = "no checkpoint here has an evaluation loss"
+    assert (said in sft("prune", store.uri, "--keep-best", "1").output) is not evaluated
+    assert said not in sft("prune", store.uri, "--keep-last", "1").output
+
+
 def test_the_last_checkpoint_of_a_complete_run_and_damaged_ones_stay(run: LocalStore) -> None:
     run.put(DONE_KEY, Done(step=4, attempt=1).model_dump_json(by_alias=True).encode())
     truncate(run, CheckpointId(1, 2))

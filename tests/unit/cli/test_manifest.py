@@ -75,6 +75,10 @@ def test_faults_of_several_jobs_say_which() -> None:
         ("", "the manifest holds no SFTJob: give apiVersion: sftjob.dev/v1alpha1 and kind: SFTJob"),
         (SECRET, "the manifest holds no SFTJob: give apiVersion: sftjob.dev/v1alpha1 and kind: SFTJob"),
         ("a: [", "the manifest is not a YAML file: line 1: "),
+        (
+            f"{MINIMAL}x: .nan",
+            "the manifest cannot be sent to Kubernetes, which takes JSON: line 8: .nan is not a finite number",
+        ),
         ("job.yaml", 'must be a map of fields, got "job.yaml"'),
         (MINIMAL.replace("kind: SFTJob", "kind: SftJob"), 'kind: must be SFTJob, got "SftJob"'),
         (MINIMAL.replace("kind: SFTJob\n", ""), "kind: is required"),
