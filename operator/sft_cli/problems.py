@@ -37,6 +37,7 @@ _SIZES = {
     "too_long": ("must have at most", "max_length", "items"),
 }
 _LONGEST_QUOTE = 80
+_EMPTY = '""'
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -48,7 +49,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
     """A pydantic location as Kubernetes writes paths: ``spec.data.train[0].uri``."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        path += f"[{part}]" if isinstance(part, int) else f".{part or _EMPTY}"
     return path.removeprefix(".")
 
 

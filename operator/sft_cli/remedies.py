@@ -127,8 +127,13 @@ _NAMES_HERE = {
     "repo": "uri",
     "dataset": "uri",
     "type": "format",
+    "ropescaling": "rope_parameters",
 }
 """What is called so in many places: it means the field of the same object, where that has it, and none elsewhere."""
+
+
+_OF_THE_MODEL = "configOverrides"
+"""Whose fields are few of those that people know by their names from config.json."""
 
 
 def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
@@ -148,7 +153,9 @@ def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
     if name in _NAMES_HERE:
         return ""
     paths = field_paths(root["properties"]["spec"], "spec")
-    elsewhere = [path for path in paths if bare(path.rpartition(".")[2]) == name]
+    elsewhere = [path for path in paths if name and bare(path.rpartition(".")[2]) == name]
+    if not elsewhere and _OF_THE_MODEL in parents:
+        return f"; allowed are {', '.join(beside)}"
     return _did_you_mean(*elsewhere) if len(elsewhere) <= 2 else ""
 
 

@@ -112,6 +112,18 @@ SENTENCES = {
     "maxLength?",
     "model: {uri: hf://org/name, max_length: 5}": "unknown field spec.model.max_length; did you mean "
     "spec.data.maxLength?",
+    "model: {uri: hf://org/name, configOverrides: {rope_scaling: {}}}": "unknown field "
+    "spec.model.configOverrides.rope_scaling; did you mean rope_parameters?",
+    "model: {uri: hf://org/name, configOverrides: {rope_theta: 1e6}}": "unknown field "
+    "spec.model.configOverrides.rope_theta; did you mean spec.model.configOverrides.rope_parameters.rope_theta?",
+    "model: {uri: hf://org/name, configOverrides: {num_hidden_layers: 2}}": "unknown field "
+    "spec.model.configOverrides.num_hidden_layers; allowed are rope_parameters, max_position_embeddings, "
+    "sliding_window, attention_dropout, hidden_dropout, resid_pdrop, residual_dropout, embd_pdrop, embedding_dropout",
+    "model: {uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: linear, factor: 2, mscale: 1}}}": ""
+    "unknown field spec.model.configOverrides.rope_parameters.mscale; allowed are rope_type, factor, "
+    "original_max_position_embeddings, rope_theta, attention_factor, beta_fast, beta_slow, truncate, "
+    "low_freq_factor, high_freq_factor",
+    "model: {uri: hf://org/name, '': 1}": 'unknown field spec.model.""',
     "learningRate: 1e-5": "unknown field spec.learningRate; did you mean spec.training.optimizer.learningRate?",
     "name: job": "unknown field spec.name",
     "trackers: []": "unknown field spec.trackers",
