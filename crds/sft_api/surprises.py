@@ -12,7 +12,8 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
     """What to say of ``spec``, as far as it shows before the run; ``shape`` is that of its model, where it is known."""
     training, monitoring = spec.training, spec.monitoring
     steps = training.dummy_run.steps if training.dummy_run else training.steps
-    found = [positions_warning(spec, shape.positions if shape else None)]
+    positions = shape.positions if shape else None
+    found = [positions_warning(spec, positions), _original_warning(spec, positions)]
     if monitoring.profile is not None:
         found.append(window_warning("profile", monitoring.profile.start_step, steps))
     if monitoring.memory_snapshot is not None:
@@ -33,6 +34,19 @@ def positions_warning(spec: SFTJobSpec, positions: int | None) -> str:
         f"data.maxLength is {longest}, and the model has {positions} positions (max_position_embeddings): what is "
         "longer lies beyond what it was trained for; scale them by model.configOverrides.rope_parameters, or set "
         f"data.maxLength to {positions} at most"
+    )
+
+
+def _original_warning(spec: SFTJobSpec, positions: int | None) -> str:
+    overrides = spec.model.config_overrides
+    rotary = overrides.rope_parameters if overrides else None
+    original = rotary.original_max_position_embeddings if rotary else None
+    if positions is None or original is None or original <= positions:
+        return ""
+    return (
+        "model.configOverrides.rope_parameters.original_max_position_embeddings is "
+        f"{original}, and the model has {positions} positions (max_position_embeddings): the trainer refuses that; say "
+        f"{positions}, or less"
     )
 
 

@@ -11,6 +11,7 @@ from sft_api.memory_plan import judge
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
+from .adapters import measure_adapters
 from .console import result
 from .local_model import memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
@@ -36,8 +37,10 @@ def verdict_on(path: Path) -> Verdict:
     for job in jobs:
         shape = model_shape(job.spec)
         fit = judge(job.spec, make_plan(job.spec, shape=shape), shape=shape)
+        adapters = measure_adapters(job.spec)
         told = [
             *deletion_warnings(job.spec),
+            *([adapters] if isinstance(adapters, str) else []),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
         ]

@@ -36,6 +36,13 @@ def test_whoever_says_something_of_positions_is_not_warned(told: dict[str, Any])
     assert said(131072, overrides={"attention_dropout": 0.0}) == [LONGER]
 
 
+def test_an_original_length_that_the_model_does_not_have_is_warned_of() -> None:
+    (warning,) = said(overrides={"rope_parameters": {**YARN, "original_max_position_embeddings": 99999}})
+    assert "original_max_position_embeddings is 99999, and the model has 40960 positions" in warning
+    assert warning.endswith("say 40960, or less")
+    assert said(overrides={"rope_parameters": {**YARN, "original_max_position_embeddings": 40960}}) == []
+
+
 def test_lengths_of_the_table_belong_to_models_that_it_has() -> None:
     from sft_api.known_models import _POSITIONS
 

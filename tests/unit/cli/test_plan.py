@@ -10,6 +10,7 @@ from sft_api.plan import make_plan
 from sft_cli.adapters import measure_adapters
 from sft_cli.manifest import load_manifest
 from sft_cli.plan import Decision, Origin, explain, show_plan
+from sft_cli.validate import verdict_on
 
 from .jobs import job, manifest
 
@@ -119,8 +120,12 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     header = json.dumps({"model.layers.0.self_attn.q_proj.weight": {"shape": [8, 8]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
-    show_plan(job(model={"uri": f"file://{tmp_path}"}, lora={"targetModules": ["query"]}), "table")
+    asked = manifest(model={"uri": f"file://{tmp_path}"}, lora={"targetModules": ["query"]})
+    (tmp_path / "job.yaml").write_text(json.dumps(asked))
+    show_plan(load_manifest(tmp_path / "job.yaml"), "table")
+    (warning,) = verdict_on(tmp_path / "job.yaml").warnings
 
+    assert "lora.targetModules names 'query'" in warning
     told = capsys.readouterr()
     assert "lora.targetModules names 'query', and no linear layer of the model is called so" in told.err + told.out
     assert "trained parameters" in told.out
@@ -160,8 +165,6 @@ def test_processes_that_share_tokens_are_shown() -> None:
 
 
 def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
-    from sft_cli.validate import verdict_on
-
     path = tmp_path / "job.yaml"
     asked = {"strategy": {"fsdp": {"sequenceParallelDegree": 4}}, "compute": {"gpusPerNode": 4}}
     path.write_text(json.dumps(manifest(model={"uri": "hf://Qwen/Qwen2.5-0.5B"}, **asked)))
@@ -185,8 +188,6 @@ def test_what_is_another_in_the_config_of_the_model_is_shown() -> None:
 
 
 def test_what_may_surprise_is_said_by_validate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from sft_cli.validate import verdict_on
-
     path = tmp_path / "job.yaml"
     asked = manifest(model={"uri": "hf://Qwen/Qwen3-0.6B"}, training={"steps": 3}, monitoring={"profile": {}})
     path.write_text(json.dumps(asked))
@@ -257,8 +258,6 @@ def test_memory_is_reckoned_by_the_config_of_a_model_on_this_machine(
 
 
 def test_validate_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    from sft_cli.validate import verdict_on
-
     path = tmp_path / "job.yaml"
     path.write_text(json.dumps(manifest(model={"uri": "hf://Qwen/Qwen3-8B"}, compute=ON_ONE_GPU)))
 
