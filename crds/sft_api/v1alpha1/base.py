@@ -62,13 +62,15 @@ class NearMiss:
 class Rule:
     """One rule on a value: ``cel`` for the API server, ``check`` for Python, ``message`` for the user.
 
-    To the message is added the hint of the first of ``near_misses`` that the value, then a string, is.
+    To the message is added the hint of the first of ``near_misses`` that the value, then a string, is; in Python also
+    what ``remedy`` makes of the value.
     """
 
     cel: str
     message: str
     check: Callable[[Any], bool]
     near_misses: tuple[NearMiss, ...] = ()
+    remedy: Callable[[Any], str] | None = None
 
     def as_validation(self) -> dict[str, str]:
         """The entry of ``x-kubernetes-validations``."""
@@ -82,6 +84,8 @@ class Rule:
 
     def hint(self, value: Any) -> str:
         """What ``value`` was probably meant to be, or nothing."""
+        if self.remedy is not None:
+            return self.remedy(value)
         if not isinstance(value, str):
             return ""
         return next((near.of(value) for near in self.near_misses if _compiled(near.pattern).search(value)), "")
@@ -146,7 +150,7 @@ class ApiModel(BaseModel):
     def _enforce_rules(self) -> Self:
         failed = [rule for rule in self.rules if not rule.check(self)]
         if failed:
-            raise broken(*failed)
+            raise broken(*failed, value=self)
         return self
 
 

@@ -36,11 +36,18 @@ def _type_rule(kind: str) -> Rule:
     more = f", may have rope_theta{''.join(f', {name}' for name in optional)}, and takes nothing else"
 
     def check(self: Any) -> bool:
-        given = {name for name in _SCALING if getattr(self, name) is not None}
-        return self.rope_type != kind or (given >= {*needed} and not given & {*others})
+        return self.rope_type != kind or not remedy(self)
+
+    def remedy(self: Any) -> str:
+        missing = [name for name in needed if getattr(self, name) is None]
+        wrong = [name for name in others if getattr(self, name) is not None]
+        give, leave = ", ".join(missing), ", ".join(wrong)
+        return " and ".join(filter(None, (give and f"give {give}", leave and f"leave {leave} out")))
 
     parts = [part for part in (_has(needed, present=True), _has(others, present=False)) if part]
-    return Rule(f"self.rope_type != '{kind}' || ({' && '.join(parts)})", f"rope_type {kind} {words}{more}", check)
+    return Rule(
+        f"self.rope_type != '{kind}' || ({' && '.join(parts)})", f"rope_type {kind} {words}{more}", check, remedy=remedy
+    )
 
 
 class RopeParameters(ApiModel):

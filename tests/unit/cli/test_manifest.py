@@ -124,6 +124,9 @@ SENTENCES = {
     "original_max_position_embeddings, rope_theta, attention_factor, beta_fast, beta_slow, truncate, "
     "low_freq_factor, high_freq_factor",
     "model: {uri: hf://org/name, '': 1}": 'unknown field spec.model.""',
+    "model: {uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: linear, beta_fast: 2}}}": ""
+    "spec.model.configOverrides.rope_parameters: rope_type linear needs factor, may have rope_theta, and takes nothing "
+    "else; give factor and leave beta_fast out",
     "learningRate: 1e-5": "unknown field spec.learningRate; did you mean spec.training.optimizer.learningRate?",
     "name: job": "unknown field spec.name",
     "trackers: []": "unknown field spec.trackers",
