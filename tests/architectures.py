@@ -47,6 +47,7 @@ _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, 
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "bitnet": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
     "axk1": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     "deepseek_v3": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen3_moe"), _EXPERTS),

@@ -1,5 +1,6 @@
 """The sharded model with its own attention and loss against transformers' eager model, by architecture."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,39 @@ def test_missing_boundaries_and_masks_are_refused() -> None:
         document_attention(module, q, q, q, torch.ones(1), document_ends=torch.tensor([0, 3]))
     with pytest.raises(ModelError, match="position_bias"):
         document_attention(module, q, q, q, None, document_ends=torch.tensor([0, 3]), position_bias=torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantised", "method"),
+    [
+        (
+            "bitnet",
+            {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"},
+            "bitnet",
+        ),
+        ("llama", {"quant_method": "fp8"}, "fp8"),
+        ("llama", {"load_in_4bit": True}, "None"),
+    ],
+)
+def test_a_config_of_quantised_weights_is_refused(
+    tmp_path: Path, kind: str, quantised: dict[str, Any], method: str
+) -> None:
+    save_config(kind, tmp_path, quantization_config=quantised)
+    with pytest.raises(ModelError, match=f"quant_method '?{method}'?.* not quantised, or remove the field"):
+        build_on_meta(tmp_path)
+
+
+def test_a_config_without_quantisation_may_say_so(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+    build_on_meta(tmp_path)
+
+
+def test_layers_that_processes_would_leave_out_each_by_itself_are_refused(tmp_path: Path) -> None:
+    save_config("biogpt", tmp_path, layerdrop=0.1)
+    with pytest.raises(ModelError, match=r"layerdrop 0\.1 in its config.* set layerdrop to 0"):
+        build_on_meta(tmp_path)
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:

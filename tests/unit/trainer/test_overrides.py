@@ -119,6 +119,16 @@ def test_what_the_model_has_no_place_for_is_refused(
         config_of(tmp_path, overrides(**given))
 
 
+def test_a_dropout_that_no_layer_reads_is_refused(tmp_path: Path) -> None:
+    # Given a type whose config has a field that its layers do not look at, beside one that they do
+    save_config("phi3", tmp_path, num_hidden_layers=2, pad_token_id=0)
+
+    # When each is overridden, then only that which drops something is accepted; 0 says what is so
+    build_on_meta(tmp_path, overrides(resid_pdrop=0.1, attention_dropout=0.1, embd_pdrop=0))
+    with pytest.raises(ConfigError, match=r"embd_pdrop is 0.1, but .*'phi3' has the field, and computes nothing"):
+        build_on_meta(tmp_path, overrides(resid_pdrop=0.1, embd_pdrop=0.1))
+
+
 def test_positions_that_follow_from_the_longest_one_are_left_alone(tmp_path: Path) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     save_config("llama", tmp_path, rope_parameters=dynamic, max_position_embeddings=64)
@@ -138,7 +148,7 @@ def test_the_card_of_adapters_says_how_their_base_is_loaded(tmp_path: Path) -> N
     # Given adapters beside a base with another config
     from transformers import AutoConfig
 
-    given = {"rope_parameters": YARN, "attention_dropout": 0.1}
+    given = {"rope_parameters": {**YARN, "factor": 16.0}, "attention_dropout": 0.1}
     save_config("llama", tmp_path / "model")
     trained = {"model": {"uri": f"file://{tmp_path}/model", "configOverrides": given}}
     manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path / "store"), metrics={"loss": 1.0})

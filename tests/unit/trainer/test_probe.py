@@ -76,7 +76,7 @@ def test_dropout_that_a_kernel_does_not_know_is_refused_before_the_data_is_read(
     monkeypatch.setattr(attention, "_per_document", lambda q, k, v, _, *rest: attention._varlen(q, k, v, *rest, {}))
     monkeypatch.setattr("sft_trainer.models.causal_lm.check_documents_stay_apart", lambda model: None)
     save_config("llama", tmp_path, attention_dropout=0.1)
-    with pytest.raises(ModelError, match="attention dropout is not supported on the GPU"):
+    with pytest.raises(ModelError, match=r"not supported on the GPU: set model\.configOverrides\.attention_dropout: 0"):
         check_trains_on(build_on_meta(tmp_path).huggingface, CPU, torch.bfloat16)
 
 

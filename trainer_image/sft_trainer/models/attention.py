@@ -136,7 +136,7 @@ def document_attention(
         if dropout:
             raise ModelError(
                 f"{type(module).__name__} has attention dropout beside sinks or capped scores, which is not supported: "
-                "set attention_dropout to 0 in the model config"
+                "set model.configOverrides.attention_dropout: 0"
             )
         output = attend_explicitly(query, key, value, s_aux, document_ends, scaling, sliding_window, softcap)
         return output, None
@@ -197,7 +197,7 @@ def _varlen(
 ) -> torch.Tensor:
     if dropout:
         raise ModelError(
-            "attention dropout is not supported on the GPU: set attention_dropout to 0 in the model config"
+            "attention dropout is not supported on the GPU: set model.configOverrides.attention_dropout: 0"
         )
     output = variable_length_attention(
         query.squeeze(0).transpose(0, 1),

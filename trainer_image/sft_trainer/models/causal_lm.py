@@ -16,7 +16,7 @@ from .exchange import SharedTokens
 from .experts import Balance, check_experts, kernel_options, load_balance
 from .logits import logits_of
 from .overrides import config_of
-from .probe import check_documents_stay_apart
+from .probe import check_documents_stay_apart, check_dropouts, check_no_layer_is_skipped
 
 
 class CausalLM(nn.Module):
@@ -110,6 +110,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
         raise
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
+    _check_plain_weights(config)
     # Building it in fp32 writes fp32 into the config.
     stored_dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
     register()
@@ -137,9 +138,26 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
+    check_no_layer_is_skipped(model.config)
     check_documents_stay_apart(model)
     check_experts(model)
+    if overrides is not None:
+        check_dropouts(model, overrides.given)
     return CausalLM(model, stored_dtype, logits_of(model))
+
+
+def _check_plain_weights(config: Any) -> None:
+    """Raise ``ModelError`` where the config says that weights are quantised: other layers compute with those."""
+    given = getattr(config, "quantization_config", None)
+    if not given:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    raise ModelError(
+        f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}) in its "
+        "config.json is not supported: it would be trained as a plain model, which is another one; name a checkpoint "
+        "in model.uri that is not quantised, or remove the field from config.json if the weights beside it are plain "
+        "(bf16, fp16, fp32)"
+    )
 
 
 def _sentence(error: Exception) -> str:

@@ -7,7 +7,8 @@ spaces, linear attention, an attention of their own. Those would train wrongly w
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 
+_DROPOUTS = ("dropout", "pdrop")
+"""How the names of fields of a config end that are dropouts."""
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _VOCABULARY = 64
 _WIDTH = 32
@@ -72,6 +75,37 @@ def check_documents_stay_apart(model: Any) -> None:
         )
 
 
+def check_no_layer_is_skipped(config: Any) -> None:
+    """Raise ``ModelError`` where layers are left out at random in training: sharded ones need every process."""
+    if rate := getattr(config, "layerdrop", 0):
+        raise ModelError(
+            f"a model of type {config.model_type!r} with layerdrop {rate} in its config.json is not supported: every "
+            "process would leave out other layers, and wait for ever for those that have them; set layerdrop to 0 "
+            "there, or choose another model"
+        )
+
+
+def check_dropouts(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a dropout among ``given``, fields of the config, by which ``model`` drops nothing.
+
+    ``model`` is on the meta device. Classes of configs have fields that no layer reads.
+    """
+    for name, value in given.items():
+        if name.endswith(_DROPOUTS) and value and torch.equal(*(_dropped(model, name, rate) for rate in (0.0, 0.5))):
+            raise ConfigError(
+                f"model.configOverrides.{name} is {value!r}, but a model of type {model.config.model_type!r} has the "
+                "field, and computes nothing with it: leave it out"
+            )
+
+
+def _dropped(model: Any, name: str, rate: float) -> torch.Tensor:
+    """What a small ``model`` gives in training, with ``rate`` for the dropout ``name``; the same random numbers."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        small = small_model(model, {name: rate}).train()
+        torch.manual_seed(0)
+        return _output(small)
+
+
 def check_trains_on(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """One forward and backward of a small ``model`` on ``device`` in ``dtype``, with its own head size and layers.
 
@@ -101,6 +135,13 @@ def check_trains_on(model: Any, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def _forward_backward(model: Any) -> None:
+    _output(model).float().square().sum().backward()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)  # what a kernel did wrong shows here at the latest
+
+
+def _output(model: Any) -> torch.Tensor:
+    """The last hidden states of a few documents, (1, tokens, width)."""
     ids = torch.arange(sum(_DOCUMENTS), device=model.device) % _VOCABULARY
     output: torch.Tensor = model.base_model(
         input_ids=ids[None],
@@ -108,9 +149,7 @@ def _forward_backward(model: Any) -> None:
         use_cache=False,
         **boundary_arguments(Boundaries.of(_DOCUMENTS).to(ids.device)),
     ).last_hidden_state
-    output.float().square().sum().backward()
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)  # what a kernel did wrong shows here at the latest
+    return output
 
 
 def _refuse_recurrent(model: Any, kind: str) -> None:
@@ -138,9 +177,11 @@ def _recurrent(model: Any) -> str:
     return ""
 
 
-def small_model(model: Any) -> Any:
-    """A model of the same class with a few narrow layers, on the CPU."""
+def small_model(model: Any, changed: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A model of the same class with a few narrow layers, on the CPU; fields of its config as ``changed`` has them."""
     config = _small_config(model.config)
+    for name, value in changed.items():
+        setattr(config, name, value)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in _of_config(model, config).parameters())
     if size > _MOST_PARAMETERS:
