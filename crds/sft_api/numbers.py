@@ -91,6 +91,7 @@ _SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
     "toolsKey": "tools",
     "systemKey": "system",
 }
+_OVERRIDES = "model.configOverrides."
 _BATCH = ("training.globalBatchSize", "training.globalBatchTokens")
 _MODEL, _SOURCES = "model.uri", "data.train"
 _ORIGIN = "checkpoint.resume.from.uri"
@@ -235,6 +236,11 @@ class Numbers:
         """``differences`` in what the tensors of adapters are, and mean: the values of one fit no other."""
         both = {path for path in (*self.values, *other.values) if path.startswith("lora.")}
         return self._differences(other, both - _NOT_OF_VALUES)
+
+    def override_differences(self, other: "Numbers") -> list[str]:
+        """``differences`` in the config of the model: the same weights give other values with another one."""
+        both = (path for path in {*self.values, *other.values} if path.startswith(_OVERRIDES))
+        return self._differences(other, both)
 
     @property
     def has_adapters(self) -> bool:

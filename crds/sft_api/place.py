@@ -266,6 +266,13 @@ def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
     return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"
 
 
+def other_overrides(theirs: Numbers, mine: Numbers) -> str:
+    """What to say of weights that a run with the numbers ``theirs`` trained, where one with ``mine`` begins with them:
+    the same weights give other values with another config. Empty where it is the same."""
+    changes = ", ".join(theirs.override_differences(mine))
+    return f"its weights were trained with another config of the model ({changes})" if changes else ""
+
+
 def folder_name(name: str, numbers: Numbers) -> str:
     """The folder of a run below its namespace's, where nobody says where it saves: another run gets another one."""
     return f"{name}-{numbers.digest[:16]}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
-from sft_api.place import ORIGIN_FIELD, RUN_KEY, Pin, RecordError
+from sft_api.place import ORIGIN_FIELD, RUN_KEY, Pin, RecordError, other_overrides
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.runtime import OriginSpec
 
@@ -78,6 +78,14 @@ class Origin:
                 )
 
         return saving.begin_from(self._store, self.find, boxes, accepted)
+
+    def warning(self, run: RunState) -> str:
+        """What to tell whoever begins with the weights of ``run``; empty where they give the values that they gave."""
+        try:
+            other = other_overrides(Numbers.read(run.numbers), self._config.numbers())
+        except NumbersError:
+            return ""
+        return f"{self.uri}, which {ORIGIN_FIELD} names: {other}" if other else ""
 
     def _pin(self, manifest: Manifest) -> Pin:
         return Pin(manifest.id, hashlib.sha256(self._store.read(manifest.id.manifest_key)).hexdigest())

@@ -22,6 +22,7 @@ from sft_api.place import (
     decode_done,
     decode_record,
     encode_record,
+    other_overrides,
 )
 from sft_api.trainer_config import TrainerConfig
 
@@ -189,13 +190,16 @@ def _to_go_on(config: TrainerConfig, saved: Manifest | None) -> str:
     if saved is None:
         return ""
     try:
-        paste = continued_from(config.checkpoint_uri, saved.step, Numbers.read(saved.run.numbers), config.numbers())
+        theirs = Numbers.read(saved.run.numbers)
     except NumbersError:
         return ""
+    paste = continued_from(config.checkpoint_uri, saved.step, theirs, config.numbers())
     if not paste:
         return ""
+    other = other_overrides(theirs, config.numbers())
     return (
         f"; to go on after its step {saved.step} as another run, give that one a place of its own and, in spec, {paste}"
+        + (f", but {other}" if other else "")
     )
 
 

@@ -38,6 +38,7 @@ class Facts:
                 compiled=config.spec.training.compile,
                 offloaded=offloads(config.spec),
                 sequence=topology.sequence,
+                shares=topology.data_parallel,
             ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
@@ -94,7 +95,7 @@ def _with_usual(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_facts(
-    device: torch.device, world_size: int, *, compiled: bool, offloaded: bool, sequence: int = 1
+    device: torch.device, world_size: int, *, compiled: bool, offloaded: bool, sequence: int = 1, shares: int = 1
 ) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
     on_gpu = device.type == "cuda"
@@ -111,6 +112,8 @@ def environment_facts(
         **({"cpuOffload": "yes"} if offloaded else {}),
         # Sums over tokens are those of other parts.
         **({"sequenceParallelDegree": sequence} if sequence > 1 else {}),
+        # Which process computes which bins: an earlier version dealt them out in their order, and said nothing of it.
+        **({"bins": "dealt by cost"} if shares > 1 else {}),
     }
 
 

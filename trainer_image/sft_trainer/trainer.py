@@ -296,6 +296,8 @@ class Trainer:
         manifest = origin.read(self.saving, boxes, self._check_base, self.prepared.total_steps)
         if origin.goes_on:
             self._go_on_after(manifest, Figures.recorded(manifest).as_another_run(), [])
+        elif warning := origin.warning(manifest.run):
+            self.reporter.warn(warning)
         return True
 
     def _go_on_after(self, manifest: Manifest, figures: Figures, warnings: list[str]) -> None:

@@ -91,6 +91,16 @@ def test_weights_alone_begin_a_new_run_on_other_data(place: Place) -> None:
     assert told["second"]["firstEvalLoss"] == told["first"]["evalLoss"] != told["second"]["evalLoss"]
     assert "checkpoint.resume.from" in (place.store("second") / "run.json").read_text()
 
+    # And with another config of the model it says so, in the hint of the first run's place as well
+    overridden = {"uri": f"file://{place.inputs.model}", "configOverrides": {"max_position_embeddings": 8192}}
+    change = r"its weights were trained with another config of the model \(model\.configOverrides\.max_position"
+    again = place.run(place.job("first", **training(3), data=evaluated, model=overridden))
+    assert_refused(again, 10, "ConfigError", rf"what: weights\}}\}}\}}, but {change}")
+    longer = place.run(place.job("longer", **training(1), data=evaluated, checkpoint=origin, model=overridden))
+    assert longer.code == 0, longer.said
+    told = json.loads((place.store("longer") / "status.json").read_text())
+    assert [warning for warning in told["warnings"] if re.search(change, warning)]
+
     # And a place without checkpoints is refused before anything is fetched
     (place.folder / "empty").mkdir()
     origin = {"resume": {"from": {"uri": f"file://{place.folder / 'empty'}"}}}

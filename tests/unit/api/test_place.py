@@ -20,6 +20,7 @@ from sft_api.place import (
     decode_record,
     encode_done,
     encode_record,
+    other_overrides,
 )
 
 NUMBERS = Numbers({"model.uri": "hf://org/model", "data.train": [{"uri": "hf://org/data"}], "training.seed": 7})
@@ -118,3 +119,12 @@ def test_what_goes_on_elsewhere_is_told_as_yaml(field: str, what: str) -> None:
     line = continued_from("s3://bucket/runs: a", 1200, NUMBERS, Numbers({**NUMBERS.values, field: 9}))
     origin = {"uri": "s3://bucket/runs: a", "step": 1200, "what": what}
     assert yaml.safe_load(line) == {"checkpoint": {"resume": {"from": origin}}}
+
+
+def test_weights_of_another_config_are_told_of() -> None:
+    factor = "model.configOverrides.rope_parameters.factor"
+    theirs = Numbers({**NUMBERS.values, factor: 4})
+    assert other_overrides(theirs, NUMBERS) == (
+        f"its weights were trained with another config of the model ({factor}: 4 -> not set)"
+    )
+    assert other_overrides(theirs, Numbers({**theirs.values, "training.seed": 9})) == ""

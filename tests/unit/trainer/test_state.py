@@ -11,14 +11,14 @@ from sft_api.checkpoints import Manifest
 from sft_trainer import state
 from sft_trainer.preparation import Prepared
 from sft_trainer.state import Facts, changed_fields
-from sft_trainer.topology import ALONE
+from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve
 
 
-def environment(folder: Path, **sections: Any) -> dict[str, str | int]:
+def environment(folder: Path, topology: Topology = ALONE, **sections: Any) -> dict[str, str | int]:
     prepared = SimpleNamespace(train=(), base_digest="", companions={})
     config = resolve(manifest(folder, folder / "store", **sections))
-    return Facts.of(config, cast(Prepared, prepared), torch.device("cpu"), ALONE).environment
+    return Facts.of(config, cast(Prepared, prepared), torch.device("cpu"), topology).environment
 
 
 def warned(before: dict[str, str | int], now: dict[str, str | int]) -> list[str]:
@@ -50,3 +50,13 @@ def test_a_resume_that_computes_in_another_way_says_that_its_last_bits_differ(
     tmp_path: Path, sections: dict[str, Any], change: str
 ) -> None:
     assert changed_fields(environment(tmp_path), environment(tmp_path, **sections)) == [change]
+
+
+def test_a_run_that_an_earlier_version_began_is_told_that_its_bins_were_dealt_out_otherwise(tmp_path: Path) -> None:
+    # Given what that version said of two processes
+    here = environment(tmp_path, Topology(rank=0, local_rank=0, world_size=2, shard=2))
+    before = {name: value for name, value in here.items() if name != "bins"}
+
+    # Then it differs, and that of one process, which has all bins, does not
+    assert changed_fields(before, here) == ["bins: None -> 'dealt by cost'"]
+    assert "bins" not in environment(tmp_path)
