@@ -158,17 +158,34 @@ def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gp
 def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, shape: ModelShape | None = None) -> Fit:
     """Whether ``spec`` fits GPUs of ``gpu_memory`` bytes, where the manifest does not say how large they are.
 
-    ``shape`` is that of its model, where the table does not know it: for some, tokens cannot be shared out as asked.
+    ``shape`` is that of its model, where the table does not know it: some cannot have what is asked for.
     With ``compute.memoryCheck: Warn`` nothing is refused for its memory.
     """
     gpu = declared_gpu_memory(spec) or gpu_memory
     shape = shape or known_shape(spec.model.uri)
     if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel, plan.shard_degree)):
         return Fit(refused=problem)
+    if shape and (problem := _experts_problem(spec, shape)):
+        return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
     if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:
         return Fit()
     return sentences(spec, memory, gpu, remedies(spec, plan, shape, gpu))
+
+
+def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
+    """What of the training a model of ``shape`` cannot have, because of its experts or for want of them; else empty."""
+    if shape.experts and spec.training.compile:
+        return (
+            f"training.compile is true, and {spec.model.uri} is a mixture of experts: how many tokens go to each of "
+            "them is another number in every step; leave training.compile out"
+        )
+    if spec.training.router_aux_loss_coefficient and not shape.experts:
+        return (
+            f"training.routerAuxLossCoefficient is {spec.training.router_aux_loss_coefficient:g}, but "
+            f"{spec.model.uri} sends no tokens to experts: leave the field out"
+        )
+    return ""
 
 
 def sentences(spec: SFTJobSpec, memory: MemoryEstimate, gpu: int, remedy: str) -> Fit:
@@ -268,6 +285,8 @@ def _changes(
 
 def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> int | None:
     """The smallest larger degree, within a node, with which the run fits, else the largest; None without any."""
+    if spec.training.router_aux_loss_coefficient:  # which needs all tokens of a micro-batch in one process
+        return None
     here = spec.compute.effective_processes_per_node
     degrees = [
         degree

@@ -124,7 +124,25 @@ RULES = [
             "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4, "
             "original_max_position_embeddings: 32768, beta_fast: 1, beta_slow: 32}}}"
         },
-        "beta_slow must be less than beta_fast",
+        "beta_slow (1 where absent) must be less than beta_fast (32 where absent)",
+    ),
+    Bad(
+        "one bound of yarn, beyond the other where it is absent",
+        "spec.model.configOverrides.rope_parameters",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4, "
+            "original_max_position_embeddings: 32768, beta_slow: 64}}}"
+        },
+        "beta_slow (1 where absent) must be less than beta_fast (32 where absent)",
+    ),
+    Bad(
+        "the other bound of yarn, at the one where it is absent",
+        "spec.model.configOverrides.rope_parameters",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4, "
+            "original_max_position_embeddings: 32768, beta_fast: 1}}}"
+        },
+        "beta_slow (1 where absent) must be less than beta_fast (32 where absent)",
     ),
     Bad(
         "bounds of llama3 the wrong way round",
@@ -269,6 +287,52 @@ RULES = [
         },
         "training.routerAuxLossCoefficient needs strategy.fsdp.sequenceParallelDegree: 1: the loss of routers is of "
         "all tokens of a micro-batch, which no process has then",
+    ),
+    Bad(
+        "a loss of routers of compiled layers",
+        "spec",
+        {"training": "{routerAuxLossCoefficient: 0.01, compile: true}"},
+        "training.routerAuxLossCoefficient is for mixtures of experts, whose layers cannot be compiled: leave "
+        "training.compile out",
+    ),
+    Bad(
+        "attention that drops, compiled",
+        "spec",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {attention_dropout: 0.1}}",
+            "training": "{compile: true}",
+            "compute": "{gpusPerNode: 0}",
+        },
+        "model.configOverrides.attention_dropout has attention computed document by document, which cannot be "
+        "compiled: set it to 0, or leave training.compile out",
+    ),
+    Bad(
+        "attention that drops, on GPUs",
+        "spec",
+        {"model": "{uri: hf://org/name, configOverrides: {attention_dropout: 0.1}}", "compute": "{gpusPerNode: 1}"},
+        "model.configOverrides.attention_dropout must be 0 on GPUs, whose kernel knows none, but with "
+        "training.precision: fp32",
+    ),
+    Bad(
+        "examples longer than the model is said to be for",
+        "spec",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {max_position_embeddings: 2048}}",
+            "data": "{train: [{uri: hf://org/rows}], maxLength: 2049}",
+        },
+        "data.maxLength must be at most model.configOverrides.max_position_embeddings, the longest document that the "
+        "model is said to be for",
+    ),
+    Bad(
+        "examples longer than yarn scales",
+        "spec",
+        {
+            "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 2, "
+            "original_max_position_embeddings: 2048}}}",
+            "data": "{train: [{uri: hf://org/rows}], maxLength: 4097}",
+        },
+        "data.maxLength must be at most factor * original_max_position_embeddings in "
+        "model.configOverrides.rope_parameters: so far yarn scales",
     ),
     Bad(
         "best without evaluation",

@@ -67,7 +67,7 @@ spec:
                         attention_factor: 1.5, beta_fast: 32, beta_slow: 1.5, truncate: false}
       max_position_embeddings: 131072
       sliding_window: 8192
-      attention_dropout: 0.1
+      attention_dropout: 0
       hidden_dropout: 0.1
       resid_pdrop: 0
       residual_dropout: 0.1
@@ -103,7 +103,7 @@ spec:
     optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5,
       stateDtype: bf16}
     schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
-    routerAuxLossCoefficient: 0.001
+    routerAuxLossCoefficient: 0
     precision: bf16
     activationCheckpointing: full
     compile: true
@@ -165,9 +165,22 @@ spec:
 EVERY_OTHER_FIELD = manifest(
     {
         "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: llama3, factor: 8.0, "
-        "original_max_position_embeddings: 8192, low_freq_factor: 1, high_freq_factor: 4.0}}}",
+        "original_max_position_embeddings: 8192, low_freq_factor: 1, high_freq_factor: 4.0}, attention_dropout: 0.1}}",
         "data": "{train: [{uri: hf://org/rows}], packing: none, sampler: sequential}",
-        "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, schedule: {type: cosine, warmupSteps: 5}}",
+        "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, schedule: {type: cosine, warmupSteps: 5}, "
+        "routerAuxLossCoefficient: 0.001, precision: fp32}",
+    }
+)
+
+# At the bounds of rules on fields of the model's config, which are numbers with and without a point.
+OVERRIDES_AT_THEIR_BOUNDS = manifest(
+    {
+        "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 2, "
+        "original_max_position_embeddings: 2048, beta_slow: 31.5}, max_position_embeddings: 4096, "
+        "attention_dropout: 0.5}}",
+        "data": "{train: [{uri: hf://org/rows}], maxLength: 4096}",
+        "training": "{globalBatchTokens: 8192}",
+        "compute": "{gpusPerNode: 0}",
     }
 )
 
@@ -227,6 +240,7 @@ GOOD = {
     "on the CPU": ON_THE_CPU,
     "every field, packed": EVERY_FIELD_PACKED,
     "every other field": EVERY_OTHER_FIELD,
+    "overrides at their bounds": OVERRIDES_AT_THEIR_BOUNDS,
     "neighbours of the bad": NEIGHBOURS,
     "nothing exported": NOTHING_EXPORTED,
     "largest": LARGEST,

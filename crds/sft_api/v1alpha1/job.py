@@ -58,6 +58,18 @@ _PROCESSES = (
 _SEQUENCE = "(has(self.strategy) && has(self.strategy.fsdp) ? self.strategy.fsdp.sequenceParallelDegree : 1)"
 
 
+_OVERRIDES = "self.model.configOverrides"
+_ROTARY = f"{_OVERRIDES}.rope_parameters"
+_NO_ATTENTION_DROPOUT = (
+    f"!has({_OVERRIDES}) || !has({_OVERRIDES}.attention_dropout) || {_OVERRIDES}.attention_dropout == 0.0"
+)
+
+
+def _drops_attention(spec: "SFTJobSpec") -> bool:
+    overrides = spec.model.config_overrides
+    return bool(overrides and overrides.attention_dropout)
+
+
 class SFTJobSpec(ApiModel):
     """What to train, on what, and where."""
 
@@ -190,6 +202,50 @@ class SFTJobSpec(ApiModel):
             "training.routerAuxLossCoefficient needs strategy.fsdp.sequenceParallelDegree: 1: the loss of routers is "
             "of all tokens of a micro-batch, which no process has then",
             lambda self: self.training.router_aux_loss_coefficient == 0 or self.sequence_parallel == 1,
+        ),
+        Rule(
+            "self.training.routerAuxLossCoefficient == 0.0 || !self.training.compile",
+            "training.routerAuxLossCoefficient is for mixtures of experts, whose layers cannot be compiled: leave "
+            "training.compile out",
+            lambda self: self.training.router_aux_loss_coefficient == 0 or not self.training.compile,
+        ),
+        Rule(
+            f"{_NO_ATTENTION_DROPOUT} || !self.training.compile",
+            "model.configOverrides.attention_dropout has attention computed document by document, which cannot be "
+            "compiled: set it to 0, or leave training.compile out",
+            lambda self: not _drops_attention(self) or not self.training.compile,
+        ),
+        Rule(
+            f"{_NO_ATTENTION_DROPOUT} || self.compute.gpusPerNode == 0 || "
+            "(has(self.training.precision) && self.training.precision == 'fp32')",
+            "model.configOverrides.attention_dropout must be 0 on GPUs, whose kernel knows none, but with "
+            "training.precision: fp32",
+            lambda self: (
+                not _drops_attention(self) or self.compute.gpus_per_node == 0 or self.training.precision == "fp32"
+            ),
+        ),
+        Rule(
+            f"!has({_OVERRIDES}) || !has({_OVERRIDES}.max_position_embeddings) || "
+            f"self.data.maxLength <= {_OVERRIDES}.max_position_embeddings",
+            "data.maxLength must be at most model.configOverrides.max_position_embeddings, the longest document that "
+            "the model is said to be for",
+            lambda self: (
+                self.model.config_overrides is None
+                or self.model.config_overrides.max_position_embeddings is None
+                or self.data.max_length <= self.model.config_overrides.max_position_embeddings
+            ),
+        ),
+        Rule(
+            f"!has({_OVERRIDES}) || !has({_ROTARY}) || {_ROTARY}.rope_type != 'yarn' || !has({_ROTARY}.factor) || "
+            f"!has({_ROTARY}.original_max_position_embeddings) || double(self.data.maxLength) <= {_ROTARY}.factor * "
+            f"double({_ROTARY}.original_max_position_embeddings)",
+            "data.maxLength must be at most factor * original_max_position_embeddings in "
+            "model.configOverrides.rope_parameters: so far yarn scales",
+            lambda self: (
+                self.model.config_overrides is None
+                or self.model.config_overrides.rope_parameters is None
+                or self.data.max_length <= self.model.config_overrides.rope_parameters.reach
+            ),
         ),
         Rule(
             "self.checkpoint.keep.best == 0 || (has(self.data.eval) && size(self.data.eval) > 0)",

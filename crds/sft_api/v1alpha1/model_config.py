@@ -16,6 +16,8 @@ _OF_TYPE = {
 }
 """What each type of scaling needs."""
 _YARN_ALONE = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
+"""What transformers takes where a config does not say."""
 _SCALING = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", *_YARN_ALONE)
 
 Positions = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -87,9 +89,10 @@ class RopeParameters(ApiModel):
             ),
         ),
         Rule(
-            "!has(self.beta_slow) || !has(self.beta_fast) || self.beta_slow < self.beta_fast",
-            "beta_slow must be less than beta_fast",
-            lambda self: self.beta_slow is None or self.beta_fast is None or self.beta_slow < self.beta_fast,
+            f"(has(self.beta_slow) ? self.beta_slow : {_BETA_SLOW}) < "
+            f"(has(self.beta_fast) ? self.beta_fast : {_BETA_FAST})",
+            f"beta_slow ({_BETA_SLOW:g} where absent) must be less than beta_fast ({_BETA_FAST:g} where absent)",
+            lambda self: (self.beta_slow or _BETA_SLOW) < (self.beta_fast or _BETA_FAST),
         ),
     )
 

@@ -21,7 +21,7 @@ def test_a_run_with_scaled_positions_exports_the_model_that_it_trained(place: Pl
     }
 
     def with_factor(factor: float) -> dict[str, object]:
-        given = {"rope_parameters": {**YARN, "factor": factor}, "max_position_embeddings": 128}
+        given = {"rope_parameters": {**YARN, "factor": factor}, "max_position_embeddings": 256}
         return {"uri": f"file://{place.inputs.model}", "configOverrides": given}
 
     ended = place.run(place.job(model=with_factor(4.0), **sections))
@@ -30,9 +30,9 @@ def test_a_run_with_scaled_positions_exports_the_model_that_it_trained(place: Pl
     # Then the exported config has it, and plain transformers finds the loss that the run has measured
     export = place.store() / "export"
     config = json.loads((export / "config.json").read_text())
-    assert config["max_position_embeddings"] == 128
+    assert config["max_position_embeddings"] == 256
     assert {name: config["rope_parameters"][name] for name in YARN} == YARN
-    assert "| `max_position_embeddings` | `128` |" in (export / "README.md").read_text()
+    assert "| `max_position_embeddings` | `256` |" in (export / "README.md").read_text()
     rows = [json.loads(line) for line in place.inputs.eval.read_text().splitlines()]
     measured = ended.status["progress"]["evalLoss"]
     loss, _ = evaluation_of(export, rows, 256)
@@ -45,8 +45,8 @@ def test_a_run_with_scaled_positions_exports_the_model_that_it_trained(place: Pl
     assert abs(unscaled - measured) > 1e-5 * measured
 
     # And the run does not go on with another factor
-    again = place.run(place.job(model=with_factor(2.0), **sections))
-    assert_failed(again, 10, "ConfigError", "model.configOverrides.rope_parameters.factor: 4 -> 2")
+    again = place.run(place.job(model=with_factor(8.0), **sections))
+    assert_failed(again, 10, "ConfigError", "model.configOverrides.rope_parameters.factor: 4 -> 8")
 
 
 def test_overrides_that_the_model_has_no_place_for_are_refused_before_a_step(place: Place) -> None:

@@ -120,6 +120,40 @@ def test_tokens_are_shared_out_to_as_few_as_make_it_fit() -> None:
     assert make_plan(shared[8]).data_parallel == 1
 
 
+def test_tokens_are_not_shared_out_where_the_loss_of_routers_is_trained() -> None:
+    mixture = {"uri": "hf://Qwen/Qwen3-30B-A3B"}
+
+    plain, balanced = (
+        verdict(spec(gpus=2, model=mixture, training={"routerAuxLossCoefficient": coefficient})).refused
+        for coefficient in (0, 0.001)
+    )
+
+    assert "strategy.fsdp.sequenceParallelDegree: 2" in plain
+    assert "sequenceParallelDegree" not in balanced
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None:
+    own, mixture = {"uri": "s3://models/own"}, {"uri": "hf://Qwen/Qwen3-30B-A3B"}
+    small = {"uri": "hf://Qwen/Qwen3-0.6B"}
+    balanced, compiled = {"routerAuxLossCoefficient": 0.001}, {"compile": True}
+
+    def refused(model: dict[str, Any], training: dict[str, Any]) -> str:
+        return verdict(spec(gpus=gpus, model=model, length=512, training=training)).refused
+
+    # Of a dense model and of a mixture what the other one can have, and of any other nothing is known
+    assert refused(small, balanced) == (
+        "training.routerAuxLossCoefficient is 0.001, but hf://Qwen/Qwen3-0.6B sends no tokens to experts: leave the "
+        "field out"
+    )
+    assert refused(mixture, compiled) == (
+        "training.compile is true, and hf://Qwen/Qwen3-30B-A3B is a mixture of experts: how many tokens go to each of "
+        "them is another number in every step; leave training.compile out"
+    )
+    assert refused(small, compiled) == refused(own, balanced) == refused(own, compiled) == ""
+    assert "training.routerAuxLossCoefficient is" not in refused(mixture, balanced)
+
+
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     fourteen = {"uri": "hf://Qwen/Qwen2.5-0.5B"}
     asked = spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 4}})
