@@ -23,7 +23,7 @@ class FailureClass(StrEnum):
     STORAGE_FULL = "StorageFull"
     """The disk or bucket for checkpoints has no room left."""
     NON_FINITE_LOSS = "NonFiniteLoss"
-    """Loss or gradients were NaN or infinite for several steps in a row."""
+    """Loss or gradients were NaN or infinite for several steps in a row, or in all steps of a run."""
     RESTARTS_EXHAUSTED = "RestartsExhausted"
     """More failures than runPolicy.maxRestarts allows."""
     INTERRUPTED = "Interrupted"

@@ -10,7 +10,7 @@ MAX_SKIPPED_IN_A_ROW = 5
 
 
 class SkippedSteps(Listener):
-    """Counts them, warns of them once, and ends a run that does nothing else any more."""
+    """Counts them, warns of them once, and ends a run that does nothing else any more, or did nothing else."""
 
     def __init__(self, reporter: Reporter, saving: Saving, *, learning_rate: float) -> None:
         """``learning_rate`` is the highest of the run."""
@@ -46,6 +46,17 @@ class SkippedSteps(Listener):
                 f"loss or gradients were not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step "
                 f"{event.step} ({self._last_saved()}): lower training.optimizer.learningRate "
                 f"({self._learning_rate:g}), or look at the data there"
+            )
+
+    def check_updates(self, updates: int, step: int) -> None:
+        """Raise ``NonFiniteLossError`` where ``updates``, those of the run up to its last ``step``, are none."""
+        # Of few steps, which are over before they are too many in a row.
+        if not updates:
+            self._saving.settle()
+            raise NonFiniteLossError(
+                f"no step of the run changed the model: loss or gradients of all {step} were not finite; look at the "
+                f"data, lower training.optimizer.learningRate ({self._learning_rate:g}), and see whether "
+                "model.configOverrides, where it is set, goes with the model"
             )
 
     def why_unsaved(self, step: int) -> str:

@@ -147,6 +147,7 @@ class Trainer:
             while not self._is_over():
                 self._train_step()
                 self._follow()
+        self.ours.skipped.check_updates(self.strategy.updates, self.step)
         self._evaluate()
         self._save(final=True)
         self._export()

@@ -68,7 +68,7 @@ class RopeParameters(ApiModel):
     rope_theta: Annotated[float, Field(gt=0, le=1e12)] | None = Field(
         default=None, description="Base of the frequencies; the model's own when absent."
     )
-    attention_factor: Positive | None = Field(
+    attention_factor: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
         default=None, description="By which yarn scales queries and keys; follows from the factor when absent."
     )
     beta_fast: Positive | None = Field(default=None, description="Of yarn: from so many turns on nothing is scaled.")

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from sft_api.v1alpha1 import SFTJob, TrainingSpec
 from sft_api.v1alpha1.base import ApiModel, Rule, matches
+from sft_api.v1alpha1.model_config import RopeParameters
 from sft_api.v1alpha1.quantities import quantity_value
 
 MINIMAL: dict[str, Any] = {
@@ -90,3 +91,12 @@ def test_quantities_have_their_kubernetes_value(text: int | str, value: float) -
 @pytest.mark.parametrize("text", ["", "GB", "1GB", "-1", "1 Gi", "1Gi\n", "1e3x", "٣"])
 def test_other_text_is_no_quantity(text: str) -> None:
     assert quantity_value(text) is None
+
+
+@pytest.mark.parametrize("outside", [{"attention_factor": 1e6}, {"attention_factor": 1e-300}])
+def test_rotary_parameters_that_no_model_has_are_refused(outside: dict[str, float]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    inside = {"rope_theta": 1e4, "attention_factor": 1.5}
+    assert RopeParameters.model_validate({**yarn, **inside})
+    with pytest.raises(ValidationError, match=next(iter(outside))):
+        RopeParameters.model_validate({**yarn, **inside, **outside})

@@ -48,6 +48,7 @@ class Story(Trainer):
         self.prepared = SimpleNamespace(total_steps=10, epoch_size=10, eval=["some"])  # type: ignore[assignment]
         self.strategy = SimpleNamespace(  # type: ignore[assignment]
             auxiliary=False,
+            updates=0,
             loaded=lambda: None,
             forward_backward=self._compute,
             grad_norm=lambda: torch.tensor(1.0),
@@ -78,6 +79,7 @@ class Story(Trainer):
 
     def _apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
         self.applied.append(bool(ok))
+        self.strategy.updates += bool(ok)
 
     def _learn(self, launched: Any) -> None:
         self.told.append(f"learn {launched.number}")
@@ -223,6 +225,16 @@ def test_too_many_skipped_steps_end_the_run_one_step_later(tmp_path: Path) -> No
     assert not any(story.applied[2:])
     assert len(story.applied) in (7, 8)
     assert not any(word.startswith("save") for word in story.told)
+
+
+def test_a_run_whose_few_steps_are_all_skipped_is_not_complete(tmp_path: Path) -> None:
+    # Given a run that is over before there are too many in a row
+    story = Story(tmp_path, dict.fromkeys((1, 2, 3), NAN))
+    story.prepared.total_steps = 3
+    with pytest.raises(NonFiniteLossError, match="no step of the run changed the model: loss or gradients of all 3 "):
+        story.run()
+    assert "learn 3" in story.told
+    assert not any(word.startswith(("save", "evaluate")) for word in story.told)
 
 
 def test_skipped_steps_are_one_warning_that_counts(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Story(Trainer):
         )
         self.store = LocalStore(folder / "store")
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
-        self.strategy = SimpleNamespace(loaded=lambda: None)  # type: ignore[assignment]
+        self.strategy = SimpleNamespace(loaded=lambda: None, updates=1)  # type: ignore[assignment]
 
     def _open_store(self) -> None: ...
 
