@@ -65,7 +65,7 @@ class RopeParameters(ApiModel):
     original_max_position_embeddings: Positions | None = Field(
         default=None, description="Length that the model was trained with, before it is scaled, in tokens."
     )
-    rope_theta: Annotated[float, Field(gt=0, le=1e12)] | None = Field(
+    rope_theta: Annotated[float, Field(gt=1, le=1e12)] | None = Field(
         default=None, description="Base of the frequencies; the model's own when absent."
     )
     attention_factor: Annotated[float, Field(ge=0.1, le=10)] | None = Field(

@@ -93,7 +93,9 @@ def test_other_text_is_no_quantity(text: str) -> None:
     assert quantity_value(text) is None
 
 
-@pytest.mark.parametrize("outside", [{"attention_factor": 1e6}, {"attention_factor": 1e-300}])
+@pytest.mark.parametrize(
+    "outside", [{"attention_factor": 1e6}, {"attention_factor": 1e-300}, {"rope_theta": 1e-300}, {"rope_theta": 1.0}]
+)
 def test_rotary_parameters_that_no_model_has_are_refused(outside: dict[str, float]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     inside = {"rope_theta": 1e4, "attention_factor": 1.5}

@@ -108,6 +108,7 @@ def test_packed_documents_are_computed_as_transformers_computes_each_by_that_con
         ("gemma3_text", {"rope_parameters": YARN}, "has other rotary positions for each kind of layer"),
         ("biogpt", {"max_position_embeddings": 4096}, "has no rotary positions"),
         ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 65}}, "is 65, .* has 64 positions"),
+        ("llama", {"rope_parameters": {**YARN, "beta_slow": 5e-324}}, r"'beta_slow': 5e-324.* frequencies cannot be "),
         ("phi3", {"rope_parameters": YARN}, "which a model of type 'phi3' cannot have"),
     ],
 )

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError
 
@@ -27,6 +29,8 @@ def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
         values["rope_parameters"] = _rotary(config, values["rope_parameters"])
     overridden = AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
     _check_it_stays(overridden, values)
+    if "rope_parameters" in values:
+        _check_frequencies(overridden, values["rope_parameters"])
     return overridden
 
 
@@ -94,6 +98,28 @@ def _rotary(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             f"type {config.model_type!r} has {trained} positions (max_position_embeddings): say that, or less"
         )
     return {**{name: own[name] for name in _OF_EVERY_TYPE if name in own}, **given}
+
+
+def _check_frequencies(config: Any, rotary: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` where frequencies by ``rotary``, the model's rotary parameters in this run, are no numbers.
+
+    Found here the values are named; where the model computes them, it seems to be one that cannot be trained.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    compute = ROPE_INIT_FUNCTIONS.get(rotary["rope_type"])
+    if compute is None:  # what the model computes without scaling, of a rope_theta above 1
+        return
+    try:
+        frequencies, scale = compute(config, torch.device("cpu"))
+        reason = "" if bool((frequencies * scale).isfinite().all()) else "some are infinite or no number"
+    except (ArithmeticError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        raise ConfigError(
+            f"model.configOverrides.rope_parameters gives a model of type {config.model_type!r} {dict(rotary)!r}, by "
+            f"which its frequencies cannot be computed ({reason}): choose values as models have them"
+        )
 
 
 def _check_it_stays(config: Any, values: Mapping[str, Any]) -> None:
