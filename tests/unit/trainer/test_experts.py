@@ -1,5 +1,6 @@
 """Mixtures of experts against plain Hugging Face: what is computed, the loss of routers, and what is refused."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,17 @@ def test_adapters_are_put_beside_attention_and_not_on_routers_or_experts(folder:
     for name in ("gate", "gate_up_proj"):
         with pytest.raises(ConfigError, match="experts"):
             adapted_layers(huggingface, lora.model_copy(update={"target_modules": [name]}))
+
+
+@pytest.mark.parametrize("chosen", [0, 99])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_a_token_is_sent_to_as_many_experts_as_there_are(tmp_path: Path, kind: str, chosen: int) -> None:
+    # Given a config.json by which every token goes to none of the experts, or to more than there are
+    save_model(kind, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts_per_tok": chosen}))
+    with pytest.raises(ModelError, match=rf"has \d+ experts and sends every token to {chosen} of them"):
+        build_on_meta(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "granitemoeshared", "glm4_moe"])

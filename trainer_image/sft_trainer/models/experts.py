@@ -43,7 +43,13 @@ def check_experts(model: Any) -> None:
             f"a model of type {kind!r} sends tokens to experts in a way that is not known to be trained exactly here: "
             f"choose a dense model, or a mixture of experts of type {', '.join(PROVEN)}"
         )
+    chosen = model.config.num_experts_per_tok
     for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and not 1 <= chosen <= len(parameter):
+            raise ModelError(
+                f"a model of type {kind!r} has {len(parameter)} experts and sends every token to {chosen} of them "
+                f"(num_experts_per_tok in its config.json): 1 to {len(parameter)} must be; correct that file"
+            )
         # In bf16: of a row of fp32 it then holds as well.
         if parameter.ndim == 3 and any(size * 2 % _MULTIPLE for size in parameter.shape[1:]):
             raise ModelError(
