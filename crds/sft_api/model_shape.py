@@ -151,10 +151,20 @@ class ModelShape:
         return self.layers * self.block_parameters + self.root_parameters
 
 
+LARGEST_SIZE = 2**31 - 1
+"""Of what a config counts: of larger ones memory is no number that says anything."""
+_CHOSEN = "num_experts_per_tok"
+_OF_EXPERTS = ("num_experts", "num_local_experts", _CHOSEN)
+_SIZES = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"),
+    "vocab_size",
+)
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """The shape that ``config``, the content of a model's config.json, describes; None where no formula counts it."""
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is None:
+    if family is None or wrong_sizes(config):
         return None
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
@@ -192,11 +202,26 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     )
 
 
+def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``config`` by which a formula would count, and that are no such size; of other models none."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return {}
+    names = (*_SIZES, family.expert_size, *(_OF_EXPERTS if family.mixture else ()))
+    wrong = {name: config[name] for name in names if config.get(name) is not None and _size(config, name) is None}
+    experts = _size(config, "num_experts") or _size(config, "num_local_experts")
+    chosen = _size(config, _CHOSEN)
+    if family.mixture and experts and chosen and chosen > experts:
+        wrong[_CHOSEN] = chosen
+    return wrong
+
+
 def _has_dense_blocks(config: Mapping[str, Any]) -> bool:
     """Whether some blocks of a mixture of experts have one MLP: blocks are not equal then."""
     return bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:
+    """What ``config`` says of it; None where it says nothing, or something that is no size."""
     value = config.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE else None

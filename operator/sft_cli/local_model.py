@@ -3,13 +3,16 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, staging_warning
-from sft_api.model_shape import ModelShape, shape_of
+from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, wrong_sizes
 from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.quantities import quantity_value
+
+from .live import shortened
 
 _FILE, _HUB = "file://", "hf://"
 
@@ -17,26 +20,40 @@ _FILE, _HUB = "file://", "hf://"
 def model_shape(spec: SFTJobSpec) -> ModelShape | None:
     """The shape of the model of ``spec``: as its config says it, where that is here, or by the table; else None."""
     config = _config(spec.model.uri)
-    if config is None:
-        return known_shape(spec.model.uri)
+    return known_shape(spec.model.uri) if config is None else shape_of(_content(config))
+
+
+def _content(config: Path) -> dict[str, Any]:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # sft run says what is wrong with it
-        return None
-    return shape_of(content) if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _sizes_warning(uri: str) -> str:
+    config = _config(uri)
+    wrong = {} if config is None else wrong_sizes(_content(config))
+    if not wrong:
+        return ""
+    words = ", ".join(f"{name} = {shortened(repr(value), 40)}" for name, value in wrong.items())
+    return (
+        f"{config} has {words}: sizes are numbers from 1 to {LARGEST_SIZE}, and a token is sent to at most as many "
+        "experts as there are; memory and heads are not reckoned"
+    )
 
 
 def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> list[str]:
     """What to say of the memory of a run that may be tried: of its GPUs, and of the host as far as ``spec`` says it.
 
-    Also of processes that share tokens over several nodes.
+    Also of a config whose sizes are none, and of processes that share tokens over several nodes.
     """
     resources = spec.compute.resources
     asked = resources.limits.get("memory", resources.requests.get("memory"))
     size = None if asked is None else quantity_value(asked)
     on_gpu = spec.compute.gpus_per_node > 0
     staging = staging_warning(spec, shape, None if size is None or not on_gpu else int(size))
-    return [text for text in (fit.warning, staging, nodes_warning(spec)) if text]
+    return [text for text in (_sizes_warning(spec.model.uri), fit.warning, staging, nodes_warning(spec)) if text]
 
 
 def _config(uri: str) -> Path | None:

@@ -257,6 +257,37 @@ def test_memory_is_reckoned_by_the_config_of_a_model_on_this_machine(
     assert "the shape of hf://org/other" in capsys.readouterr().out
 
 
+MIXTURE = {**CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (CONFIG | {"num_hidden_layers": 10**400}, "num_hidden_layers = 10000"),
+        (CONFIG | {"head_dim": -4}, "head_dim = -4:"),
+        (MIXTURE | {"num_local_experts": 10**18}, f"num_local_experts = {10**18}:"),
+        (MIXTURE | {"num_local_experts": 0}, "num_local_experts = 0:"),
+        (MIXTURE | {"num_local_experts": "4"}, "num_local_experts = '4':"),
+        (MIXTURE | {"num_experts_per_tok": True}, "num_experts_per_tok = True:"),
+        (MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9:"),
+    ],
+)
+def test_sizes_that_are_none_are_told_and_nothing_is_reckoned_by_them(
+    tmp_path: Path, sizes: dict[str, Any], words: str
+) -> None:
+    from sft_cli.validate import verdict_on
+
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest(model={"uri": f"file://{tmp_path}"}, compute=ON_ONE_GPU)))
+
+    verdict = verdict_on(path)
+
+    assert verdict.problems == ()
+    (warning,) = verdict.warnings
+    assert f"{tmp_path}/config.json has {words}" in warning
+
+
 def test_validate_refuses_what_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(json.dumps(manifest(model={"uri": "hf://Qwen/Qwen3-8B"}, compute=ON_ONE_GPU)))
