@@ -2,7 +2,7 @@
 
 Reads ``SFT_CONFIG`` (path of the TrainerConfig JSON) and ``SFT_RUN_DIR``, and RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT and SFT_GENERATION. Exits with the code of the failure class; the error itself is in the run
-directory. SIGUSR1 prints the stacks of all threads.
+directory. SIGUSR1 prints the stack of the thread that trains, SIGUSR2 those of all.
 """
 
 from .process import begin, leave, report_end

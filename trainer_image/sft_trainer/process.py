@@ -20,7 +20,7 @@ from .classify import classify
 def begin() -> tuple[TrainerConfig, Path]:
     """Set up signals and logging; the configuration (``SFT_CONFIG``) and the run directory (``SFT_RUN_DIR``)."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    tell_stacks_when_asked()
     # Asked to stop, the supervisor raises a flag that the processes agree on; a signal here is not for us.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -30,6 +30,15 @@ def begin() -> tuple[TrainerConfig, Path]:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     run_dir = Path(os.environ["SFT_RUN_DIR"])
     return TrainerConfig.model_validate_json(Path(os.environ.get("SFT_CONFIG", CONFIG_PATH)).read_text()), run_dir
+
+
+def tell_stacks_when_asked() -> None:
+    """SIGUSR1 prints the stack of the thread that trains, SIGUSR2 those of the newest hundred threads.
+
+    Of more faulthandler prints none, and the thread that trains is the oldest one.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 def report_end(error: BaseException, run_dir: Path, *, rank: int, step: int = 0, attempt: int = 0) -> int:

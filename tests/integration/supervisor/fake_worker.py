@@ -126,7 +126,8 @@ def do(action: str, step: int) -> None:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     starts = FOLDER / f"starts-{RANK}"
     with starts.open("a") as record:
         mine: dict[str, object] = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(RECORDED)}

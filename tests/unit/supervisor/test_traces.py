@@ -66,10 +66,15 @@ def test_nobody_waits_for_a_process_without_a_recorder(tmp_path: Path) -> None:
 
 
 HANGS = """
-import faulthandler, os, signal, time
-faulthandler.register(signal.SIGUSR1, all_threads=True)
+import os, threading, time
+from sft_trainer.process import tell_stacks_when_asked
+tell_stacks_when_asked()
+def waits():
+    time.sleep(1000)
 pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
 os.mkfifo(pipe)
+for _ in range(120):
+    threading.Thread(target=waits, daemon=True).start()
 asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 open(os.environ["SFT_RUN_DIR"] + "/ready", "w").close()
 while not os.read(asked, 100):
@@ -81,7 +86,7 @@ time.sleep(1000)
 
 
 def test_a_process_that_hangs_tells_stacks_and_recording(tmp_path: Path) -> None:
-    # Given a process that hangs
+    # Given a process that hangs, with more threads than faulthandler prints at once
     environment = {**os.environ, **recorder_environment(tmp_path), "SFT_RUN_DIR": str(tmp_path)}
     workers = Workers(1, tmp_path, Output(), expected=1)
     command = (sys.executable, "-c", HANGS)
@@ -99,9 +104,10 @@ def test_a_process_that_hangs_tells_stacks_and_recording(tmp_path: Path) -> None
         assert not workers.stacks_dumped(time.monotonic())
         wait_until(lambda: workers.stacks_dumped(time.monotonic()))
 
-        # Then both are there
+        # Then both are there, and the thread that trains is among those that are told of
         (trace,) = workers.traces
-        assert b'File "<string>", line' in trace.stacks
+        assert b" in <module>" in trace.stacks
+        assert b" in waits" in trace.stacks
         assert trace.recording.read_bytes() == b"a pickle"
     finally:
         workers.kill()

@@ -24,6 +24,8 @@ STACKS_SECONDS = 2.0
 """Time for workers that hang to print their stacks, of which nothing says that they are whole."""
 TRACES_SECONDS = 10.0
 """Time for those that print none, and for NCCL's flight recorder, which looks once a second whether it is asked."""
+_FIRST_STACK_SECONDS = 1.0
+"""After which the other threads are asked for, even though the one that trains has printed nothing."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -90,6 +92,8 @@ class _Worker:
     error_seen: float | None = None
     records: bool = False
     """Asked for its recording, which it has."""
+    all_asked: bool = False
+    """Asked for the stacks of all its threads, and not of the one that trains alone."""
     recorded: int = -1
     """Bytes of it when it was looked at last."""
 
@@ -170,7 +174,10 @@ class Workers:
         return longest
 
     def dump_stacks(self) -> None:
-        """Have every worker print the stacks of its threads, and write down what NCCL's flight recorder holds."""
+        """Have every worker print the stack of its main thread, and its flight recorder write down what it holds.
+
+        The stacks of all threads are asked for by ``stacks_dumped``.
+        """
         self.stacks_wanted = time.monotonic()
         for pid, worker in self._workers.items():
             if worker.end is None:
@@ -179,10 +186,15 @@ class Workers:
                 os.kill(pid, signal.SIGUSR1)
 
     def stacks_dumped(self, now: float) -> bool:
-        """Whether all have done so, or had the time for it."""
+        """Whether all have done so, or had the time for it. Asks those that have for the stacks of all threads."""
         since = now - (self.stacks_wanted or now)
         if since > TRACES_SECONDS:
             return True
+        for pid, worker in self._workers.items():
+            # A signal that finds another one waiting is taken by another thread, and both would print at once.
+            if not worker.all_asked and (worker.stderr.kept or since > _FIRST_STACK_SECONDS) and worker.end is None:
+                worker.all_asked = True
+                os.kill(pid, signal.SIGUSR2)
         # All are looked at: a recording is whole when it grows no more from one look to the next.
         done = [_has_told(worker) for worker in self._workers.values() if worker.end is None]
         return since > STACKS_SECONDS and all(done)
