@@ -145,12 +145,15 @@ def test_without_overrides_the_config_is_the_published_one(tmp_path: Path) -> No
     assert in_words(ConfigOverrides()) == in_words(None) == ""
 
 
-def test_the_card_of_adapters_says_how_their_base_is_loaded(tmp_path: Path) -> None:
+def test_the_card_of_adapters_says_how_their_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given adapters beside a base with another config
-    from transformers import AutoConfig
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
 
     given = {"rope_parameters": {**YARN, "factor": 16.0}, "attention_dropout": 0.1}
-    save_config("llama", tmp_path / "model")
+    save_model("llama", tmp_path / "model", max_position_embeddings=32)
+    untouched = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    get_peft_model(untouched, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
     trained = {"model": {"uri": f"file://{tmp_path}/model", "configOverrides": given}}
     manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path / "store"), metrics={"loss": 1.0})
     cards = [
@@ -158,13 +161,14 @@ def test_the_card_of_adapters_says_how_their_base_is_loaded(tmp_path: Path) -> N
         for form in ({"lora": {"rank": 4}}, {"lora": {"rank": 4}, "export": {"mergeAdapter": True}})
     ]
 
-    # When what it says is done, without the last line, which loads weights
-    code = cards[0].split("```python\n")[1].split("```")[0].splitlines()
-    assert code[-1].startswith("model = PeftModel.from_pretrained(")
-    names: dict[str, Any] = {"AutoConfig": AutoConfig, "base": tmp_path / "model"}
-    exec("\n".join(code[:-1]), names)
+    # When what it says is pasted, in their folder
+    monkeypatch.chdir(tmp_path / "adapters")
+    names: dict[str, Any] = {}
+    exec(cards[0].split("```python\n")[1].split("```")[0], names)
 
-    # Then it is the config of the run; of a whole model it need not be said, whose config.json has it
-    assert names["config"].to_dict() == config_of(tmp_path / "model", overrides(**given)).to_dict()
+    # Then the base has the config of the run; of a whole model it need not be said, whose config.json has it
+    loaded, asked = names["model"].config, config_of(tmp_path / "model", overrides(**given))
+    assert (loaded.rope_parameters, loaded.attention_dropout) == (asked.rope_parameters, 0.1)
+    assert names["model"].peft_config["default"].r == 2
     assert "| `attention_dropout` | `0.1` |" in cards[1]
     assert "```python" not in cards[1]

@@ -40,7 +40,16 @@ def in_words(overrides: ConfigOverrides | None) -> str:
         return ""
     values = overrides.given
     rotary = values.pop("rope_parameters", None)
-    lines = ["config = AutoConfig.from_pretrained(base)"]
+    # Which model it is stands beside the card: where it lies, and its revision.
+    lines = [
+        "from peft import PeftConfig, PeftModel",
+        "from transformers import AutoConfig, AutoModelForCausalLM",
+        "",
+        'adapters = "."  # the folder of this file',
+        "saved = PeftConfig.from_pretrained(adapters)",
+        "base, revision = saved.base_model_name_or_path, saved.revision",
+        "config = AutoConfig.from_pretrained(base, revision=revision)",
+    ]
     if rotary is not None:
         kept = ", ".join(map(repr, _OF_EVERY_TYPE))
         lines += [
@@ -48,9 +57,10 @@ def in_words(overrides: ConfigOverrides | None) -> str:
             f"config.rope_parameters = own | {rotary!r}",
         ]
     lines += [f"config.{name} = {value!r}" for name, value in values.items()]
-    lines.append(
-        "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, config=config), adapters)"
-    )
+    lines += [
+        "model = AutoModelForCausalLM.from_pretrained(base, revision=revision, config=config)",
+        "model = PeftModel.from_pretrained(model, adapters)",
+    ]
     code = "\n".join(lines)
     return (
         "\nThe adapters were trained beside a base whose config is not the published one; beside that as it is they "
