@@ -24,6 +24,7 @@ def test_every_figure_that_is_known() -> None:
         phase=Phase.SAVING,
         step=47,
         loss=1.25,
+        aux_loss=2.5,
         checkpoints=CheckpointsStatus(latest=latest),
         update_time=NOW - timedelta(seconds=3),
     )
@@ -35,6 +36,7 @@ def test_every_figure_that_is_known() -> None:
     for line in (
         "sft_trainer_step 47.0",
         "sft_trainer_loss 1.25",
+        "sft_trainer_aux_loss 2.5",
         "sft_trainer_steps_at_risk 7.0",
         "sft_trainer_checkpoint_step 40.0",
         "sft_trainer_checkpoint_age_seconds 60.0",

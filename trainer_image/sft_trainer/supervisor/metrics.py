@@ -107,6 +107,7 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
         ("total_steps", "Optimizer steps of the whole run", training.total_steps),
         ("epoch", "Passes over the data done", training.epoch),
         ("loss", "Mean loss per trained token of the last step", training.loss),
+        ("aux_loss", "Load-balancing loss of the routers in the last step", training.aux_loss),
         ("eval_loss", "Mean evaluation loss per trained token", training.eval_loss),
         ("eval_accuracy", "Share of the trained tokens that an evaluation found right", training.eval_accuracy),
         ("learning_rate", "Learning rate of the last step", training.learning_rate),
