@@ -102,9 +102,14 @@ def test_packed_documents_are_computed_as_transformers_computes_each_by_that_con
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
-        ("llama", {"sliding_window": 5}, "sliding_window is 5, but .* has no such field, or has it switched off"),
-        ("qwen2", {"sliding_window": 5}, "sliding_window is 5, but .* has no such field, or has it switched off"),
-        ("llama", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1, but .* has no such field"),
+        ("llama", {"sliding_window": 5}, "sliding_window is 5, but .* has no such field: leave it out"),
+        ("qwen2", {"sliding_window": 5}, "sliding_window is 5, but .* has that switched off in its config.json: leave"),
+        (
+            "llama",
+            {"resid_pdrop": 0.1},
+            r"resid_pdrop is 0.1, but .* no such field \(its dropouts: attention_dropout\)",
+        ),
+        ("olmo2", {"hidden_dropout": 0.1}, r"no such field \(its dropouts: attention_dropout\): leave it out"),
         ("gemma3_text", {"rope_parameters": YARN}, "has other rotary positions for each kind of layer"),
         ("biogpt", {"max_position_embeddings": 4096}, "has no rotary positions"),
         ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 65}}, "is 65, .* has 64 positions"),

@@ -11,6 +11,7 @@ from sft_trainer.errors import ConfigError
 
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Of the model's own rotary parameters: they say nothing about scaling, and stay."""
+_DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if name.endswith(("dropout", "pdrop")))
 
 
 def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
@@ -81,7 +82,7 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
             elif name == "max_position_embeddings" and _scaled_by_it(rotary):
                 reason = "scales its positions by that length itself"
         elif getattr(config, name, None) is None:
-            reason = "has no such field, or has it switched off"
+            reason = _missing(config, name)
         elif name == "sliding_window" and "sliding_attention" not in (
             getattr(config, "layer_types", None) or ["sliding_attention"]
         ):
@@ -90,6 +91,15 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"model.configOverrides.{name} is {values[name]!r}, but a model of type {kind!r} {reason}: leave it out"
             )
+
+
+def _missing(config: Any, name: str) -> str:
+    """Why ``config`` takes no ``name``; of a dropout also by which names it has its own."""
+    reason = "has that switched off in its config.json" if hasattr(config, name) else "has no such field"
+    if name not in _DROPOUTS:
+        return reason
+    own = ", ".join(each for each in _DROPOUTS if getattr(config, each, None) is not None)
+    return f"{reason} (its dropouts: {own or 'none'})"
 
 
 def _scaled_by_it(rotary: Mapping[str, Any]) -> bool:
