@@ -15,6 +15,7 @@ from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.digest import base_digest
 from sft_trainer.models.experts import check_balances, load_balance
 from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
@@ -198,6 +199,16 @@ def test_a_token_is_sent_to_as_many_experts_as_there_are(tmp_path: Path, kind: s
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts_per_tok": chosen}))
     with pytest.raises(ModelError, match=rf"has \d+ experts and sends every token to {chosen} of them"):
         build_on_meta(tmp_path)
+
+
+def test_experts_that_no_file_can_hold_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    save_model("qwen3_moe", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 10_000, "num_local_experts": 10_000}))
+    with pytest.raises(
+        ModelError, match=r"says 10000 experts \(.*\), but all files of weights together have \d+ tensors"
+    ):
+        base_digest(build_on_meta(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "granitemoeshared", "glm4_moe"])

@@ -108,6 +108,12 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
     files = weight_files(path)
     needed: dict[str, list[tuple[Box, int | None]]] = {}
     for box in boxes:
+        # A config may say any number of experts: not even their names are listed where there cannot be so many.
+        if names.is_stacked(box.name) and box.place.sizes[0] == box.shape[0] > len(files):
+            raise ModelError(
+                f"{path}/config.json says {box.shape[0]} experts ({box.name}), but all files of weights together have "
+                f"{len(files)} tensors: correct that number, or fetch the model again"
+            )
         for tensor in names.hub(box.name, box.shape):
             if tensor.index is None or 0 <= tensor.index - box.place.offsets[0] < box.place.sizes[0]:
                 needed.setdefault(tensor.name, []).append((box, tensor.index))

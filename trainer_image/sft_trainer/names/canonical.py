@@ -66,6 +66,10 @@ class Names:
             for index, projection in enumerate(projections)
         ]
 
+    def is_stacked(self, name: str) -> bool:
+        """Whether the canonical tensor ``name`` is that of all experts, of which files have one each."""
+        return bool(self._rules.experts) and self._stacked.fullmatch(name) is not None
+
     def hub(self, name: str, shape: tuple[int, ...]) -> list[HubTensor]:
         """The tensors of hub files that the canonical tensor ``name``, of ``shape``, is made of."""
         found = self._stacked.fullmatch(name) if self._rules.experts else None
