@@ -12,8 +12,6 @@ from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.quantities import quantity_value
 
-from .live import shortened
-
 _FILE, _HUB = "file://", "hf://"
 
 
@@ -36,6 +34,8 @@ def _sizes_warning(uri: str) -> str:
     wrong = {} if config is None else wrong_sizes(_content(config))
     if not wrong:
         return ""
+    from .live import shortened  # brings rich along, which other commands do without
+
     words = ", ".join(f"{name} = {shortened(repr(value), 40)}" for name, value in wrong.items())
     return (
         f"{config} has {words}: sizes are numbers from 1 to {LARGEST_SIZE}, and a token is sent to at most as many "
