@@ -295,12 +295,12 @@ def test_sigterm_of_all_pods_ends_all_with_the_retryable_code(group: Group) -> N
 
 def test_a_hang_in_one_pod_prints_the_stacks_of_all_and_training_goes_on(group: Group) -> None:
     group.nodes = 2
-    group.run_policy = {"progressDeadlineSeconds": 1}
+    group.run_policy = {"progressDeadlineSeconds": 3}
     group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
     first, second = group.start_all()
 
     assert [first.wait(), second.wait()] == [0, 0]
-    assert "failure at step 2: Hang: no new step for 1 s after step 2" in first.log
+    assert "failure at step 2: Hang: no new step for 3 s after step 2" in first.log
     assert '[rank 0]   File "' in first.log
     assert "in receive\n" in first.log
     assert "in do\n" in second.log
@@ -309,7 +309,7 @@ def test_a_hang_in_one_pod_prints_the_stacks_of_all_and_training_goes_on(group: 
 def test_the_stacks_of_a_hang_are_kept_where_its_message_says(group: Group) -> None:
     # Given a claim of the attempt that will hang
     group.nodes = 2
-    group.run_policy = {"progressDeadlineSeconds": 1}
+    group.run_policy = {"progressDeadlineSeconds": 3}
     group.faults = [{"rank": 1, "start": 1, "step": 4, "do": "hang"}]
     claims = group.folder / "checkpoints" / "attempts"
     claims.mkdir(parents=True)
