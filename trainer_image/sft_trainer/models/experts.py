@@ -16,7 +16,7 @@ from sft_trainer.errors import ConfigError, ModelError
 from .attention import Boundaries, boundary_arguments
 from .probe import small_model
 
-PROVEN = (*("flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),)
+PROVEN = ("flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
 _MULTIPLE = 16
 """Bytes: every row of a factor of the grouped product begins at one."""
