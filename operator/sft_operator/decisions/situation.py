@@ -148,7 +148,9 @@ def last_words_missing(observed: Observed, now: datetime) -> bool:
     if child is None or ended is None or (ended.time and now - ended.time > LAST_WORDS):
         return False
     if child.complete:
-        return bool(observed.active_pods)
+        # A pod that was never seen is on its way as well as one that seems to run.
+        seen = {pod.index for pod in (*observed.pods, *observed.gone_pods) if pod.phase == "Succeeded"}
+        return len(seen) < child.nodes
     return ended.reason == "PodFailurePolicy" and not _fatal_ends((*observed.pods, *observed.gone_pods))
 
 

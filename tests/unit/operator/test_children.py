@@ -133,6 +133,15 @@ def test_finished_jobs_live_for_as_long_as_asked(
         ({"conditions": {"Complete": ("", "")}}, (make_pod(0),), 1, True),
         ({"conditions": {"Complete": ("", "")}}, (make_pod(0),), 30, False),
         ({"conditions": {"Complete": ("", "")}}, (make_pod(0, phase="Succeeded", exit_code=0),), 1, False),
+        # A pod of which nothing was seen yet.
+        ({"conditions": {"Complete": ("", "")}}, (), 1, True),
+        ({"conditions": {"Complete": ("", "")}}, (), 30, False),
+        (
+            {"pods": (2, 2), "conditions": {"Complete": ("", "")}},
+            (make_pod(0, phase="Succeeded", exit_code=0),),
+            1,
+            True,
+        ),
         ({"conditions": {"Failed": ("PodFailurePolicy", "")}}, (make_pod(0),), 1, True),
         ({"conditions": {"Failed": ("PodFailurePolicy", "")}}, (make_pod(0, phase="Failed", exit_code=10),), 1, False),
         ({"conditions": {"Failed": ("DeadlineExceeded", "")}}, (make_pod(0),), 1, False),

@@ -397,7 +397,10 @@ def test_figures_wait_and_transitions_do_not() -> None:
     lately = {"healing": healed_lately(), "written": 999.0, "status": status}
 
     figures = decided(seen(running(), report=report(training(2)), **lately))
-    transition = decided(seen(Observed(job=make_child(conditions={"Complete": ("", "")})), **lately))
+    ended = Observed(
+        job=make_child(conditions={"Complete": ("", "")}), pods=(make_pod(0, phase="Succeeded", exit_code=0),)
+    )
+    transition = decided(seen(ended, **lately))
     later = decided(
         seen(running(), report=report(training(2)), **{**lately, "written": 1000 - SETTINGS.status_seconds})
     )

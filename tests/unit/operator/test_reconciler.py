@@ -16,6 +16,7 @@ from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnusableReport
 from sft_operator.config import PodSettings, Settings, StoreSettings
 from sft_operator.decisions.result import Question, ReadStore
+from sft_operator.decisions.situation import LAST_WORDS
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import CHECKPOINT_URI_ANNOTATION, CONFIG_DIGEST_ANNOTATION, config_map_name
 from sft_operator.picture.picture import Key, Picture
@@ -186,6 +187,8 @@ def export_of_the_complete_run(world: World) -> str:
     job = world.api.objects["Job", "tulu"]
     done = child_manifest(conditions={"Complete": ("", "")})
     world.api.keep("Job", {**job, "status": done["status"]})
+    # Its pods, whose last words are waited for, are gone.
+    world.now += 2 * LAST_WORDS
     world.look()
     assert world.status["state"] == "Complete"
     uri: str = world.status["export"]["uri"]
