@@ -8,7 +8,6 @@ from typing import Any
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, staging_warning
 from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, wrong_sizes
-from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.quantities import quantity_value
 
@@ -46,14 +45,14 @@ def _sizes_warning(uri: str) -> str:
 def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> list[str]:
     """What to say of the memory of a run that may be tried: of its GPUs, and of the host as far as ``spec`` says it.
 
-    Also of a config whose sizes are none, and of processes that share tokens over several nodes.
+    Also of a config whose sizes are none, by which no memory is reckoned.
     """
     resources = spec.compute.resources
     asked = resources.limits.get("memory", resources.requests.get("memory"))
     size = None if asked is None else quantity_value(asked)
     on_gpu = spec.compute.gpus_per_node > 0
     staging = staging_warning(spec, shape, None if size is None or not on_gpu else int(size))
-    return [text for text in (_sizes_warning(spec.model.uri), fit.warning, staging, nodes_warning(spec)) if text]
+    return [text for text in (_sizes_warning(spec.model.uri), fit.warning, staging) if text]
 
 
 def _config(uri: str) -> Path | None:

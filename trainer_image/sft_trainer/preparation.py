@@ -16,6 +16,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
 
 from .boxes import Box
+from .cache import cache_directory
 from .checkpoint.store import S3Settings
 from .data.batches import ExampleBatches, PackedBatches, StepSchedule
 from .data.stream import ExampleStream
@@ -23,7 +24,7 @@ from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .errors import ModelError
-from .fetch import cache_directory, localise
+from .fetch import localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import check_compiles
 from .models.digest import base_digest, companion_digests
@@ -91,7 +92,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)
     if spec.training.compile:
-        check_compiles(model.huggingface.config, device, computed, cache_directory())
+        check_compiles(model.huggingface, device, computed, cache_directory())
     return path, model, digest
 
 

@@ -86,7 +86,12 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
     return warnings
 
 
-_USUAL: dict[str, str | int] = {"compiled": "no", "cpuOffload": "no", "sequenceParallelDegree": 1}
+_USUAL: dict[str, str | int] = {
+    "compiled": "no",
+    "cpuOffload": "no",
+    "sequenceParallelDegree": 1,
+    "bins": "dealt in order",
+}
 """What the facts of an environment are where it does not say them."""
 
 

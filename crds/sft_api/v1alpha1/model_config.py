@@ -119,7 +119,7 @@ class ConfigOverrides(ApiModel):
         default=None, description="Tokens that a token sees, in the layers of the model that have a sliding window."
     )
     attention_dropout: Dropout | None = Field(
-        default=None, description="Probability with which attention to a token is dropped in training; 0 on GPUs."
+        default=None, description="Probability with which attention to a token is dropped; on GPUs in fp32 only."
     )
     hidden_dropout: Dropout | None = Field(default=None, description="The same of a layer's outputs, by this name.")
     resid_pdrop: Dropout | None = Field(default=None, description="The same of a layer's outputs, by this name.")

@@ -3,7 +3,6 @@
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import judge, staging_warning
 from sft_api.plan import Plan, make_plan
-from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.quantities import quantity_value
 
@@ -28,7 +27,7 @@ def check_fits(spec: SFTJobSpec, pods: PodSettings) -> None:
 
 
 def memory_warnings(spec: SFTJobSpec, pods: PodSettings) -> list[str]:
-    """What may go wrong with the memory of a run on GPUs that is not refused, or with how its tokens are shared."""
+    """What may go wrong with the memory of a run on GPUs that is not refused; empty on CPUs."""
     if spec.compute.gpus_per_node == 0:
         return []
     asked = pod_resources(spec.compute, pods.resources)
@@ -37,6 +36,5 @@ def memory_warnings(spec: SFTJobSpec, pods: PodSettings) -> list[str]:
     found = (
         judge(spec, plan_of(spec, pods), gpu_memory=pods.gpu_bytes).warning,
         staging_warning(spec, known_shape(spec.model.uri), None if size is None else int(size)),
-        nodes_warning(spec),
     )
     return [text for text in found if text]

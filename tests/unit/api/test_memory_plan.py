@@ -8,7 +8,6 @@ from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, judge, parameter_count, staging_warning
 from sft_api.plan import make_plan
-from sft_api.sequence_parallel import nodes_warning
 from sft_api.v1alpha1.job import SFTJobSpec
 from tests.unit.cli.jobs import job
 
@@ -172,15 +171,6 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     assert verdict(spec(gpus=6, model=nine, strategy={"fsdp": {**two, "shardDegree": 2}})).refused.endswith("to 1")
     assert verdict(spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 2}})) == Fit()
     assert verdict(spec(gpus=8, model={"uri": "s3://b/own"}, strategy={"fsdp": {"sequenceParallelDegree": 4}})) == Fit()
-
-
-def test_processes_that_share_tokens_over_nodes_are_warned_of() -> None:
-    def warned(degree: int) -> str:
-        fsdp = {"sequenceParallelDegree": degree}
-        return nodes_warning(spec(gpus=4, compute={"nodes": 2}, strategy={"fsdp": fsdp}))
-
-    assert warned(4) == ""
-    assert "is 8, and a node has 4 processes: " in warned(8)
 
 
 def test_of_a_number_of_parameters_what_is_sure_is_judged() -> None:

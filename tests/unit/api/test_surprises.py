@@ -51,6 +51,16 @@ def test_lengths_of_the_table_belong_to_models_that_it_has() -> None:
     assert {*names} <= {*known_configs()}
 
 
+def test_tokens_that_are_shared_out_over_nodes_are_warned_of() -> None:
+    def warned(degree: int) -> list[str]:
+        compute = {"nodes": 2, "gpusPerNode": 4}
+        return said(compute=compute, strategy={"fsdp": {"sequenceParallelDegree": degree}})
+
+    assert warned(4) == []
+    (warning,) = warned(8)
+    assert "is 8, and a node has 4 processes: " in warning
+
+
 @pytest.mark.parametrize(
     ("what", "lost"),
     [("profile", "trace"), ("memorySnapshot", "snapshot")],

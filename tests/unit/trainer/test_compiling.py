@@ -48,7 +48,7 @@ def test_what_the_kernel_of_a_gpu_takes_is_known_before_anything_is_compiled(
     monkeypatch.setattr(compiling, "BACKEND", "eager")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     save_config("llama", tmp_path)
-    check_compiles(build_on_meta(tmp_path).huggingface.config, CPU, torch.float32, tmp_path)
+    check_compiles(build_on_meta(tmp_path).huggingface, CPU, torch.float32, tmp_path)
 
     # When attention with fewer heads of keys is computed again and again, then it was compiled once
     compiled = []
@@ -74,19 +74,30 @@ def test_what_the_kernel_of_a_gpu_takes_is_known_before_anything_is_compiled(
 def test_attention_that_is_not_one_operator_is_refused(
     tmp_path: Path, options: dict[str, Any], device: str, words: str
 ) -> None:
-    from transformers import AutoConfig
-
     save_config("llama", tmp_path, **options)
-    config = AutoConfig.from_pretrained(tmp_path)
+    model = build_on_meta(tmp_path).huggingface
     with pytest.raises(ConfigError, match=f"{words}.*set training.compile: false"):
-        check_compiles(config, torch.device(device), torch.float32, tmp_path)
+        check_compiles(model, torch.device(device), torch.float32, tmp_path)
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     save_config("qwen3_moe", tmp_path)
-    config = build_on_meta(tmp_path).huggingface.config
+    model = build_on_meta(tmp_path).huggingface
     with pytest.raises(ConfigError, match=r"type 'qwen3_moe': how many tokens .* training\.compile: false"):
-        check_compiles(config, CPU, torch.float32, tmp_path)
+        check_compiles(model, CPU, torch.float32, tmp_path)
+
+
+def test_a_dense_model_whose_class_of_configs_is_also_that_of_experts_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given all layers of a type that has experts dense
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    save_config("flint", tmp_path, num_hidden_layers=2, layer_types=["full_attention"] * 2, mlp_only_layers=[0, 1])
+    model = build_on_meta(tmp_path).huggingface
+
+    assert model.config.num_experts_per_tok
+    check_compiles(model, CPU, torch.float32, tmp_path)
 
 
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,9 +106,9 @@ def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     # What CXX named when the compiler was imported.
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
     save_config("llama", tmp_path)
-    config = build_on_meta(tmp_path).huggingface.config
+    model = build_on_meta(tmp_path).huggingface
     with pytest.raises(ConfigError, match=r"set it to false, or see that compute\.image has a C\+\+ compiler"):
-        check_compiles(config, CPU, torch.float32, tmp_path)
+        check_compiles(model, CPU, torch.float32, tmp_path)
 
 
 @pytest.mark.parametrize("named", ["nothing", "by its import", "by the user"])
@@ -115,6 +126,6 @@ def test_what_is_compiled_is_kept_in_the_cache_that_the_trainer_keeps(
     assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == (named != "nothing")
 
     save_config("llama", tmp_path)
-    check_compiles(build_on_meta(tmp_path).huggingface.config, CPU, torch.float32, tmp_path / "cache")
+    check_compiles(build_on_meta(tmp_path).huggingface, CPU, torch.float32, tmp_path / "cache")
 
     assert cache_dir() == (own if named == "by the user" else str(tmp_path / "cache" / "inductor"))

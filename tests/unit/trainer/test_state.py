@@ -58,5 +58,7 @@ def test_a_run_that_an_earlier_version_began_is_told_that_its_bins_were_dealt_ou
     before = {name: value for name, value in here.items() if name != "bins"}
 
     # Then it differs, and that of one process, which has all bins, does not
-    assert changed_fields(before, here) == ["bins: None -> 'dealt by cost'"]
+    assert warned(before, here) == [
+        "resumed in another environment (bins: 'dealt in order' -> 'dealt by cost'): not equal to the last bit"
+    ]
     assert "bins" not in environment(tmp_path)

@@ -15,6 +15,8 @@ from torch import nn
 from sft_trainer.errors import ConfigError
 from sft_trainer.versions import keep_compiled_in, look_at_attention, mark_dynamic
 
+from .experts import has_experts
+
 BACKEND = "inductor"
 
 
@@ -49,13 +51,13 @@ def _mark(values: Iterable[Any]) -> None:
             _mark(value.values())
 
 
-def check_compiles(config: Any, device: torch.device, dtype: torch.dtype, cache: Path) -> None:
-    """Raise ``ConfigError`` where the layers of a model of ``config`` cannot be compiled for ``device``.
+def check_compiles(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -> None:
+    """Raise ``ConfigError`` where the layers of the Hugging Face ``model`` cannot be compiled for ``device``.
 
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
-    _check_experts(config)
-    _check_attention(config, device, dtype)
+    _check_experts(model)
+    _check_attention(model.config, device, dtype)
     look_at_attention()
     try:
         keep_compiled_in(cache / "inductor")
@@ -72,10 +74,12 @@ def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + 1
 
 
-def _check_experts(config: Any) -> None:
-    if getattr(config, "num_experts_per_tok", None):
+def _check_experts(model: Any) -> None:
+    # Classes of configs of dense models have num_experts_per_tok as well.
+    if has_experts(model):
+        kind = model.config.model_type
         raise ConfigError(
-            f"training.compile: true cannot be done for a model of type {config.model_type!r}: how many tokens go to "
+            f"training.compile: true cannot be done for a model of type {kind!r}: how many tokens go to "
             "each of its experts is another number in every step; set training.compile: false"
         )
 

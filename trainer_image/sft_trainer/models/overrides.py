@@ -11,7 +11,8 @@ from sft_trainer.errors import ConfigError
 
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Of the model's own rotary parameters: they say nothing about scaling, and stay."""
-_DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if name.endswith(("dropout", "pdrop")))
+DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if name.endswith(("dropout", "pdrop")))
+"""Those fields of overrides that are probabilities of a dropout."""
 
 
 def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
@@ -96,9 +97,9 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
 def _missing(config: Any, name: str) -> str:
     """Why ``config`` takes no ``name``; of a dropout also by which names it has its own."""
     reason = "has that switched off in its config.json" if hasattr(config, name) else "has no such field"
-    if name not in _DROPOUTS:
+    if name not in DROPOUTS:
         return reason
-    own = ", ".join(each for each in _DROPOUTS if getattr(config, each, None) is not None)
+    own = ", ".join(each for each in DROPOUTS if getattr(config, each, None) is not None)
     return f"{reason} (its dropouts: {own or 'none'})"
 
 

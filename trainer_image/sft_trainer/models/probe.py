@@ -18,8 +18,8 @@ from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
+from .overrides import DROPOUTS
 
-_DROPOUTS = ("dropout", "pdrop")
 """How the names of fields of a config end that are dropouts."""
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _VOCABULARY = 64
@@ -91,7 +91,7 @@ def check_dropouts(model: Any, given: Mapping[str, Any]) -> None:
     ``model`` is on the meta device. Classes of configs have fields that no layer reads.
     """
     for name, value in given.items():
-        if name.endswith(_DROPOUTS) and value and torch.equal(*(_dropped(model, name, rate) for rate in (0.0, 0.5))):
+        if name in DROPOUTS and value and torch.equal(*(_dropped(model, name, rate) for rate in (0.0, 0.5))):
             raise ConfigError(
                 f"model.configOverrides.{name} is {value!r}, but a model of type {model.config.model_type!r} has the "
                 "field, and computes nothing with it: leave it out"
