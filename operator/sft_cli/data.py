@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from sft_api.failures import exit_code
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_api.v1alpha1.workload import DataSource
+from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl
 from sft_trainer.data.sources import open_source
 from sft_trainer.data.tokenize import check_named_columns, settings_for
 from sft_trainer.data.tokenizer import Codec, load_tokenizer
 from sft_trainer.errors import TrainingError
-from sft_trainer.fetch import cache_directory, localise
+from sft_trainer.fetch import localise
 
 from .console import coloured, result, say
 from .errors import UserError

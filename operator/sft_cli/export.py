@@ -15,6 +15,7 @@ from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.places import default_export
 from sft_api.v1alpha1.runtime import CheckpointSpec, ExportSpec
 from sft_api.v1alpha1.workload import ModelSpec
+from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.catalog import Catalog, Skipped, best_of, status_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
@@ -23,7 +24,7 @@ from sft_trainer.checkpoint.store import S3Settings, Store
 from sft_trainer.errors import TrainingError
 from sft_trainer.export.alone import exported_alone
 from sft_trainer.export.exporting import export_checkpoint
-from sft_trainer.fetch import cache_directory, localise
+from sft_trainer.fetch import localise
 from sft_trainer.place import check_same_run, read_record
 from sft_trainer.revisions import pinned
 from sft_trainer.topology import ALONE

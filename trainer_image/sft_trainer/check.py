@@ -15,6 +15,7 @@ from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
+from .cache import cache_directory
 from .callbacks.loading import find as find_callbacks
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings
@@ -22,7 +23,7 @@ from .data.first_rows import check_first_rows
 from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
 from .errors import StorageUnavailableError
-from .fetch import cache_directory, localise
+from .fetch import localise
 from .origin import Origin
 from .place import look, nothing_saved, read_done
 from .process import begin, leave, report_end

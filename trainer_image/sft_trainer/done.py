@@ -15,6 +15,7 @@ from sft_api.progress import Phase, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
 
+from .cache import cache_directory
 from .checkpoint.catalog import Catalog, Skipped
 from .checkpoint.group import CheckpointGroup
 from .checkpoint.opening import open_store
@@ -22,7 +23,7 @@ from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError, StorageNotFoundError, TrainingError
 from .events import Control, Ended, Listener, Outcome
 from .export.record import is_finished, refuse_other_run
-from .fetch import cache_directory, localise
+from .fetch import localise
 from .figures import Figures
 from .reporting import Reporter
 from .revisions import pinned

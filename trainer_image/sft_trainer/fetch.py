@@ -52,13 +52,6 @@ _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
 
-def cache_directory() -> Path:
-    """Where models and tokenised data are kept on this machine: ``SFT_CACHE_DIR``, or ``sft`` in the user's cache."""
-    if given := os.environ.get("SFT_CACHE_DIR"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft"
-
-
 def localise(
     uri: str,
     cache_dir: Path,

@@ -11,13 +11,12 @@ from sft_api.failures import FailureClass
 from sft_api.surprises import window_warning
 from sft_api.v1alpha1.monitoring import MemorySnapshotSpec
 
-from .checkpoint.store import Store
+from .checkpoint.store import Store, upload
 from .classify import classify
 from .events import Asking, Claimed, Control, Ended, Listener, Started, StepDone
 from .reporting import Reporter
 from .versions import AllocationHistory
 
-_BLOCK = 8 * 2**20
 _SECONDS = 30.0
 """How long the end of a run waits until a snapshot has arrived."""
 
@@ -120,10 +119,8 @@ class MemorySnapshot(Listener):
     def _upload(self, folder: "TemporaryDirectory[str]", file: Path) -> None:
         key = f"{PROFILE_PREFIX}memory-step-{self._before + 1:08d}-a{self._attempt:05d}-{self._name}.pickle"
         try:
-            size = file.stat().st_size
-            with folder, file.open("rb") as source, self._store.open_write(key, size_hint=size) as stream:
-                while block := source.read(_BLOCK):
-                    stream.write(block)
+            with folder:
+                upload(self._store, key, file)
         except Exception as error:
             self._fail(error)
         else:

@@ -12,7 +12,7 @@ from sft_api.checkpoints import PROFILE_PREFIX
 from sft_api.surprises import window_warning
 from sft_api.v1alpha1.monitoring import ProfileSpec
 
-from .checkpoint.store import Store
+from .checkpoint.store import Store, upload
 from .events import (
     Asking,
     Claimed,
@@ -32,7 +32,6 @@ log = logging.getLogger("sft_trainer")
 
 MAX_TRACE_BYTES = 2**31
 """Of a trace, which compresses to a tenth: no viewer takes a larger one."""
-_BLOCK = 8 * 2**20
 _SECONDS = 30.0
 """How long the end of a run waits until a trace has arrived."""
 
@@ -131,9 +130,7 @@ class Profile(Listener):
                     raise ValueError(f"it has {trace.stat().st_size / 2**30:.1f} GiB: lower monitoring.profile.steps")
                 with trace.open("rb") as plain, gzip.open(packed, "wb", compresslevel=5) as file:
                     shutil.copyfileobj(plain, file)
-                with packed.open("rb") as file, self._store.open_write(key, size_hint=packed.stat().st_size) as stream:
-                    while block := file.read(_BLOCK):
-                        stream.write(block)
+                upload(self._store, key, packed)
         except Exception as error:
             self._fail(error)
         else:

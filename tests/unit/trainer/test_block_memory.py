@@ -10,12 +10,12 @@ import torch
 from sft_api.memory import block_memory
 from sft_api.model_shape import shape_of
 from sft_trainer.models import tracking
+from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tracking import track_block
-from sft_trainer.strategies.fsdp.activations import checkpoint_activations
 from tests.unit.cli.jobs import job
 
 TOKENS = 512

@@ -35,6 +35,16 @@ def test_parts_together_are_the_bin_and_nothing_is_there_twice(degree: int, leng
     assert boundaries == (lengths if missing == 0 else (*lengths, missing))
 
 
+def test_what_fills_a_bin_up_is_a_document_of_which_nothing_is_trained() -> None:
+    bin_ = random_bin(1, 5, 9)
+    filled = bin_.filled_up(16)
+
+    assert (len(filled.input_ids), filled.position_ids[14:].tolist()) == (16, [0, 1])
+    assert filled.boundaries.lengths == (5, 9, 2)
+    assert (filled.targets, filled.labels, filled.sizes) == (bin_.targets, bin_.labels, bin_.sizes)
+    assert bin_.filled_up(14) is bin_
+
+
 def test_each_draws_random_numbers_of_its_own() -> None:
     bin_ = random_bin(7, 16)
     assert [part_of(bin_, place, 4).seed for place in range(4)] == [7, 8, 9, 10]

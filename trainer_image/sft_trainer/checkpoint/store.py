@@ -6,6 +6,7 @@ threads and after a fork, and raise the classes of ``sft_trainer.errors`` only.
 
 import io
 import logging
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -254,6 +255,12 @@ class RangeReader(io.RawIOBase):
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+
+def upload(store: Store, key: str, path: Path) -> None:
+    """Copy the file ``path`` to ``key``, a block at a time."""
+    with path.open("rb") as file, store.open_write(key, size_hint=path.stat().st_size) as stream:
+        shutil.copyfileobj(file, stream, READ_BLOCK)
 
 
 def pvc_path(uri: str) -> Path:

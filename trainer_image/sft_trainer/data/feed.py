@@ -53,6 +53,18 @@ class BinTensors:
             counts,
         )
 
+    def filled_up(self, tokens: int) -> "BinTensors":
+        """This with ``tokens`` of them, on the CPU: what is missing is a document more, of which nothing is trained."""
+        missing = tokens - self.input_ids.shape[0]
+        if not missing:
+            return self
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, self.input_ids.new_zeros(missing)]),
+            position_ids=torch.cat([self.position_ids, torch.arange(missing)]),
+            boundaries=Boundaries.of((*self.boundaries.lengths, missing)),
+        )
+
     def pinned(self) -> "BinTensors":
         """A copy in memory that a GPU fetches by itself."""
         return self._each(torch.Tensor.pin_memory)

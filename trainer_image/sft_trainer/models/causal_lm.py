@@ -18,6 +18,9 @@ from .logits import logits_of
 from .overrides import config_of
 from .probe import check_documents_stay_apart, check_dropouts, check_no_layer_is_skipped
 
+_RANDOM = ("drop", "jitter")
+"""What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
+
 
 class CausalLM(nn.Module):
     """The root module that is sharded: its forward returns the loss of a micro-batch.
@@ -164,3 +167,13 @@ def _sentence(error: Exception) -> str:
     """The beginning of what transformers says, which may go on for paragraphs; of a KeyError more than the key."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
+def draws_random_numbers(model: CausalLM) -> bool:
+    """Whether a forward pass in training draws any: they are seeded for every bin, which then goes alone."""
+    huggingface: Any = model.huggingface
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()) or any(
+        isinstance(value, int | float) and value > 0
+        for name, value in vars(huggingface.config).items()
+        if any(word in name for word in _RANDOM)
+    )

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from sft_api.failures import FailureClass
 from sft_api.progress import TerminationMessage
 from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, MEMORY_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE
-from sft_trainer.fetch import cache_directory
+from sft_trainer.cache import cache_directory
 
 from .activity import Activities
 from .causes import classify, first_cause, patience_seconds

@@ -11,12 +11,12 @@ from sft_api.memory_plan import gibibytes, parts_in_words, remedies, sentences
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
+from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.tracking import track_block
 from sft_trainer.trainable import Trainable
 
-from .activations import checkpoint_activations
 from .memory import Memory
 
 log = logging.getLogger("sft_trainer")

@@ -2,28 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.attention import Boundaries
-from sft_trainer.models.causal_lm import CausalLM
 
 T = TypeVar("T")
-_RANDOM = ("drop", "jitter")
-"""What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
-
-
-def draws_random_numbers(model: CausalLM) -> bool:
-    """Whether a forward pass in training draws any: they are seeded for every bin, which then goes alone."""
-    huggingface: Any = model.huggingface
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()) or any(
-        isinstance(value, int | float) and value > 0
-        for name, value in vars(huggingface.config).items()
-        if any(word in name for word in _RANDOM)
-    )
 
 
 def grouped(bins: Iterable[BinTensors], size: int) -> Iterator[BinTensors]:
@@ -41,15 +27,14 @@ def part_of(bin_: BinTensors, place: int, degree: int) -> BinTensors:
     Neighbouring ones, as many for each, two at least: what is missing is a document of its own, of which nothing is
     trained. Boundaries stay those of all tokens; ``targets`` count from the first token here.
     """
-    tokens = bin_.input_ids.shape[0]
-    each = max(2, -(-tokens // degree))
-    missing, start = degree * each - tokens, place * each
+    each = max(2, -(-bin_.input_ids.shape[0] // degree))
+    start = place * each
     first, last = torch.searchsorted(bin_.targets, torch.tensor([start, start + each])).tolist()
-    filling = torch.arange(missing)
+    filled = bin_.filled_up(degree * each)
     return BinTensors(
-        input_ids=torch.cat([bin_.input_ids, torch.zeros_like(filling)])[start : start + each],
-        position_ids=torch.cat([bin_.position_ids, filling])[start : start + each],
-        boundaries=Boundaries.of((*bin_.boundaries.lengths, missing)) if missing else bin_.boundaries,
+        input_ids=filled.input_ids[start : start + each],
+        position_ids=filled.position_ids[start : start + each],
+        boundaries=filled.boundaries,
         targets=bin_.targets[first:last] - start,
         labels=bin_.labels[first:last],
         # Each draws its own random numbers.

@@ -10,15 +10,13 @@ from torch.distributed.tensor import DTensor
 from sft_api.memory import computes_with_copies, offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
-from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.activations import checkpoint_activations
+from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.compiling import compile_layers
 from sft_trainer.models.exchange import shared_tokens
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import TRAINED_DTYPE, Trainable
-
-from .activations import checkpoint_activations
-from .grouping import draws_random_numbers
 
 
 def build_model(

@@ -12,7 +12,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
-from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
@@ -22,7 +22,7 @@ from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import check_fits
-from .grouping import draws_random_numbers, grouped, part_of, with_last
+from .grouping import grouped, part_of, with_last
 from .memory import BinsPerForward, Memory
 from .sharding import add_up_replicas, build_model, gradient_norm, may_add_up_later, offloaded_gradient_norm
 

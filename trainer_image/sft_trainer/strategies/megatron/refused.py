@@ -7,8 +7,7 @@ from sft_api.memory import offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
-from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.strategies.fsdp.grouping import draws_random_numbers
+from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
-from sft_trainer.strategies.fsdp.activations import forgetting
+from sft_trainer.models.activations import forgetting
 from sft_trainer.topology import Topology
 
 from .layers import Documents, Norm, layer_spec

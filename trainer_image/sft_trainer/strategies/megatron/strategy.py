@@ -4,7 +4,6 @@ Importing it imports Megatron-Core, which takes seconds: it is imported where it
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Writers
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import evaluation_sums, linear_cross_entropy
-from sft_trainer.models.attention import Boundaries, boundary_arguments
+from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import initialize_buffers
@@ -224,17 +223,5 @@ class MegatronStrategy:
 
     def _here(self, bin_: BinTensors) -> BinTensors:
         multiple = self._topology.tensor if self._sequence_parallel else 1
-        return filled_up(bin_, multiple).to(self._device)
-
-
-def filled_up(bin_: BinTensors, multiple: int) -> BinTensors:
-    """``bin_`` with a document more, of which nothing is trained, where its tokens are no ``multiple``."""
-    missing = -bin_.input_ids.shape[0] % multiple
-    if not missing:
-        return bin_
-    return replace(
-        bin_,
-        input_ids=torch.cat([bin_.input_ids, bin_.input_ids.new_zeros(missing)]),
-        position_ids=torch.cat([bin_.position_ids, torch.arange(missing)]),
-        boundaries=Boundaries.of((*bin_.boundaries.lengths, missing)),
-    )
+        tokens = bin_.input_ids.shape[0]
+        return bin_.filled_up(tokens + -tokens % multiple).to(self._device)

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.versions import attention_kernels, grouped_product
+
+from .causal_lm import CausalLM
 
 _LOW_RANK = 8
 """A product of matrices that share fewer numbers than a part of its columns takes less time than reading it: the
