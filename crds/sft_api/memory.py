@@ -43,6 +43,7 @@ class MemoryEstimate:
     parameters: int
     """This process's share of the weights."""
     gradients: int
+    """This process's share, or with ``strategy.fsdp.reduceGradients`` once a step those of the whole model."""
     optimizer: int
     """Moments."""
     gathered: int | None
@@ -161,15 +162,13 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
             (root + blocks + summed * sizes.trained_block, earlier + working, computed * head),
             (root + alone + (computed + summed) * sizes.trained_block, earlier, computed * head),
         ]
-    moments = (
-        (root + alone, layers + top, loss),
-        *backward,
-        (
-            root + (blocks if whole else 0) + (computed + summed) * sizes.trained_root + summed * sizes.trained_block,
-            0,
-            0,
-        ),
-    )
+    ends = [root + (blocks if whole else 0) + (computed + summed) * sizes.trained_root + summed * sizes.trained_block]
+    if copies and keeps_whole_gradients(plan):
+        # At the end of the first pass the root's gradients become fp32 as they are made, both of tied weights before
+        # one is added to the other; where the next pass begins, weights are there as gathered and as computed with.
+        tied = sizes.root < 2 * head
+        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head)), 2 * root + alone]
+    moments = ((root + alone, layers + top, loss), *backward, *((end, 0, 0) for end in ends))
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
         **_states(sizes.trained, sizes.parameters - sizes.trained, spec, plan),
@@ -220,6 +219,11 @@ def offloads(spec: SFTJobSpec) -> bool:
     return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.cpu_offload)
 
 
+def keeps_whole_gradients(plan: PlanStatus) -> bool:
+    """Whether gradients of the whole model are held from one micro-batch of a step to the next."""
+    return plan.reduce_gradients == "oncePerStep" and plan.gradient_accumulation != 1
+
+
 def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bool:
     """Whether weights are copied to be computed with, and gradients to be added up.
 
@@ -251,7 +255,7 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
     return {
         "parameters": 4 * share + _base_bytes(spec, plan.precision) * ceil(frozen / plan.shard_degree),
-        "gradients": 4 * share,
+        "gradients": 4 * (trained if keeps_whole_gradients(plan) else share),
         "optimizer": MOMENTS * _BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,
     }

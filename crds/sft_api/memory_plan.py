@@ -6,7 +6,16 @@ from typing import Any
 
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, offloads, sizes_of, staging_bytes
+from .memory import (
+    MemoryEstimate,
+    estimate,
+    estimate_states,
+    keeps_whole_gradients,
+    offloaded_bytes,
+    offloads,
+    sizes_of,
+    staging_bytes,
+)
 from .model_shape import ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
@@ -244,6 +253,9 @@ def _changes(
     spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int
 ) -> Iterator[tuple[str, SFTJobSpec, PlanStatus]]:
     """In words, as a spec and as its plan: only what of them decides about memory is right."""
+    shares = plan.model_copy(update={"reduce_gradients": "everyMicroBatch"})
+    if keeps_whole_gradients(plan):
+        yield "strategy.fsdp.reduceGradients: everyMicroBatch", spec, shares
     for how in _CHECKPOINTING[_CHECKPOINTING.index(spec.training.activation_checkpointing) + 1 :]:
         yield (
             f"training.activationCheckpointing: {how}",
@@ -279,8 +291,9 @@ def _changes(
         yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
     if not offloads(spec):
         fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
-        offloaded = StrategySpec(fsdp=fsdp.model_copy(update={"cpu_offload": True}))
-        yield "strategy.fsdp.cpuOffload: true", spec.model_copy(update={"strategy": offloaded}), plan
+        without = ", without reduceGradients" if fsdp.reduce_gradients == "oncePerStep" else ""
+        offloaded = StrategySpec(fsdp=fsdp.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
+        yield f"strategy.fsdp.cpuOffload: true{without}", spec.model_copy(update={"strategy": offloaded}), shares
 
 
 def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> int | None:

@@ -128,6 +128,7 @@ NOT_NUMBERS = frozenset(
         "training.callbacks",  # they see values, and decide where it ends at most
         "strategy.fsdp.shardDegree",
         "strategy.fsdp.reshardAfterForward",
+        "strategy.fsdp.reduceGradients",
         "strategy.fsdp.cpuOffload",
         "strategy.fsdp.sequenceParallelDegree",
         # Processes share a step out; where the batch is left open, the step that follows from them counts.

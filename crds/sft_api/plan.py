@@ -2,6 +2,7 @@
 
 from .goodput import Devices
 from .gpus import declared_gpu_memory
+from .gradient_reduction import reduces_once
 from .known_models import known_shape
 from .memory_plan import fits_a_node, memory_status
 from .model_shape import ModelShape
@@ -99,6 +100,8 @@ def make_plan(
     gpu, known = declared_gpu_memory(spec) or gpu_memory, known_shape(spec.model.uri)
     if processes == declared and (fsdp is None or fsdp.shard_degree is None) and fits_a_node(spec, plan, known, gpu):
         plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
+    if reduces_once(spec, plan, known, gpu):
+        plan = plan.model_copy(update={"reduce_gradients": "oncePerStep"})
     memory = memory_status(spec, plan, shape or known, gpu)
     return plan.model_copy(update={"memory": memory})
 

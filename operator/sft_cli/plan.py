@@ -127,7 +127,22 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
         ),
         *([shared] if plan.sequence_parallel > 1 else []),
+        *_reduction(spec, plan),
     ]
+
+
+def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """How often gradients are summed, where it is asked for or not after each micro-batch."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    given = fsdp is not None and fsdp.reduce_gradients != "auto"
+    if plan.reduce_gradients == "oncePerStep":
+        value, why = "summed once a step", "each process adds up its micro-batches before"
+    else:
+        value, why = "summed after every micro-batch", "of a share each is kept"
+    decision = Decision(
+        "gradients", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reduceGradients; {why}"
+    )
+    return [decision] if given or plan.reduce_gradients == "oncePerStep" else []
 
 
 def _why_sharded(plan: Plan) -> str:

@@ -244,6 +244,20 @@ RULES = [
         "strategy.fsdp.shardDegree must divide the number of processes (compute.nodes x processes per node)",
     ),
     Bad(
+        "sums of a whole step in bf16",
+        "spec.strategy.fsdp",
+        {"strategy": "{fsdp: {reduceGradients: oncePerStep, reduceDtype: bf16}}"},
+        "strategy.fsdp.reduceGradients: oncePerStep needs strategy.fsdp.reduceDtype: fp32: in bf16 what the last "
+        "micro-batches of a step add would get lost",
+    ),
+    Bad(
+        "gradients of a whole model beside an offloaded one",
+        "spec.strategy.fsdp",
+        {"strategy": "{fsdp: {reduceGradients: oncePerStep, cpuOffload: true}}"},
+        "strategy.fsdp.reduceGradients: oncePerStep holds the gradients of the whole model on each GPU, and "
+        "strategy.fsdp.cpuOffload none: leave one of them out",
+    ),
+    Bad(
         "shared tokens that do not divide the processes",
         "spec",
         {"strategy": "{fsdp: {sequenceParallelDegree: 3}}", "compute": "{gpusPerNode: 8}"},

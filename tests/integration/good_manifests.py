@@ -112,7 +112,7 @@ spec:
     dummyRun: {steps: 10}
     callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]
   strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16, cpuOffload: true,
-    sequenceParallelDegree: 1}}
+    reduceGradients: everyMicroBatch, sequenceParallelDegree: 1}}
   compute:
     nodes: 2
     gpusPerNode: 8

@@ -1,7 +1,8 @@
 """``make parity``: are the numbers right? Prints its figures as key=value, exits non-zero when they are not.
 
 max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
-                 loop, also compiled, with activation checkpointing, hybrid sharding, offload and shared tokens; of
+                 loop, also compiled, with activation checkpointing, hybrid sharding, offload, shared tokens, and
+                 gradients that each process adds up for itself and sums with the others once a step; of
                  accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of mixtures of experts
                  with the loss of their routers, of adapters against peft, which are compared after three steps too; at
                  most 1e-6
@@ -22,6 +23,8 @@ from tests.parity.mask_check import mask_mismatches
 from tests.parity.mixtures import KINDS, make_mixture
 
 LIMIT = 1e-6
+_ONCE = {"reduceGradients": "oncePerStep"}
+"""Accumulation without reduction."""
 _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled": (1, {"compile": True}),
     "full": (1, {"activationCheckpointing": "full"}),
@@ -30,6 +33,10 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "offload": (2, {"strategy": {"cpuOffload": True}}),
     "shared_2": (2, {"strategy": {"sequenceParallelDegree": 2}}),
     "shared_4": (4, {"strategy": {"sequenceParallelDegree": 4}}),
+    "once": (2, {"strategy": _ONCE}),
+    "hybrid_once": (4, {"strategy": {"shardDegree": 2, **_ONCE}}),
+    "shared_once": (4, {"strategy": {"sequenceParallelDegree": 2, **_ONCE}}),
+    "compiled_once": (2, {"compile": True, "activationCheckpointing": "selective", "strategy": _ONCE}),
     "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
 }
 """Runs that are compared with the plain loop too: processes, and what is chosen for them."""
@@ -42,6 +49,7 @@ _DISTURBED: dict[str, dict[str, Any]] = {
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
     },
     "offload": {"strategy": {"fsdp": {"cpuOffload": True}}},
+    "once": {"strategy": {"fsdp": _ONCE}},
     "experts": {"training": {"routerAuxLossCoefficient": 0.1}},
 }
 """Runs that are killed and resumed too, by what is merged into their spec."""

@@ -13,9 +13,12 @@ from tests.parity.__main__ import LIMIT
 from tests.parity.mixtures import make_mixture
 
 _LESS_MEMORY = {"activationCheckpointing": "selective", "strategy": {"cpuOffload": True}}
+_ONCE = {"strategy": {"reduceGradients": "oncePerStep"}}
 
 
-@pytest.mark.parametrize(("packing", "processes", "chosen"), [("ffd", 2, _LESS_MEMORY), ("none", 1, {})])
+@pytest.mark.parametrize(
+    ("packing", "processes", "chosen"), [("ffd", 2, _LESS_MEMORY), ("none", 1, {}), ("none", 2, _ONCE)]
+)
 def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
     packing: str, processes: int, chosen: dict[str, Any], tiny_inputs: Any, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ class Facts:
                 offloaded=offloads(config.spec),
                 sequence=topology.sequence,
                 shares=topology.data_parallel,
+                reduced_once=config.plan.reduce_gradients == "oncePerStep" and topology.world_size > 1,
             ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
@@ -91,6 +92,7 @@ _USUAL: dict[str, str | int] = {
     "cpuOffload": "no",
     "sequenceParallelDegree": 1,
     "bins": "dealt in order",
+    "reduceGradients": "everyMicroBatch",
 }
 """What the facts of an environment are where it does not say them."""
 
@@ -100,7 +102,14 @@ def _with_usual(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_facts(
-    device: torch.device, world_size: int, *, compiled: bool, offloaded: bool, sequence: int = 1, shares: int = 1
+    device: torch.device,
+    world_size: int,
+    *,
+    compiled: bool,
+    offloaded: bool,
+    sequence: int = 1,
+    shares: int = 1,
+    reduced_once: bool = False,
 ) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
     on_gpu = device.type == "cuda"
@@ -117,6 +126,8 @@ def environment_facts(
         **({"cpuOffload": "yes"} if offloaded else {}),
         # Sums over tokens are those of other parts.
         **({"sequenceParallelDegree": sequence} if sequence > 1 else {}),
+        # Sums over micro-batches come before those over processes.
+        **({"reduceGradients": "oncePerStep"} if reduced_once else {}),
         # Which process computes which bins: an earlier version dealt them out in their order, and said nothing of it.
         **({"bins": "dealt by cost"} if shares > 1 else {}),
     }

@@ -25,6 +25,13 @@ class FsdpSpec(ApiModel):
         description="Precision in which gradients are summed over the processes: bf16 halves that traffic and its "
         "buffers, and rounds.",
     )
+    reduce_gradients: Literal["auto", "everyMicroBatch", "oncePerStep"] = Field(
+        default="auto",
+        description="How often gradients are summed over the processes that share a copy of the model. oncePerStep: "
+        "the micro-batches of a step are added up by each process for itself first, which takes 4 bytes for each "
+        "trained parameter of the whole model, and saves the traffic of all but the last. auto: that where the plan "
+        "knows that it takes the place of nothing, and with lora.",
+    )
     cpu_offload: bool = Field(
         default=False,
         description="Hold parameters, gradients and moments in host memory, and update them there: a GPU holds what it "
@@ -35,6 +42,21 @@ class FsdpSpec(ApiModel):
         description="Processes that share the tokens of each micro-batch (Ulysses): its activations and logits are "
         "divided by it, and so are the shares of a step. Must divide the model's attention heads, and its heads of "
         "keys or be a multiple of them.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.reduceGradients != 'oncePerStep' || self.reduceDtype == 'fp32'",
+            "strategy.fsdp.reduceGradients: oncePerStep needs strategy.fsdp.reduceDtype: fp32: in bf16 what the last "
+            "micro-batches of a step add would get lost",
+            lambda self: self.reduce_gradients != "oncePerStep" or self.reduce_dtype == "fp32",
+        ),
+        Rule(
+            "self.reduceGradients != 'oncePerStep' || !self.cpuOffload",
+            "strategy.fsdp.reduceGradients: oncePerStep holds the gradients of the whole model on each GPU, and "
+            "strategy.fsdp.cpuOffload none: leave one of them out",
+            lambda self: self.reduce_gradients != "oncePerStep" or not self.cpu_offload,
+        ),
     )
 
 

@@ -173,6 +173,10 @@ class PlanStatus(ApiModel):
     data_parallel: int = Field(description="Shares of a step: processes, or groups of them, that see different data.")
     sequence_parallel: int = Field(default=1, description="Processes that share the tokens of each micro-batch.")
     shard_degree: int = Field(description="Processes that share one copy of the model.")
+    reduce_gradients: Literal["everyMicroBatch", "oncePerStep"] = Field(
+        default="everyMicroBatch",
+        description="How often gradients are summed over the processes that share one copy of the model.",
+    )
     precision: Literal["bf16", "fp32"] = Field(description="Compute precision.")
     learning_rate: float = Field(description="Peak learning rate.")
     global_batch_size: int | None = Field(default=None, description="Examples per optimizer step.")

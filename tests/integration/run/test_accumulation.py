@@ -1,7 +1,8 @@
-"""Gradients of several micro-batches: added up within the shards each time, between the replicas once a step."""
+"""Gradients of several micro-batches: added up between the replicas once a step, within the shards when asked to."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,18 @@ TRAINED = sum(len(bin_.labels) for bin_ in BINS)
 PASSES = 3
 UNITS = 3
 """Two layers, and the root."""
+ONCE = {"reduceGradients": "oncePerStep"}
 
 
-def step_here(path: Path, shard: int, fsdp: dict[str, Any]) -> tuple[int, int, list[npt.NDArray[np.float32]]]:
+def step_here(
+    path: Path, shard: int, fsdp: dict[str, Any], **training: Any
+) -> tuple[int, int, list[npt.NDArray[np.float32]]]:
     """Collectives between replicas and within shards of a step's passes, and the gradients after two such steps."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     topology = here(shard)
-    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, strategy={"fsdp": fsdp})
+    model = {"uri": f"file://{path}"}
+    job = manifest(path, path.with_name("store"), model=model, training=training, strategy={"fsdp": fsdp})
     built = FsdpStrategy(resolve(job), build_on_meta(path), EVERYTHING, topology, torch.device("cpu"))
     load_weights(built.boxes("trained"), built.model.names, path)
     share = [*BINS, EMPTY, EMPTY][topology.data_rank :: topology.data_parallel]
@@ -62,10 +67,13 @@ def step_here(path: Path, shard: int, fsdp: dict[str, Any]) -> tuple[int, int, l
         # Or would stay on the device.
         (2, {"cpuOffload": True}, UNITS * PASSES, UNITS * PASSES),
         (4, {}, 0, UNITS * PASSES),
+        # Each process adds up its own passes first.
+        (4, ONCE, 0, UNITS),
+        (2, ONCE, UNITS, UNITS),
     ],
-    ids=["hybrid", "hybrid in bf16", "hybrid offloaded", "sharded"],
+    ids=["hybrid", "hybrid in bf16", "hybrid offloaded", "sharded", "sharded, once", "hybrid, once"],
 )
-def test_replicas_are_added_up_once_a_step(
+def test_gradients_are_added_up_as_often_as_is_asked_for(
     tmp_path: Path, shard: int, fsdp: dict[str, Any], between: int, within: int
 ) -> None:
     # Given a step of three micro-batches on each of four processes, of which two have an empty one
@@ -81,3 +89,18 @@ def test_replicas_are_added_up_once_a_step(
         for together, expected in zip(gradients, alone, strict=True):
             tolerance = 2e-2 if "reduceDtype" in fsdp else 2e-6
             assert np.linalg.norm(together - expected) <= tolerance * np.linalg.norm(expected) + 1e-9
+
+
+def test_what_is_summed_once_a_step_is_added_up_in_fp32_before(tmp_path: Path) -> None:
+    # Given layers that are computed in bf16
+    save_model("llama", tmp_path / "model")
+
+    # When the same step is computed with sums after each micro-batch, and after the last
+    (_, _, often), (_, _, once) = (
+        ranks.run(2, tmp_path, functools.partial(step_here, precision="bf16"), tmp_path / "model", 2, fsdp)[0]
+        for fsdp in ({}, ONCE)
+    )
+
+    # Then nothing is rounded to bf16 on the way, which would be wrong by 1e-3
+    for together, expected in zip(once, often, strict=True):
+        assert np.linalg.norm(together - expected) <= 2e-6 * np.linalg.norm(expected) + 1e-9

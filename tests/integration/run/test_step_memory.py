@@ -72,6 +72,7 @@ def a_bin(tokens: int, sequence: int) -> BinTensors:
     return BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)
 
 
+ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     # Model, layers, tokens, processes, shard degree, spec
     "8B, the loss": ("meta-llama/Llama-3.1-8B", 2, 4096, 8, 8, {}),
@@ -105,6 +106,10 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
             "compute": {"gpusPerNode": 0, "processesPerNode": 8},
         },
     ),
+    "1B, gradients of the whole model": ("meta-llama/Llama-3.2-1B", 4, 4096, 8, 8, ONCE),
+    "8B, the same with much to compute": ("meta-llama/Llama-3.1-8B", 4, 16384, 8, 8, ONCE),
+    "8B, the same with little": ("meta-llama/Llama-3.1-8B", 2, 64, 8, 8, ONCE),
+    "1B, the same with little": ("meta-llama/Llama-3.2-1B", 2, 64, 8, 4, ONCE),
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
     "30B of experts, activations": ("Qwen/Qwen3-30B-A3B", 2, 8192, 16, 16, {}),
     "1B of 7B, one block at a time": (

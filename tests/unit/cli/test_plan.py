@@ -164,6 +164,16 @@ def test_processes_that_share_tokens_are_shown() -> None:
     assert shared["tokens shared by"].value == "2 processes"
 
 
+def test_gradients_that_are_not_summed_as_usual_are_shown() -> None:
+    eight = {"compute": {"gpusPerNode": 8}}
+    assert "gradients" not in decisions(**eight)
+    given = decisions(strategy={"fsdp": {"reduceGradients": "oncePerStep"}}, **eight)["gradients"]
+    assert (given.value, given.origin) == ("summed once a step", Origin.GIVEN)
+    assert decisions(lora={}, training={"globalBatchTokens": 2**20}, **eight)["gradients"].origin == Origin.COMPUTED
+    often = decisions(strategy={"fsdp": {"reduceGradients": "everyMicroBatch"}}, **eight)["gradients"]
+    assert often.value == "summed after every micro-batch"
+
+
 def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     asked = {"strategy": {"fsdp": {"sequenceParallelDegree": 4}}, "compute": {"gpusPerNode": 4}}

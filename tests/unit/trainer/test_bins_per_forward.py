@@ -18,12 +18,14 @@ class Known:
     """A device on which one bin took a GiB beside 10 of weights, moments and gradients."""
 
     has: float
+    between: int = 0
+    """GiB that were held from one pass to the next."""
 
     def allocated(self) -> int:
         return 10 * GIB
 
     def most_allocated(self) -> int:
-        return 11 * GIB
+        return (11 + self.between) * GIB
 
     def total(self) -> int:
         return self.available()
@@ -72,3 +74,18 @@ def test_all_processes_agree_after_the_second_step(
 ) -> None:
     # Collectives of their forward passes must be as many, and the first step has no moments yet.
     assert run(2, tmp_path, _chosen, tokens, has) == [[1, count, count]] * 2
+
+
+def _chosen_beside(held: int, passes: int) -> int:
+    seen = Known(25.0, held if passes > 1 else 0)
+    together = BinsPerForward(seen, 2048, torch.device("cpu"))
+    together.held_between = held * GIB
+    for _ in range(2):
+        together.after_pass(2048, passes)
+    return together.count
+
+
+@pytest.mark.parametrize(("held", "passes", "count"), [(0, 3, 8), (6, 3, 4), (6, 1, 4)])
+def test_what_passes_leave_for_one_another_is_held_once(held: int, passes: int, count: int, tmp_path: Path) -> None:
+    # Given 10 GiB of states and 1 of a bin; of a step of one pass nothing was left, of another one it will be
+    assert run(1, tmp_path, _chosen_beside, held, passes) == [count]

@@ -52,6 +52,18 @@ def test_a_resume_that_computes_in_another_way_says_that_its_last_bits_differ(
     assert changed_fields(environment(tmp_path), environment(tmp_path, **sections)) == [change]
 
 
+def test_sums_in_another_order_are_said_where_several_processes_make_them(tmp_path: Path) -> None:
+    two = Topology(rank=0, local_rank=0, world_size=2, shard=2)
+    once = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
+
+    assert changed_fields(environment(tmp_path, two), environment(tmp_path, two, **once)) == [
+        "reduceGradients: None -> 'oncePerStep'"
+    ]
+    assert environment(tmp_path) == environment(tmp_path, **once)
+    before = {**environment(tmp_path, two, **once)}
+    assert "(reduceGradients: 'oncePerStep' -> 'everyMicroBatch')" in warned(before, environment(tmp_path, two))[0]
+
+
 def test_a_run_that_an_earlier_version_began_is_told_that_its_bins_were_dealt_out_otherwise(tmp_path: Path) -> None:
     # Given what that version said of two processes
     here = environment(tmp_path, Topology(rank=0, local_rank=0, world_size=2, shard=2))

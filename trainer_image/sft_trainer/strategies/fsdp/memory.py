@@ -6,10 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-_SHARE = 0.8
-"""Of the memory that a process can have: what is left is for holes between blocks, and for collectives."""
-_ENOUGH_TOKENS = 16_384
-"""Of one forward pass: more of them keep a device no busier, and cost memory."""
+from sft_api.gradient_reduction import ENOUGH_TOKENS, FILLED_SHARE
 
 
 class Memory(Protocol):
@@ -59,7 +56,7 @@ class Pass:
     tokens: int
     """Of the largest bin."""
     kept: int
-    """Bytes allocated after them: weights, moments and gradients."""
+    """Bytes allocated between them: weights, moments and gradients."""
     most: int
     """Bytes allocated at the same time."""
     available: int
@@ -73,9 +70,9 @@ def bins_that_fit(seen: Pass, bin_tokens: int) -> int:
     never too large for that.
     """
     each = (seen.most - seen.kept) * bin_tokens / max(1, seen.tokens)
-    room = _SHARE * seen.available - seen.kept
+    room = FILLED_SHARE * seen.available - seen.kept
     fit = room // each if each > 0 else 1
-    return max(1, min(int(fit), _ENOUGH_TOKENS // bin_tokens))
+    return max(1, min(int(fit), ENOUGH_TOKENS // bin_tokens))
 
 
 class BinsPerForward:
@@ -86,24 +83,27 @@ class BinsPerForward:
 
     def __init__(self, memory: Memory, bin_tokens: int, device: torch.device) -> None:
         self.count = 1
+        self.held_between = 0
+        """Bytes that passes leave for the next one of their step, and that are gone after the last."""
         self._memory = memory
         self._bin_tokens = bin_tokens
         self._device = device
         self._steps = 0
 
-    def after_pass(self, tokens: int) -> bool:
-        """Say that the passes of a step are over, their largest bin had ``tokens``; whether ``count`` is another now.
+    def after_pass(self, tokens: int, passes: int = 1) -> bool:
+        """Say that the ``passes`` of a step are over, their largest bin had ``tokens``; whether ``count`` is another.
 
         Collective once, in the same step of all processes, and the host waits for it that once.
         """
         self._steps += 1
         if self._steps != 2:
             return False
-        memory = self._memory
-        seen = Pass(tokens, memory.allocated(), memory.most_allocated(), memory.available())
+        memory, between = self._memory, self.held_between
+        most = memory.most_allocated() + (0 if passes > 1 else between)
+        seen = Pass(tokens, memory.allocated() + between, most, memory.available())
         # A process without a bin of its own has seen nothing.
-        fit = bins_that_fit(seen, self._bin_tokens) if tokens else _ENOUGH_TOKENS
+        fit = bins_that_fit(seen, self._bin_tokens) if tokens else ENOUGH_TOKENS
         agreed = torch.tensor(fit, device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        self.count = min(int(agreed), max(1, _ENOUGH_TOKENS // self._bin_tokens))
+        self.count = min(int(agreed), max(1, ENOUGH_TOKENS // self._bin_tokens))
         return self.count > 1

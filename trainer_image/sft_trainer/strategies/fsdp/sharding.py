@@ -117,6 +117,19 @@ def add_up_replicas(model: nn.Module, *, after_this_pass: bool) -> None:
             module.set_requires_all_reduce(after_this_pass, recurse=False)
 
 
+def add_up_processes(model: nn.Module, *, after_this_pass: bool) -> None:
+    """The same of all processes: until a pass adds them up each keeps its own sums, of the whole model, in fp32."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(after_this_pass, recurse=False)
+
+
+def whole_gradient_bytes(model: nn.Module) -> int:
+    """What these sums take more than the shares of them that are left afterwards."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(4 * (p.numel() - p.to_local().numel()) for p in trained if isinstance(p, DTensor))
+
+
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Norm of all gradients together, a scalar that is the same on every process; a collective call."""
     norm = torch.nn.utils.get_total_norm(_gradients(model))

@@ -24,7 +24,15 @@ from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import check_fits
 from .grouping import grouped, part_of, with_last
 from .memory import BinsPerForward, Memory
-from .sharding import add_up_replicas, build_model, gradient_norm, may_add_up_later, offloaded_gradient_norm
+from .sharding import (
+    add_up_processes,
+    add_up_replicas,
+    build_model,
+    gradient_norm,
+    may_add_up_later,
+    offloaded_gradient_norm,
+    whole_gradient_bytes,
+)
 
 _COMPILED_WITH_TOKENS = 1024
 """At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
@@ -61,6 +69,7 @@ class FsdpStrategy:
         bin_tokens = micro_batch_tokens(spec, config.plan)
         self._bin_tokens = bin_tokens * topology.sequence
         self._adds_up_once = topology.replicate > 1 and may_add_up_later(config)
+        self._reduces_once = config.plan.reduce_gradients == "oncePerStep"
         self._balance = spec.training.router_aux_loss_coefficient
         self.auxiliary = self._balance > 0
         self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
@@ -70,6 +79,8 @@ class FsdpStrategy:
         if memory is not None:
             check_fits(config, blueprint, trainable, memory, device, tells=topology.tells)
         self.model = build_model(config, blueprint, trainable, topology, device)
+        if self._together and self._reduces_once:
+            self._together.held_between = whole_gradient_bytes(self.model)
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             config.spec,
@@ -99,15 +110,16 @@ class FsdpStrategy:
 
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
         self.model.train()
-        loss_sum, most_tokens = self._zero(), 0
+        loss_sum, most_tokens, passes = self._zero(), 0, 0
         # The denominators are those of the whole step, so gradients only need to be summed.
         balance = self._balance / tokens if self.auxiliary else None
         for bin_, loss, total in self._passes(bins, 1.0 / denominator, balance):
             loss.backward()
+            passes += 1
             if bin_.counts:
                 loss_sum += total
                 most_tokens = max(most_tokens, bin_.input_ids.shape[0])
-        if self._together and self._together.after_pass(most_tokens) and self._topology.tells:
+        if self._together and self._together.after_pass(most_tokens, passes) and self._topology.tells:
             log.info("there is memory for %s bins in one forward pass: so many are computed at once", self._at_once)
         return loss_sum
 
@@ -169,7 +181,9 @@ class FsdpStrategy:
     ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
         """What goes through the model at once, and what its forward pass gives, by ``scale`` and that of routers."""
         for bin_, last in with_last(self._here(bins)):
-            if self._adds_up_once:
+            if self._reduces_once:
+                add_up_processes(self.model, after_this_pass=last)
+            elif self._adds_up_once:
                 add_up_replicas(self.model, after_this_pass=last)
             # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
             torch.manual_seed(bin_.seed)
