@@ -51,6 +51,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "axk1": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     "deepseek_v3": {**_LATENT_HEADS, "first_k_dense_replace": 1},
     **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen3_moe"), _EXPERTS),
+    "gpt_oss": {**_EXPERTS, "intermediate_size": 16, "sliding_window": 4},
     "granitemoe": _EXPERTS,
     "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 16},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},

@@ -137,6 +137,16 @@ _OF_EXPERTS: tuple[tuple[dict[str, int], tuple[Any, ...], str], ...] = (
         "allenai/OLMoE-1B-7B-0924 allenai/OLMoE-1B-7B-0924-SFT allenai/OLMoE-1B-7B-0924-Instruct "
         "allenai/OLMoE-1B-7B-0125 allenai/OLMoE-1B-7B-0125-SFT allenai/OLMoE-1B-7B-0125-Instruct",
     ),
+    (
+        {"num_local_experts": 32, "num_experts_per_tok": 4},
+        ("gpt_oss", 2880, 24, 64, 8, 64, 2880, 201088, False),
+        "openai/gpt-oss-20b",
+    ),
+    (
+        {"num_local_experts": 128, "num_experts_per_tok": 4},
+        ("gpt_oss", 2880, 36, 64, 8, 64, 2880, 201088, False),
+        "openai/gpt-oss-120b",
+    ),
 )
 """What their configs say of experts, and the rest."""
 _POSITIONS = {
@@ -159,7 +169,7 @@ _POSITIONS = {
     "meta-llama/Meta-Llama-3.1-8B-Instruct meta-llama/Llama-3.1-70B meta-llama/Llama-3.1-70B-Instruct "
     "meta-llama/Meta-Llama-3.1-70B meta-llama/Meta-Llama-3.1-70B-Instruct meta-llama/Llama-3.2-1B "
     "meta-llama/Llama-3.2-1B-Instruct meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct "
-    "meta-llama/Llama-3.3-70B-Instruct",
+    "meta-llama/Llama-3.3-70B-Instruct openai/gpt-oss-20b openai/gpt-oss-120b",
     262144: "Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen3-30B-A3B-Instruct-2507 "
     "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct",
 }

@@ -281,7 +281,7 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
     lora = spec.lora
     # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
-    normed = 4 if family.norms_in_fp32 else (0 if lora else computed)
+    normed = 0 if lora else (4 if family.norms_in_fp32 else computed)
     norms = shape.norms * width * (4 + normed) + 2 * width * computed
     between = (queries + keys) * (4 + normed) if family.query_key_norm else 0
     attention = computed * 2 * (queries + keys) + 4 * shape.heads
@@ -307,6 +307,10 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
         working = shape.chosen * (computed * (3 * width + 2 * inner))
         if family.weighed_in_fp32 and computed < 4:
             working += shape.chosen * 8 * width
+        if family.biased:
+            # The activation is computed again; or, of narrow experts, the sum of what they give is taken apart.
+            again = shape.chosen * 7 * inner - 2 * width
+            working = computed * max(again, shape.chosen * (3 * width + inner))
     how = spec.training.activation_checkpointing
     if how == "none":
         return BlockMemory(kept, working)
@@ -327,7 +331,9 @@ def _mixture(shape: ModelShape, computed: int, *, frozen: bool) -> float:
 
     For each expert that it is sent to: what goes in, the two projections, the activation, their product, what comes
     out, and its places before and after sorting. Of what goes into a product with ``frozen`` weights nothing is kept.
+    Experts with biases forget the activation, and choose by logits instead of probabilities.
     """
     width, inner = shape.hidden_size, shape.intermediate_size
-    numbers = (0 if frozen else width + inner) + 3 * inner + width
-    return 4 * shape.experts + shape.chosen * (computed * numbers + 56)
+    biased = shape.family.biased
+    numbers = (0 if frozen else width + inner) + (2 if biased else 3) * inner + width
+    return (0 if biased else 4 * shape.experts) + shape.chosen * (computed * numbers + 56)

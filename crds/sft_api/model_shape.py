@@ -32,12 +32,17 @@ class Family:
     """Where it says how wide the MLP of each is."""
     weighed_in_fp32: bool = False
     """Whether the outputs of experts are multiplied by what the router gives in fp32."""
+    biased: bool = False
+    """Whether experts and routers have biases, and attention where the config does not say otherwise."""
+    sinks: bool = False
+    """Whether attention has a number for each head besides."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
     "qwen2": Family(attention_bias=True),
+    "gpt_oss": Family(norms_in_fp32=True, head_size=64, mixture=True, biased=True, sinks=True),
     "mixtral": Family(mixture=True, weighed_in_fp32=True),
     "olmoe": Family(query_key_norm="whole", mixture=True),
     "qwen3": Family(query_key_norm="head", head_size=128),
@@ -123,12 +128,14 @@ class ModelShape:
             self.hidden_size if self.output_bias else 0
         )
         normed = {"": 0, "head": 2 * self.head_size, "whole": self.queries + self.keys}[self.family.query_key_norm]
-        mixture = self.experts * (self._expert_parameters + self.hidden_size)
+        router = self.hidden_size + (1 if self.family.biased else 0)
+        mixture = self.experts * (self._expert_parameters + router) + (self.heads if self.family.sinks else 0)
         return matrices + biases + self.norms * self.hidden_size + normed + mixture
 
     @property
     def _expert_parameters(self) -> int:
-        return 3 * self.hidden_size * self.intermediate_size
+        biases = 2 * self.intermediate_size + self.hidden_size if self.family.biased else 0
+        return 3 * self.hidden_size * self.intermediate_size + biases
 
     @property
     def active_parameters(self) -> int:
@@ -181,7 +188,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         chosen = _size(config, "num_experts_per_tok") or 0
         if not experts or not chosen or _has_dense_blocks(config):
             return None
-    bias, tied = config.get("attention_bias"), config.get("tie_word_embeddings")
+    bias, tied = config.get("attention_bias", family.biased), config.get("tie_word_embeddings")
     own = family.attention_bias  # of families whose config has no such field
     return ModelShape(
         family=family,

@@ -15,8 +15,9 @@ _MOST_HEADER_BYTES = 100_000_000
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
-_OF_EXPERTS = re.compile(r".*\.(experts\..*|router\.layer|(mlp|block_sparse_moe)\.gate)\.weight")
+_OF_EXPERTS = re.compile(r".*\.(experts\..*|router\.layer|mlp\.router|(mlp|block_sparse_moe)\.gate)\.weight")
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
+_PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,14 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
     except AdapterError as error:
         return str(error)
     chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
-    frozen = sum(math.prod(shape) for shape in shapes.values())
+    frozen = sum(_numbers(name, shape) for name, shape in shapes.items())
     return Trained(adapter_parameters(chosen, spec.lora.rank), frozen, len(layers))
+
+
+def _numbers(name: str, shape: list[int]) -> int:
+    """Of the model, in the tensor ``name``: of experts in MXFP4 a byte of blocks holds two, scales are none."""
+    packed = _PACKED.fullmatch(name)
+    return math.prod(shape) * (1 if packed is None else 2 if packed["of"] == "blocks" else 0)
 
 
 def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":

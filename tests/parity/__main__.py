@@ -51,6 +51,7 @@ _DISTURBED: dict[str, dict[str, Any]] = {
     "offload": {"strategy": {"fsdp": {"cpuOffload": True}}},
     "once": {"strategy": {"fsdp": _ONCE}},
     "experts": {"training": {"routerAuxLossCoefficient": 0.1}},
+    "packed_experts": {"training": {"routerAuxLossCoefficient": 0.1}},
 }
 """Runs that are killed and resumed too, by what is merged into their spec."""
 
@@ -94,10 +95,13 @@ def main() -> int:
             )
             print(f"processes={processes} killed_after_step={killed_after} different={different}")
             resume_mismatch += different
-        make_mixture(work / "inputs", work / "mixture", "qwen3_moe")
+        mixtures = {
+            name: make_mixture(work / "inputs", work / name, kind)
+            for name, kind in (("experts", "qwen3_moe"), ("packed_experts", "gpt_oss"))
+        }
         for name, sections in _DISTURBED.items():
             killed_after, different = checks.killed_and_resumed(
-                work / ("mixture" if name == "experts" else "inputs"),
+                mixtures.get(name, work / "inputs"),
                 work / f"resume-{name}",
                 processes=2,
                 steps=12,

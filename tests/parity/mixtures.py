@@ -5,22 +5,28 @@ from pathlib import Path
 
 import torch
 
-KINDS = ("qwen3_moe", "mixtral", "olmoe")
+from tests.mxfp4 import pack
+
+KINDS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 
 
 def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
-    """Inputs in ``folder``, which is made: those of ``inputs``, with a model of type ``kind`` and random weights."""
+    """Inputs in ``folder``, which is made: those of ``inputs``, with a model of type ``kind`` and random weights.
+
+    Experts of gpt-oss are in MXFP4, as it is published.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(inputs, folder)
     (folder / "model" / "model.safetensors").unlink()
     dense = AutoConfig.from_pretrained(folder / "model")
+    inner = 32 if kind == "gpt_oss" else 16
     config = AutoConfig.for_model(
         kind,
         vocab_size=dense.vocab_size,
         hidden_size=32,
-        intermediate_size=16,
-        moe_intermediate_size=16,
+        intermediate_size=inner,
+        moe_intermediate_size=inner,
         num_experts=4,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -40,4 +46,6 @@ def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
             if name.endswith((".gate.weight", ".router.weight")):
                 parameter.normal_(std=0.5)
     model.save_pretrained(folder / "model")
+    if kind == "gpt_oss":
+        pack(folder / "model")
     return folder

@@ -89,11 +89,12 @@ def reference_steps(
     model = model or reference_model(config)
     model.train()
     options = config.spec.training.optimizer
-    trained = [p for p in model.parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = {name for name, p in named if p.ndim >= 2 and not name.endswith("bias")}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for name, p in named if name in decayed], "weight_decay": options.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ],
         betas=(options.betas[0], options.betas[1]),
         eps=options.eps,

@@ -29,7 +29,7 @@ def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
     assert checks.worst(figures.values()) <= LIMIT, figures
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("qwen3_moe", 2), ("mixtral", 1), ("olmoe", 1)])
+@pytest.mark.parametrize(("kind", "processes"), [("qwen3_moe", 2), ("mixtral", 1), ("olmoe", 1), ("gpt_oss", 2)])
 def test_mixtures_of_experts_and_the_loss_of_their_routers_equal_a_plain_loop(
     kind: str, processes: int, tiny_inputs: Any, tmp_path: Path
 ) -> None:

@@ -48,6 +48,8 @@ OnProgress = Callable[[int], None]
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+# The same weights under other names, as large again (gpt-oss, Llama).
+_OTHERWISE = "original/*"
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -134,7 +136,8 @@ def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[Stor
     if kind == "dataset":
         return files
     patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
-    return [entry for entry in files if any(fnmatch.fnmatch(entry.key, pattern) for pattern in patterns)]
+    own = [entry for entry in files if not fnmatch.fnmatch(entry.key.removeprefix(f"{name}/"), _OTHERWISE)]
+    return [entry for entry in own if any(fnmatch.fnmatch(entry.key, pattern) for pattern in patterns)]
 
 
 def _identity(uri: str, s3: S3Settings, objects: Sequence[StoredObject]) -> str:
@@ -285,6 +288,7 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
                 repo_type=_repository_type(kind),
                 revision=commit,
                 allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
+                ignore_patterns=None if kind == "dataset" else _OTHERWISE,
                 token=token,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
                 tqdm_class=progress_bar(on_progress),

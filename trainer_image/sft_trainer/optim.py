@@ -45,8 +45,8 @@ def build_optimizer(
     names: dict[torch.Tensor, str] = {
         parameter: name for name, parameter in named_parameters if parameter.requires_grad
     }
-    decayed = [parameter for parameter in names if parameter.ndim >= 2]
-    plain = [parameter for parameter in names if parameter.ndim < 2]
+    decayed = [parameter for parameter, name in names.items() if _is_decayed(name, parameter)]
+    plain = [parameter for parameter, name in names.items() if not _is_decayed(name, parameter)]
     groups = [
         {"params": params, "weight_decay": decay}
         for params, decay in ((decayed, options.weight_decay), (plain, 0.0))
@@ -56,6 +56,11 @@ def build_optimizer(
     if options.state_dtype == "bf16":
         return RoundedAdamW(groups, names, held, lr=peak, betas=betas, eps=options.eps)
     return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)
+
+
+def _is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    # Biases of stacked experts are rows of one tensor.
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def update(optimizer: torch.optim.Optimizer, rate: float, skips: torch.Tensor) -> None:

@@ -45,6 +45,7 @@ def model_uri(s3_store: S3Store) -> str:
     for name, data in MODEL.items():
         s3_store.put(f"models/tiny/{name}", data)
     s3_store.put("models/tiny-other/config.json", b"not this one")
+    s3_store.put("models/tiny/original/model.safetensors", b"the same weights again")
     return f"{s3_store.uri}/models/tiny"
 
 
@@ -238,7 +239,7 @@ class Hub:
 
 
 COMMIT = "a" * 40
-HUB_FILES = {**MODEL, "README.md": b"card"}
+HUB_FILES = {**MODEL, "README.md": b"card", "original/model.safetensors": b"the same weights again"}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def experts(tmp_path: Path, tiny_inputs: Any, cache: Path) -> Iterator[Place]:
-    folder = make_mixture(tiny_inputs.model.parent, tmp_path / "inputs", "qwen3_moe")
+@pytest.fixture(params=["qwen3_moe", "gpt_oss"])
+def experts(request: pytest.FixtureRequest, tmp_path: Path, tiny_inputs: Any, cache: Path) -> Iterator[Place]:
+    """Experts of each by themselves in fp32, and all of them in MXFP4, the rest in bf16."""
+    folder = make_mixture(tiny_inputs.model.parent, tmp_path / "inputs", request.param)
     inputs = dataclasses.replace(
         tiny_inputs, model=folder / "model", train=folder / "data" / "train.jsonl", eval=folder / "data" / "eval.jsonl"
     )
@@ -63,14 +65,26 @@ def test_it_goes_on_with_other_processes_and_is_exported_as_the_hub_names_it(exp
     assert expected[40]["auxLoss"] == pytest.approx(2, rel=0.1)
     assert ended.status["progress"]["auxLoss"] == pytest.approx(expected[40]["auxLoss"], rel=1e-3)
 
-    # And the export has every expert's tensors by the names and shapes of the model that it came from
+    # And the export has every expert by the names and shapes of the model that it came from, packed ones as they mean
     export = experts.store("disturbed") / "export"
-    assert shapes(export) == shapes(experts.inputs.model)
-    assert "model.layers.0.mlp.experts.3.up_proj.weight" in shapes(export)
+    assert shapes(export) == unpacked(shapes(experts.inputs.model))
+    assert {name for name in shapes(export) if re.search(r"layers\.0\.mlp\.experts\.(3\.up|down)_proj", name)}
+    config = json.loads((export / "config.json").read_text())
+    assert "quantization_config" not in config
 
-    # And transformers loads it, with the loss that the run reported
+    # And transformers loads it, with the loss that the run reported, to the precision that it is stored in
     rows = [json.loads(line) for line in experts.inputs.eval.read_text().splitlines()[:12]]
-    assert evaluation_of(export, rows, 256)[0] == pytest.approx(numbers[40]["evalLoss"], rel=1e-5)
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-3}[config["dtype"]]
+    assert evaluation_of(export, rows, 256)[0] == pytest.approx(numbers[40]["evalLoss"], rel=tolerance)
+
+
+def unpacked(found: dict[str, list[int]]) -> dict[str, list[int]]:
+    """With a tensor (experts, inputs, outputs) for blocks (experts, outputs, inputs / 32, 16) and their scales."""
+    return {
+        name.removesuffix("_blocks"): [shape[0], shape[2] * 32, shape[1]] if name.endswith("_blocks") else shape
+        for name, shape in found.items()
+        if not name.endswith("_scales")
+    }
 
 
 def shapes(folder: Path) -> dict[str, list[int]]:

@@ -22,6 +22,7 @@ from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import Logits
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.tracking import LiveBytes, count_attention
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
@@ -112,6 +113,7 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     "1B, the same with little": ("meta-llama/Llama-3.2-1B", 2, 64, 8, 4, ONCE),
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
     "30B of experts, activations": ("Qwen/Qwen3-30B-A3B", 2, 8192, 16, 16, {}),
+    "20B of experts with biases, and sinks": ("openai/gpt-oss-20b", 2, 8192, 16, 16, {}),
     "1B of 7B, one block at a time": (
         "allenai/OLMoE-1B-7B-0924",
         3,
@@ -166,7 +168,8 @@ def test_the_estimate_is_within_ten_percent_of_what_steps_hold(
     with fake_tensors(), live.watching():
         kind = {key: value for key, value in known.items() if key != "model_type"}
         with torch.device("meta"):
-            huggingface = AutoModelForCausalLM.from_config(AutoConfig.for_model(known["model_type"], **kind))
+            model_config = AutoConfig.for_model(known["model_type"], **kind)
+            huggingface = AutoModelForCausalLM.from_config(model_config, **kernel_options(model_config))
         count_attention(huggingface)
         if config.spec.lora:
             add_adapters(huggingface, config.spec.lora)

@@ -15,6 +15,8 @@ PUBLISHED = {
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
@@ -47,7 +49,8 @@ PUBLISHED = {
     "allenai/OLMo-2-1124-13B": 13_716_198_400,
     "google/gemma-3-1b-pt": 999_885_952,
 }
-"""Parameters as the hub counts them in the models' files; tied ones once."""
+"""Parameters as the hub counts them in the models' files, tied ones once; of gpt-oss as its authors do (20.91B and
+116.83B, arXiv 2508.10925), whose files have two values in a byte."""
 EIGHT_BILLION = "hf://meta-llama/Llama-3.1-8B"
 
 
@@ -79,6 +82,12 @@ def test_the_figures_of_a_known_model_add_up_to_its_published_parameters(name: s
 )
 def test_the_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
     assert shape(f"hf://{name}").active_parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("openai/gpt-oss-20b", 3.61), ("openai/gpt-oss-120b", 5.13)])
+def test_those_of_gpt_oss_are_published_without_the_embedding(name: str, billions: float) -> None:
+    found = shape(f"hf://{name}")
+    assert (found.active_parameters - found.head_parameters) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 def test_every_row_of_the_table_is_held_against_a_published_number() -> None:

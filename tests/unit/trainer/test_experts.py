@@ -23,13 +23,14 @@ from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
 from tests.bins import RoomFor, random_bin
+from tests.mxfp4 import pack
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_fsdp_strategy import whole
 from tests.unit.trainer.test_models import save_model
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.5
-KINDS = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "flex_olmo"]
+KINDS = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "flex_olmo", "gpt_oss"]
 BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_bin(4, 7), random_bin(5, 2, 11))
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
@@ -229,3 +230,14 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     assert (found.layers, found.parameters) == (len(layers), trained)
     # Files hold corrections of routers besides, which are no parameters.
     assert found.frozen == pytest.approx(frozen, abs=64)
+
+
+def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:
+    save_model("gpt_oss", tmp_path, intermediate_size=32)
+    spec = resolve(
+        manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
+    ).spec
+    plain = measure_adapters(spec)
+    assert isinstance(plain, Trained)
+    pack(tmp_path)
+    assert measure_adapters(spec) == plain

@@ -22,6 +22,7 @@ KINDS = [
     ("qwen2_moe", EXPERTS),
     ("mixtral", EXPERTS),
     ("olmoe", EXPERTS),
+    ("gpt_oss", EXPERTS),
     ("flex_olmo", EXPERTS),
     ("granitemoe", EXPERTS),
     ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 6}),

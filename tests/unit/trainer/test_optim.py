@@ -57,3 +57,13 @@ def test_norms_and_biases_do_not_decay() -> None:
     optimizer = build_optimizer(layer.named_parameters(), spec(), 1e-3)
     decay = {tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay == {(2, 3): 0.1, (2,): 0.0}
+
+
+def test_nor_do_biases_of_stacked_experts() -> None:
+    weight, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 2, 6), (4, 6)))
+    named = [("experts.gate_up_proj", weight), ("experts.gate_up_proj_bias", bias)]
+    optimizer = build_optimizer(named, spec(), 1e-3)
+    assert [(group["weight_decay"], group["params"]) for group in optimizer.param_groups] == [
+        (0.1, [weight]),
+        (0.0, [bias]),
+    ]

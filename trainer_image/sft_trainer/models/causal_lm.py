@@ -113,9 +113,13 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
         raise
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
-    _check_plain_weights(config)
+    packed = _are_packed(config)
     # Building it in fp32 writes fp32 into the config.
     stored_dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    if packed:
+        # What they are read as, exactly; an export has plain weights.
+        stored_dtype = torch.bfloat16
+        del config.quantization_config
     register()
     try:
         with torch.device("meta"):
@@ -149,12 +153,17 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     return CausalLM(model, stored_dtype, logits_of(model))
 
 
-def _check_plain_weights(config: Any) -> None:
-    """Raise ``ModelError`` where the config says that weights are quantised: other layers compute with those."""
+def _are_packed(config: Any) -> bool:
+    """Whether the config says that files may have weights in MXFP4, which are read as what they mean.
+
+    Raises ``ModelError`` where it says that they are quantised otherwise: other layers compute with those.
+    """
     given = getattr(config, "quantization_config", None)
     if not given:
-        return
+        return False
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    if method == "mxfp4" and Names.of(config).packs:
+        return True
     raise ModelError(
         f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}) in its "
         "config.json is not supported: it would be trained as a plain model, which is another one; name a checkpoint "

@@ -1,6 +1,7 @@
 """Mixtures of experts: which are trained, by which kernel, and the loss that keeps their experts evenly used.
 
-Experts are computed by transformers' ``grouped_mm``: tokens sorted by expert, one product of matrices for all of them.
+Experts are computed by transformers' ``grouped_mm``: tokens sorted by expert, one product of matrices for all of them;
+those with biases by a function of our own (``biased_experts``).
 It needs no number of the device on the host, and what is computed again in a backward pass has the same shapes.
 """
 
@@ -13,11 +14,23 @@ from torch.nn.functional import softmax
 
 from sft_trainer.errors import ConfigError, ModelError
 
+from . import biased_experts
 from .attention import Boundaries, boundary_arguments
 from .probe import small_model
 
-PROVEN = ("flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+PROVEN = (
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
+_BIASED = ("gpt_oss",)
 _MULTIPLE = 16
 """Bytes: every row of a factor of the grouped product begins at one."""
 _TOKENS = 12
@@ -25,7 +38,12 @@ _TOKENS = 12
 
 def kernel_options(config: Any) -> dict[str, str]:
     """What ``from_config`` of transformers is told of the experts of a model of ``config``."""
-    return {"experts_implementation": "grouped_mm"} if config.model_type in PROVEN else {}
+    if config.model_type not in PROVEN:
+        return {}
+    if config.model_type not in _BIASED:
+        return {"experts_implementation": "grouped_mm"}
+    biased_experts.register()
+    return {"experts_implementation": biased_experts.IMPLEMENTATION}
 
 
 def has_experts(model: Any) -> bool:

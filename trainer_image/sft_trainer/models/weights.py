@@ -1,8 +1,10 @@
 """Weights from safetensors files into boxes: every process reads only the slices that its boxes overlap."""
 
+import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from sft_trainer.names.canonical import Names
 from sft_trainer.versions import initialize
 
 from .causal_lm import CausalLM
+from .mxfp4 import BLOCKS, DTYPE, SCALES, PackedSlices
 
-_TRAINABLE = ("F64", "F32", "F16", "BF16")
-"""Names of dtypes in safetensors files whose numbers mean what they say."""
+_TRAINABLE = ("F64", "F32", "F16", "BF16", DTYPE)
+"""Names of dtypes in safetensors files whose numbers mean what they say, or that are read as what they mean."""
 
 
 def weight_files(path: Path) -> dict[str, Path]:
@@ -117,24 +120,40 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
         for tensor in names.hub(box.name, box.shape):
             if tensor.index is None or 0 <= tensor.index - box.place.offsets[0] < box.place.sizes[0]:
                 needed.setdefault(tensor.name, []).append((box, tensor.index))
-    missing = sorted(set(needed) - set(files))
+    stored = {name: _stored_names(name, names, files) for name in needed}
+    missing = sorted({*itertools.chain(*stored.values())} - set(files))
     if missing:
         raise ModelError(
             f"{path} lacks {len(missing)} of the {len(needed)} tensors of the model, the first is {missing[0]!r}"
         )
     by_file: dict[Path, list[str]] = {}
-    for name in needed:
-        by_file.setdefault(files[name], []).append(name)
-    for file, held_names in by_file.items():
-        with _opened(file) as reader:
-            held = set(reader.keys())
+    for name, (first, *_) in stored.items():
+        by_file.setdefault(files[first], []).append(name)
+    for held_names in by_file.values():
+        with ExitStack() as opened:
+            reader_of = functools.cache(lambda file, opened=opened: opened.enter_context(_opened(file)))
             for name in held_names:
-                if name not in held:
-                    raise ModelError(f"{file} does not hold tensor {name!r}, as the index says: fetch the model again")
+                slices = [_slices(reader_of(files[each]), each, files[each]) for each in stored[name]]
+                reader = slices[0] if len(slices) == 1 else PackedSlices(name, *slices)
                 for box, index in needed[name]:
-                    source = _Source(name, reader.get_slice(name), box, index)
+                    source = _Source(name, reader, box, index)
                     _check_header(source)
                     yield source
+
+
+def _stored_names(name: str, names: Names, files: Mapping[str, Path]) -> tuple[str, ...]:
+    """Names of the tensors that ``files`` have of the hub tensor ``name``: its own, or two where it is packed."""
+    packed = f"{name}{BLOCKS}", f"{name}{SCALES}"
+    return packed if name not in files and packed[0] in files and names.may_be_packed(name) else (name,)
+
+
+def _slices(reader: Any, name: str, file: Path) -> Any:
+    from safetensors import SafetensorError
+
+    try:
+        return reader.get_slice(name)
+    except SafetensorError as error:
+        raise ModelError(f"{file} does not hold tensor {name!r}, as the index says: fetch the model again") from error
 
 
 def _check_header(source: _Source) -> None:

@@ -70,6 +70,16 @@ class Names:
         """Whether the canonical tensor ``name`` is that of all experts, of which files have one each."""
         return bool(self._rules.experts) and self._stacked.fullmatch(name) is not None
 
+    @property
+    def packs(self) -> bool:
+        """Whether files may have some tensors in MXFP4."""
+        return bool(self._rules.packed)
+
+    def may_be_packed(self, name: str) -> bool:
+        """Whether files may have the hub tensor ``name`` in MXFP4 instead, as two others."""
+        module, _, leaf = name.rpartition(".")
+        return leaf in self._rules.packed and module.endswith(".experts")
+
     def hub(self, name: str, shape: tuple[int, ...]) -> list[HubTensor]:
         """The tensors of hub files that the canonical tensor ``name``, of ``shape``, is made of."""
         found = self._stacked.fullmatch(name) if self._rules.experts else None

@@ -18,6 +18,8 @@ class Rules:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parameters of a module ``experts``, (experts, rows, columns), and the projections that share their rows, in
     order and of equal size. On the hub every expert has a tensor ``experts.<number>.<projection>.weight`` of each."""
+    packed: tuple[str, ...] = ()
+    """Parameters of a module ``experts``, (experts, inputs, outputs), that hub files may have in MXFP4 instead."""
 
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -35,6 +37,7 @@ RULES: Mapping[str, Rules] = {
     "flint": Rules(renamed=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "glm4_moe": Rules(experts=_GATED),
     "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
+    "gpt_oss": Rules(packed=("gate_up_proj", "down_proj")),
     "granitemoe": _STACKED,
     "granitemoeshared": _STACKED,
     "mixtral": Rules(

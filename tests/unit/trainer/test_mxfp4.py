@@ -1,0 +1,138 @@
+"""Weights in MXFP4: all values are those of transformers' own conversion, whole or in parts; others are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_trainer.boxes import Box, Rectangle
+from sft_trainer.errors import ModelError
+from sft_trainer.models.causal_lm import CausalLM, build_on_meta
+from sft_trainer.models.mxfp4 import dequantised
+from sft_trainer.models.tensors import whole_boxes
+from sft_trainer.models.weights import load_weights, weights_layout
+from tests.mxfp4 import pack, packed
+from tests.unit.trainer.test_models import save_model
+
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int16)
+
+
+def test_every_pair_of_values_with_every_scale_is_that_of_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    # Given all bytes with all scales that are numbers
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(255, 1, 1, 1)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None, None].repeat(1, 1, 16)
+
+    found = dequantised(blocks, scales)
+
+    # Then they are the same bit by bit, and what the specification says where bf16 has such a number
+    assert torch.equal(bits(found.transpose(1, 2)), bits(convert_moe_packed_tensors(blocks, scales)))
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.stack([blocks % 16, blocks // 16], -1).flatten(-3).long()
+    exact = torch.cat([sizes, -sizes])[codes] * 2.0 ** (scales[..., :1].double() - 127)
+    finite = exact.abs() < 2.0**128
+    assert torch.equal(found.double()[finite], exact[finite])
+    assert not found[~finite].isfinite().any()
+    assert dequantised(blocks[:1], torch.full_like(scales[:1], 255)).isnan().all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss whose experts are in MXFP4, blocks and scales of one weight in different files."""
+    path = tmp_path_factory.mktemp("model")
+    save_model("gpt_oss", path, hidden_size=64, intermediate_size=96)
+    pack(path, files=3)
+    return path
+
+
+def loaded(path: Path) -> CausalLM:
+    model = build_on_meta(path).to_empty(device="cpu")
+    load_weights(whole_boxes(model), model.names, path)
+    return model
+
+
+def test_a_model_is_read_as_transformers_reads_it(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    expected = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+
+    model = loaded(folder)
+
+    huggingface: Any = model.huggingface
+    ours, theirs = dict(huggingface.named_parameters()), dict(expected.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in theirs.items():
+        assert torch.equal(ours[name], parameter.float()), name
+    # It is exported in bf16, which holds all of it, by a config that says so
+    assert model.stored_dtype == torch.bfloat16
+    assert not hasattr(huggingface.config, "quantization_config")
+    assert f"{GATE_UP} [4, 64, 192] MXFP4" in weights_layout(whole_boxes(model), model.names, folder)
+
+
+@pytest.mark.parametrize(
+    "ranges", [((1, 3), (5, 60), (7, 100)), ((0, 4), (32, 64), (0, 192)), ((3, 4), (0, 1), (1, 2))]
+)
+def test_a_process_reads_its_part_wherever_blocks_begin(folder: Path, ranges: tuple[tuple[int, int], ...]) -> None:
+    model = loaded(folder)
+    (whole,) = (box for box in whole_boxes(model) if box.name == GATE_UP)
+    place = Rectangle(tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+    mine = Box(whole.name, whole.kind, whole.shape, place, torch.full(place.sizes, torch.nan))
+
+    load_weights([mine], model.names, folder)
+
+    assert torch.equal(mine.read(), whole.read()[place.within(Rectangle.whole(whole.shape))])
+
+
+def test_rounding_in_these_tests_is_to_the_nearest() -> None:
+    weight = torch.randn((2, 64, 6), generator=torch.Generator().manual_seed(0))
+    blocks, scales = packed(weight)
+    read = dequantised(blocks, scales).transpose(1, 2).float()
+    assert (read - weight).norm() < 0.15 * weight.norm()
+    assert torch.equal(dequantised(*packed(read)).transpose(1, 2).float(), read)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_scales": None}, "lacks 1 of the .* tensors of the model, the first is '.*gate_up_proj_scales'"),
+        ({"_blocks": None}, "lacks 1 of the .* tensors of the model, the first is '.*gate_up_proj'"),
+        ({"_scales": lambda scales: scales[:, :-1]}, r"shape \(4, 191, 2\) .*are no weight in MXFP4"),
+        ({"_blocks": lambda blocks: blocks[..., :8].contiguous()}, "are no weight in MXFP4"),
+        ({"_blocks": lambda blocks: blocks.to(torch.int16)}, r"\(I16, U8\) are no weight in MXFP4"),
+        ({"_scales": lambda scales: torch.full_like(scales, 255)}, "gate_up_proj' of the model holds NaN"),
+        ({"_blocks": lambda b: b[:, :64], "_scales": lambda s: s[:, :64]}, r"has shape \(4, 64, 64\) in the file"),
+    ],
+)
+def test_what_is_none_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    save_model("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    pack(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for leaf, changed in change.items():
+        value = tensors.pop(f"{GATE_UP}{leaf}")
+        if changed is not None:
+            tensors[f"{GATE_UP}{leaf}"] = changed(value).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(ModelError, match=words):
+        loaded(tmp_path)
+
+
+def test_plain_weights_beside_such_a_config_are_read_as_they_are(tmp_path: Path) -> None:
+    reference = save_model("gpt_oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+
+    huggingface: Any = loaded(tmp_path).huggingface
+
+    wanted = dict(reference.named_parameters())
+    assert all(torch.equal(value, wanted[name]) for name, value in huggingface.named_parameters())
