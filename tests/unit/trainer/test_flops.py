@@ -28,6 +28,8 @@ def model(kind: str, **options: Any) -> Any:
     ("kind", "options", "idle_expert"),
     [
         ("mixtral", {"num_local_experts": 8}, 3 * 32 * 48),
+        # With biases
+        ("gpt_oss", {"num_local_experts": 8}, 3 * 32 * 48 + 2 * 48 + 32),
         ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 16}, 3 * 32 * 16),
         # With a shared expert, which every token is sent to.
         ("qwen2_moe", {"num_experts": 8, "moe_intermediate_size": 16}, 3 * 32 * 16),
