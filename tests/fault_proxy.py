@@ -46,12 +46,45 @@ class Answer:
         return cls(status, code, (("Content-Type", "application/xml"),), text.encode())
 
 
+class _Turns:
+    """Who is with the server now."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self._closed = False
+
+    def begin(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._count += 1
+
+    def end(self) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def nobody(self) -> Iterator[None]:
+        """Those who are there have ended when the block begins, and nobody begins within it."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._count)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+
 class Exchange:
     """One request of a client, and ways to go on with it."""
 
-    def __init__(self, handler: BaseHTTPRequestHandler, target: tuple[str, int]) -> None:
+    def __init__(self, handler: BaseHTTPRequestHandler, target: tuple[str, int], turns: _Turns) -> None:
         self._handler = handler
         self._target = target
+        self._turns = turns
         self._left = int(handler.headers.get("Content-Length") or 0)
         self.method = handler.command
         self.path = unquote(handler.path)
@@ -82,6 +115,7 @@ class Exchange:
     @contextmanager
     def _connected(self, length: int) -> Iterator[http.client.HTTPConnection]:
         connection = http.client.HTTPConnection(*self._target, timeout=_SERVER_SECONDS)
+        self._turns.begin()
         try:
             connection.putrequest(self.method, self._handler.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self._handler.headers.items():
@@ -93,6 +127,7 @@ class Exchange:
             yield connection
         finally:
             connection.close()
+            self._turns.end()
 
     def reply(self, answer: Answer, count: int | None = None, pause: float = 0.0) -> None:
         """Say ``answer``; of its body only ``count`` bytes where given, each with a ``pause`` in seconds."""
@@ -293,6 +328,7 @@ class FaultProxy:
     def __init__(self, target: tuple[str, int]) -> None:
         self._faults: list[Fault] = []
         self._seen: list[tuple[str, str]] = []
+        self._turns = turns = _Turns()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -305,7 +341,7 @@ class FaultProxy:
                 self.close_connection = True
 
             def answer(self) -> None:
-                proxy.answer(Exchange(self, target))
+                proxy.answer(Exchange(self, target, turns))
 
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
 
@@ -333,6 +369,12 @@ class FaultProxy:
         faults, self._faults = self._faults, []
         for fault in faults:
             fault.lose() if isinstance(fault, Hold) else fault.stop()
+
+    @contextmanager
+    def quiet_server(self) -> Iterator[None]:
+        """The server works on nothing while the block runs: requests that come then wait for its end."""
+        with self._turns.nobody():
+            yield
 
     def answer(self, exchange: Exchange) -> None:
         self._seen.append((exchange.method, exchange.path))

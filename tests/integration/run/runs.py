@@ -6,14 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from sft_api.rundir import PROGRESS_FILE, STOP_FILE
+from tests.waiting import PATIENCE_SECONDS, T, wait_until
 
+_STANDING = Path(__file__).with_name("standing")
+"""A folder for PYTHONPATH, with the callback of a run that stands still."""
 _NOT_INHERITED = ("FORCE_COLOR", "HF_TOKEN", "HF_HUB_OFFLINE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN")
 
 
@@ -39,6 +44,10 @@ class Place:
 
     _started: subprocess.Popen[str]
     """The run that was started last."""
+    _run_dir: Path
+    """Where it reports."""
+    _goes_on: Path | None
+    """What a run that stands still waits for."""
 
     def __init__(self, folder: Path, inputs: Any, cache: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,6 +85,7 @@ class Place:
         """Begin ``sft run`` with ``options``; ``environment`` is added to that of this shell."""
         file = self.folder / f"{job['metadata']['name']}.yaml"
         file.write_text(yaml.safe_dump(job))
+        self._goes_on, self._run_dir = None, self.store(job["metadata"]["name"]) / "run"
         self._started = subprocess.Popen(
             [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json", *options],
             cwd=self.folder,
@@ -86,8 +96,27 @@ class Place:
         )
         return self._started
 
+    def start_standing(
+        self, job: dict[str, Any], step: int, *options: str, **environment: str
+    ) -> subprocess.Popen[str]:
+        """Begin a run that stands still after ``step``; return as soon as it does.
+
+        What is done to it then, is done there, however fast it is. It goes on when its end is waited for.
+        """
+        stands = self.folder / f"stands-after-{step}"
+        arguments = {"step": str(step), "stands": str(stands)}
+        spec = job["spec"]
+        callbacks = [{"class": "standing:StandsStill", "arguments": arguments}]
+        standing = {**job, "spec": {**spec, "training": {**spec["training"], "callbacks": callbacks}}}
+        process = self.start(standing, *options, PYTHONPATH=str(_STANDING), **environment)
+        self.wait_until(stands.exists)
+        self._goes_on = stands.with_suffix(".over")
+        return process
+
     def finish(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for the end of a run, which leaves no process behind and shows no traceback, however it ends."""
+        if self._goes_on is not None:
+            self._goes_on.touch()
         try:
             out, said = process.communicate(timeout=2 * PATIENCE_SECONDS)
         finally:
@@ -100,29 +129,44 @@ class Place:
         """A run from its begin to its end."""
         return self.finish(self.start(job, *options, **environment))
 
-    def wait_for_step(self, step: int, name: str = "tiny") -> None:
-        """Return as soon as the run that was started last reports ``step``; what it said is shown when it does not."""
-        report = self.store(name) / "run" / "progress.json"
-
-        def reported() -> bool:
-            try:
-                return bool(json.loads(report.read_text())["step"] >= step)
-            except FileNotFoundError:  # of a run that is begun anew the folder is set aside
-                return False
-
-        process = self._started
+    def reported(self) -> dict[str, Any]:
+        """What the first process of the run that was started last has reported; empty when it has not yet."""
         try:
-            wait_until(lambda: reported() or process.poll() is not None)
-            assert reported(), f"it ended with {process.returncode}"
-        except AssertionError as error:
-            process.kill()
-            raise AssertionError(
-                f"step {step} was not reported ({error}): {process.communicate()[1][-4000:]}"
-            ) from None
+            document: dict[str, Any] = json.loads((self._run_dir / PROGRESS_FILE).read_text())
+        except FileNotFoundError:  # also of a run that is begun anew: the folder is set aside
+            return {}
+        return document
+
+    def wait_until(self, look: Callable[[], T]) -> T:
+        """The first true answer of ``look`` while the run that was started last goes on.
+
+        Patience begins anew with every step. When the run ends before, or nothing comes, the assertion that fails shows
+        what the run said.
+        """
+        process, step, end = self._started, None, 0.0
+        while True:
+            over = process.poll() is not None
+            if found := look():
+                return found
+            if (now := self.reported().get("step", -1)) != step:
+                step, end = now, time.monotonic() + PATIENCE_SECONDS
+            if over or time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        process.kill()
+        said = process.communicate()[1][-4000:]
+        why = f"the run ended with {process.returncode}" if over else f"for {PATIENCE_SECONDS:.0f} s nothing came of it"
+        raise AssertionError(f"{why}; last seen: {found!r}\n{said}\nIt last reported {json.dumps(self.reported())}")
+
+    def wait_for_step(self, step: int) -> None:
+        """Return as soon as the run that was started last reports ``step``: one that will make many more."""
+        self.wait_until(lambda: self.reported().get("step", -1) >= step)
 
     def interrupt(self, process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> Ended:
-        """Ctrl-C, or another signal."""
+        """Ctrl-C, or another signal; one that stands still has heard of it when it goes on."""
         process.send_signal(number)
+        if self._goes_on is not None:
+            wait_until(lambda: (self._run_dir / STOP_FILE).exists() or process.poll() is not None)
         return self.finish(process)
 
     def processes(self) -> list[int]:

@@ -15,7 +15,6 @@ from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import fill, small_disk
 from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
-from tests.waiting import wait_until
 
 BUCKET = "bad-storage"
 ENDLESS = {"training": {"steps": 100_000, "globalBatchTokens": 512}, "checkpoint": {"everySteps": 10}}
@@ -81,8 +80,7 @@ def test_a_disk_without_a_byte_left_ends_with_the_same_class(tmp_path: Path, tin
     with small_disk(tmp_path / "disk", kilobytes=3000) as disk:
         place = Place(disk, tiny_inputs, cache)
         process = place.start(place.job(**ENDLESS))
-        report = place.store() / "run" / "progress.json"
-        wait_until(lambda: report.exists() and json.loads(report.read_text())["checkpoints"].get("latest"))
+        place.wait_until(lambda: place.reported().get("checkpoints", {}).get("latest"))
         fill(disk / "filler")
         ended = place.finish(process)
         second = place.run(place.job(**ENDLESS))
@@ -152,7 +150,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) 
 def test_another_start_in_the_same_folder_ends_this_one(place: Place) -> None:
     process = place.start(place.job(**ENDLESS))
     attempts = place.store() / "attempts"
-    wait_until((attempts / "00001.json").exists)
+    place.wait_until((attempts / "00001.json").exists)
     claim = json.loads((attempts / "00001.json").read_text())
     (attempts / "00002.json").write_text(json.dumps({**claim, "attempt": 2, "jobUid": "another"}))
 

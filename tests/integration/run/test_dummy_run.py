@@ -44,7 +44,7 @@ def test_it_measures_and_leaves_the_run_of_its_manifest_alone(place: Place) -> N
 def test_it_is_asked_to_stop_like_every_run(place: Place) -> None:
     job = place.job(training={"dummyRun": {"steps": 1000}})
     process = place.start(job)
-    place.wait_for_step(2, "tiny-dummy-run")
+    place.wait_for_step(2)
     ended = place.interrupt(process)
     assert (ended.code, ended.status["state"]) == (30, "Suspended"), ended.said
     refused = place.run(job, "--fresh")

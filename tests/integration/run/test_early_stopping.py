@@ -45,8 +45,7 @@ def test_a_run_that_gets_no_better_is_complete_with_its_model_and_stays_so(place
 
 def test_a_run_that_is_interrupted_ends_at_the_same_step(place: Place) -> None:
     # Given a run that is interrupted long before it would end
-    process = place.start(stopped_early(place, steps=1000, patience=900))
-    place.wait_for_step(2)
+    process = place.start_standing(stopped_early(place, steps=1000, patience=900), 2)
     interrupted = place.interrupt(process)
     assert (interrupted.code, interrupted.status["state"]) == (30, "Suspended"), interrupted.said
     assert interrupted.latest is not None

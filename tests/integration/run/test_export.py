@@ -17,7 +17,6 @@ from tests.integration.run.runs import Place
 from tests.integration.run.slow_network import gate
 from tests.integration.run.stores import credentials, s3_spec
 from tests.integration.run.test_ranks_alike import workers
-from tests.waiting import wait_until
 
 BUCKET = "exports"
 
@@ -116,7 +115,7 @@ def test_an_export_that_is_ended_in_the_middle_goes_on_with_what_is_missing(
             runPolicy={"terminationGracePeriodSeconds": 10},
         )
         process = place.start(job, **credentials(versitygw))
-        wait_until(lambda: way.held.is_set() or process.poll() is not None)
+        place.wait_until(way.held.is_set)
         written = (folder / "model.safetensors").stat()
         assert (folder / EXPORT_MARK).exists()
         assert not (folder / "config.json").exists()

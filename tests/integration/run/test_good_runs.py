@@ -23,7 +23,6 @@ from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place, step_numbers
 from tests.integration.run.stores import credentials, s3_spec, upload
-from tests.waiting import wait_until
 from tests.worker_processes import is_worker
 
 BUCKET = "good-runs"
@@ -164,7 +163,7 @@ def master_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_ctrl_c_before_the_first_step(place: Place) -> None:
     process = place.start(place.job(**LONG))
-    wait_until((place.store() / "run" / "progress.json").exists)
+    place.wait_until(place.reported)
 
     ended = place.interrupt(process)
 
@@ -176,8 +175,7 @@ def test_ctrl_c_before_the_first_step(place: Place) -> None:
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Place) -> None:
-    process = place.start(place.job(**LONG))
-    place.wait_for_step(1)
+    process = place.start_standing(place.job(**LONG), 1)
 
     interrupted = place.interrupt(process)
     step = interrupted.latest
@@ -187,7 +185,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Pl
     assert interrupted.status["state"] == "Suspended"
     assert interrupted.status["stepsAtRisk"] == 0
     assert step is not None
-    assert 1 <= step < LONG["training"]["steps"], "the run was over before it could be interrupted"
+    assert 1 <= step < LONG["training"]["steps"]
     assert f"Stopped     tiny: after step {step}/" in interrupted.said
     assert f"the same command goes on from step {step}:\n  sft run tiny.yaml" in interrupted.said
     assert after.code == 0, after.said
@@ -211,20 +209,19 @@ def test_ctrl_c_within_an_evaluation_saves_and_the_evaluation_is_made_up_for(pla
     data = {"eval": [{"uri": f"file://{place.inputs.train}", "name": "many", "split": "train[:300]"}]}
     training = {"steps": 4, "maxTokensPerMicroBatch": 256, "evaluation": {"everySteps": 2}}
     job = place.job(data=data, training=training, checkpoint={"keep": {"best": 1}})
-    report = place.store() / "run" / "progress.json"
 
     def evaluates() -> bool:
-        return report.exists() and json.loads(report.read_text())["phase"] == "Evaluating"
+        return bool(place.reported().get("phase") == "Evaluating")
 
     process = place.start(job)
-    wait_until(lambda: evaluates() or process.poll() is not None)
+    place.wait_until(evaluates)
     (worker,) = filter(is_worker, place.processes())
     os.kill(worker, signal.SIGSTOP)
     assert evaluates(), "it was over before it could be interrupted"
 
     # When it is asked to stop, and moves again
     process.send_signal(signal.SIGINT)
-    wait_until((place.store() / "run" / "stop").exists)
+    place.wait_until((place.store() / "run" / "stop").exists)
     os.kill(worker, signal.SIGCONT)
     interrupted = place.finish(process)
 

@@ -1,6 +1,5 @@
 """Where the time of a run went, on real processes of which one is killed."""
 
-import json
 import os
 import signal
 from typing import Any
@@ -15,15 +14,12 @@ from tests.parity.runs import step_records
 
 def test_the_steps_that_a_crash_costs_are_counted_and_all_adds_up(place: Place) -> None:
     # Given a run of two processes, past its first checkpoint
-    process = place.start(place.job(**LONG), "--processes", "2")
-    place.wait_for_step(25)
+    process = place.start_standing(place.job(**LONG), 25, "--processes", "2")
 
     # When a worker is killed, after what it had done was looked at
     both = workers(place)
     assert len(both) == 2
-    for pid in both:
-        os.kill(pid, signal.SIGSTOP)
-    report = json.loads((place.store() / "run" / "progress.json").read_text())
+    report = place.reported()
     for pid in both:
         os.kill(pid, signal.SIGKILL)
     ended = place.finish(process)

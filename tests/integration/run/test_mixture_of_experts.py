@@ -46,8 +46,7 @@ def test_it_goes_on_with_other_processes_and_is_exported_as_the_hub_names_it(exp
     sections = {**SECTIONS, "data": {"eval": [held_out]}}
     straight = experts.run(experts.job("straight", **sections), "--processes", "2")
     job = experts.job("disturbed", **sections)
-    process = experts.start(job)
-    experts.wait_for_step(15, "disturbed")
+    process = experts.start_standing(job, 15)
     interrupted = experts.interrupt(process)
 
     # When that goes on with two

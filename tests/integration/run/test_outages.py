@@ -1,26 +1,23 @@
 """A store that refuses in the middle of a run what it took before: training goes on, and no number is lost."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.object_store import ObjectStore
+from tests.fault_proxy import Hold, fault_proxy
 from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import enlarge, small_disk
 from tests.integration.run.runs import Place, assert_failed, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
-from tests.waiting import wait_until
 
 BUCKET = "outages"
 
 
-def reported(place: Place) -> dict[str, Any]:
-    """What rank 0 last said."""
-    try:
-        document: dict[str, Any] = json.loads((place.store() / "run" / "progress.json").read_text())
-    except FileNotFoundError:
-        return {}
-    return document
+def outage(place: Place) -> dict[str, Any]:
+    """What the run says of the outage, once it has come to its end and waits with what it could not save."""
+    place.wait_until(lambda: "waiting for the store" in place.reported().get("phaseDetail", ""))
+    said: dict[str, Any] = place.reported()["storageOutage"]
+    return said
 
 
 def test_a_disk_that_is_full_is_waited_for_until_somebody_makes_room(
@@ -32,8 +29,7 @@ def test_a_disk_that_is_full_is_waited_for_until_somebody_makes_room(
         process = place.start(place.job(**LONG))
 
         # When the run has come to its end, and waits with what it could not save
-        wait_until(lambda: "waiting for the store" in reported(place).get("phaseDetail", ""))
-        said = reported(place)["storageOutage"]
+        said = outage(place)
         enlarge(disk, kilobytes=20_000)
         ended = place.finish(process)
         numbers = step_numbers(place.store())
@@ -75,31 +71,31 @@ def test_a_full_disk_ends_the_run_at_its_deadline_and_keeps_what_was_saved(
 def test_a_bucket_that_goes_and_comes_back_costs_two_processes_nothing(
     undisturbed: Place, make_place: Any, versitygw: ObjectStore
 ) -> None:
-    # Given a run of two processes that has saved into a bucket
+    # Given a run of two processes that has saved into a bucket, and is about to say that its next checkpoint is whole
     versitygw.client().create_bucket(Bucket=BUCKET)
     place = make_place("bucket")
-    job = place.job(
-        **{
-            **LONG,
-            "checkpoint": {"everySteps": 5, "uri": f"s3://{BUCKET}/run", "s3": s3_spec(versitygw)},
-            "export": {"atEnd": True},
-        }
-    )
-    process = place.start(job, "--processes", "2", **credentials(versitygw))
-    wait_until(lambda: reported(place).get("checkpoints", {}).get("latest"))
+    with fault_proxy(versitygw.endpoint) as proxy:
+        next_one = proxy.add(Hold("PUT", r"/checkpoints/step-00000010-.*/manifest\.json"))
+        s3 = {**s3_spec(versitygw), "endpoint": proxy.endpoint}
+        checkpoint = {"everySteps": 5, "uri": f"s3://{BUCKET}/run", "s3": s3}
+        job = place.job(**{**LONG, "checkpoint": checkpoint, "export": {"atEnd": True}})
+        process = place.start(job, "--processes", "2", **credentials(versitygw))
+        place.wait_until(next_one.held.is_set)
 
-    # When the bucket is gone for as long as the run trains
-    bucket, aside = versitygw.folder / BUCKET, versitygw.folder.parent / "aside"
-    bucket.rename(aside)
-    wait_until(lambda: "waiting for the store" in reported(place).get("phaseDetail", ""))
-    outage = reported(place)["storageOutage"]
-    assert not bucket.exists()
-    aside.rename(bucket)
-    ended = place.finish(process)
+        # When the bucket is gone for as long as the run trains
+        bucket, aside = versitygw.folder / BUCKET, versitygw.folder.parent / "aside"
+        with proxy.quiet_server():  # a put under way would make the bucket's folder again
+            bucket.rename(aside)
+        next_one.let_go()
+        said = outage(place)
+        with proxy.quiet_server():
+            assert not bucket.exists()
+            aside.rename(bucket)
+        ended = place.finish(process)
 
     # Then it ends with all that it should leave, in its first attempt
     assert ended.code == 0, ended.said
-    assert outage["failure"] == "StorageNotFound"
+    assert said["failure"] == "StorageNotFound"
     assert (ended.status["attempt"], ended.latest) == (1, LONG["training"]["steps"])
     assert "restarts" not in ended.status
     assert (bucket / "run" / "export" / "model.safetensors").exists()

@@ -13,7 +13,6 @@ from sft_cli.local import local_uid
 from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place, assert_refused, step_numbers
-from tests.waiting import wait_until
 
 
 def elsewhere(place: Place, name: str, **sections: Any) -> dict[str, Any]:
@@ -33,8 +32,7 @@ def uids(store: Path) -> list[str]:
 
 def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Place) -> None:
     # Given a run that was stopped in the middle
-    process = place.start(elsewhere(place, "first", **LONG))
-    place.wait_for_step(5)
+    process = place.start_standing(elsewhere(place, "first", **LONG), 5)
     step = place.interrupt(process).latest
     store = place.folder / "store"
     record = (store / "run.json").read_bytes()
@@ -56,8 +54,8 @@ def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Pl
 @pytest.mark.parametrize("until", ["run.json", "attempts/00001.json", "checkpoints/step-00000020-a00001"])
 def test_a_kill_between_record_claim_and_first_save_costs_nothing(place: Place, undisturbed: Place, until: str) -> None:
     # Given a run that is killed with all its processes at once, as soon as that is there
-    process = place.start(place.job(**LONG))
-    wait_until((place.store() / until).exists)
+    process = place.start_standing(place.job(**LONG), 25) if "step" in until else place.start(place.job(**LONG))
+    place.wait_until((place.store() / until).exists)
     while pids := place.processes():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -82,8 +80,7 @@ def test_a_living_holder_is_named(place: Place) -> None:
     sign = {**json.loads(file.read_text()), "namespace": "team", "host": "node-7", "ended": ""}
     file.write_text(json.dumps(sign))
     process = place.start(elsewhere(place, "second"))
-    report = place.store() / "run" / "progress.json"
-    wait_until(lambda: report.exists() and "watched for a sign of life" in report.read_text())
+    place.wait_until(lambda: "watched for a sign of life" in json.dumps(place.reported()))
     file.write_text(json.dumps({**sign, "count": 99}))
 
     ended = place.finish(process)
@@ -115,8 +112,7 @@ def test_every_later_start_has_the_revision_of_the_first(place: Place, tmp_path:
     job = place.job(**LONG, model={"uri": "hf://org/tiny"})
     hub_folder = {"org/tiny": place.inputs.model}
     with serve_hub(hub_folder, commit="a" * 40) as hub:
-        process = place.start(job, **hub.environment())
-        place.wait_for_step(3)
+        process = place.start_standing(job, 3, **hub.environment())
         place.interrupt(process)
     record = json.loads((place.store() / "run.json").read_text())
     assert record["revisions"] == {"model.uri": "a" * 40}

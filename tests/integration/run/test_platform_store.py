@@ -19,7 +19,6 @@ from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.runs import Place
 from tests.integration.run.stores import credentials, s3_spec
-from tests.waiting import wait_until
 
 BUCKET = "platform-of-runs"
 URI = f"s3://{BUCKET}/team/run"
@@ -84,7 +83,7 @@ def test_a_real_run_that_lives_on_while_its_place_is_removed_ends_for_good(
     training, checkpoint = {**LONG["training"], "steps": 100_000}, {"uri": uri, "s3": s3_spec(versitygw)}
     job = place.job(training=training, checkpoint={**checkpoint, **LONG["checkpoint"]})
     process = place.start(job, **credentials(versitygw))
-    wait_until(lambda: any(key.endswith("manifest.json") for key in keys_of(client, uri)))
+    place.wait_until(lambda: any(key.endswith("manifest.json") for key in keys_of(client, uri)))
     wanted = removal_of(client, uri)
 
     # When its place is to go

@@ -9,8 +9,7 @@ from tests.integration.run.runs import Place, step_numbers
 def test_a_run_goes_on_with_another_number_of_processes(undisturbed: Place, place: Place) -> None:
     # Given a run on one process that was interrupted, with steps that three processes cannot share out evenly
     job = place.job(**LONG)
-    process = place.start(job)
-    place.wait_for_step(25)
+    process = place.start_standing(job, 25)
     interrupted = place.interrupt(process)
 
     # When it goes on with three

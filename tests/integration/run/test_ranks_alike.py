@@ -125,8 +125,7 @@ def test_a_hub_that_goes_away_does_not_stop_a_run_that_is_restarted(
     )
     own = {"HF_HOME": str(place.folder / "huggingface"), "SFT_CACHE_DIR": str(place.folder / "cache")}
     with serve_hub(repositories) as hub:
-        process = place.start(job, **own, **hub.environment())
-        place.wait_for_step(12)
+        process = place.start_standing(job, 12, **own, **hub.environment())
 
     # When the hub is gone, and then a worker
     (worker,) = workers(place)

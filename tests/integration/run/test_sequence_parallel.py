@@ -180,15 +180,13 @@ def test_a_run_goes_on_with_shared_tokens_and_without(undisturbed: Place, place:
     # Given a run whose two processes share tokens, which was interrupted
     together = {"strategy": {"fsdp": {"sequenceParallelDegree": 2}}}
     two = {**LONG, "compute": {"gpusPerNode": 0, "processesPerNode": 2}}
-    process = place.start(place.job(**two, **together))
-    place.wait_for_step(15)
+    process = place.start_standing(place.job(**two, **together), 15)
     first = place.interrupt(process)
     assert first.code == 30, first.said
     assert first.status["plan"] | {"dataParallel": 1, "sequenceParallel": 2, "shardDegree": 2} == first.status["plan"]
 
     # When it goes on with micro-batches of their own, and then as before
-    process = place.start(place.job(**two))
-    place.wait_for_step(35)
+    process = place.start_standing(place.job(**two), 35)
     second = place.interrupt(process)
     last = place.run(place.job(**two, **together))
 

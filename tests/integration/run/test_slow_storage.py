@@ -1,12 +1,9 @@
 """Storage that takes long: training goes on, nothing is taken for a hang, and nothing is lost."""
 
-import json
-
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.runs import Place
 from tests.integration.run.slow_network import gate
 from tests.integration.run.stores import credentials, s3_spec
-from tests.waiting import wait_until
 
 BUCKET = "slow-storage"
 
@@ -25,14 +22,13 @@ def test_an_upload_that_outlasts_the_deadline_for_a_step_costs_nothing(place: Pl
             runPolicy={"progressDeadlineSeconds": 12},
         )
         process = place.start(job, **credentials(versitygw))
-        report = place.store() / "run" / "progress.json"
 
         def waits_for_the_upload() -> bool:
-            progress = json.loads(report.read_text()) if report.exists() else {}
+            progress = place.reported()
             return way.held.is_set() and progress.get("phase") == "Saving" and progress["step"] == 12
 
-        # When training has come to its end meanwhile (or was ended), and the network is back
-        wait_until(lambda: waits_for_the_upload() or process.poll() is not None)
+        # When training has come to its end meanwhile, and the network is back
+        place.wait_until(waits_for_the_upload)
         way.open.set()
         ended = place.finish(process)
 

@@ -7,7 +7,6 @@ from typing import Any
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.runs import Place, assert_failed
 from tests.integration.run.stores import credentials, s3_spec
-from tests.waiting import wait_until
 
 BUCKET = "take-over"
 ENDLESS: dict[str, Any] = {"steps": 100_000, "globalBatchTokens": 512}
@@ -35,7 +34,7 @@ def test_a_living_holder_is_fenced_when_a_user_asks_for_it(
         listed = versitygw.client().list_objects_v2(Bucket=BUCKET, Prefix="run/").get("Contents", ())
         return [entry["Key"] for entry in listed]
 
-    wait_until(lambda: held.poll() is not None or any(key.endswith("/manifest.json") for key in keys()))
+    there.wait_until(lambda: any(key.endswith("/manifest.json") for key in keys()))
     assert "run/alive.json" in keys()
 
     # When this one is asked to take over

@@ -1,0 +1,25 @@
+"""A callback by which a run stands still after a step, so that a test acts on it there: see ``Place.start_standing``.
+
+Not by a signal: what a process holds when it is stopped, a lock or a half-written file, is another story.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from sft_trainer.callbacks import Callback, Control, Step
+
+
+class StandsStill(Callback):
+    """After ``step`` the first process makes ``stands``, and waits until the same name with .over is there."""
+
+    def __init__(self, step: int, stands: Path) -> None:
+        self._step = step
+        self._stands = stands
+
+    def on_step(self, step: Step, control: Control) -> None:
+        if step.step != self._step or os.environ["RANK"] != "0":
+            return
+        self._stands.touch()
+        while not self._stands.with_suffix(".over").exists():
+            time.sleep(0.01)
