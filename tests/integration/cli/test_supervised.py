@@ -235,7 +235,7 @@ def test_a_run_that_gets_no_further_is_not_given_up_within_two_minutes(runs: Run
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(runs: Runs) -> None:
-    runs.write(training={"steps": 200})
+    runs.write(training={"steps": 10_000})
     process = runs.start("--processes", "1")
     runs.wait_for_step(3)
 

@@ -122,6 +122,11 @@ class Group:
         }
         (self.folder / "script.json").write_text(json.dumps(script))
 
+    def shorten(self, steps: int) -> None:
+        """Workers that start from now on make so many steps, or none when more are made already."""
+        self.steps = steps
+        self.write_files()
+
     def start(self, index: int = 0, *, address: str = "", **environment: str) -> Pod:
         """A pod for ``index``; a replacement when there was one."""
         if not (self.folder / "config.json").exists():

@@ -50,6 +50,7 @@ def test_a_crash_restarts_all_workers_from_the_checkpoint(group: Group) -> None:
     group.processes = 2
     group.steps = 50
     group.faults = [{"rank": 1, "start": 1, "step": 5, "do": "signal SIGKILL"}]
+    group.faults += [{"rank": 0, "start": 2, "step": 50, "do": "linger"}]
     pod = group.start()
     wait_for(lambda: pod.progress.generation == 2, pod)
     progress = pod.wait_for_step(6)
@@ -63,6 +64,7 @@ def test_a_crash_restarts_all_workers_from_the_checkpoint(group: Group) -> None:
     assert incident.recovered_time > incident.time
     assert progress.training.resumed_from_step == 4
     assert 'sft_trainer_restarts_total{failure="WorkerCrashed"} 1.0' in pod.get("/metrics")
+    (group.folder / "linger").touch()
     assert pod.wait() == 0
     first, second = group.starts(0)
     assert first["MASTER_PORT"] != second["MASTER_PORT"]

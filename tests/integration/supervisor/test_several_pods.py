@@ -50,6 +50,7 @@ def test_a_crash_in_one_pod_restarts_the_workers_of_all(group: Group) -> None:
     group.nodes = 2
     group.steps = 50
     group.faults = [{"rank": 1, "start": 1, "step": 3, "do": "signal SIGSEGV"}]
+    group.faults += [{"rank": 0, "start": 2, "step": 50, "do": "linger"}]
     first, second = (group.start(index, SFT_NODE_NAME=f"node-{index}") for index in (0, 1))
     wait_for(lambda: first.progress.generation == 2, first)
     progress = first.wait_for_step(4)
@@ -58,6 +59,7 @@ def test_a_crash_in_one_pod_restarts_the_workers_of_all(group: Group) -> None:
     assert (incident.failure, incident.rank, incident.step) == (FailureClass.WORKER_CRASHED, 1, 3)
     # The other worker only lost its peer.
     assert incident.host == "node-1"
+    (group.folder / "linger").touch()
     assert [first.wait(), second.wait()] == [0, 0]
     assert len(group.starts(0)) == len(group.starts(1)) == 2
 
@@ -108,13 +110,13 @@ def test_a_pod_that_is_not_heard_is_lost_even_without_a_replacement(group: Group
 def test_steps_are_proof_of_life_of_a_pod_that_is_not_heard(group: Group) -> None:
     group.nodes = 2
     group.steps = 100_000
-    group.lost_after = 1.0
+    group.lost_after = 3.0
     first, second = group.start_all()
     before = first.wait_for_step(1).training.step
     # No word comes from the supervisor, but its worker takes part in every step.
     second.signal(signal.SIGSTOP)
     silent_since = time.monotonic()
-    wait_for(lambda: time.monotonic() - silent_since > 5 * group.lost_after, first)
+    wait_for(lambda: time.monotonic() - silent_since > 2 * group.lost_after, first)
     wait_for(lambda: first.progress.training.step > before + 10, first)
     second.signal(signal.SIGCONT)
 
@@ -125,13 +127,13 @@ def test_steps_are_proof_of_life_of_a_pod_that_is_not_heard(group: Group) -> Non
 def test_steps_are_proof_of_life_of_index_0_as_well(group: Group) -> None:
     group.nodes = 2
     group.steps = 100_000
-    group.lost_after = 1.0
+    group.lost_after = 3.0
     first, second = group.start_all()
     before = first.wait_for_step(1).training.step
     # The supervisor of index 0 answers nobody, but its worker takes part in every step.
     first.signal(signal.SIGSTOP)
     silent_since = time.monotonic()
-    wait_for(lambda: time.monotonic() - silent_since > 5 * group.lost_after, second)
+    wait_for(lambda: time.monotonic() - silent_since > 2 * group.lost_after, second)
     first.signal(signal.SIGCONT)
     wait_for(lambda: first.progress.training.step > before + 10, first)
 
@@ -250,11 +252,12 @@ def test_without_index_0_the_workers_of_the_others_are_killed(group: Group) -> N
 
 def test_another_index_0_takes_over_without_memory(group: Group) -> None:
     group.nodes = 2
-    group.steps = 60
+    group.steps = 10_000
     first, second = group.start_all()
     first.wait_for_step(3)
     first.signal(signal.SIGKILL)
     first.wait()
+    group.shorten(20)
     replacement = group.start(0)
 
     assert [replacement.wait(), second.wait()] == [0, 0]
@@ -265,7 +268,7 @@ def test_another_index_0_takes_over_without_memory(group: Group) -> None:
 
 def test_sigterm_of_one_pod_saves_all_and_the_others_wait_for_its_replacement(group: Group) -> None:
     group.nodes = 2
-    group.steps = 60
+    group.steps = 10_000
     first, second = group.start_all()
     first.wait_for_step(3)
     second.signal(signal.SIGTERM)
@@ -277,6 +280,7 @@ def test_sigterm_of_one_pod_saves_all_and_the_others_wait_for_its_replacement(gr
     assert incident.disruption
     assert incident.failure is FailureClass.INTERRUPTED
     assert "saved step" in first.log
+    group.shorten(20)
     replacement = group.start(1)
     assert [first.wait(), replacement.wait()] == [0, 0]
 
