@@ -85,7 +85,8 @@ class Place:
         """Begin ``sft run`` with ``options``; ``environment`` is added to that of this shell."""
         file = self.folder / f"{job['metadata']['name']}.yaml"
         file.write_text(yaml.safe_dump(job))
-        self._goes_on, self._run_dir = None, self.store(job["metadata"]["name"]) / "run"
+        name = job["metadata"]["name"] + ("-dummy-run" if "dummyRun" in job["spec"]["training"] else "")
+        self._goes_on, self._run_dir = None, self.store(name) / "run"
         self._started = subprocess.Popen(
             [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json", *options],
             cwd=self.folder,
