@@ -23,6 +23,8 @@ def reduces_once(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
     fsdp = spec.strategy.fsdp if spec.strategy else None
     if fsdp and fsdp.reduce_gradients != "auto":
         return fsdp.reduce_gradients == "oncePerStep"
+    if spec.strategy and not fsdp:
+        return False
     if plan.shard_degree == 1 or plan.gradient_accumulation == 1 or offloads(spec):
         return False
     if fsdp and fsdp.reduce_dtype == "bf16":

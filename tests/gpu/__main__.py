@@ -144,7 +144,7 @@ def _begin_without_preloading(deadline: float) -> NoReturn:
 def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
     import torch
 
-    from . import estimate, kernels, runs, steps
+    from . import estimate, fused_losses, kernels, runs, steps
     from .inputs import make_small_inputs
     from .isolated import Check, Outcome, last_lines, run_isolated
 
@@ -158,6 +158,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("attention", kernels.attention),
             ("explicit_attention", kernels.explicit_attention),
             ("loss", kernels.loss),
+            ("fused_losses", fused_losses.fused_losses),
             ("staging", kernels.staging),
             ("group", kernels.group),
             ("flight_recorder", kernels.flight_recorder),

@@ -40,6 +40,7 @@ def test_once_a_step_where_whole_gradients_fit_beside_as_many_micro_batches() ->
         spec(memory=None),
         spec("hf://someone/own"),
         spec(gpus=1),
+        spec(strategy={}),
         spec(strategy={"fsdp": {"shardDegree": 1}}),
         # All of a step goes through one forward pass
         spec(training={"globalBatchTokens": 8 * 4 * 4096}),
@@ -47,7 +48,17 @@ def test_once_a_step_where_whole_gradients_fit_beside_as_many_micro_batches() ->
         spec(strategy={"fsdp": {"reduceDtype": "bf16"}}),
         spec(strategy={"fsdp": {"cpuOffload": True}}, lora={}),
     ],
-    ids=["GPU unknown", "model unknown", "alone", "replicas", "one pass", "one micro-batch", "in bf16", "offloaded"],
+    ids=[
+        "GPU unknown",
+        "model unknown",
+        "alone",
+        "no FSDP",
+        "replicas",
+        "one pass",
+        "one micro-batch",
+        "in bf16",
+        "offloaded",
+    ],
 )
 def test_after_each_micro_batch_where_it_saves_nothing_or_nobody_knows(asked: SFTJobSpec) -> None:
     assert chosen(asked) == "everyMicroBatch"
