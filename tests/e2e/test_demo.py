@@ -1,5 +1,6 @@
 """`make demo`, as it is run after its setup: the small model answers held-out questions rightly."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -32,8 +33,10 @@ def test_the_demo_learns_its_task_and_says_so(tmp_path: Path) -> None:
     left = folder / "run" / "checkpoints" / "step-00000001"
     left.mkdir(parents=True)
 
+    # With as many threads as a user's shell gives it, unlike other tests.
+    shell = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "examples/demo.py"], cwd=tmp_path, env=shell, capture_output=True, text=True, check=False
     )
 
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
