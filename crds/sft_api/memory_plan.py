@@ -20,6 +20,7 @@ from .model_shape import ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
+from .v1alpha1.megatron import megatron_of
 from .v1alpha1.runtime import FsdpSpec, StrategySpec
 from .v1alpha1.status import MemoryStatus, PlanStatus
 
@@ -154,8 +155,10 @@ def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gp
     """Whether each of several nodes has room for a replica of its own, with no more than 90% of a GPU taken.
 
     Layers are then gathered within a node, and only gradients are summed over the network. False where it is not
-    known, and with ``cpuOffload``, where each replica would take the hosts' memory.
+    known, with ``cpuOffload``, where each replica would take the hosts' memory, and with Megatron, which gathers none.
     """
+    if megatron_of(spec) is not None:
+        return False
     if spec.compute.nodes == 1 or spec.compute.gpus_per_node == 0 or shape is None or gpu is None or offloads(spec):
         return False
     if spec.compute.effective_processes_per_node % spec.sequence_parallel:

@@ -131,6 +131,7 @@ NOT_NUMBERS = frozenset(
         "strategy.fsdp.reduceGradients",
         "strategy.fsdp.cpuOffload",
         "strategy.fsdp.sequenceParallelDegree",
+        "strategy.megatron",  # which processes compute what, as those of fsdp
         # Processes share a step out; where the batch is left open, the step that follows from them counts.
         "compute.nodes",
         "compute.gpusPerNode",
@@ -187,7 +188,7 @@ class Numbers:
     def of(cls, spec: SFTJobSpec) -> "Numbers":
         """The numbers of ``spec``, whatever machine it runs on and however its values are written."""
         document = spec.model_dump(mode="json", exclude_none=True)
-        shares = spec.compute.nodes * spec.compute.effective_processes_per_node // spec.sequence_parallel
+        shares = spec.compute.nodes * spec.compute.effective_processes_per_node // spec.processes_a_share
         precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
         learned: dict[str, Any] = {
             "training.optimizer.learningRate": spec.training.optimizer.learning_rate,
@@ -307,7 +308,7 @@ def _adapters(lora: LoraSpec, rate: float | None, precision: str) -> dict[str, A
 def _batch(spec: Mapping[str, Any], shares: int) -> dict[str, int | None]:
     """Examples or tokens of a step, by the rules of version 1 for as many processes as the manifest declares.
 
-    Those that share the tokens of a micro-batch are one of its ``shares``."""
+    Those that compute on the same micro-batches are one of its ``shares``."""
     training = spec["training"]
     size, tokens = training.get("globalBatchSize"), training.get("globalBatchTokens")
     if spec["data"]["packing"] == "none":

@@ -29,8 +29,8 @@ def declared_processes(spec: SFTJobSpec) -> int:
 
 
 def declared_shares(spec: SFTJobSpec) -> int:
-    """Shares of a step that ``spec`` asks for: processes that share the tokens of a micro-batch have one together."""
-    return declared_processes(spec) // spec.sequence_parallel
+    """Shares of a step that ``spec`` asks for: processes that compute on the same micro-batches have one together."""
+    return declared_processes(spec) // spec.processes_a_share
 
 
 def devices_of(spec: SFTJobSpec) -> Devices:
@@ -51,7 +51,7 @@ def make_plan(
     """The plan of ``spec``: the same in the operator, ``sft run`` and after any restart.
 
     With packing and no explicit batch, one step holds at least 65,536 tokens and one full micro-batch on every
-    process; without packing 32 examples, rounded up to the processes. Those that share the tokens of a micro-batch are
+    process; without packing 32 examples, rounded up to the processes. Those that compute on the same micro-batches are
     one of them here. See docs/reference for every field. ``processes``, where they differ from what ``spec`` asks for,
     change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
     not say it, ``shape`` that of the model, where this machine has it: what is shown of memory follows from it, and
@@ -59,11 +59,11 @@ def make_plan(
     """
     declared = declared_processes(spec)
     processes = processes or declared
-    shares, at_a_time = processes // spec.sequence_parallel, declared_shares(spec)
+    shares, at_a_time = processes // spec.processes_a_share, declared_shares(spec)
     training = spec.training
     steps = training.dummy_run.steps if training.dummy_run else training.steps
     packing = spec.data.packing == "ffd"
-    fsdp = spec.strategy.fsdp if spec.strategy else None
+    fsdp, megatron = (spec.strategy.fsdp, spec.strategy.megatron) if spec.strategy else (None, None)
 
     micro_batch_tokens = (training.max_tokens_per_micro_batch or spec.data.max_length) if packing else None
     global_batch_size = training.global_batch_size
@@ -86,6 +86,9 @@ def make_plan(
         processes=processes,
         data_parallel=shares,
         sequence_parallel=spec.sequence_parallel,
+        tensor_parallel=megatron.tensor_parallel_degree if megatron else 1,
+        pipeline_parallel=megatron.pipeline_parallel_degree if megatron else 1,
+        expert_parallel=megatron.expert_parallel_degree if megatron else 1,
         shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
         precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
         learning_rate=training.optimizer.learning_rate
@@ -98,7 +101,12 @@ def make_plan(
         epochs=None if steps else (training.epochs or 1),
     )
     gpu, known = declared_gpu_memory(spec) or gpu_memory, known_shape(spec.model.uri)
-    if processes == declared and (fsdp is None or fsdp.shard_degree is None) and fits_a_node(spec, plan, known, gpu):
+    if (
+        processes == declared
+        and megatron is None
+        and (fsdp is None or fsdp.shard_degree is None)
+        and fits_a_node(spec, plan, known, gpu)
+    ):
         plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
     if reduces_once(spec, plan, known, gpu):
         plan = plan.model_copy(update={"reduce_gradients": "oncePerStep"})

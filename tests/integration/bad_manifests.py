@@ -3,6 +3,12 @@
 from tests.integration.bad_values import VALUES
 from tests.integration.manifests import ROWS, Bad, train
 
+_TOGETHER = (
+    "that compute on the same tokens (strategy.fsdp.sequenceParallelDegree, or tensorParallelDegree x "
+    "pipelineParallelDegree of strategy.megatron)"
+)
+_SHARE = f"divided by those {_TOGETHER}"
+
 RULES = [
     Bad(
         "split cut short",
@@ -213,29 +219,27 @@ RULES = [
         "batch not divisible by the processes",
         "spec",
         {"training": "{globalBatchSize: 9}", "compute": "{nodes: 2, gpusPerNode: 2}"},
-        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), divided "
-        "by strategy.fsdp.sequenceParallelDegree where there is one",
+        f"training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), {_SHARE}",
     ),
     Bad(
         "batch not divisible on the CPU",
         "spec",
         {"training": "{globalBatchSize: 8}", "compute": "{gpusPerNode: 0, processesPerNode: 3}"},
-        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), divided "
-        "by strategy.fsdp.sequenceParallelDegree where there is one",
+        f"training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), {_SHARE}",
     ),
     Bad(
         "share of a process not divisible by the micro-batch",
         "spec",
         {"data": f"{{{ROWS}, packing: none}}", "training": "{globalBatchSize: 8, microBatchSize: 3}"},
-        "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize, divided "
-        "by strategy.fsdp.sequenceParallelDegree where there is one",
+        "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize, "
+        f"{_SHARE}",
     ),
     Bad(
         "token batch below one micro-batch a process",
         "spec",
         {"training": "{globalBatchTokens: 32767}", "compute": "{gpusPerNode: 8}"},
         "training.globalBatchTokens must hold one full micro-batch (training.maxTokensPerMicroBatch, or "
-        "data.maxLength) on every process, or group of strategy.fsdp.sequenceParallelDegree processes",
+        f"data.maxLength) on every process, or group of those {_TOGETHER}",
     ),
     Bad(
         "shard degree that does not divide",
@@ -288,8 +292,94 @@ RULES = [
             "training": "{globalBatchSize: 6}",
             "compute": "{gpusPerNode: 8}",
         },
-        "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), divided "
-        "by strategy.fsdp.sequenceParallelDegree where there is one",
+        f"training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), {_SHARE}",
+    ),
+    Bad(
+        "two strategies",
+        "spec.strategy",
+        {"strategy": "{fsdp: {}, megatron: {}}"},
+        "give strategy.fsdp or strategy.megatron, not both",
+    ),
+    Bad(
+        "tokens shared by processes that share no matrix",
+        "spec.strategy.megatron",
+        {"strategy": "{megatron: {pipelineParallelDegree: 2, sequenceParallel: true}}", "compute": "{gpusPerNode: 2}"},
+        "strategy.megatron.sequenceParallel needs tensorParallelDegree, more than 1: it is those processes that share "
+        "tokens",
+    ),
+    Bad(
+        "experts and matrices spread, and whole tokens",
+        "spec.strategy.megatron",
+        {
+            "strategy": "{megatron: {tensorParallelDegree: 2, expertParallelDegree: 2, sequenceParallel: false}}",
+            "compute": "{gpusPerNode: 2}",
+        },
+        "strategy.megatron.expertParallelDegree with tensorParallelDegree needs sequenceParallel: leave it out",
+    ),
+    Bad(
+        "matrices and stages that do not divide the processes",
+        "spec",
+        {
+            "strategy": "{megatron: {tensorParallelDegree: 2, pipelineParallelDegree: 3}}",
+            "compute": "{gpusPerNode: 8}",
+        },
+        "strategy.megatron.tensorParallelDegree x pipelineParallelDegree must divide the number of processes "
+        "(compute.nodes x processes per node)",
+    ),
+    Bad(
+        "experts that do not divide the processes of a stage",
+        "spec",
+        {
+            "strategy": "{megatron: {pipelineParallelDegree: 2, expertParallelDegree: 8}}",
+            "compute": "{gpusPerNode: 8}",
+        },
+        "strategy.megatron.expertParallelDegree must divide the processes of a stage (compute.nodes x processes per "
+        "node, divided by pipelineParallelDegree)",
+    ),
+    Bad(
+        "batch not divisible by the processes that have a share together",
+        "spec",
+        {
+            "strategy": "{megatron: {tensorParallelDegree: 2, pipelineParallelDegree: 2}}",
+            "training": "{globalBatchSize: 3}",
+            "compute": "{gpusPerNode: 8}",
+        },
+        f"training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), {_SHARE}",
+    ),
+    Bad(
+        "adapters under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "lora": "{}"},
+        "strategy.megatron trains all weights: leave lora out, or choose strategy.fsdp",
+    ),
+    Bad(
+        "compiled layers of Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{compile: true}"},
+        "strategy.megatron knows no training.compile: leave it out, or choose strategy.fsdp",
+    ),
+    Bad(
+        "moments in bf16 under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{optimizer: {stateDtype: bf16}}"},
+        "strategy.megatron needs training.optimizer.stateDtype: fp32; or choose strategy.fsdp",
+    ),
+    Bad(
+        "a loss of routers under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{routerAuxLossCoefficient: 0.001}"},
+        "strategy.megatron knows no training.routerAuxLossCoefficient, which is a loss of all layers together: leave "
+        "it out, or choose strategy.fsdp",
+    ),
+    Bad(
+        "dropout under Megatron",
+        "spec",
+        {
+            "strategy": "{megatron: {}}",
+            "model": "{uri: hf://org/name, configOverrides: {residual_dropout: 0.1, hidden_dropout: 0}}",
+        },
+        "strategy.megatron knows no dropout: set attention_dropout, hidden_dropout, resid_pdrop, residual_dropout, "
+        "embd_pdrop, embedding_dropout in model.configOverrides to 0, or choose strategy.fsdp",
     ),
     Bad(
         "a loss of routers over shared tokens",

@@ -172,6 +172,17 @@ EVERY_OTHER_FIELD = manifest(
     }
 )
 
+# What no manifest with fields of the other strategy has.
+MEGATRON = manifest(
+    {
+        "model": "{uri: hf://org/name, configOverrides: {attention_dropout: 0, residual_dropout: 0.0}}",
+        "training": "{globalBatchSize: 4}",
+        "strategy": "{megatron: {tensorParallelDegree: 2, pipelineParallelDegree: 2, expertParallelDegree: 8, "
+        "sequenceParallel: true}}",
+        "compute": "{nodes: 2, gpusPerNode: 8}",
+    }
+)
+
 # At the bounds of rules on fields of the model's config, which are numbers with and without a point.
 OVERRIDES_AT_THEIR_BOUNDS = manifest(
     {
@@ -240,6 +251,7 @@ GOOD = {
     "on the CPU": ON_THE_CPU,
     "every field, packed": EVERY_FIELD_PACKED,
     "every other field": EVERY_OTHER_FIELD,
+    "the other strategy": MEGATRON,
     "overrides at their bounds": OVERRIDES_AT_THEIR_BOUNDS,
     "neighbours of the bad": NEIGHBOURS,
     "nothing exported": NOTHING_EXPORTED,

@@ -14,6 +14,7 @@ from .job import (
     SFTJobSpec,
 )
 from .lora import LoraSpec
+from .megatron import MegatronSpec
 from .runtime import (
     CheckpointSpec,
     ComputeSpec,
@@ -75,6 +76,7 @@ __all__ = [
     "KeepSpec",
     "LoraSpec",
     "LostGpuSeconds",
+    "MegatronSpec",
     "ModelSpec",
     "NodeFailures",
     "ObjectMeta",

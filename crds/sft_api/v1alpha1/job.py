@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .lora import LoraSpec
+from .megatron import megatron_of, megatron_rules
 from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
@@ -56,6 +57,14 @@ _PROCESSES = (
     "(self.compute.gpusPerNode > 0 ? self.compute.gpusPerNode : 1))"
 )
 _SEQUENCE = "(has(self.strategy) && has(self.strategy.fsdp) ? self.strategy.fsdp.sequenceParallelDegree : 1)"
+_TOGETHER = (
+    f"(has(self.strategy) && has(self.strategy.megatron) ? self.strategy.megatron.tensorParallelDegree * "
+    f"self.strategy.megatron.pipelineParallelDegree : {_SEQUENCE})"
+)
+_SHARE = (
+    "that compute on the same tokens (strategy.fsdp.sequenceParallelDegree, or tensorParallelDegree x "
+    "pipelineParallelDegree of strategy.megatron)"
+)
 
 
 _OVERRIDES = "self.model.configOverrides"
@@ -129,37 +138,37 @@ class SFTJobSpec(ApiModel):
             lambda self: self.data.packing == "none" or self.training.micro_batch_size == 1,
         ),
         Rule(
-            f"!has(self.training.globalBatchSize) || self.training.globalBatchSize * {_SEQUENCE} % ({_PROCESSES}) == 0",
+            f"!has(self.training.globalBatchSize) || self.training.globalBatchSize * {_TOGETHER} % ({_PROCESSES}) == 0",
             "training.globalBatchSize must be divisible by the number of processes (nodes x processes per node), "
-            "divided by strategy.fsdp.sequenceParallelDegree where there is one",
+            f"divided by those {_SHARE}",
             lambda self: (
                 self.training.global_batch_size is None
-                or self.training.global_batch_size * self.sequence_parallel % _processes(self) == 0
+                or self.training.global_batch_size * self.processes_a_share % _processes(self) == 0
             ),
         ),
         Rule(
             "self.data.packing == 'ffd' || !has(self.training.globalBatchSize) || "
-            f"self.training.globalBatchSize * {_SEQUENCE} % (({_PROCESSES}) * self.training.microBatchSize) == 0",
+            f"self.training.globalBatchSize * {_TOGETHER} % (({_PROCESSES}) * self.training.microBatchSize) == 0",
             "training.globalBatchSize must be divisible by the number of processes times training.microBatchSize, "
-            "divided by strategy.fsdp.sequenceParallelDegree where there is one",
+            f"divided by those {_SHARE}",
             lambda self: (
                 self.data.packing == "ffd"
                 or self.training.global_batch_size is None
                 or self.training.global_batch_size
-                * self.sequence_parallel
+                * self.processes_a_share
                 % (_processes(self) * self.training.micro_batch_size)
                 == 0
             ),
         ),
         Rule(
-            f"!has(self.training.globalBatchTokens) || self.training.globalBatchTokens * {_SEQUENCE} >= "
+            f"!has(self.training.globalBatchTokens) || self.training.globalBatchTokens * {_TOGETHER} >= "
             f"({_PROCESSES}) * (has(self.training.maxTokensPerMicroBatch) ? "
             "self.training.maxTokensPerMicroBatch : self.data.maxLength)",
             "training.globalBatchTokens must hold one full micro-batch (training.maxTokensPerMicroBatch, or "
-            "data.maxLength) on every process, or group of strategy.fsdp.sequenceParallelDegree processes",
+            f"data.maxLength) on every process, or group of those {_SHARE}",
             lambda self: (
                 self.training.global_batch_tokens is None
-                or self.training.global_batch_tokens * self.sequence_parallel
+                or self.training.global_batch_tokens * self.processes_a_share
                 >= _processes(self) * (self.training.max_tokens_per_micro_batch or self.data.max_length)
             ),
         ),
@@ -284,6 +293,7 @@ class SFTJobSpec(ApiModel):
             lambda self: not self.export.merge_adapter or self.lora is not None,
         ),
         *PLACE_RULES,
+        *megatron_rules(_PROCESSES),
         Rule(
             "self.deletionPolicy != 'Delete' || !has(self.checkpoint.uri) || self.checkpoint.uri.startsWith('s3://')",
             "deletionPolicy: Delete needs a place in the platform's store (s3://…, or no checkpoint.uri): the operator "
@@ -298,8 +308,14 @@ class SFTJobSpec(ApiModel):
 
     @property
     def sequence_parallel(self) -> int:
-        """Processes that share the tokens of a micro-batch."""
+        """Processes that share the tokens of a micro-batch, by FSDP."""
         return self.strategy.fsdp.sequence_parallel_degree if self.strategy and self.strategy.fsdp else 1
+
+    @property
+    def processes_a_share(self) -> int:
+        """Processes that compute on the same micro-batches together: a step has one share for all of them."""
+        megatron = megatron_of(self)
+        return megatron.with_the_same_data if megatron else self.sequence_parallel
 
 
 _OTHER_METADATA = frozenset(

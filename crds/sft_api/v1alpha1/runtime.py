@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from .base import AnnotationMap, ApiModel, LabelMap, Name, Rule, ShortText, matches
+from .megatron import MegatronSpec
 from .quantities import RESOURCE_RULES, Quantity, at_least, at_most
 from .uris import StorageUri
 
@@ -64,6 +65,19 @@ class StrategySpec(ApiModel):
     """How the model is spread over the processes."""
 
     fsdp: FsdpSpec | None = Field(default=None, description="FSDP2, the default strategy.")
+    megatron: MegatronSpec | None = Field(
+        default=None,
+        description="Megatron-Core, in place of FSDP2: for models of which a layer or its activations are too large "
+        "for it. Needs an image that has it (docs/megatron.md).",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(has(self.fsdp) && has(self.megatron))",
+            "give strategy.fsdp or strategy.megatron, not both",
+            lambda self: self.fsdp is None or self.megatron is None,
+        ),
+    )
 
 
 ResourceMap = Annotated[dict[str, Quantity], Field(max_length=16), *RESOURCE_RULES]

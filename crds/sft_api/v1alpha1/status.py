@@ -172,7 +172,10 @@ class PlanStatus(ApiModel):
     processes: int = Field(description="Training processes in all.")
     data_parallel: int = Field(description="Shares of a step: processes, or groups of them, that see different data.")
     sequence_parallel: int = Field(default=1, description="Processes that share the tokens of each micro-batch.")
-    shard_degree: int = Field(description="Processes that share one copy of the model.")
+    tensor_parallel: int = Field(default=1, description="Processes that share every matrix (Megatron).")
+    pipeline_parallel: int = Field(default=1, description="Stages of consecutive layers (Megatron).")
+    expert_parallel: int = Field(default=1, description="Processes over which experts are spread (Megatron).")
+    shard_degree: int = Field(description="Processes that share one copy of the model, or of what updates it.")
     reduce_gradients: Literal["everyMicroBatch", "oncePerStep"] = Field(
         default="everyMicroBatch",
         description="How often gradients are summed over the processes that share one copy of the model.",

@@ -1,0 +1,151 @@
+"""``spec.strategy.megatron``, and the rules that it has with other parts of the spec."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from .base import ApiModel, Rule
+
+if TYPE_CHECKING:
+    from .job import SFTJobSpec
+
+Degree = Annotated[int, Field(ge=1, le=1024)]
+
+
+class MegatronSpec(ApiModel):
+    """Layers of Megatron-Core: matrices, stages of layers and experts spread over processes; the rest are copies."""
+
+    tensor_parallel_degree: Degree = Field(
+        default=1,
+        description="Processes that share every matrix, best those of one node. Must divide the model's attention "
+        "heads, its heads of keys and the width of its MLP.",
+    )
+    pipeline_parallel_degree: Degree = Field(
+        default=1,
+        description="Stages of consecutive layers, each of other processes, through which micro-batches go one after "
+        "another (1F1B). Must divide the model's layers. Experimental.",
+    )
+    expert_parallel_degree: Degree = Field(
+        default=1,
+        description="Processes over which the experts of a layer are spread, neighbours of one stage. Must divide the "
+        "model's experts.",
+    )
+    sequence_parallel: bool | None = Field(
+        default=None,
+        description="Whether the processes that share matrices share tokens between them: less memory of activations. "
+        "true when absent and tensorParallelDegree is more than 1.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.sequenceParallel) || !self.sequenceParallel || self.tensorParallelDegree > 1",
+            "strategy.megatron.sequenceParallel needs tensorParallelDegree, more than 1: it is those processes that "
+            "share tokens",
+            lambda self: not self.sequence_parallel or self.tensor_parallel_degree > 1,
+        ),
+        Rule(
+            "self.expertParallelDegree == 1 || self.tensorParallelDegree == 1 || !has(self.sequenceParallel) || "
+            "self.sequenceParallel",
+            "strategy.megatron.expertParallelDegree with tensorParallelDegree needs sequenceParallel: leave it out",
+            lambda self: self.expert_parallel_degree == 1 or self.shares_tokens or self.tensor_parallel_degree == 1,
+        ),
+    )
+
+    @property
+    def shares_tokens(self) -> bool:
+        """``sequence_parallel``, or what it is when absent."""
+        return self.tensor_parallel_degree > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def with_the_same_data(self) -> int:
+        """Processes that compute on the same micro-batches together."""
+        return self.tensor_parallel_degree * self.pipeline_parallel_degree
+
+
+_MEGATRON = "self.strategy.megatron"
+_ABSENT = f"!has(self.strategy) || !has({_MEGATRON})"
+_OVERRIDES = "self.model.configOverrides"
+_DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "residual_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+)
+
+
+def megatron_of(spec: "SFTJobSpec") -> MegatronSpec | None:
+    """``spec.strategy.megatron``."""
+    return spec.strategy.megatron if spec.strategy else None
+
+
+def _processes(spec: "SFTJobSpec") -> int:
+    return spec.compute.nodes * spec.compute.effective_processes_per_node
+
+
+def _drops(spec: "SFTJobSpec") -> bool:
+    overrides = spec.model.config_overrides
+    return overrides is not None and any(getattr(overrides, name) for name in _DROPOUTS)
+
+
+def _spread(spec: "SFTJobSpec") -> bool:
+    megatron = megatron_of(spec)
+    return megatron is None or _processes(spec) % megatron.with_the_same_data == 0
+
+
+def _experts(spec: "SFTJobSpec") -> bool:
+    megatron = megatron_of(spec)
+    return (
+        megatron is None
+        or _processes(spec) % (megatron.pipeline_parallel_degree * megatron.expert_parallel_degree) == 0
+    )
+
+
+def megatron_rules(processes: str) -> tuple[Rule, ...]:
+    """Of a spec whose number of processes is the CEL expression ``processes``."""
+    return (
+        Rule(
+            f"{_ABSENT} || ({processes}) % ({_MEGATRON}.tensorParallelDegree * {_MEGATRON}.pipelineParallelDegree) "
+            "== 0",
+            "strategy.megatron.tensorParallelDegree x pipelineParallelDegree must divide the number of processes "
+            "(compute.nodes x processes per node)",
+            _spread,
+        ),
+        Rule(
+            f"{_ABSENT} || ({processes}) % ({_MEGATRON}.pipelineParallelDegree * {_MEGATRON}.expertParallelDegree) "
+            "== 0",
+            "strategy.megatron.expertParallelDegree must divide the processes of a stage (compute.nodes x processes "
+            "per node, divided by pipelineParallelDegree)",
+            _experts,
+        ),
+        Rule(
+            f"{_ABSENT} || !has(self.lora)",
+            "strategy.megatron trains all weights: leave lora out, or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or self.lora is None,
+        ),
+        Rule(
+            f"{_ABSENT} || !self.training.compile",
+            "strategy.megatron knows no training.compile: leave it out, or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or not self.training.compile,
+        ),
+        Rule(
+            f"{_ABSENT} || self.training.optimizer.stateDtype == 'fp32'",
+            "strategy.megatron needs training.optimizer.stateDtype: fp32; or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or self.training.optimizer.state_dtype == "fp32",
+        ),
+        Rule(
+            f"{_ABSENT} || self.training.routerAuxLossCoefficient == 0.0",
+            "strategy.megatron knows no training.routerAuxLossCoefficient, which is a loss of all layers together: "
+            "leave it out, or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or self.training.router_aux_loss_coefficient == 0,
+        ),
+        Rule(
+            f"{_ABSENT} || !has({_OVERRIDES}) || ("
+            + " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in _DROPOUTS)
+            + ")",
+            f"strategy.megatron knows no dropout: set {', '.join(_DROPOUTS)} in model.configOverrides to 0, or choose "
+            "strategy.fsdp",
+            lambda self: megatron_of(self) is None or not _drops(self),
+        ),
+    )
