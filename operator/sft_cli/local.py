@@ -10,10 +10,12 @@ from typing import TypeVar
 
 from sft_api.dummy_run import FOLDER as DUMMY_RUN_FOLDER
 from sft_api.goodput import Devices
+from sft_api.megatron import MISSING, is_installed
 from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.places import PLACE_RULES
 
 from .errors import UserError
@@ -74,7 +76,7 @@ def prepare(
         folder = folder.with_name(f"{folder.name}-{DUMMY_RUN_FOLDER}")
     problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
     count = processes or declared_processes(job.spec)
-    problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count)]
+    problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count), *_no_megatron(job.spec)]
     uri = (job.spec.checkpoint.uri or local_checkpoints(working_folder, job)).rstrip("/")
     problems += overwritten(job.spec, uri)
     if problems:
@@ -196,15 +198,28 @@ def _missing_gpus(spec: SFTJobSpec, processes: int, gpus: int) -> Iterator[str]:
 
 def _odd_shards(spec: SFTJobSpec, processes: int) -> Iterator[str]:
     fsdp = spec.strategy.fsdp if spec.strategy else None
-    for name, degree in (
-        ("shardDegree", fsdp and fsdp.shard_degree),
-        ("sequenceParallelDegree", spec.sequence_parallel),
-    ):
+    megatron = megatron_of(spec)
+    degrees = [
+        ("fsdp.shardDegree", fsdp and fsdp.shard_degree),
+        ("fsdp.sequenceParallelDegree", spec.sequence_parallel),
+    ]
+    if megatron is not None:
+        pipeline, expert = megatron.pipeline_parallel_degree, megatron.expert_parallel_degree
+        degrees = [
+            ("megatron.tensorParallelDegree x pipelineParallelDegree", megatron.with_the_same_data),
+            ("megatron.pipelineParallelDegree x expertParallelDegree", pipeline * expert),
+        ]
+    for name, degree in degrees:
         if degree and processes % degree:
             yield (
-                f"spec.strategy.fsdp.{name}: {degree} does not divide {counted(processes, 'process')}: leave it out, "
+                f"spec.strategy.{name}: {degree} does not divide {counted(processes, 'process')}: leave it out, "
                 "or choose other --processes"
             )
+
+
+def _no_megatron(spec: SFTJobSpec) -> Iterator[str]:
+    if megatron_of(spec) is not None and not is_installed():
+        yield f"spec.{MISSING}"
 
 
 def missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from sft_api.checkpoints import RunState
+from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
+from sft_trainer.distributed import Ranks
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
 from sft_trainer.names.canonical import Names
@@ -58,11 +60,20 @@ class Case:
         words += ["sp"] * self.tokens_too + [self.activations] * (self.activations != "none")
         return "-".join([self.model, *words])
 
-    def topology(self) -> Topology:
+    @property
+    def degrees(self) -> dict[str, Any]:
+        """As a manifest names them."""
+        return {
+            "tensorParallelDegree": self.tensor,
+            "pipelineParallelDegree": self.pipeline,
+            "expertParallelDegree": self.expert,
+            "sequenceParallel": self.tokens_too,
+        }
+
+    def topology(self, config: TrainerConfig) -> Topology:
         """Of this process in its group: what is not in the shape is data parallel."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
-        return Topology(rank, rank, world, world, shard=world // (self.tensor * self.pipeline), **degrees)
+        return Topology.planned(config.plan, Ranks(rank, rank, world, world, "", 0, ""))
 
 
 OF_TWO = (
@@ -122,16 +133,21 @@ def built(models: Path, case: Case, *, filled: bool = True) -> tuple[Any, Topolo
     from sft_trainer.strategies.megatron.strategy import MegatronStrategy
 
     parallel_state.destroy_model_parallel()
-    path, topology = models / case.model, case.topology()
+    path = models / case.model
     training = {"precision": case.precision, "activationCheckpointing": case.activations}
-    config = resolve(manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training))
+    strategy = {} if case.fsdp else {"strategy": {"megatron": case.degrees}}
+    world, model = dist.get_world_size(), {"uri": f"file://{path}"}
+    config = resolve(
+        manifest(path, path.with_name("store"), processes=world, model=model, training=training, **strategy)
+    )
+    topology = case.topology(config)
     blueprint, cpu = build_on_meta(path), torch.device("cpu")
     names = blueprint.names
     made: Any
     if case.fsdp:
         made = FsdpStrategy(config, blueprint, EVERYTHING, topology, cpu)
     else:
-        made = MegatronStrategy(config, blueprint, EVERYTHING, topology, cpu, sequence_parallel=case.tokens_too)
+        made = MegatronStrategy(config, blueprint, EVERYTHING, topology, cpu)
     if filled:
         load_weights(made.boxes("trained"), names, path)
         made.loaded()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import megatron_of
 
 from .data.tokenizer import Codec
 from .distributed import gathered
@@ -25,6 +26,7 @@ Fingerprint = Mapping[str, str]
 """What was looked at, in the words of the manifest where it has some, and what it is here."""
 
 _LIBRARIES = ("transformers", "tokenizers", "numpy")
+_MEGATRON = ("megatron-core",)
 _SHOWN = 6
 _DIGITS = 16
 _VALUE_CHARACTERS = 80
@@ -41,7 +43,7 @@ def fingerprint(config: TrainerConfig, prepared: Prepared) -> dict[str, str]:
         "model.uri": f"{config.spec.model.uri} with {_of_model(prepared)}",
         "the tokenizer and its chat template": Codec.of(prepared.tokenizer).digest[:_DIGITS],
         "PyTorch": torch.__version__,
-        **{name: version(name) for name in _LIBRARIES},
+        **{name: version(name) for name in (*_LIBRARIES, *(_MEGATRON if megatron_of(config.spec) else ()))},
         "Python": platform.python_version(),
         "the trainer's code": code_version(),
         **{f"the configuration's {path}": value for path, value in _leaves(config.model_dump(mode="json"))},

@@ -29,8 +29,10 @@ from pathlib import Path  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 
 from sft_api.failures import FailureClass, exit_code  # noqa: E402
+from sft_api.megatron import MISSING, is_installed  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
+from sft_api.v1alpha1.megatron import megatron_of  # noqa: E402
 from sft_trainer.supervisor import identity  # noqa: E402
 from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
@@ -48,6 +50,8 @@ WORKER_IMPORTS = (
     "transformers.models.auto.tokenization_auto",
 )
 """What a worker imports on its way to the first step, the slow ones named."""
+MEGATRON = "sft_trainer.strategies.megatron.strategy"
+"""Imports Megatron-Core, which takes seconds."""
 CHECK = "sft_trainer.check"
 _KUBERNETES_TERMINATION_LOG = Path("/dev/termination-log")
 
@@ -98,6 +102,8 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
             "compute.launcher is ray, and this image has no Ray: take the trainer image as it is built here, install "
             "ray[train] in your own, or leave compute.launcher out"
         )
+    if megatron_of(config.spec) is not None and not is_installed():
+        raise ValueError(MISSING)
     ours = options.preload is None and _is_ours(options.worker_module)
     return Settings(
         config=options.config.absolute(),
@@ -113,7 +119,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         run_dir=run_dir,
         termination_log=_termination_log(),
         module=options.worker_module,
-        preload=WORKER_IMPORTS if ours else tuple(options.preload or ()),
+        preload=_worker_imports(config) if ours else tuple(options.preload or ()),
         # What it looks at is the same from every node.
         check=CHECK if ours and options.node_rank == 0 else None,
         lost_after=options.lost_after,
@@ -128,6 +134,10 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,
     )
+
+
+def _worker_imports(config: TrainerConfig) -> tuple[str, ...]:
+    return WORKER_IMPORTS if megatron_of(config.spec) is None else (*WORKER_IMPORTS, MEGATRON)
 
 
 def _is_ours(module: str) -> bool:

@@ -9,11 +9,14 @@ from typing import Any, Literal
 import torch
 
 from sft_api.adapters import ends
+from sft_api.megatron import MODELS, model_problem, unknown_model
+from sft_api.model_shape import shape_of
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
+from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 
 from .boxes import Box
 from .cache import cache_directory
@@ -23,7 +26,7 @@ from .data.stream import ExampleStream
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
-from .errors import ModelError
+from .errors import ConfigError, ModelError
 from .fetch import localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import check_compiles
@@ -84,6 +87,8 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     if warning := positions_warning(spec, positions):
         reporter.warn(warning)
     check_heads(model.huggingface.config, config.plan.sequence_parallel, config.plan.shard_degree)
+    if (megatron := megatron_of(spec)) is not None:
+        check_spread(model.huggingface.config, megatron)
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)
     digest = base_digest(model, path)
@@ -184,6 +189,15 @@ def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
         f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
         f"trained, {sum(sizes.values()) - trained:,} are not{alone}"
     )
+
+
+def check_spread(config: Any, megatron: MegatronSpec) -> None:
+    """Raise ``ConfigError`` where a model cannot be spread as ``megatron`` says; ``config`` is transformers'."""
+    shape = shape_of(config.to_dict())
+    known = shape is not None and config.model_type in MODELS
+    problem = model_problem(megatron, shape) if shape and known else unknown_model(repr(config.model_type))
+    if problem:
+        raise ConfigError(problem)
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

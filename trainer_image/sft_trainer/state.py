@@ -11,6 +11,7 @@ import torch
 from sft_api.checkpoints import Manifest, RunState
 from sft_api.memory import offloads
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 
 from .figures import Figures
 from .preparation import Prepared
@@ -40,6 +41,7 @@ class Facts:
                 sequence=topology.sequence,
                 shares=topology.data_parallel,
                 reduced_once=config.plan.reduce_gradients == "oncePerStep" and topology.world_size > 1,
+                megatron=megatron_of(config.spec),
             ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
@@ -93,6 +95,7 @@ _USUAL: dict[str, str | int] = {
     "sequenceParallelDegree": 1,
     "bins": "dealt in order",
     "reduceGradients": "everyMicroBatch",
+    "strategy": "fsdp",
 }
 """What the facts of an environment are where it does not say them."""
 
@@ -110,6 +113,7 @@ def environment_facts(
     sequence: int = 1,
     shares: int = 1,
     reduced_once: bool = False,
+    megatron: MegatronSpec | None = None,
 ) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
     on_gpu = device.type == "cuda"
@@ -128,9 +132,16 @@ def environment_facts(
         **({"sequenceParallelDegree": sequence} if sequence > 1 else {}),
         # Sums over micro-batches come before those over processes.
         **({"reduceGradients": "oncePerStep"} if reduced_once else {}),
+        **({"strategy": _in_words(megatron)} if megatron else {}),
         # Which process computes which bins: an earlier version dealt them out in their order, and said nothing of it.
         **({"bins": "dealt by cost"} if shares > 1 else {}),
     }
+
+
+def _in_words(megatron: MegatronSpec) -> str:
+    degrees = (megatron.tensor_parallel_degree, megatron.pipeline_parallel_degree, megatron.expert_parallel_degree)
+    words = [f"{name}{degree}" for name, degree in zip(("TP", "PP", "EP"), degrees, strict=True)]
+    return " ".join(["megatron", *words, *(["SP"] if megatron.shares_tokens else [])])
 
 
 def changed_fields(before: Any, now: Any, path: str = "") -> list[str]:

@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sft_api.v1alpha1.status import PlanStatus
+
 from .distributed import Ranks
 from .errors import ConfigError
 
@@ -105,6 +107,22 @@ class Topology:
             tensor=tensor,
             pipeline=pipeline,
             expert=expert,
+            forming=forming,
+        )
+
+    @classmethod
+    def planned(
+        cls, plan: PlanStatus, ranks: Ranks, forming: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> "Topology":
+        """That of ``plan``; what its degrees leave of the processes that share a copy computes on other data."""
+        together = plan.sequence_parallel * plan.tensor_parallel * plan.pipeline_parallel
+        return cls.of(
+            ranks,
+            shard=plan.shard_degree // together,
+            sequence=plan.sequence_parallel,
+            tensor=plan.tensor_parallel,
+            pipeline=plan.pipeline_parallel,
+            expert=plan.expert_parallel,
             forming=forming,
         )
 

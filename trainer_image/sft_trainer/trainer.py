@@ -87,9 +87,7 @@ class Trainer:
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
-        together = config.plan.sequence_parallel
-        shard = config.plan.shard_degree // together
-        self.topology = Topology.of(ranks, shard=shard, sequence=together, forming=self._forming)
+        self.topology = Topology.planned(config.plan, ranks, self._forming)
         self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.attempt = 0

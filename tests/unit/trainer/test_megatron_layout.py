@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.boxes import WEIGHT, Writers
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
@@ -54,6 +55,14 @@ def topologies(tensor: int, pipeline: int, shard: int, expert: int) -> list[Topo
     ]
 
 
+def spread(topology: Topology) -> MegatronSpec:
+    return MegatronSpec(
+        tensor_parallel_degree=topology.tensor,
+        pipeline_parallel_degree=topology.pipeline,
+        expert_parallel_degree=topology.expert,
+    )
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> CausalLM:
     made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
@@ -68,12 +77,12 @@ def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[i
     sizes = Sizes.of(huggingface.config)
     if shape[3] > 1 and not sizes.experts:
         with pytest.raises(ConfigError, match="no experts"):
-            check(sizes, topologies(*shape)[0])
+            check(sizes, spread(topologies(*shape)[0]))
         return
     saved = {name: torch.full_like(value, torch.nan) for name, value in whole.items()}
     times = {name: torch.zeros_like(value) for name, value in whole.items()}
     for topology in topologies(*shape):
-        check(sizes, topology)
+        check(sizes, spread(topology))
         stage = {
             name: torch.zeros((rows_of(name, size[0], topology)[1], *size[1:]))
             for name, size in parameter_shapes(sizes, topology).items()
@@ -110,15 +119,14 @@ def test_nothing_of_a_parameter_is_left_out_but_rows_of_no_token(
 @pytest.mark.parametrize(
     ("degrees", "words"),
     [
-        ({"tensor": 8}, "4 heads of keys and values"),
-        ({"tensor": 3}, "8 attention heads"),
-        ({"pipeline": 3}, "4 layers"),
+        ({"tensor_parallel_degree": 8}, "4 heads of keys and values, which it does not divide: set it to 1, 2 or 4$"),
+        ({"tensor_parallel_degree": 3}, "8 attention heads"),
+        ({"pipeline_parallel_degree": 3}, "4 layers, which it does not divide: set it to 1, 2 or 4$"),
     ],
 )
 def test_what_does_not_divide_is_named(degrees: dict[str, int], words: str) -> None:
-    (world,) = degrees.values()
     with pytest.raises(ConfigError, match=words):
-        check(Sizes.of(CONFIGS["llama"]), Topology(0, 0, world, world, **degrees))
+        check(Sizes.of(CONFIGS["llama"]), MegatronSpec(**degrees))
 
 
 def test_a_family_without_rules_is_refused() -> None:
@@ -139,4 +147,4 @@ def test_a_model_with_other_tensors_than_the_rules_know_is_refused(biases: bool,
 def test_a_vocabulary_that_leaves_a_process_without_tokens_is_refused() -> None:
     config = transformers.LlamaConfig(**COMMON | {"vocab_size": 6})
     with pytest.raises(ConfigError, match="none of the 6 tokens"):
-        check(Sizes.of(config), Topology(0, 0, 4, 4, tensor=4))
+        check(Sizes.of(config), MegatronSpec(tensor_parallel_degree=4))

@@ -2,57 +2,48 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.strategies.megatron.refused import check
-from sft_trainer.topology import Topology
+from sft_trainer.strategies.megatron.layout import Sizes
+from sft_trainer.strategies.megatron.refused import check, check_device
 from sft_trainer.trainable import EVERYTHING, Trainable
-from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
 
 def refuse(
     path: Path,
     *,
-    sections: dict[str, Any] | None = None,
     trainable: Trainable = EVERYTHING,
-    sequence_parallel: bool = False,
     kind: str = "qwen3",
     model: dict[str, Any] | None = None,
-    **degrees: int,
+    megatron: MegatronSpec | None = None,
 ) -> None:
     save_model(kind, path, **(model or {}))
     blueprint = build_on_meta(path)
     for name, value in (model or {}).items():
         setattr(blueprint.huggingface.config, name, value)
-    job = manifest(path, path.with_name("store"), **{"model": {"uri": f"file://{path}"}, **(sections or {})})
-    world = 1
-    for degree in degrees.values():
-        world *= degree
-    topology = Topology(0, 0, world, world, **degrees)
-    check(resolve(job), blueprint, trainable, topology, sequence_parallel=sequence_parallel)
+    check(megatron or MegatronSpec(), blueprint, trainable)
+
+
+SPLIT = MegatronSpec(tensor_parallel_degree=2, sequence_parallel=False)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"trainable": Trainable(trains=lambda name: "q_proj" in name)}, "adapters"),
-        ({"sections": {"training": {"compile": True}}}, r"training\.compile"),
-        ({"sections": {"strategy": {"fsdp": {"cpuOffload": True}}}}, "cpuOffload"),
-        ({"sections": {"training": {"optimizer": {"stateDtype": "bf16"}}}}, "stateDtype bf16"),
-        ({"kind": "qwen3_moe", "sections": {"training": {"routerAuxLossCoefficient": 0.1}}}, "routerAuxLoss"),
         ({"model": {"attention_dropout": 0.1}}, "dropout"),
-        ({"sequence": 2}, "share tokens"),
-        ({"replicate": 2}, "replicas"),
-        ({"sequence_parallel": True}, "sequence parallelism without tensor"),
         ({"kind": "granite", "model": {"logits_scaling": 6.0}}, "scaled or capped"),
         ({"model": {"hidden_act": "gelu"}}, "other than silu"),
-        ({"kind": "qwen3_moe", "tensor": 2}, "experts under tensor parallelism"),
+        ({"kind": "qwen3_moe", "megatron": SPLIT}, "experts under tensorParallelDegree"),
     ],
 )
 def test_what_it_does_not_compute_is_refused_in_words(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -60,9 +51,48 @@ def test_what_it_does_not_compute_is_refused_in_words(tmp_path: Path, options: d
         refuse(tmp_path, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor": 2, "sequence_parallel": True}, {"kind": "qwen3_moe", "shard": 2}])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "gemma2"}, "no rules for the weights of 'gemma2'|scaled or capped"),
+        ({"kind": "llama", "model": {"attention_bias": True}}, "bias has the shape None, and here"),
+        ({"megatron": MegatronSpec(tensor_parallel_degree=3)}, "tensorParallelDegree is 3, .* set it to 1"),
+    ],
+)
+def test_models_that_it_cannot_spread_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        refuse(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"megatron": SPLIT}, {"kind": "qwen3_moe", "megatron": MegatronSpec(tensor_parallel_degree=2)}],
+)
 def test_other_jobs_are_not(tmp_path: Path, options: dict[str, Any]) -> None:
     refuse(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "experts", "words"),
+    [
+        ({"pipeline_parallel_degree": 2}, 0, "pipelineParallelDegree needs GPUs"),
+        ({"expert_parallel_degree": 2}, 4, "expertParallelDegree needs GPUs"),
+        ({"tensor_parallel_degree": 2}, 0, "sequenceParallel needs GPUs"),
+        ({}, 4, "a mixture of experts needs GPUs"),
+        ({}, 0, ""),
+        ({"tensor_parallel_degree": 2, "sequence_parallel": False}, 0, ""),
+    ],
+)
+def test_without_a_gpu_only_matrices_are_spread(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], experts: int, words: str
+) -> None:
+    def no_gpu() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch.cuda, "current_device", no_gpu)
+    sizes = Sizes("qwen3", 2, 8, 8, 2, 2, 4, 64, tied=True, experts=experts)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_device(MegatronSpec(**asked), sizes)
 
 
 def test_neither_the_trainer_nor_these_rules_import_megatron() -> None:

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import torch
 
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import megatron_of
 from sft_trainer.boxes import Box
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import CausalLM
@@ -73,6 +74,11 @@ def build(
 
     Weights are allocated and not filled. A collective call.
     """
+    if megatron_of(config.spec) is not None:
+        # It imports Megatron-Core, which takes seconds, and which most images do not have.
+        from .megatron.strategy import MegatronStrategy
+
+        return MegatronStrategy(config, blueprint, trainable, topology, device)
     # A CPU is as busy with one bin as with two, and shares its memory with everybody.
     memory = CudaMemory(device) if device.type == "cuda" else None
     return FsdpStrategy(config, blueprint, trainable, topology, device, memory)

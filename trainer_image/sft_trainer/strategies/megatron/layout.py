@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sft_api.megatron import MODELS, spread_problem, unknown_model
+from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.boxes import Box, Rectangle, Writers
 from sft_trainer.errors import ConfigError
 from sft_trainer.topology import ALONE, Topology
@@ -50,10 +52,7 @@ class Sizes:
     def of(cls, config: Any) -> "Sizes":
         """Raises ``ConfigError`` for an architecture without rules."""
         if config.model_type not in FAMILIES:
-            raise ConfigError(
-                f"strategy.megatron has no rules for the weights of a model of type {config.model_type!r}: choose one "
-                f"of type {', '.join(sorted(FAMILIES))}, or strategy.fsdp"
-            )
+            raise ConfigError(unknown_model(repr(config.model_type)))
         experts = FAMILIES[config.model_type].experts
         return cls(
             kind=config.model_type,
@@ -81,13 +80,12 @@ class Family:
     """In every layer."""
 
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
+_OTHER = {
     "qwen2": Family(biases=True),
     "qwen3": Family(head_norms=True),
     "qwen3_moe": Family(head_norms=True, experts=True),
 }
+FAMILIES: Mapping[str, Family] = {name: _OTHER.get(name, Family()) for name in MODELS}
 
 
 @dataclass(frozen=True)
@@ -120,27 +118,19 @@ class Piece:
         return parameter[Rectangle(self.start, self.place.sizes).within(Rectangle.whole(tuple(parameter.shape)))]
 
 
-def check(sizes: Sizes, topology: Topology) -> None:
-    """Raise ``ConfigError`` for a topology over which this model cannot be spread evenly."""
-    for what, number, degree in (
-        ("attention heads", sizes.heads, "tensor"),
-        ("heads of keys and values", sizes.groups, "tensor"),
-        ("rows of up_proj", 0 if sizes.experts else sizes.inner, "tensor"),
-        ("layers", sizes.layers, "pipeline"),
-        ("experts", sizes.experts, "expert"),
-    ):
-        parts = getattr(topology, degree)
-        if number % parts:
-            raise ConfigError(
-                f"strategy.megatron.{degree} is {parts}, but the model has {number} {what}, which it does not divide"
-            )
-    if padded_rows(sizes, topology) * (topology.tensor - 1) >= sizes.vocabulary:
-        raise ConfigError(
-            f"strategy.megatron.tensor is {topology.tensor}, of which the last would have none of the "
-            f"{sizes.vocabulary} tokens of the vocabulary"
-        )
-    if topology.expert > 1 and not sizes.experts:
-        raise ConfigError(f"strategy.megatron.expert is {topology.expert}, but the model has no experts")
+def check(sizes: Sizes, megatron: MegatronSpec) -> None:
+    """Raise ``ConfigError`` for degrees over which this model cannot be spread evenly."""
+    problem = spread_problem(
+        megatron,
+        heads=sizes.heads,
+        kv_heads=sizes.groups,
+        inner=sizes.inner,
+        layers=sizes.layers,
+        experts=sizes.experts,
+        vocabulary=sizes.vocabulary,
+    )
+    if problem:
+        raise ConfigError(problem)
 
 
 def check_model(shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:

@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import megatron_of
 from sft_trainer.boxes import WEIGHT, Box, Writers
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import evaluation_sums, linear_cross_entropy
 from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
 from sft_trainer.topology import Topology
@@ -26,7 +26,7 @@ from sft_trainer.trainable import Trainable
 from . import gradients, layout
 from .held import Held, updated
 from .layers import Documents, transformer_config, windows
-from .refused import check
+from .refused import check, check_device
 from .stage import Stage
 from .vocabulary import GroupRows
 
@@ -46,19 +46,15 @@ class MegatronStrategy:
         trainable: Trainable,
         topology: Topology,
         device: torch.device,
-        *,
-        sequence_parallel: bool = False,
     ) -> None:
-        """With ``sequence_parallel`` the processes of ``tensor`` share the tokens between their matrices.
-
-        Raises ``ConfigError`` for what it does not compute.
-        """
+        """Raises ``ConfigError`` for what it does not compute."""
         huggingface: Any = blueprint.huggingface
-        check(config, blueprint, trainable, topology, sequence_parallel=sequence_parallel)
+        megatron = megatron_of(config.spec)
+        assert megatron is not None  # noqa: S101 - else another strategy is built
+        check(megatron, blueprint, trainable)
+        check_device(megatron, layout.Sizes.of(huggingface.config))
         self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config), topology, device
-        layout.check_model({box.name: box.shape for box in whole_boxes(blueprint)}, self._sizes)
-        layout.check(self._sizes, topology)
-        self._sequence_parallel = sequence_parallel
+        self._sequence_parallel = megatron.shares_tokens
         self._form_groups()
         self._dtype = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
         # transformers' own module rotates as the model says, whatever scaling it has.
