@@ -16,6 +16,7 @@ from sft_api.report import duration
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
+from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_api.v1alpha1.workload import DummyRunSpec
 
 from .adapters import Trained, measure_adapters
@@ -104,7 +105,7 @@ def _dummy(dummy: DummyRunSpec) -> list[Decision]:
 def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     compute = spec.compute
     device = "GPU" if compute.gpus_per_node else "CPU"
-    fsdp = spec.strategy.fsdp if spec.strategy else None
+    fsdp, megatron = spec.strategy.fsdp if spec.strategy else None, megatron_of(spec)
     sharded = fsdp is not None and fsdp.shard_degree is not None
     together = counted(plan.sequence_parallel, "process")
     shared = Decision("tokens shared by", together, Origin.GIVEN, "strategy.fsdp.sequenceParallelDegree")
@@ -120,11 +121,17 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             if compute.launcher == "ray"
             else []
         ),
-        Decision(
-            "copies of the model",
-            f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",
-            Origin.GIVEN if sharded else Origin.COMPUTED,
-            "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
+        *(
+            _megatron(megatron, plan)
+            if megatron
+            else [
+                Decision(
+                    "copies of the model",
+                    f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",
+                    Origin.GIVEN if sharded else Origin.COMPUTED,
+                    "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
+                )
+            ]
         ),
         *([shared] if plan.sequence_parallel > 1 else []),
         *_reduction(spec, plan),
@@ -143,6 +150,30 @@ def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         "gradients", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reduceGradients; {why}"
     )
     return [decision] if given or plan.reduce_gradients == "oncePerStep" else []
+
+
+def _megatron(megatron: MegatronSpec, plan: Plan) -> list[Decision]:
+    tensor, pipeline, expert = plan.tensor_parallel, plan.pipeline_parallel, plan.expert_parallel
+    tokens = ", and tokens between them" if megatron.shares_tokens else ""
+    degrees = [
+        ("matrices shared by", tensor, f"{counted(tensor, 'process')}{tokens}", "tensorParallelDegree"),
+        ("stages", pipeline, f"{pipeline}, of other layers each", "pipelineParallelDegree"),
+        ("experts spread over", expert, counted(expert, "process"), "expertParallelDegree"),
+    ]
+    return [
+        Decision("strategy", "Megatron-Core", Origin.GIVEN, "strategy.megatron: docs/megatron.md"),
+        *(
+            Decision(subject, value, Origin.GIVEN, f"strategy.megatron.{field}")
+            for subject, degree, value, field in degrees
+            if degree > 1
+        ),
+        Decision(
+            "copies of the model",
+            f"{plan.data_parallel}, each over {counted(tensor * pipeline, 'process')}",
+            Origin.COMPUTED,
+            "the processes that are left; what updates a copy is shared out to all of them",
+        ),
+    ]
 
 
 def _why_sharded(plan: Plan) -> str:

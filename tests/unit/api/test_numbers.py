@@ -179,6 +179,11 @@ def test_equal_values_are_equal_however_they_are_written(one: SFTJobSpec, other:
         spec(compute={"gpusPerNode": 8}),
         spec(compute={"nodes": 4, "gpusPerNode": 4, "image": "trainer:2"}, strategy={"fsdp": {"shardDegree": 4}}),
         spec(compute={"gpusPerNode": 8}, strategy={"fsdp": {"sequenceParallelDegree": 8}}),
+        spec(compute={"gpusPerNode": 8}, strategy={"megatron": {"tensorParallelDegree": 8}}),
+        spec(
+            compute={"nodes": 4, "gpusPerNode": 8},
+            strategy={"megatron": {"pipelineParallelDegree": 2, "expertParallelDegree": 4}},
+        ),
         spec(data={"train": [{"uri": "hf://org/data"}], "workers": 3, "eval": [{"uri": "hf://org/e", "name": "e"}]}),
         spec(model={"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}}),
         spec(training={"activationCheckpointing": "full"}),

@@ -106,6 +106,22 @@ CASES: dict[str, tuple[SFTJobSpec, dict[str, Any]]] = {
         ),
         {"global_batch_size": 4, "gradient_accumulation": 1},
     ),
+    "matrices and stages": (
+        spec(
+            strategy={"megatron": {"tensorParallelDegree": 4, "pipelineParallelDegree": 2, "expertParallelDegree": 8}},
+            compute={"nodes": 2, **EIGHT},
+        ),
+        {
+            "processes": 16,
+            "data_parallel": 2,
+            "tensor_parallel": 4,
+            "pipeline_parallel": 2,
+            "expert_parallel": 8,
+            "shard_degree": 16,
+            "global_batch_tokens": 65536,
+            "gradient_accumulation": 8,
+        },
+    ),
     "steps": (spec(training={"steps": 10}), {"total_steps": 10, "epochs": None}),
     "epochs": (spec(training={"epochs": 3}), {"total_steps": None, "epochs": 3}),
     "own choices": (

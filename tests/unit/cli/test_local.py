@@ -82,6 +82,31 @@ def test_so_must_processes_that_share_tokens() -> None:
     assert problem.startswith("spec.strategy.fsdp.sequenceParallelDegree: 2 does not divide 1 process: ")
 
 
+def test_so_must_matrices_and_stages_of_megatron() -> None:
+    asked = job(
+        strategy={"megatron": {"tensorParallelDegree": 2, "pipelineParallelDegree": 2}},
+        compute={"gpusPerNode": 0, "nodes": 4},
+    )
+
+    assert prepared(asked, processes=8).config.plan.data_parallel == 2
+    (problem,) = problems(asked, processes=6)
+
+    assert problem.startswith(
+        "spec.strategy.megatron.tensorParallelDegree x pipelineParallelDegree: 4 does not divide 6 processes: "
+    )
+
+
+def test_megatron_that_is_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = job(strategy={"megatron": {}}, compute={"gpusPerNode": 0})
+    assert prepared(asked).config.plan.shard_degree == 1
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+
+    (problem,) = problems(asked)
+    assert problem.startswith("spec.strategy.megatron needs Megatron-Core, which is not installed here: ")
+    assert prepared(job(compute={"gpusPerNode": 0}))
+
+
 def test_gpus_that_are_not_there_are_refused_with_what_to_change() -> None:
     assert problems(job(compute={"nodes": 2, "gpusPerNode": 4}), gpus=0) == (
         "this machine has no GPU, and the job asks for 8 (compute.nodes 2 x gpusPerNode 4): set "

@@ -174,6 +174,17 @@ def test_gradients_that_are_not_summed_as_usual_are_shown() -> None:
     assert often.value == "summed after every micro-batch"
 
 
+def test_how_megatron_spreads_a_model_is_shown() -> None:
+    degrees = {"tensorParallelDegree": 4, "pipelineParallelDegree": 2}
+    shown = decisions(strategy={"megatron": degrees}, compute={"nodes": 2, "gpusPerNode": 8})
+
+    assert "experts spread over" not in shown
+    assert shown["matrices shared by"].value == "4 processes, and tokens between them"
+    assert shown["stages"].why == "strategy.megatron.pipelineParallelDegree"
+    assert shown["copies of the model"].value == "2, each over 8 processes"
+    assert "strategy" not in decisions()
+
+
 def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     asked = {"strategy": {"fsdp": {"sequenceParallelDegree": 4}}, "compute": {"gpusPerNode": 4}}

@@ -87,6 +87,11 @@ def test_whatever_decides_the_numbers_is_in_it(place: Path, monkeypatch: pytest.
     assert "data.train[0]" in changed(*prepared(place, monkeypatch))
 
 
+def test_megatron_is_looked_at_where_it_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "megatron-core" not in fingerprint(*prepared(place, monkeypatch))
+    assert fingerprint(*prepared(place, monkeypatch, strategy={"megatron": {}}))["megatron-core"]
+
+
 def test_code_of_another_version_differs(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config, ready = prepared(place, monkeypatch)
     before = fingerprint(config, ready)

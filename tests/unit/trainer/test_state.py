@@ -44,6 +44,7 @@ def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
     [
         ({"training": {"compile": True}}, "compiled: None -> 'yes'"),
         ({"strategy": {"fsdp": {"cpuOffload": True}}}, "cpuOffload: None -> 'yes'"),
+        ({"strategy": {"megatron": {}}}, "strategy: None -> 'megatron TP1 PP1 EP1'"),
     ],
 )
 def test_a_resume_that_computes_in_another_way_says_that_its_last_bits_differ(

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import sft_trainer
+from sft_api.plan import make_plan
 from sft_trainer import topology
 from sft_trainer.distributed import Ranks
 from sft_trainer.errors import ConfigError
 from sft_trainer.topology import ALONE, DIMENSIONS, Topology
+from tests.unit.cli.jobs import job
 
 
 def topologies(world_size: int, **sizes: int) -> list[Topology]:
@@ -190,6 +192,16 @@ def decisions_by_rank() -> Iterator[str]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if _ASKS.search(line.partition("#")[0]):
                 yield f"{name}:{number}: {line.strip()}"
+
+
+def test_what_a_plan_says_of_degrees_is_what_there_is() -> None:
+    degrees = {"tensorParallelDegree": 2, "pipelineParallelDegree": 2, "expertParallelDegree": 4}
+    plan = make_plan(job(strategy={"megatron": degrees}, compute={"gpusPerNode": 8}).spec)
+
+    topology = Topology.planned(plan, Ranks(5, 5, 8, 8, "", 0, ""))
+
+    assert (topology.shard, topology.tensor, topology.pipeline, topology.expert) == (2, 2, 2, 4)
+    assert (topology.data_parallel, topology.replicate) == (plan.data_parallel, 1)
 
 
 def test_nobody_else_decides_by_rank() -> None:

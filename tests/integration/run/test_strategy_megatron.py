@@ -1,0 +1,114 @@
+"""`sft run` with strategy.megatron, on the CPU: with the shim of tests/megatron where Megatron-Core asks for a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sft_api.generate import ROOT
+from tests.integration.run.conftest import LONG
+from tests.integration.run.runs import Place, assert_refused, step_numbers
+from tests.integration.run.test_good_runs import evaluation_of
+from tests.integration.run.test_ranks_alike import workers
+
+TWO: dict[str, Any] = {"compute": {"gpusPerNode": 0, "processesPerNode": 2}}
+MATRICES = {"tensorParallelDegree": 2}
+STAGES = {"pipelineParallelDegree": 2}
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which Megatron-Core takes the CPU for a GPU."""
+    folder = tmp_path_factory.mktemp("shim")
+    shutil.copy(ROOT / "tests" / "megatron" / "before_megatron.py", folder / "sitecustomize.py")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def job(place: Place, **strategy: dict[str, Any]) -> dict[str, Any]:
+    """One that is disturbed in the middle, and evaluated and exported at its end."""
+    held_out = {"name": "held-out", "uri": f"file://{place.inputs.eval}", "split": "train[:12]"}
+    return place.job(**LONG, **TWO, data={"eval": [held_out]}, export={"atEnd": True}, strategy=strategy)
+
+
+@pytest.fixture(scope="module")
+def split(make_place: Callable[[str], Place], shim: dict[str, str]) -> Place:
+    """A run over parts of matrices, and of tokens, that nothing happened to."""
+    place = make_place("split")
+    ended = place.run(job(place, megatron=MATRICES), **shim)
+    assert ended.code == 0, ended.said
+    plan = ended.status["plan"]
+    assert plan | {"dataParallel": 1, "tensorParallel": 2, "shardDegree": 2} == plan
+    return place
+
+
+def assert_the_same_to_rounding(place: Place, expected: Place) -> None:
+    here, there = step_numbers(place.store()), step_numbers(expected.store())
+    assert here.keys() == there.keys()
+    for step, record in there.items():
+        for name in ("tokens", "trainedTokens", "learningRate", "epoch"):
+            assert here[step][name] == record[name], step
+        assert here[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
+
+
+def test_matrices_alone_are_spread_without_a_gpu(undisturbed: Place, place: Place) -> None:
+    """Nothing of a test's stands between the trainer and Megatron-Core."""
+    whole = {"megatron": {**MATRICES, "sequenceParallel": False}}
+
+    ended = place.run(place.job(**LONG, **TWO, strategy=whole))
+
+    assert ended.code == 0, ended.said
+    assert_the_same_to_rounding(place, undisturbed)
+
+
+def test_what_needs_a_gpu_is_refused_without_one(place: Place) -> None:
+    ended = place.run(place.job(**TWO, strategy={"megatron": MATRICES}))
+
+    assert_refused(ended, 10, "ConfigError", r"strategy\.megatron\.sequenceParallel needs GPUs, and there is none: set")
+
+
+def test_a_killed_run_ends_as_if_nothing_had_happened(split: Place, place: Place, shim: dict[str, str]) -> None:
+    # Given a run over matrices and tokens, past its first checkpoint
+    process = place.start(job(place, megatron=MATRICES), **shim)
+    place.wait_for_step(25)
+
+    # When a worker is killed
+    os.kill(workers(place)[1], signal.SIGKILL)
+    ended = place.finish(process)
+
+    # Then every figure of every step is the same to the last bit
+    assert ended.code == 0, ended.said
+    assert ended.status["restarts"]["failures"] == 1
+    assert step_numbers(place.store()) == step_numbers(split.store())
+
+
+def test_a_run_goes_from_one_strategy_to_the_other_and_exports_what_it_trained(
+    split: Place, place: Place, shim: dict[str, str]
+) -> None:
+    # Given a run over stages that is interrupted
+    process = place.start(job(place, megatron=STAGES), **shim)
+    place.wait_for_step(15)
+    first = place.interrupt(process)
+
+    # When it goes on over matrices, and then with FSDP
+    process = place.start(job(place, megatron=MATRICES), **shim)
+    place.wait_for_step(35)
+    second = place.interrupt(process)
+    last = place.run(job(place, fsdp={}))
+
+    # Then it has made the steps of the run over matrices; numbers differ by rounding only
+    assert (first.code, second.code, last.code) == (30, 30, 0), first.said + second.said + last.said
+    assert "strategy: 'megatron TP1 PP2 EP1' -> 'megatron TP2 PP1 EP1 SP'" in second.said
+    assert "strategy: 'megatron TP2 PP1 EP1 SP' -> 'fsdp'" in last.said
+    assert_the_same_to_rounding(place, split)
+
+    # And transformers loads what either exported, with the loss that the run reported
+    rows = [json.loads(line) for line in place.inputs.eval.read_text().splitlines()[:12]]
+    for each in (split, place):
+        reported = step_numbers(each.store())[60]["evalLoss"]
+        assert evaluation_of(each.store() / "export", rows, 256)[0] == pytest.approx(reported, rel=1e-5)
