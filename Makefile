@@ -61,7 +61,7 @@ parity: setup ## Compare losses, gradients, masks and a killed and resumed run w
 	$(PYTHON) -m tests.parity $(SEED)
 
 .PHONY: parity-megatron
-parity-megatron: setup ## Compare the strategy on Megatron-Core with transformers and with FSDP, on the CPU: no job can ask for it yet
+parity-megatron: setup ## Compare the strategy on Megatron-Core with transformers and with FSDP, on the CPU
 	PYTHONPATH=$(SOURCES) $(PYTHON) -m tests.megatron
 
 .venv-oldest/.installed: requirements/oldest.txt

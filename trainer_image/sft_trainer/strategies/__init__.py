@@ -74,11 +74,11 @@ def build(
 
     Weights are allocated and not filled. A collective call.
     """
+    # A CPU is as busy with one bin as with two, and shares its memory with everybody.
+    memory = CudaMemory(device) if device.type == "cuda" else None
     if megatron_of(config.spec) is not None:
         # It imports Megatron-Core, which takes seconds, and which most images do not have.
         from .megatron.strategy import MegatronStrategy
 
-        return MegatronStrategy(config, blueprint, trainable, topology, device)
-    # A CPU is as busy with one bin as with two, and shares its memory with everybody.
-    memory = CudaMemory(device) if device.type == "cuda" else None
+        return MegatronStrategy(config, blueprint, trainable, topology, device, memory)
     return FsdpStrategy(config, blueprint, trainable, topology, device, memory)

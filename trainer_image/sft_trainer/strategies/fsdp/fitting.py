@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from sft_api.memory import MemoryEstimate, Sizes, estimate_of, micro_batch_tokens
-from sft_api.memory_plan import gibibytes, parts_in_words, remedies, sentences
+from sft_api.memory_plan import gibibytes, memory_of, parts_in_words, remedies, sentences
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import megatron_of
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
@@ -56,8 +57,17 @@ def check_fits(
 
 
 def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Trainable) -> MemoryEstimate:
-    """Memory of one process that trains ``blueprint``, whose first block is tracked on tensors without memory."""
+    """Memory of one process that trains ``blueprint``, whose first block is tracked on tensors without memory.
+
+    Of Megatron's layers it is by formula alone. Raises ``ValueError`` for a shape that none counts.
+    """
     spec, plan = config.spec, config.plan
+    if megatron_of(spec) is not None:
+        model: Any = blueprint.huggingface
+        estimated = memory_of(spec, plan, shape_of(model.config.to_dict()))
+        if estimated is None:
+            raise ValueError("no formula counts this model")
+        return estimated
     block = track_block(
         blueprint,
         torch.bfloat16 if plan.precision == "bf16" else torch.float32,

@@ -20,6 +20,8 @@ from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
+from sft_trainer.strategies.fsdp.fitting import check_fits
+from sft_trainer.strategies.fsdp.memory import Memory
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
@@ -46,13 +48,16 @@ class MegatronStrategy:
         trainable: Trainable,
         topology: Topology,
         device: torch.device,
+        memory: Memory | None = None,
     ) -> None:
-        """Raises ``ConfigError`` for what it does not compute."""
+        """Raises ``ConfigError`` for what it does not compute, and for what does not fit ``memory`` of the device."""
         huggingface: Any = blueprint.huggingface
         megatron = megatron_of(config.spec)
         assert megatron is not None  # noqa: S101 - else another strategy is built
         check(megatron, blueprint, trainable)
         check_device(megatron, layout.Sizes.of(huggingface.config))
+        if memory is not None:
+            check_fits(config, blueprint, trainable, memory, device, tells=topology.tells)
         self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config), topology, device
         self._sequence_parallel = megatron.shares_tokens
         self._form_groups()
