@@ -158,13 +158,18 @@ def validate(manifests: tuple[Path, ...], output: str) -> None:
 @click.argument("manifest", type=MANIFEST)
 @job_option
 @click.option("-o", "--output", type=click.Choice(["text", "yaml", "json"]), default="text", show_default=True)
+@click.option("--suggest", is_flag=True, help="Show instead with which strategy the run would fit its GPUs.")
 @debug_option
-def plan(manifest: Path, name: str | None, output: str) -> None:
+def plan(manifest: Path, name: str | None, output: str, *, suggest: bool) -> None:
     """Show what would be run, and why.
 
     Every number, and whether the manifest gives it, it is a default, or it was computed from the rest. The exit code
     is 10 when the run does not fit its GPUs.
     """
+    if suggest:
+        from .suggest import show_suggestions
+
+        sys.exit(show_suggestions(_load(manifest, name), output))
     from .plan import show_plan
 
     sys.exit(show_plan(_load(manifest, name), output))

@@ -1,6 +1,7 @@
 """What `sft plan` says about where numbers come from."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 
 from sft_api.plan import make_plan
 from sft_cli.adapters import measure_adapters
+from sft_cli.errors import UserError
 from sft_cli.manifest import load_manifest
 from sft_cli.plan import Decision, Origin, explain, show_plan
+from sft_cli.suggest import show_suggestions
 from sft_cli.validate import verdict_on
 
 from .jobs import job, manifest
@@ -317,3 +320,28 @@ def test_validate_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
     assert [problem.split(":")[1] for problem in verdict.problems] == [" it does not fit"]
     assert any("a save in the background" in warning for warning in verdict.warnings)
+
+
+def test_a_shape_that_fits_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = job(model={"uri": "hf://Qwen/Qwen3-0.6B"}, compute={"gpusPerNode": 8, "gpuMemory": "80Gi"})
+
+    assert show_suggestions(asked, "text") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"FSDP: [\d.]+Gi of each GPU's 80.0Gi\n  training: {activationCheckpointing: none}", said)
+    assert "megatron: {}" in said
+
+    assert show_suggestions(asked, "json") == 0
+    assert json.loads(capsys.readouterr().out)["megatron"]["strategy"] == {"megatron": {}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"compute": {"gpusPerNode": 0}}, "set spec.compute.gpusPerNode"),
+        ({"compute": {"gpusPerNode": 8}}, "set spec.compute.gpuMemory"),
+        ({"compute": {"gpuMemory": "80Gi"}, "model": {"uri": "s3://b/own"}}, "the layers of s3://b/own"),
+    ],
+)
+def test_nothing_is_suggested_without_a_model_and_a_gpu(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        show_suggestions(job(**{"model": {"uri": "hf://Qwen/Qwen3-0.6B"}, **sections}), "text")

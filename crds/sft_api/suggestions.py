@@ -1,0 +1,82 @@
+"""Shapes of processes with which a job fits its GPUs: of each strategy the one that costs least. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from .megatron import model_problem
+from .memory_plan import WARNED_SHARE, memory_of
+from .model_shape import ModelShape
+from .plan import make_plan
+from .sequence_parallel import possible
+from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.megatron import megatron_of
+
+_CHECKPOINTING = ("none", "selective", "full")
+"""From what costs least time to what takes least memory."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Sections of a spec, as a manifest has them, and what a GPU then holds."""
+
+    sections: dict[str, Any]
+    bytes: int
+
+
+def suggestions(spec: SFTJobSpec, shape: ModelShape, gpu: int) -> dict[str, Suggestion | None]:
+    """By strategy the first shape of the processes of ``spec`` with which it takes no more than 90% of a GPU.
+
+    ``gpu`` are its bytes. None where there is none, or the strategy does not train such a job. Earlier are those with
+    less to send and to compute twice: fewer processes that share tokens, stages or matrices, then less recomputation.
+    Those that share matrices are of one node.
+    """
+    return {
+        "fsdp": _first(spec, shape, gpu, _fsdp(spec, shape)),
+        "megatron": _first(spec, shape, gpu, _megatron(spec, shape)),
+    }
+
+
+def _first(spec: SFTJobSpec, shape: ModelShape, gpu: int, strategies: Iterator[dict[str, Any]]) -> Suggestion | None:
+    given = spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
+    for strategy in strategies:
+        for how in _CHECKPOINTING:
+            training = {**given.get("training", {}), "activationCheckpointing": how}
+            try:
+                tried = SFTJobSpec.model_validate({**given, "training": training, "strategy": strategy})
+            except ValidationError:
+                continue
+            megatron = megatron_of(tried)
+            if megatron is not None and model_problem(megatron, shape):
+                break
+            memory = memory_of(tried, make_plan(tried, gpu_memory=gpu, shape=shape), shape)
+            if memory is not None and memory.total <= WARNED_SHARE * gpu:
+                return Suggestion({"training": {"activationCheckpointing": how}, "strategy": strategy}, memory.total)
+    return None
+
+
+def _fsdp(spec: SFTJobSpec, shape: ModelShape) -> Iterator[dict[str, Any]]:
+    given = spec.strategy.fsdp if spec.strategy else None
+    kept = given.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True) if given else {}
+    for degree in _divisors(spec.compute.effective_processes_per_node):
+        if possible(shape.heads, shape.kv_heads, degree):
+            yield {"fsdp": {**kept, **({"sequenceParallelDegree": degree} if degree > 1 else {})}}
+
+
+def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[dict[str, Any]]:
+    here = spec.compute.effective_processes_per_node
+    for pipeline in _divisors(spec.compute.nodes * here):
+        for tensor in _divisors(here):
+            for expert in _divisors(shape.experts or 1):
+                degrees = {
+                    "tensorParallelDegree": tensor,
+                    "pipelineParallelDegree": pipeline,
+                    "expertParallelDegree": expert,
+                }
+                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1}}
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

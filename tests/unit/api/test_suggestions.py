@@ -1,0 +1,75 @@
+"""With which shapes a job is said to fit: they are valid, they fit, and what costs less comes first."""
+
+from typing import Any
+
+import pytest
+
+from sft_api.known_models import known_shape
+from sft_api.memory_plan import Fit, judge
+from sft_api.model_shape import ModelShape
+from sft_api.plan import make_plan
+from sft_api.suggestions import Suggestion, suggestions
+from sft_api.v1alpha1.job import SFTJobSpec
+from tests.unit.cli.jobs import manifest
+
+GIB = 2**30
+
+
+def document(model: str, **sections: Any) -> dict[str, Any]:
+    data = {"train": [{"uri": "hf://a/b"}], "maxLength": sections.pop("length", 8192)}
+    spec: dict[str, Any] = manifest(model={"uri": f"hf://{model}"}, data=data, **sections)["spec"]
+    return spec
+
+
+def shape_of(model: str) -> ModelShape:
+    shape = known_shape(f"hf://{model}")
+    assert shape is not None
+    return shape
+
+
+def suggested(model: str, gpu: int = 80, **sections: Any) -> dict[str, Suggestion | None]:
+    return suggestions(SFTJobSpec.model_validate(document(model, **sections)), shape_of(model), gpu * GIB)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        ("meta-llama/Llama-3.1-8B", {"compute": {"gpusPerNode": 8}}),
+        ("meta-llama/Llama-3.1-8B", {"compute": {"gpusPerNode": 8}, "length": 65536}),
+        ("meta-llama/Llama-3.1-70B", {"compute": {"nodes": 8, "gpusPerNode": 8}}),
+        ("Qwen/Qwen3-30B-A3B", {"compute": {"nodes": 2, "gpusPerNode": 8}}),
+    ],
+)
+def test_what_is_suggested_is_a_job_that_fits(model: str, sections: dict[str, Any]) -> None:
+    for found in suggested(model, **sections).values():
+        assert found is not None
+        given = document(model, **sections)
+        asked = SFTJobSpec.model_validate(
+            {
+                **given,
+                **found.sections,
+                "training": {**given.get("training", {}), **found.sections["training"]},
+                "compute": {**sections["compute"], "gpuMemory": "80Gi"},
+            }
+        )
+        assert judge(asked, make_plan(asked)) == Fit()
+        assert found.bytes <= 72 * GIB
+
+
+def test_what_costs_less_comes_first() -> None:
+    small = suggested("Qwen/Qwen3-0.6B", compute={"gpusPerNode": 8}, length=1024)
+
+    for name, found in small.items():
+        assert found is not None
+        assert found.sections == {"training": {"activationCheckpointing": "none"}, "strategy": {name: {}}}
+
+
+def test_a_strategy_that_does_not_train_such_a_job_is_none() -> None:
+    found = suggested("Qwen/Qwen3-0.6B", compute={"gpusPerNode": 8}, lora={})
+
+    assert found["megatron"] is None
+    assert found["fsdp"] is not None
+
+
+def test_where_nothing_fits_nothing_is_suggested() -> None:
+    assert suggested("meta-llama/Llama-3.1-70B", compute={"gpusPerNode": 1}) == {"fsdp": None, "megatron": None}
