@@ -1,0 +1,31 @@
+"""What a pod is ended for before anything is started in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sft_api.megatron import MISSING
+from sft_trainer import launch
+from tests.parity.runs import manifest, resolve
+
+
+def test_an_image_without_megatron_ends_a_job_that_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = resolve(manifest(tmp_path, tmp_path / "store", strategy={"megatron": {}}))
+    (tmp_path / "config.json").write_text(asked.model_dump_json(exclude_none=True))
+    monkeypatch.setenv("SFT_TERMINATION_LOG", str(tmp_path / "end.json"))
+    monkeypatch.setattr(launch, "is_installed", lambda: False)
+
+    code = launch.main(["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "run")])
+
+    end = json.loads((tmp_path / "end.json").read_text())
+    assert (code, end["failure"], end["message"]) == (10, "ConfigError", MISSING)
+
+
+def test_what_imports_megatron_is_imported_once_where_it_is_asked_for(tmp_path: Path) -> None:
+    plain, asked = (
+        resolve(manifest(tmp_path, tmp_path / "store", **sections)) for sections in ({}, {"strategy": {"megatron": {}}})
+    )
+
+    assert launch.MEGATRON not in launch._worker_imports(plain)
+    assert launch._worker_imports(asked) == (*launch._worker_imports(plain), launch.MEGATRON)
