@@ -19,8 +19,11 @@ from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.lora import add_adapters
-from sft_trainer.strategies.fsdp import fitting
-from sft_trainer.strategies.fsdp.fitting import check_fits, estimate_blueprint, sizes_seen
+from sft_trainer.strategies.fitting import check_fits
+from sft_trainer.strategies.fsdp import FsdpStrategy, fitting
+from sft_trainer.strategies.fsdp.fitting import estimate_blueprint, sizes_seen
+from sft_trainer.strategies.megatron.fitting import estimate_blueprint as estimate_stage
+from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -53,9 +56,9 @@ def check(folder: Path, share: float, **spec: Any) -> int:
     save_model("qwen3", folder, tie_word_embeddings=True)
     config = resolve(manifest(folder, folder.with_name("store"), **spec))
     blueprint, trainable = build_on_meta(folder), trainable_of(config)
-    taken = estimate_blueprint(config, blueprint, trainable).total
-    check_fits(config, blueprint, trainable, Device(round(taken / share)), CPU, tells=True)
-    return taken
+    taken = estimate_blueprint(config, blueprint, trainable)
+    check_fits(config, blueprint, round(taken.total / share), CPU, lambda: taken, tells=True)
+    return taken.total
 
 
 def test_what_takes_more_than_110_percent_is_refused_for_good(tmp_path: Path) -> None:
@@ -72,6 +75,16 @@ def test_what_may_not_fit_is_warned_of_and_what_fits_is_told(tmp_path: Path, cap
     told = [(record.levelname, record.message.split(":")[0]) for record in caplog.records]
     reckoned = ("INFO", "memory of the first steps, as reckoned")
     assert told == [reckoned, ("WARNING", "it may not fit"), reckoned]
+
+
+def test_a_stage_that_does_not_fit_is_refused_too(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path)
+    gpus = {"compute": {"gpusPerNode": 2, "processesPerNode": 2}, "strategy": {"megatron": {"tensorParallelDegree": 2}}}
+    config, blueprint = resolve(manifest(tmp_path, tmp_path.with_name("store"), **gpus)), build_on_meta(tmp_path)
+    taken = estimate_stage(config, blueprint)
+
+    with pytest.raises(ConfigError, match=r"it does not fit: .* of each GPU's .* would be taken"):
+        check_fits(config, blueprint, round(taken.total / 1.15), CPU, lambda: taken, tells=True)
 
 
 @pytest.mark.parametrize(("saved", "verdict"), [(False, "Refuse"), (True, "Warn")])
@@ -102,7 +115,7 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
     monkeypatch.setattr(fitting, "track_block", lost)
     config = resolve(manifest(tmp_path, tmp_path.with_name("store")))
     with caplog.at_level(logging.INFO, logger="sft_trainer"):
-        check_fits(config, build_on_meta(tmp_path), trainable_of(config), Device(taken // 9), CPU, tells=True)
+        FsdpStrategy(config, build_on_meta(tmp_path), trainable_of(config), ALONE, CPU, Device(taken // 9))
 
     assert "could not be reckoned" in caplog.text
 

@@ -80,5 +80,6 @@ def build(
         # It imports Megatron-Core, which takes seconds, and which most images do not have.
         from .megatron.strategy import MegatronStrategy
 
-        return MegatronStrategy(config, blueprint, trainable, topology, device, memory)
+        gpu = memory.total() if memory else None
+        return MegatronStrategy(config, blueprint, trainable, topology, device, gpu)
     return FsdpStrategy(config, blueprint, trainable, topology, device, memory)

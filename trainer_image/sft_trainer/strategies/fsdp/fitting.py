@@ -1,73 +1,21 @@
-"""Whether a run fits its GPUs, before a weight is loaded: by the model and the GPU as they are."""
+"""What a run will take of its GPUs, before a weight is loaded: by the model as it is."""
 
-import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sft_api.memory import MemoryEstimate, Sizes, estimate_of, micro_batch_tokens
-from sft_api.memory_plan import gibibytes, memory_of, parts_in_words, remedies, sentences
-from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1.megatron import megatron_of
-from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.tracking import track_block
 from sft_trainer.trainable import Trainable
 
-from .memory import Memory
-
-log = logging.getLogger("sft_trainer")
-
-
-def check_fits(
-    config: TrainerConfig,
-    blueprint: CausalLM,
-    trainable: Trainable,
-    memory: Memory,
-    device: torch.device,
-    *,
-    tells: bool,
-) -> None:
-    """Raise ``ConfigError`` where ``blueprint``, on the meta device, takes too much of the smallest GPU of all.
-
-    Collective: all processes come to the same verdict. ``tells`` says whether this one logs it.
-    """
-    gpu = torch.tensor(memory.total(), device=device)
-    dist.all_reduce(gpu, dist.ReduceOp.MIN)
-    try:
-        estimate = estimate_blueprint(config, blueprint, trainable)
-    except Exception:  # an architecture that fake tensors cannot follow may still train
-        log.info("how much memory the run takes could not be reckoned", exc_info=True)
-        return
-    spec, plan = config.spec, config.plan
-    huggingface: Any = blueprint.huggingface
-    remedy = remedies(spec, plan, shape_of(huggingface.config.to_dict()), int(gpu))
-    fit = sentences(spec, estimate, int(gpu), remedy)
-    if fit.refused:
-        raise ConfigError(fit.refused)
-    if tells:
-        words = f"{gibibytes(estimate.total)} of each GPU's {gibibytes(int(gpu))}: {parts_in_words(estimate)}"
-        log.info("memory of the first steps, as reckoned: %s", words)
-        if fit.warning:
-            log.warning("%s", fit.warning)
-
 
 def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Trainable) -> MemoryEstimate:
-    """Memory of one process that trains ``blueprint``, whose first block is tracked on tensors without memory.
-
-    Of Megatron's layers it is by formula alone. Raises ``ValueError`` for a shape that none counts.
-    """
+    """Memory of one process that trains ``blueprint``, whose first block is tracked on tensors without memory."""
     spec, plan = config.spec, config.plan
-    if megatron_of(spec) is not None:
-        model: Any = blueprint.huggingface
-        estimated = memory_of(spec, plan, shape_of(model.config.to_dict()))
-        if estimated is None:
-            raise ValueError("no formula counts this model")
-        return estimated
     block = track_block(
         blueprint,
         torch.bfloat16 if plan.precision == "bf16" else torch.float32,

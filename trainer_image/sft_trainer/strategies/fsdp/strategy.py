@@ -17,11 +17,12 @@ from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer, set_updates, update, updates
+from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
-from .fitting import check_fits
+from .fitting import estimate_blueprint
 from .grouping import grouped, part_of, with_last
 from .memory import BinsPerForward, Memory
 from .sharding import (
@@ -77,7 +78,14 @@ class FsdpStrategy:
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
         if memory is not None:
-            check_fits(config, blueprint, trainable, memory, device, tells=topology.tells)
+            check_fits(
+                config,
+                blueprint,
+                memory.total(),
+                device,
+                lambda: estimate_blueprint(config, blueprint, trainable),
+                tells=topology.tells,
+            )
         self.model = build_model(config, blueprint, trainable, topology, device)
         if self._together and self._reduces_once:
             self._together.held_between = whole_gradient_bytes(self.model)

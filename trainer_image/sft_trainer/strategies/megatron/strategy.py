@@ -4,6 +4,7 @@ Importing it imports Megatron-Core, which takes seconds: it is imported where it
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,12 +21,12 @@ from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
-from sft_trainer.strategies.fsdp.fitting import check_fits
-from sft_trainer.strategies.fsdp.memory import Memory
+from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
 from . import gradients, layout
+from .fitting import estimate_blueprint
 from .held import Held, updated
 from .layers import Documents, transformer_config, windows
 from .refused import check, check_device
@@ -48,16 +49,20 @@ class MegatronStrategy:
         trainable: Trainable,
         topology: Topology,
         device: torch.device,
-        memory: Memory | None = None,
+        gpu_memory: int | None = None,
     ) -> None:
-        """Raises ``ConfigError`` for what it does not compute, and for what does not fit ``memory`` of the device."""
+        """``gpu_memory`` are the bytes of ``device``, where it is no host.
+
+        Raises ``ConfigError`` for what it does not compute, and what does not fit.
+        """
         huggingface: Any = blueprint.huggingface
         megatron = megatron_of(config.spec)
         assert megatron is not None  # noqa: S101 - else another strategy is built
         check(megatron, blueprint, trainable)
         check_device(megatron, layout.Sizes.of(huggingface.config))
-        if memory is not None:
-            check_fits(config, blueprint, trainable, memory, device, tells=topology.tells)
+        if gpu_memory is not None:
+            estimate = partial(estimate_blueprint, config, blueprint)
+            check_fits(config, blueprint, gpu_memory, device, estimate, tells=topology.tells)
         self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config), topology, device
         self._sequence_parallel = megatron.shares_tokens
         self._form_groups()

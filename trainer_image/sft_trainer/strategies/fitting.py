@@ -1,0 +1,51 @@
+"""Whether a run fits its GPUs, before a weight is loaded."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sft_api.memory import MemoryEstimate
+from sft_api.memory_plan import gibibytes, parts_in_words, remedies, sentences
+from sft_api.model_shape import shape_of
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.errors import ConfigError
+from sft_trainer.models.causal_lm import CausalLM
+
+log = logging.getLogger("sft_trainer")
+
+
+def check_fits(
+    config: TrainerConfig,
+    blueprint: CausalLM,
+    total: int,
+    device: torch.device,
+    estimate_here: Callable[[], MemoryEstimate],
+    *,
+    tells: bool,
+) -> None:
+    """Raise ``ConfigError`` where ``blueprint``, on the meta device, takes too much of the smallest GPU of all.
+
+    ``total`` are the bytes of ``device``, ``estimate_here`` gives what one process takes. Collective: all processes
+    come to the same verdict. ``tells`` says whether this one logs it.
+    """
+    gpu = torch.tensor(total, device=device)
+    dist.all_reduce(gpu, dist.ReduceOp.MIN)
+    try:
+        estimate = estimate_here()
+    except Exception:  # an architecture that fake tensors cannot follow may still train
+        log.info("how much memory the run takes could not be reckoned", exc_info=True)
+        return
+    spec, plan = config.spec, config.plan
+    huggingface: Any = blueprint.huggingface
+    remedy = remedies(spec, plan, shape_of(huggingface.config.to_dict()), int(gpu))
+    fit = sentences(spec, estimate, int(gpu), remedy)
+    if fit.refused:
+        raise ConfigError(fit.refused)
+    if tells:
+        words = f"{gibibytes(estimate.total)} of each GPU's {gibibytes(int(gpu))}: {parts_in_words(estimate)}"
+        log.info("memory of the first steps, as reckoned: %s", words)
+        if fit.warning:
+            log.warning("%s", fit.warning)

@@ -1,0 +1,18 @@
+"""What a run will take of its GPUs: of Megatron's layers by formula alone."""
+
+from typing import Any
+
+from sft_api.memory import MemoryEstimate
+from sft_api.memory_plan import memory_of
+from sft_api.model_shape import shape_of
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.models.causal_lm import CausalLM
+
+
+def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM) -> MemoryEstimate:
+    """Memory of that process which takes most. Raises ``ValueError`` for a shape that no formula counts."""
+    huggingface: Any = blueprint.huggingface
+    memory = memory_of(config.spec, config.plan, shape_of(huggingface.config.to_dict()))
+    if memory is None:
+        raise ValueError("no formula counts this model")
+    return memory
