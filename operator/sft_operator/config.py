@@ -62,6 +62,8 @@ class PodSettings(SettingsModel):
     """Defaults of training pods; the spec of a job wins."""
 
     image: str | None = None
+    megatron_image: str | None = None
+    """Of jobs with ``strategy.megatron``: the trainer's image with Megatron-Core."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: list[str] = []
     command: list[str] = ["python", "-m", "sft_trainer.launch"]

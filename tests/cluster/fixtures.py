@@ -22,6 +22,7 @@ _PREPARATIONS: list[tuple[str, Callable[[], object]]] = [  # fixture, and what t
     ("cluster", images.build_base),
     ("operator_image", images.build_operator),
     ("trainer_image", images.build_trainer),
+    ("megatron_image", images.build_megatron),
 ]
 
 
@@ -83,6 +84,12 @@ def operator_image(cluster: access.Cluster) -> str:
 def trainer_image(cluster: access.Cluster) -> str:
     """The trainer's image, built from the working tree and known to the node."""
     return images.load(images.build_trainer())
+
+
+@pytest.fixture(scope="session")
+def megatron_image(cluster: access.Cluster) -> str:
+    """The trainer's image with Megatron-Core, built from the working tree and known to the node."""
+    return images.load(images.build_megatron())
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from tests.cluster.snapshots import import_image
 BASE_IMAGE = "docker.io/sft-test/base:bookworm"
 OPERATOR_IMAGE = "docker.io/sft-operator/operator:dev"
 TRAINER_IMAGE = "docker.io/sft-operator/trainer:dev"
+MEGATRON_IMAGE = "docker.io/sft-operator/trainer-megatron:dev"
+MEGATRON_ON_CPU_IMAGE = "docker.io/sft-test/trainer-megatron-on-cpu:dev"
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -50,8 +52,18 @@ def build_trainer() -> str:
     return build(TRAINER_IMAGE, "trainer_image/Dockerfile", WITHOUT_CUDA)
 
 
-def build(name: str, dockerfile: str, *arguments: str) -> str:
-    """Build a Dockerfile of the repository from the working tree, upon the base image, and return the image's name."""
+def build_megatron() -> str:
+    """Build the stage of `trainer_image/Dockerfile` that has Megatron-Core as well, and return the image's name."""
+    return build(MEGATRON_IMAGE, "trainer_image/Dockerfile", WITHOUT_CUDA, "--target=megatron")
+
+
+def build_megatron_on_cpu() -> str:
+    """Build upon that what makes Megatron-Core believe in GPUs, for tests, and return the image's name."""
+    return build(MEGATRON_ON_CPU_IMAGE, "tests/megatron/Dockerfile", base=build_megatron(), context="tests/megatron")
+
+
+def build(name: str, dockerfile: str, *arguments: str, base: str = BASE_IMAGE, context: str = ".") -> str:
+    """Build a Dockerfile of the repository from the working tree, upon ``base``, and return the image's name."""
     with _build_lock():
         _ensure_base()
         _buildah(
@@ -59,12 +71,12 @@ def build(name: str, dockerfile: str, *arguments: str) -> str:
             "--isolation=chroot",
             "--layers",
             "--pull-never",
-            f"--build-arg=BASE_IMAGE={BASE_IMAGE}",
+            f"--build-arg=BASE_IMAGE={base}",
             *_wheel_cache(),
             *arguments,
             f"--file={REPOSITORY / dockerfile}",
             f"--tag={name}",
-            str(REPOSITORY),
+            str(REPOSITORY / context),
         )
         _buildah("rmi", "--prune", "--force")
     return name

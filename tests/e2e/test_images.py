@@ -49,7 +49,30 @@ weight = torch.ones(3, requires_grad=True)
 print("gradient", weight.grad.tolist())
 print("user", os.getuid(), os.access(os.environ["HOME"], os.W_OK))
 print("compiled", os.path.exists(torch.__cached__), os.path.exists(sft_trainer.__cached__))
+import importlib.util
+print("megatron", importlib.util.find_spec("megatron"))
 """
     said = _run_to_end(cluster, namespace, trainer_image, "python", "-c", program)
 
-    assert said.splitlines()[-3:] == ["gradient [2.0, 2.0, 2.0]", "user 65532 True", "compiled True True"]
+    expected = ["gradient [2.0, 2.0, 2.0]", "user 65532 True", "compiled True True", "megatron None"]
+    assert said.splitlines()[-4:] == expected
+
+
+def test_the_image_for_megatron_has_it_beside_all_of_the_trainer(
+    cluster: Cluster, namespace: str, megatron_image: str
+) -> None:
+    program = """
+import os, importlib.metadata, pathlib, re
+import megatron.core, sft_trainer.strategies.megatron.strategy
+installed = {re.sub("[-_.]+", "-", each.name).lower(): each.version for each in importlib.metadata.distributions()}
+folder = pathlib.Path("/opt/requirements")
+locked = [dict(re.findall("^([^ =]+)==([^ ]+)", (folder / name).read_text(), re.M)) for name in ("trainer.txt", "megatron.txt")]
+print("version", megatron.core.__version__ == installed["megatron-core"] == locked[1]["megatron-core"])
+print("beside", sorted(set(locked[1].items()) - set(locked[0].items())) == [("megatron-core", locked[1]["megatron-core"])])
+print("installed", locked[1].items() - installed.items(), installed.keys() - locked[1].keys())
+print("user", os.getuid(), "compiled", os.path.exists(megatron.core.__cached__))
+"""
+    said = _run_to_end(cluster, namespace, megatron_image, "python", "-c", program)
+
+    expected = ["version True", "beside True", "installed set() set()", "user 65532 compiled True"]
+    assert said.splitlines()[-4:] == expected

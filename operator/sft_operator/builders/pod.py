@@ -27,15 +27,10 @@ _HEALTH = {"path": "/healthz", "port": "progress"}
 def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None, *, take_over: str = "") -> Manifest:
     """``spec.template`` of the Job; with the word, if there is one, by which its place is to be taken over.
 
-    Raises ``ValueError`` when neither the spec nor the settings name an image.
+    Raises ``ValueError`` like ``_image``.
     """
     compute = job.spec.compute
-    image = compute.image or pods.image
-    if image is None:
-        raise ValueError(
-            "spec.compute.image is missing and the operator has no default image: give one, or ask the administrator "
-            "to set pods.image"
-        )
+    image = _image(job, pods)
     claims = _claims(job)
     container: Manifest = {
         "name": TRAINER_CONTAINER,
@@ -118,6 +113,25 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
     if compute.annotations:
         metadata["annotations"] = dict(compute.annotations)
     return {"metadata": metadata, "spec": spec}
+
+
+def _image(job: SFTJob, pods: PodSettings) -> str:
+    """The trainer image; raises ``ValueError`` when neither the spec nor the settings name one that has what it needs."""
+    given = job.spec.compute.image
+    strategy = job.spec.strategy
+    if strategy is not None and strategy.megatron is not None:
+        if image := given or pods.megatron_image:
+            return image
+        raise ValueError(
+            "spec.strategy.megatron needs an image with Megatron-Core, and the operator has none: ask the administrator "
+            "to set pods.megatronImage, name one in spec.compute.image, or choose spec.strategy.fsdp"
+        )
+    if image := given or pods.image:
+        return image
+    raise ValueError(
+        "spec.compute.image is missing and the operator has no default image: give one, or ask the administrator "
+        "to set pods.image"
+    )
 
 
 def _scheduling(compute: ComputeSpec, pods: PodSettings) -> Manifest:
