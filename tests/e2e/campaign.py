@@ -99,9 +99,11 @@ def quickstart(stage: Stage, name: str, **spec: Any) -> dict[str, Any]:
     return stage.manifest(name, training=training, checkpoint=checkpoint, **spec)
 
 
-def run_undisturbed(stage: Stage, name: str = "undisturbed", steps: int = STEPS) -> dict[int, dict[str, Any]]:
+def run_undisturbed(
+    stage: Stage, name: str = "undisturbed", steps: int = STEPS, begin: Begin = apply
+) -> dict[int, dict[str, Any]]:
     """Step records of a run that nothing happens to; its status must rise while it runs."""
-    stage.apply(quickstart(stage, name, training={"steps": steps}))
+    begin(stage, quickstart(stage, name, training={"steps": steps}))
     seen = set()
 
     def watch() -> bool:

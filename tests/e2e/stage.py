@@ -117,6 +117,10 @@ class Stage:
 
         return self.wait_for(name, "end of the run", ended, seconds=seconds)
 
+    def install_operator(self, *values: str) -> None:
+        """The operator with the platform's store and further ``values`` of the chart; also over one that is there."""
+        install_operator(self.cluster, *_platform_store(self), *values)
+
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
         self.kubectl("delete", "sftjob", name, "--wait=true", "--timeout=120s")
@@ -142,16 +146,19 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def open_stage(*, keep: bool = False) -> Iterator[Stage]:
-    """Cluster, images, operator, S3 server, namespace and inputs; all of it goes at the end unless ``keep``."""
+def open_stage(*further: Callable[[], str], keep: bool = False) -> Iterator[Stage]:
+    """Cluster, images, operator, S3 server, namespace and inputs; all of it goes at the end unless ``keep``.
+
+    ``further`` build images besides those of operator and trainer.
+    """
     existing = from_environment()
     if existing is not None:
         with _furnished(existing) as stage:
             yield stage
         return
     with lifecycle.borrowed(default_folder(), "node", keep=keep) as cluster:
-        for image in (images.build_operator(), images.build_trainer()):
-            images.load(image)
+        for build in (images.build_operator, images.build_trainer, *further):
+            images.load(build())
         with _furnished(cluster) as stage:
             yield stage
 
@@ -162,7 +169,7 @@ def _furnished(cluster: Cluster) -> Iterator[Stage]:
         stage = Stage(cluster, store, f"e2e-{secrets.token_hex(3)}")
         _fill_bucket(store, Path(scratch) / "inputs")
         _make_namespace(stage)
-        install_operator(cluster, *_platform_store(stage))
+        stage.install_operator()
         try:
             yield stage
         finally:

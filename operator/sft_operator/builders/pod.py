@@ -6,6 +6,7 @@ from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import PROGRESS_PORT
 from sft_api.trainer_config import CONFIG_PATH
 from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
+from sft_api.v1alpha1.megatron import megatron_of
 
 from ..config import PodSettings, StoreSettings
 from ..names import CONFIG_KEY, TRAINER_CONTAINER, child_labels, config_map_name, coordinator_host
@@ -116,15 +117,14 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
 
 
 def _image(job: SFTJob, pods: PodSettings) -> str:
-    """The trainer image; raises ``ValueError`` when neither the spec nor the settings name one that has what it needs."""
+    """The trainer image; raises ``ValueError`` when neither the spec nor the settings name one with what it takes."""
     given = job.spec.compute.image
-    strategy = job.spec.strategy
-    if strategy is not None and strategy.megatron is not None:
+    if megatron_of(job.spec) is not None:
         if image := given or pods.megatron_image:
             return image
         raise ValueError(
-            "spec.strategy.megatron needs an image with Megatron-Core, and the operator has none: ask the administrator "
-            "to set pods.megatronImage, name one in spec.compute.image, or choose spec.strategy.fsdp"
+            "spec.strategy.megatron needs an image with Megatron-Core, and the operator has none: ask the "
+            "administrator to set pods.megatronImage, name one in spec.compute.image, or choose spec.strategy.fsdp"
         )
     if image := given or pods.image:
         return image

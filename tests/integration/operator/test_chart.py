@@ -58,6 +58,7 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("replicas=0", "/replicas"),
         ("store.uri=http://x", "/store/uri"),
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
+        ("pods.megatronImage.tag=1", "/pods/megatronImage"),
         ("logLevel=LOUD", "/logLevel"),
         ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
         ("pods.gpuMemory=80GB", "/pods/gpuMemory"),
@@ -87,6 +88,7 @@ def test_the_settings_it_writes_are_the_operators_own(tmp_path: Path) -> None:
     assert settings.namespace is None
     assert settings.store is None
     assert settings.pods.image == "sft-operator/trainer:0.1.0"
+    assert settings.pods.megatron_image is None
     assert settings.leader_election.enabled is True
     assert settings.leader_election.namespace == OPERATOR_NAMESPACE
     assert settings.network_policy.operator_namespace == OPERATOR_NAMESPACE
@@ -103,6 +105,7 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
             "store.verify=true",
             "store.remove=true",
             "pods.image=mine:2",
+            "pods.megatronImage=mine-megatron:2",
             "pods.imagePullSecrets={a,b}",
             "pods.gpuMemory=80Gi",
             "networkPolicy.metricsNamespaces={monitoring}",
@@ -119,6 +122,7 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
     assert settings.store.verify is True
     assert settings.store.remove is True
     assert settings.pods.image == "mine:2"
+    assert settings.pods.megatron_image == "mine-megatron:2"
     assert settings.pods.image_pull_secrets == ["a", "b"]
     assert settings.pods.gpu_bytes == 80 * 2**30
     assert settings.network_policy.metrics_namespaces == ["monitoring"]

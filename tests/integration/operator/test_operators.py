@@ -16,6 +16,7 @@ from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
     OPERATOR_NAMESPACE,
     PATIENCE_SECONDS,
+    Object,
     Scene,
     StartOperator,
     Supervisors,
@@ -110,17 +111,33 @@ def test_an_operator_that_was_away_counts_what_happened(
     assert own_scene.status("away")["restarts"]["disruptions"] == 1
 
 
-def test_what_an_administrator_can_mend_goes_on_when_it_is(start_operator: StartOperator, own_scene: Scene) -> None:
-    bare = start_operator(namespace=own_scene.namespace, pods={})
-    own_scene.submit("waiting")
+@pytest.mark.parametrize(
+    ("pods", "mended", "spec", "words"),
+    [
+        ({}, {"image": "trainer:1"}, {}, "spec.compute.image is missing"),
+        (
+            {"image": "trainer:1"},
+            {"image": "other:1", "megatronImage": "trainer:1"},
+            {"strategy": {"megatron": {"tensorParallelDegree": 2}}},
+            "ask the administrator to set pods.megatronImage",
+        ),
+    ],
+    ids=["image", "megatron"],
+)
+def test_what_an_administrator_can_mend_goes_on_when_it_is(
+    start_operator: StartOperator, own_scene: Scene, pods: Object, mended: Object, spec: Object, words: str
+) -> None:
+    bare = start_operator(namespace=own_scene.namespace, pods=pods)
+    own_scene.submit("waiting", **spec)
     own_scene.until(lambda: own_scene.condition("waiting", "Accepted").get("status") == "False")
     assert own_scene.condition("waiting", "Accepted")["reason"] == "NotConfigured"
-    assert "spec.compute.image is missing" in own_scene.status("waiting")["message"]
+    assert words in own_scene.status("waiting")["message"]
     assert own_scene.list("jobs") == []
     bare.stop()
 
-    start_operator(namespace=own_scene.namespace)
-    own_scene.until_pods("waiting", 2)
+    start_operator(namespace=own_scene.namespace, pods=mended)
+    made = own_scene.until_pods("waiting", 2)
+    assert {pod["spec"]["containers"][0]["image"] for pod in made} == {"trainer:1"}
     own_scene.until(lambda: own_scene.condition("waiting", "Accepted")["status"] == "True")
 
 

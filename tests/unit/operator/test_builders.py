@@ -378,6 +378,36 @@ def test_no_image_at_all_is_an_error_that_says_what_to_change() -> None:
         build_job(make_job(), Settings())
 
 
+MEGATRON = {"strategy": {"megatron": {"tensorParallelDegree": 8}}}
+
+
+def test_jobs_that_need_megatron_get_the_image_that_has_it() -> None:
+    settings = Settings(pods=PodSettings(image="trainer:1", megatron_image="megatron:1"))
+
+    assert container(settings, **MEGATRON)["image"] == "megatron:1"
+    assert container(settings, **MEGATRON, compute=compute(image="own:2"))["image"] == "own:2"
+    assert container(settings)["image"] == "trainer:1"
+    assert container(settings, strategy={"fsdp": {}})["image"] == "trainer:1"
+
+
+def test_an_image_without_megatron_is_never_the_default_of_jobs_that_need_it() -> None:
+    with pytest.raises(ValueError, match=r"spec\.strategy\.megatron needs an image.*set pods\.megatronImage"):
+        build_job(make_job(**MEGATRON), SETTINGS)
+
+
+def test_a_job_with_megatron_has_pods_and_processes_as_any_other() -> None:
+    settings = Settings(pods=PodSettings(image="trainer:1", megatron_image="megatron:1"))
+    given = build_job(make_job(**MEGATRON), settings)
+    given["spec"]["template"]["spec"]["containers"][0]["image"] = "trainer:1"
+
+    assert given == build_job(make_job(), settings)
+    config = TrainerConfig.model_validate_json(build_config_map(make_job(**MEGATRON), None)["data"]["config.json"])
+    assert config.spec.strategy is not None
+    assert config.spec.strategy.megatron is not None
+    plan = config.plan
+    assert (plan.processes, plan.data_parallel, plan.tensor_parallel, plan.pipeline_parallel) == (16, 2, 8, 1)
+
+
 def test_the_configuration_is_complete_and_holds_no_defaults_to_fill_in() -> None:
     config_map = build_config_map(make_job(), None)
     config = TrainerConfig.model_validate_json(config_map["data"]["config.json"])
