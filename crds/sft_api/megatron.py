@@ -6,7 +6,8 @@ The trainer refuses by the same words what it sees of a model itself.
 import importlib.util
 
 from .model_shape import FAMILIES, ModelShape
-from .v1alpha1.megatron import MegatronSpec
+from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.megatron import MegatronSpec, megatron_of
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` for whose weights there are rules."""
@@ -85,6 +86,18 @@ def spread_problem(
             "it out"
         )
     return ""
+
+
+def across_nodes_warning(spec: SFTJobSpec) -> str:
+    """What to say when processes that share matrices are on several nodes; else empty."""
+    megatron, here = megatron_of(spec), spec.compute.effective_processes_per_node
+    if megatron is None or spec.compute.nodes == 1 or here % megatron.tensor_parallel_degree == 0:
+        return ""
+    return (
+        f"strategy.megatron.tensorParallelDegree is {megatron.tensor_parallel_degree}, and a node has {here} "
+        "processes: hidden states cross the network between nodes four times a layer; a degree that divides "
+        f"{here} stays within them"
+    )
 
 
 def _or(numbers: list[int]) -> str:

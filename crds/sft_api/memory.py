@@ -23,7 +23,7 @@ CONTEXT_BYTES = 640 * 2**20
 """Of a GPU that torch's allocator does not see: CUDA's context with its kernels, and the workspaces of cuBLAS."""
 GROUP_BYTES = 704 * 2**20
 """Buffers of NCCL for each group of processes: 544 to 688 MiB were measured on an A100 (NVIDIA/nccl, issue 964)."""
-_BYTES = {"bf16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
-    return estimate_of(sizes_of(shape, spec), block_memory(shape, spec, _BYTES[plan.precision]), spec, plan)
+    return estimate_of(sizes_of(shape, spec), block_memory(shape, spec, BYTES[plan.precision]), spec, plan)
 
 
 def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -125,7 +125,7 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
 
     One micro-batch goes through the model at a time, as in the first steps: several do only where there is room.
     """
-    computed = _BYTES[plan.precision]
+    computed = BYTES[plan.precision]
     tokens = micro_batch_tokens(spec, plan)
     layers = sizes.layers * block.kept * tokens
     # Of the last norm, and of its output where it is trained.
@@ -137,7 +137,7 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
     whole = fsdp is not None and not fsdp.reshard_after_forward
     blocks = sizes.layers * block_bytes if whole else 2 * block_bytes
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
-    summed = _BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
+    summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
 
     if offloads(spec):
         # A share on its way, in the precision that it is held in.
@@ -198,7 +198,7 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
 
 def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
     """Host memory of one node that a save in the background takes: weights and moments, which the nodes share out."""
-    each = 4 + MOMENTS * _BYTES[spec.training.optimizer.state_dtype]
+    each = 4 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
     return ceil(trained * each / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
@@ -209,7 +209,7 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec) -> int:
     processes = spec.compute.nodes * spec.compute.effective_processes_per_node
     fsdp = spec.strategy.fsdp if spec.strategy else None
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
-    each = 8 + MOMENTS * _BYTES[spec.training.optimizer.state_dtype]
+    each = 8 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
     precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
     return ceil(replicas * (each * trained + _base_bytes(spec, precision) * frozen) / spec.compute.nodes)
 
@@ -233,12 +233,12 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     fsdp = spec.strategy.fsdp if spec.strategy else None
     rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
     held = {4, _base_bytes(spec, precision)}
-    return processes > 1 or held != {_BYTES[precision]} or rounded or offloads(spec)
+    return processes > 1 or held != {BYTES[precision]} or rounded or offloads(spec)
 
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
     """Of each frozen weight."""
-    return _BYTES[(spec.lora.base_precision or precision) if spec.lora else "fp32"]
+    return BYTES[(spec.lora.base_precision or precision) if spec.lora else "fp32"]
 
 
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
@@ -256,7 +256,7 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
     return {
         "parameters": 4 * share + _base_bytes(spec, plan.precision) * ceil(frozen / plan.shard_degree),
         "gradients": 4 * (trained if keeps_whole_gradients(plan) else share),
-        "optimizer": MOMENTS * _BYTES[spec.training.optimizer.state_dtype] * share,
+        "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,
     }
 

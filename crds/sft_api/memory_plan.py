@@ -6,6 +6,7 @@ from typing import Any
 
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
+from .megatron import model_problem
 from .memory import (
     MemoryEstimate,
     estimate,
@@ -16,6 +17,7 @@ from .memory import (
     sizes_of,
     staging_bytes,
 )
+from .memory_megatron import changes, estimate_stage, estimate_stage_states
 from .model_shape import ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
@@ -58,10 +60,11 @@ def parameter_count(text: str) -> int:
 
 def memory_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> MemoryEstimate | None:
     """Of one GPU, by the model's ``shape`` or, without one, by ``model.parameters``; None where neither is known."""
+    whole, states = (estimate_stage, estimate_stage_states) if megatron_of(spec) else (estimate, estimate_states)
     if shape is not None:
-        return estimate(shape, spec, plan)
+        return whole(shape, spec, plan)
     count = spec.model.parameters
-    return None if count is None else estimate_states(parameter_count(count), spec, plan)
+    return None if count is None else states(parameter_count(count), spec, plan)
 
 
 def memory_status(
@@ -179,6 +182,8 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
         return Fit(refused=problem)
     if shape and (problem := _experts_problem(spec, shape)):
         return Fit(refused=problem)
+    if shape and (megatron := megatron_of(spec)) and (problem := model_problem(megatron, shape)):
+        return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
     if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:
         return Fit()
@@ -265,6 +270,9 @@ def _changes(
             _with(spec, "training", activation_checkpointing=how),
             plan,
         )
+    fsdp = megatron_of(spec) is None
+    if not fsdp:
+        yield from changes(spec, plan, shape, lambda other, then: _takes(other, then, shape) <= WARNED_SHARE * gpu)
     if plan.shard_degree < plan.processes:
         wider = plan.model_copy(update={"shard_degree": plan.processes})
         yield f"no strategy.fsdp.shardDegree, to shard over all {plan.processes} GPUs", spec, wider
@@ -273,10 +281,10 @@ def _changes(
         fitting = (wider for wider in more if _takes(spec, wider, shape) <= WARNED_SHARE * gpu)
         wider = next(fitting, more[0])
         yield f"{wider.processes} GPUs in compute", spec, wider
-    if (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
+    if fsdp and (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
         shared, fewer = _shared(spec, plan, degree)
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
-    if spec.lora is None:
+    if fsdp and spec.lora is None:
         yield "lora", spec.model_copy(update={"lora": LoraSpec()}), plan
     longest = spec.data.max_length
     tokens = plan.max_tokens_per_micro_batch
@@ -289,13 +297,15 @@ def _changes(
         half = max(8, longest // 2)
         fewer = plan.model_copy(update={"max_tokens_per_micro_batch": half if tokens else None})
         yield f"data.maxLength: {half}", _with(spec, "data", max_length=half), fewer
+    if not fsdp:
+        return
     if spec.training.optimizer.state_dtype == "fp32":
         optimizer = spec.training.optimizer.model_copy(update={"state_dtype": "bf16"})
         yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
     if not offloads(spec):
-        fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
-        without = ", without reduceGradients" if fsdp.reduce_gradients == "oncePerStep" else ""
-        offloaded = StrategySpec(fsdp=fsdp.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
+        given = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
+        without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""
+        offloaded = StrategySpec(fsdp=given.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
         yield f"strategy.fsdp.cpuOffload: true{without}", spec.model_copy(update={"strategy": offloaded}), shares
 
 
@@ -323,7 +333,8 @@ def _shared(spec: SFTJobSpec, plan: PlanStatus, degree: int) -> tuple[SFTJobSpec
 
 
 def _over(plan: PlanStatus, processes: int) -> PlanStatus:
-    return plan.model_copy(update={"shard_degree": processes, "processes": processes})
+    shares = plan.data_parallel * processes // plan.processes
+    return plan.model_copy(update={"shard_degree": processes, "processes": processes, "data_parallel": shares})
 
 
 def _takes(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> int:

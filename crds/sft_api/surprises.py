@@ -1,10 +1,11 @@
 """What is valid and may surprise, whatever the memory. Pure.
 
-Examples longer than a model's positions, steps that a run does not come to, tokens shared out over several nodes.
+Examples longer than a model's positions, steps that a run does not come to, tokens or matrices over several nodes.
 """
 
 from typing import Literal
 
+from .megatron import across_nodes_warning
 from .model_shape import ModelShape
 from .sequence_parallel import nodes_warning
 from .v1alpha1.job import SFTJobSpec
@@ -17,7 +18,12 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
     training, monitoring = spec.training, spec.monitoring
     steps = training.dummy_run.steps if training.dummy_run else training.steps
     positions = shape.positions if shape else None
-    found = [positions_warning(spec, positions), _original_warning(spec, positions), nodes_warning(spec)]
+    found = [
+        positions_warning(spec, positions),
+        _original_warning(spec, positions),
+        nodes_warning(spec),
+        across_nodes_warning(spec),
+    ]
     if monitoring.profile is not None:
         found.append(window_warning("profile", monitoring.profile.start_step, steps))
     if monitoring.memory_snapshot is not None:

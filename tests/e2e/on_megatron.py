@@ -38,6 +38,8 @@ def begin_before_there_is_an_image(stage: Stage, job: dict[str, Any]) -> None:
     if "No resources" not in (made := stage.kubectl("get", "jobs,pods", check=False)):
         raise AssertionError(f"something was made for a job that has no image:\n{made}")
     stage.install_operator(f"pods.megatronImage={images.MEGATRON_ON_CPU_IMAGE}")
+    # What is refused is shown as Failed, until it is not.
+    stage.wait_for(name, "beginning", lambda: stage.status(name).get("state") != "Failed")
 
 
 def run_in_the_trainers_image(stage: Stage) -> list[str]:
@@ -48,7 +50,7 @@ def run_in_the_trainers_image(stage: Stage) -> list[str]:
     stage.wait_for_end(name)
     status, failed = stage.status(name), stage.condition(name, "Failed")
     problems = []
-    if failed.get("reason") != "ConfigError" or "--target megatron" not in failed.get("message", ""):
+    if failed.get("reason") != "ConfigError" or "needs Megatron-Core" not in failed.get("message", ""):
         problems.append(f"it ended with {failed}")
     if (status.get("restarts") or {}).get("failures"):
         problems.append(f"it was tried again: {status['restarts']}")

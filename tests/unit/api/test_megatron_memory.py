@@ -1,0 +1,191 @@
+"""Memory of ``strategy.megatron`` by formula: what a stage holds, the verdict, and what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sft_api.known_models import known_configs, known_shape
+from sft_api.megatron import across_nodes_warning
+from sft_api.memory import MemoryEstimate
+from sft_api.memory_megatron import estimate_stage, held_by
+from sft_api.memory_plan import Fit, judge
+from sft_api.model_shape import ModelShape
+from sft_api.plan import make_plan
+from sft_api.surprises import surprises
+from sft_api.v1alpha1.job import SFTJobSpec
+from tests.unit.cli.jobs import job
+
+LLAMA, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-0.5B"
+
+
+def spec(model: str = LLAMA, nodes: int = 1, length: int = 8192, gpu: str = "80Gi", **parts: Any) -> SFTJobSpec:
+    degrees = {name: parts.pop(name) for name in [*parts] if name.endswith("Degree") or name == "sequenceParallel"}
+    return job(
+        model={"uri": f"hf://{model}"},
+        compute={"nodes": nodes, "gpusPerNode": 8, "gpuMemory": gpu},
+        data={"train": [{"uri": "hf://a/b"}], "maxLength": length},
+        strategy={"megatron": degrees},
+        **parts,
+    ).spec
+
+
+def shape(model: str) -> ModelShape:
+    found = known_shape(f"hf://{model}")
+    assert found is not None
+    return found
+
+
+def estimated(model: str = LLAMA, **parts: Any) -> MemoryEstimate:
+    asked = spec(model, **parts)
+    return estimate_stage(shape(model), asked, make_plan(asked))
+
+
+def verdict(asked: SFTJobSpec) -> Fit:
+    return judge(asked, make_plan(asked))
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"),
+    [
+        (LLAMA, {"tensorParallelDegree": 8}),
+        (LLAMA, {"tensorParallelDegree": 2, "pipelineParallelDegree": 4}),
+        ("Qwen/Qwen2.5-7B", {"tensorParallelDegree": 4, "pipelineParallelDegree": 2}),
+        (SMALL, {"pipelineParallelDegree": 8}),
+        (EXPERTS, {"expertParallelDegree": 8}),
+        (EXPERTS, {"tensorParallelDegree": 4, "pipelineParallelDegree": 2, "expertParallelDegree": 4}),
+    ],
+)
+def test_a_stage_holds_as_many_parameters_as_are_built(model: str, degrees: dict[str, int]) -> None:
+    from math import prod
+    from types import SimpleNamespace
+
+    from sft_trainer.strategies.megatron.layout import Sizes, parameter_shapes
+    from sft_trainer.topology import Topology
+
+    plan = make_plan(spec(model, **degrees))
+    config = {"tie_word_embeddings": False, **known_configs()[model]}
+    sizes = Sizes.of(SimpleNamespace(**config))
+    for stage in (0, plan.pipeline_parallel - 1):
+        built = parameter_shapes(
+            sizes,
+            Topology(
+                rank=stage * 8 // plan.pipeline_parallel,
+                local_rank=0,
+                world_size=8,
+                shard=plan.data_parallel,
+                tensor=plan.tensor_parallel,
+                pipeline=plan.pipeline_parallel,
+                expert=plan.expert_parallel,
+            ),
+        )
+
+        held = held_by(shape(model), plan, stage)
+
+        experts = [prod(size) for name, size in built.items() if ".experts." in name]
+        assert held.experts == sum(experts)
+        assert held.dense == sum(map(prod, built.values())) - sum(experts)
+        assert held.largest == max(map(prod, built.values()))
+
+
+def test_copies_share_out_moments_and_masters_only() -> None:
+    alone, two = estimated(tensorParallelDegree=8), estimated(tensorParallelDegree=8, nodes=2)
+
+    assert two.gradients == alone.gradients
+    assert two.optimizer == pytest.approx(alone.optimizer / 2, rel=0.001)
+    assert alone.parameters - two.parameters == pytest.approx(alone.optimizer / 4, rel=0.001)
+
+
+def test_experts_are_updated_by_all_that_have_them() -> None:
+    eight, over_two_nodes = (estimated(EXPERTS, expertParallelDegree=8, nodes=nodes) for nodes in (1, 2))
+
+    of_experts = 8 * 48 * 16 * 3 * 2048 * 768
+    assert eight.optimizer > over_two_nodes.optimizer > of_experts
+
+
+def test_the_first_stage_keeps_more_micro_batches_and_the_last_one_has_the_loss() -> None:
+    many = {"training": {"globalBatchTokens": 8192 * 64}}
+    one = estimated(tensorParallelDegree=2, **many)
+    four = estimated(tensorParallelDegree=2, pipelineParallelDegree=4, **many)
+
+    # Four times the micro-batches of a quarter of the layers.
+    assert four.activations == pytest.approx(one.activations, rel=0.05)
+    assert four.logits == 0
+    small = estimated(SMALL, pipelineParallelDegree=4, training={"activationCheckpointing": "full"})
+    assert small.logits is not None
+    assert small.logits > 0
+
+
+def test_more_tokens_between_matrices_are_kept_where_they_are_not_shared() -> None:
+    shared, whole = (estimated(tensorParallelDegree=8, sequenceParallel=shares) for shares in (True, False))
+
+    assert shared.activations is not None
+    assert whole.activations is not None
+    assert shared.activations < 0.6 * whole.activations
+
+
+def test_of_a_model_that_nobody_knows_weights_and_moments_are_reckoned() -> None:
+    asked = spec("org/unknown", tensorParallelDegree=4, pipelineParallelDegree=2)
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"parameters": "8B"})})
+
+    memory = make_plan(asked).memory
+
+    assert memory is not None
+    assert (memory.parameters, memory.gradients, memory.optimizer) == ("5.6Gi", "3.7Gi", "7.5Gi")
+    assert memory.activations is None
+
+
+def test_what_does_not_fit_is_refused_with_what_this_strategy_can_change() -> None:
+    refused = verdict(spec()).refused
+
+    assert refused.startswith("it does not fit: ")
+    remedies = [part.split(" (")[0] for part in refused.partition("several of: ")[2].split("), ")]
+    assert remedies == [
+        "training.activationCheckpointing: selective",
+        "training.activationCheckpointing: full",
+        "strategy.megatron.tensorParallelDegree: 2",
+        "strategy.megatron.pipelineParallelDegree: 2",
+        "16 GPUs in compute",
+        "data.maxLength: 4096",
+    ]
+
+
+def test_of_a_mixture_experts_can_be_spread_further() -> None:
+    refused = verdict(spec(EXPERTS, nodes=2, expertParallelDegree=8)).refused
+
+    assert "strategy.megatron.expertParallelDegree: 16 (" in refused
+
+
+def test_matrices_are_never_proposed_to_be_spread_over_nodes() -> None:
+    refused = verdict(spec("meta-llama/Llama-3.1-70B", nodes=8, tensorParallelDegree=8)).refused
+
+    assert "strategy.megatron.tensorParallelDegree" not in refused
+    assert "strategy.megatron.pipelineParallelDegree: 2 (" in refused
+
+
+def test_with_enough_processes_for_each_copy_it_fits() -> None:
+    assert verdict(spec(tensorParallelDegree=8)) == Fit()
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            spec(SMALL, tensorParallelDegree=8),
+            "tensorParallelDegree is 8, but the model has 14 attention heads, which it does not divide: set it to 1 or",
+        ),
+        (spec("microsoft/phi-4", tensorParallelDegree=2), "no rules for the weights"),
+    ],
+)
+def test_a_model_that_cannot_be_spread_so_is_refused_before_any_pod_is_made(asked: SFTJobSpec, words: str) -> None:
+    assert words in verdict(asked).refused
+
+
+def test_matrices_over_several_nodes_are_a_surprise() -> None:
+    over = spec(nodes=2, tensorParallelDegree=16)
+
+    assert "a node has 8 processes" in across_nodes_warning(over)
+    assert across_nodes_warning(over) in surprises(over, None)
+    assert across_nodes_warning(spec(nodes=2, tensorParallelDegree=8)) == ""
+    assert across_nodes_warning(job().spec) == ""
