@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,8 +15,10 @@ from .sequence_parallel import possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
 
-_CHECKPOINTING = ("none", "selective", "full")
-"""From what costs least time to what takes least memory."""
+_LITTLE, _ALL = ("none", "selective"), "full"
+"""Activations that are computed twice."""
+_Tried = tuple[dict[str, Any], str]
+"""The section ``strategy``, and ``training.activationCheckpointing``."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,7 @@ def suggestions(spec: SFTJobSpec, shape: ModelShape, gpu: int) -> dict[str, Sugg
     """By strategy the first shape of the processes of ``spec`` with which it takes no more than 90% of a GPU.
 
     ``gpu`` are its bytes. None where there is none, or the strategy does not train such a job. Earlier are those with
-    less to send and to compute twice: fewer processes that share tokens, stages or matrices, then less recomputation.
-    Those that share matrices are of one node.
+    less to send, and to compute twice. Processes that share tokens or matrices are of one node.
     """
     return {
         "fsdp": _first(spec, shape, gpu, _fsdp(spec, shape)),
@@ -39,43 +41,45 @@ def suggestions(spec: SFTJobSpec, shape: ModelShape, gpu: int) -> dict[str, Sugg
     }
 
 
-def _first(spec: SFTJobSpec, shape: ModelShape, gpu: int, strategies: Iterator[dict[str, Any]]) -> Suggestion | None:
+def _first(spec: SFTJobSpec, shape: ModelShape, gpu: int, tried: Iterator[_Tried]) -> Suggestion | None:
     given = spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
-    for strategy in strategies:
-        for how in _CHECKPOINTING:
-            training = {**given.get("training", {}), "activationCheckpointing": how}
-            try:
-                tried = SFTJobSpec.model_validate({**given, "training": training, "strategy": strategy})
-            except ValidationError:
-                continue
-            megatron = megatron_of(tried)
-            if megatron is not None and model_problem(megatron, shape):
-                break
-            memory = memory_of(tried, make_plan(tried, gpu_memory=gpu, shape=shape), shape)
-            if memory is not None and memory.total <= WARNED_SHARE * gpu:
-                return Suggestion({"training": {"activationCheckpointing": how}, "strategy": strategy}, memory.total)
+    for strategy, how in tried:
+        training = {**given.get("training", {}), "activationCheckpointing": how}
+        try:
+            asked = SFTJobSpec.model_validate({**given, "training": training, "strategy": strategy})
+        except ValidationError:
+            continue
+        megatron = megatron_of(asked)
+        if megatron is not None and model_problem(megatron, shape):
+            continue
+        memory = memory_of(asked, make_plan(asked, gpu_memory=gpu, shape=shape), shape)
+        if memory is not None and memory.total <= WARNED_SHARE * gpu:
+            return Suggestion({"training": {"activationCheckpointing": how}, "strategy": strategy}, memory.total)
     return None
 
 
-def _fsdp(spec: SFTJobSpec, shape: ModelShape) -> Iterator[dict[str, Any]]:
+def _fsdp(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
     given = spec.strategy.fsdp if spec.strategy else None
     kept = given.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True) if given else {}
     for degree in _divisors(spec.compute.effective_processes_per_node):
         if possible(shape.heads, shape.kv_heads, degree):
-            yield {"fsdp": {**kept, **({"sequenceParallelDegree": degree} if degree > 1 else {})}}
+            shared = {"sequenceParallelDegree": degree} if degree > 1 else {}
+            yield from (({"fsdp": {**kept, **shared}}, how) for how in (*_LITTLE, _ALL))
 
 
-def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[dict[str, Any]]:
+def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
     here = spec.compute.effective_processes_per_node
+    shapes = list(product(_divisors(here), _divisors(shape.experts or 1)))
     for pipeline in _divisors(spec.compute.nodes * here):
-        for tensor in _divisors(here):
-            for expert in _divisors(shape.experts or 1):
+        # To share matrices within a node costs less than to compute all twice.
+        for hows in (_LITTLE, (_ALL,)):
+            for (tensor, expert), how in product(shapes, hows):
                 degrees = {
                     "tensorParallelDegree": tensor,
                     "pipelineParallelDegree": pipeline,
                     "expertParallelDegree": expert,
                 }
-                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1}}
+                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1}}, how
 
 
 def _divisors(number: int) -> list[int]:
