@@ -169,6 +169,33 @@ def test_with_enough_processes_for_each_copy_it_fits() -> None:
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        spec(
+            length=32768,
+            tensorParallelDegree=4,
+            training={"globalBatchTokens": 262144, "activationCheckpointing": "selective"},
+        ),
+        spec(
+            EXPERTS,
+            tensorParallelDegree=4,
+            expertParallelDegree=8,
+            training={"activationCheckpointing": "full"},
+        ),
+        spec(
+            "meta-llama/Llama-3.1-70B",
+            nodes=8,
+            tensorParallelDegree=8,
+            pipelineParallelDegree=4,
+            training={"globalBatchTokens": 1048576, "activationCheckpointing": "selective"},
+        ),
+    ],
+)
+def test_the_worked_examples_of_the_page_fit(asked: SFTJobSpec) -> None:
+    assert verdict(asked) == Fit()
+
+
+@pytest.mark.parametrize(
     ("asked", "words"),
     [
         (
