@@ -101,12 +101,7 @@ def make_plan(
         epochs=None if steps else (training.epochs or 1),
     )
     gpu, known = declared_gpu_memory(spec) or gpu_memory, known_shape(spec.model.uri)
-    if (
-        processes == declared
-        and megatron is None
-        and (fsdp is None or fsdp.shard_degree is None)
-        and fits_a_node(spec, plan, known, gpu)
-    ):
+    if processes == declared and (fsdp is None or fsdp.shard_degree is None) and fits_a_node(spec, plan, known, gpu):
         plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
     if reduces_once(spec, plan, known, gpu):
         plan = plan.model_copy(update={"reduce_gradients": "oncePerStep"})

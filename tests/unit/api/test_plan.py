@@ -120,6 +120,7 @@ CASES: dict[str, tuple[SFTJobSpec, dict[str, Any]]] = {
             "shard_degree": 16,
             "global_batch_tokens": 65536,
             "gradient_accumulation": 8,
+            "reduce_gradients": "everyMicroBatch",
         },
     ),
     "steps": (spec(training={"steps": 10}), {"total_steps": 10, "epochs": None}),
