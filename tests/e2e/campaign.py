@@ -110,7 +110,7 @@ def run_undisturbed(
         seen.add(stage.step(name))
         return stage.status(name).get("state") in ("Complete", "Failed")
 
-    stage.wait_for(name, "end of the run", watch, seconds=100 + steps)
+    stage.wait_for(name, "end of the run", watch, seconds=600 + 2 * steps)
     if stage.status(name)["state"] != "Complete":
         raise AssertionError(f"the undisturbed run failed\n{stage.explain(name)}")
     rising = [step for step in seen if 0 < step < steps]
