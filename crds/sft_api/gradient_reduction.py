@@ -5,7 +5,6 @@ from bisect import bisect_right
 from .memory import estimate, micro_batch_tokens, offloads
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
-from .v1alpha1.megatron import megatron_of
 from .v1alpha1.status import PlanStatus
 
 FILLED_SHARE = 0.8
@@ -19,11 +18,8 @@ def reduces_once(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
     """Whether each process adds up the micro-batches of a step before it sums their gradients with the others.
 
     ``plan`` is the rest of the plan, ``shape`` that of the model and ``gpu`` the bytes of a GPU; None is not known.
-    What the manifest leaves open follows from these alone: it is the same for all processes, and after a restart. Of
-    Megatron nothing is said: it does so always.
+    What the manifest leaves open follows from these alone: it is the same for all processes, and after a restart.
     """
-    if megatron_of(spec) is not None:
-        return False
     fsdp = spec.strategy.fsdp if spec.strategy else None
     if fsdp and fsdp.reduce_gradients != "auto":
         return fsdp.reduce_gradients == "oncePerStep"

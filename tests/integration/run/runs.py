@@ -109,7 +109,8 @@ class Place:
         spec = job["spec"]
         callbacks = [{"class": "standing:StandsStill", "arguments": arguments}]
         standing = {**job, "spec": {**spec, "training": {**spec["training"], "callbacks": callbacks}}}
-        process = self.start(standing, *options, PYTHONPATH=str(_STANDING), **environment)
+        folders = os.pathsep.join(filter(None, (str(_STANDING), environment.pop("PYTHONPATH", ""))))
+        process = self.start(standing, *options, PYTHONPATH=folders, **environment)
         self.wait_until(stands.exists)
         self._goes_on = stands.with_suffix(".over")
         return process

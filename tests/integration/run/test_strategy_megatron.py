@@ -74,8 +74,7 @@ def test_what_needs_a_gpu_is_refused_without_one(place: Place) -> None:
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(split: Place, place: Place, shim: dict[str, str]) -> None:
     # Given a run over matrices and tokens, past its first checkpoint
-    process = place.start(job(place, megatron=MATRICES), **shim)
-    place.wait_for_step(25)
+    process = place.start_standing(job(place, megatron=MATRICES), 25, **shim)
 
     # When a worker is killed
     os.kill(workers(place)[1], signal.SIGKILL)
@@ -91,13 +90,11 @@ def test_a_run_goes_from_one_strategy_to_the_other_and_exports_what_it_trained(
     split: Place, place: Place, shim: dict[str, str]
 ) -> None:
     # Given a run over stages that is interrupted
-    process = place.start(job(place, megatron=STAGES), **shim)
-    place.wait_for_step(15)
+    process = place.start_standing(job(place, megatron=STAGES), 15, **shim)
     first = place.interrupt(process)
 
     # When it goes on over matrices, and then with FSDP
-    process = place.start(job(place, megatron=MATRICES), **shim)
-    place.wait_for_step(35)
+    process = place.start_standing(job(place, megatron=MATRICES), 35, **shim)
     second = place.interrupt(process)
     last = place.run(job(place, fsdp={}))
 
