@@ -28,6 +28,6 @@ def as_dummy_run(spec: SFTJobSpec) -> SFTJobSpec:
             "training": spec.training.model_copy(update=training),
             "checkpoint": CheckpointSpec(uri=spec.checkpoint.uri, s3=spec.checkpoint.s3),
             "monitoring": MonitoringSpec(),
-            "export": spec.export.model_copy(update={"at_end": False, "checkpoint": "last"}),
+            "export": spec.export.model_copy(update={"at_end": False, "checkpoint": "last", "every_steps": None}),
         }
     )

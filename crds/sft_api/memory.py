@@ -23,6 +23,8 @@ CONTEXT_BYTES = 640 * 2**20
 """Of a GPU that torch's allocator does not see: CUDA's context with its kernels, and the workspaces of cuBLAS."""
 GROUP_BYTES = 704 * 2**20
 """Buffers of NCCL for each group of processes: 544 to 688 MiB were measured on an A100 (NVIDIA/nccl, issue 964)."""
+EXPORT_BYTES = 2 * 2**30
+"""Host memory of the process that exports a checkpoint beside training: its libraries, and a few blocks."""
 BYTES = {"bf16": 2, "fp32": 4}
 
 

@@ -8,6 +8,7 @@ from .gpus import declared_gpu_memory
 from .known_models import known_shape
 from .megatron import model_problem
 from .memory import (
+    EXPORT_BYTES,
     MemoryEstimate,
     estimate,
     estimate_states,
@@ -136,9 +137,11 @@ def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
 
 
 def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
-    """What to say when a pod with ``pod_memory`` bytes does not hold what is offloaded, or copied to it for a save."""
+    """What to say when a pod with ``pod_memory`` bytes does not hold what is offloaded, copied to it for a save, or
+    exported beside training."""
     staged, held = round(staging(spec, shape) * _STAGED), offloaded(spec, shape)
-    if pod_memory is None or staged + held <= pod_memory:
+    exporting = EXPORT_BYTES if spec.export.every_steps else 0
+    if pod_memory is None or staged + held + exporting <= pod_memory:
         return ""
     memory = "give compute.resources.requests.memory and limits.memory"
     if held > pod_memory:
@@ -146,7 +149,14 @@ def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int 
             f"strategy.fsdp.cpuOffload holds {gibibytes(held)} in the memory of each node, and its pod asks for "
             f"{gibibytes(pod_memory)}: {memory}, take more nodes, or leave cpuOffload out"
         )
-    beside = f" beside {gibibytes(held)} that are offloaded," if held else ","
+    if not staged and not held:
+        return (
+            f"an export beside training (export.everySteps) takes {gibibytes(exporting)} of the memory of a node, and "
+            f"its pod asks for {gibibytes(pod_memory)}: {memory}, or leave export.everySteps out"
+        )
+    others = [f"{gibibytes(held)} that are offloaded"] if held else []
+    others += [f"{gibibytes(exporting)} of an export (export.everySteps)"] if exporting else []
+    beside = f" beside {' and '.join(others)}," if others else ","
     return (
         f"a save in the background copies {gibibytes(staged)} to the memory of each node{beside} and its pod asks for "
         f"{gibibytes(pod_memory)}: {memory}, or set checkpoint.async: "

@@ -163,6 +163,7 @@ NOT_NUMBERS = frozenset(
         "checkpoint.resume.policy",
         "export.atEnd",
         "export.checkpoint",
+        "export.everySteps",
         "export.uri",
         "export.mergeAdapter",
         "monitoring",

@@ -20,6 +20,8 @@ PROGRESS_PORT = 8471
 
 STOPPED_EARLY_CHARACTERS = 500
 DUMMY_RUN_CHARACTERS = 500
+MOST_EXPORTS = 10
+"""Of those of steps on the way that are told."""
 
 
 class Phase(StrEnum):
@@ -111,6 +113,8 @@ class TrainingProgress(ReportModel):
     """Those that this attempt could not go on from: damaged, or without a manifest. Warnings say why."""
     checkpoints: CheckpointsStatus = Field(default_factory=CheckpointsStatus)
     export: ExportStatus | None = None
+    exports: list[ExportStatus] = Field(default_factory=list, max_length=MOST_EXPORTS)
+    """Of steps on the way, newest first."""
     storage_outage: StorageOutage | None = None
     """While nothing can be saved."""
     curve_uri: str | None = Field(default=None, max_length=2048)

@@ -23,6 +23,7 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         _original_warning(spec, positions),
         nodes_warning(spec),
         across_nodes_warning(spec),
+        _export_warning(spec),
     ]
     if monitoring.profile is not None:
         found.append(window_warning("profile", monitoring.profile.start_step, steps))
@@ -58,6 +59,13 @@ def _original_warning(spec: SFTJobSpec, positions: int | None) -> str:
         f"{original}, and the model has {positions} positions (max_position_embeddings): the trainer refuses that; say "
         f"{positions}, or less"
     )
+
+
+def _export_warning(spec: SFTJobSpec) -> str:
+    every, steps = spec.export.every_steps, spec.training.steps
+    if every is None or steps is None or every <= steps:
+        return ""
+    return f"export.everySteps is {every}, and the run has {steps} steps: nothing is exported but at its end"
 
 
 def window_warning(what: Literal["profile", "memorySnapshot"], first: int, steps: int | None) -> str:

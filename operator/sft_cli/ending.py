@@ -123,6 +123,7 @@ def run_status(
         ),
         plan=plan,
         export=training.export,
+        exports=training.exports,
         warnings=training.warnings[:MAX_WARNINGS],
         start_time=timestamp(times.start),
         first_step_time=timestamp(times.first_step) if times.first_step else None,

@@ -403,6 +403,15 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         decisions.append(
             Decision("export to", export.uri or "export/ beside the checkpoints", _origin(export, "uri"), "export.uri")
         )
+        if export.every_steps:
+            decisions.append(
+                Decision(
+                    "exported on the way",
+                    f"every {counted(export.every_steps, 'step')}, to step-… there",
+                    Origin.GIVEN,
+                    "export.everySteps",
+                )
+            )
         which = {"last": "of the last step", "best": "of the lowest evaluation loss"}[export.checkpoint]
         decisions.append(Decision("exported checkpoint", which, _origin(export, "checkpoint"), "export.checkpoint"))
         if spec.lora:

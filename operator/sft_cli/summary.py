@@ -36,6 +36,7 @@ def summary(
             ("Stopped", f"early, {why}" if (why := _stopped_early(status.progress)) else ""),
             ("Loss", loss or "no step was made"),
             ("Model", _model(status)),
+            ("Exports", _exports(status)),
             ("Time", _time(status)),
             ("Next", f"{_use(status)}-o yaml says more"),
         ]
@@ -111,6 +112,15 @@ def _model(status: SFTJobStatus) -> str:
     latest = _latest(status)
     saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
     return f"none was exported{saved}"
+
+
+def _exports(status: SFTJobStatus) -> str:
+    """Of steps on the way: the newest ones that are told."""
+    if not status.exports:
+        return ""
+    *others, last = [str(each.step) for each in reversed(status.exports)]
+    steps = f"steps {', '.join(others)} and {last}" if others else f"step {last}"
+    return f"{steps}, in folders step-… of {place(status.exports[0].uri).rpartition('/')[0]}"
 
 
 def _use(status: SFTJobStatus) -> str:

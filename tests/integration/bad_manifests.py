@@ -190,6 +190,24 @@ RULES = [
         "export.checkpoint: best needs checkpoint.keep.best, at least 1: the best must still be there at the end",
     ),
     Bad(
+        "exported on the way and never saved",
+        "spec",
+        {"export": "{everySteps: 100}"},
+        "export.everySteps must be a multiple of checkpoint.everySteps, the steps that are saved",
+    ),
+    Bad(
+        "exported on the way between two saves",
+        "spec",
+        {"checkpoint": "{everySteps: 40}", "export": "{everySteps: 100}"},
+        "export.everySteps must be a multiple of checkpoint.everySteps, the steps that are saved",
+    ),
+    Bad(
+        "exported on the way and not at the end",
+        "spec",
+        {"checkpoint": "{everySteps: 40}", "export": "{atEnd: false, everySteps: 80}"},
+        "export.everySteps is for exports besides the one at the end: leave export.atEnd out",
+    ),
+    Bad(
         "merged without adapters",
         "spec",
         {"export": "{mergeAdapter: true}"},

@@ -78,10 +78,11 @@ class SavesWhenDue(Listener):
         # replace its good checkpoints by what broke it.
         if step >= self._total_steps or self._skipping:
             return False
-        # Training does not wait for a slow upload, unless it would lose the best checkpoint, or one to keep.
+        # Training does not wait for a slow upload, unless it would lose the best checkpoint, or one to keep or export.
         keep = self._checkpoint.keep
         best = keep.best > 0 and self._evaluated_at == step
-        kept = keep.every_steps is not None and step % keep.every_steps == 0
+        wanted = (keep.every_steps, self._spec.export.every_steps)
+        kept = any(every is not None and step % every == 0 for every in wanted)
         return best or kept or not self._in_flight
 
 

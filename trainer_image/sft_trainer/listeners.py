@@ -11,6 +11,7 @@ from .curves.listener import Curve
 from .done import DoneFile
 from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
 from .events import Listener
+from .export.on_the_way import ExportsOnTheWay
 from .gpu_memory import TellsAllocatedMemory
 from .memory_snapshot import MemorySnapshot
 from .profiling import Profile
@@ -23,11 +24,13 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class OurListeners:
-    """All of them, and the two that the loop asks before it saves or stops."""
+    """All of them, and those that the loop asks before it saves, stops or exports."""
 
     skipped: SkippedSteps
     saves: SavesWhenDue
     others: list[Listener]
+    exports: ExportsOnTheWay | None = None
+    """Where there are any, on the process that writes for all."""
 
     @classmethod
     def of(
@@ -51,6 +54,10 @@ class OurListeners:
         ]
         if (profile := config.spec.monitoring.profile) is not None:
             written.append(Profile(profile, store, reporter))
+        exports = None
+        if topology.writes and config.spec.export.every_steps is not None:
+            exports = ExportsOnTheWay(config, store, saving, reporter)
+            written.append(exports)
         of_gpus: list[Listener] = []
         if config.spec.compute.gpus_per_node:
             of_gpus.append(TellsAllocatedMemory(stop_file.parent, topology.rank))
@@ -68,6 +75,7 @@ class OurListeners:
                 FinishesWhenNoBetter(config.spec),
                 StopsWhenAsked(stop_file),
             ],
+            exports,
         )
 
     def in_order(self) -> list[Listener]:

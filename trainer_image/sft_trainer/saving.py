@@ -11,7 +11,7 @@ from sft_api.progress import Incident, Phase
 from sft_api.report import duration
 from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1.status import CheckpointsStatus
+from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 
 from .boxes import Box
 from .checkpoint.catalog import KeepPolicy
@@ -67,6 +67,7 @@ class Saving:
         self.outage = Outage(config.spec.run_policy.storage_deadline_seconds)
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
+        self._needed: Callable[[CheckpointStatus], bool] = lambda checkpoint: False
 
     def claim_attempt(
         self, accept: Callable[[], None] = lambda: None, incidents: Sequence[Incident] = (), take_over: str = ""
@@ -180,6 +181,18 @@ class Saving:
             self._wait_out(f"step {step}")
         return True
 
+    def keep_while(self, needed: Callable[[CheckpointStatus], bool]) -> None:
+        """Keep checkpoints that are ``needed``, besides those that the spec says; it is asked by any thread."""
+        self._needed = needed
+
+    def prune(self) -> None:
+        """Remove what is kept no longer; on the leader only, while no save is on its way."""
+        self._manager.prune(self._keep())
+
+    def _keep(self) -> KeepPolicy:
+        keep = self._config.spec.checkpoint.keep
+        return KeepPolicy(last=keep.last, best=keep.best, every_steps=keep.every_steps, needed=self._needed)
+
     def _is_saved(self, step: int, run: RunState) -> bool:
         """Whether the run began at ``step``, or went on from its checkpoint, which knows of its evaluation if any, and
         of its end."""
@@ -227,14 +240,13 @@ class Saving:
     ) -> bool:
         self.settle()
         self._wait_for(Phase.SAVING, f"step {step}")
-        keep = self._config.spec.checkpoint.keep
         try:
             outcome = self._manager.save(
                 step,
                 boxes,
                 run,
                 asynchronous=self._config.spec.checkpoint.asynchronous and not final,
-                keep=KeepPolicy(last=keep.last, best=keep.best, every_steps=keep.every_steps),
+                keep=self._keep(),
                 beside=beside,
             )
         except TrainingError as error:

@@ -448,7 +448,9 @@ class Trainer:
         if uri is None:
             return
         self.events.emit(ExportBegins(uri))
-        export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology)
+        on_the_way = self.ours.exports
+        first = on_the_way.finish if on_the_way else lambda: None
+        export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology, first)
         target, last = open_store(uri, self._s3), self.saving.checkpoint_of(self.step)
         steps: list[int] = []
         self.saving.patiently(lambda: steps.append(export.run(last, uri, target)), f"the export to {uri}")

@@ -106,8 +106,8 @@ class SFTJobSpec(ApiModel):
     deletion_policy: Literal["Keep", "Delete"] = Field(
         default="Keep",
         description="What deleting the SFTJob does to the place of its run: Keep leaves all of it; Delete removes "
-        "checkpoints and records, not the export, once all pods have ended. Only in the platform's store, and not with "
-        "sft run, which removes nothing.",
+        "checkpoints, records and exports of export.everySteps there, not the one at the end, once all pods have "
+        "ended. Only in the platform's store, and not with sft run, which removes nothing.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -286,6 +286,23 @@ class SFTJobSpec(ApiModel):
             "self.export.checkpoint == 'last' || self.checkpoint.keep.best > 0",
             "export.checkpoint: best needs checkpoint.keep.best, at least 1: the best must still be there at the end",
             lambda self: self.export.checkpoint == "last" or self.checkpoint.keep.best > 0,
+        ),
+        Rule(
+            "!has(self.export.everySteps) || (has(self.checkpoint.everySteps) && "
+            "self.export.everySteps % self.checkpoint.everySteps == 0)",
+            "export.everySteps must be a multiple of checkpoint.everySteps, the steps that are saved",
+            lambda self: (
+                self.export.every_steps is None
+                or (
+                    self.checkpoint.every_steps is not None
+                    and self.export.every_steps % self.checkpoint.every_steps == 0
+                )
+            ),
+        ),
+        Rule(
+            "!has(self.export.everySteps) || self.export.atEnd",
+            "export.everySteps is for exports besides the one at the end: leave export.atEnd out",
+            lambda self: self.export.every_steps is None or self.export.at_end,
         ),
         Rule(
             "!self.export.mergeAdapter || has(self.lora)",

@@ -11,10 +11,18 @@ if TYPE_CHECKING:
 EXPORT_FOLDER = "export"
 """Folder beside the checkpoints where the export goes when ``export.uri`` is absent."""
 
+STEP_EXPORTS = "step-"
+"""With which the names of the folders of exports on the way begin, in the place of the export."""
+
 
 def default_export(checkpoint_uri: str) -> str:
     """Where the export goes beside checkpoints in ``checkpoint_uri``."""
     return f"{checkpoint_uri.rstrip('/')}/{EXPORT_FOLDER}"
+
+
+def step_export(export_uri: str, step: int) -> str:
+    """Where the checkpoint of ``step`` is exported to while the run that exports to ``export_uri`` goes on."""
+    return f"{export_uri.rstrip('/')}/{STEP_EXPORTS}{step:08d}"
 
 
 def _export(spec: "SFTJobSpec") -> str | None:

@@ -401,6 +401,11 @@ class ExportSpec(ApiModel):
         default="last",
         description="Which checkpoint is exported then: that of the last step, or the best by evaluation loss.",
     )
+    every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Export also each checkpoint of a multiple of so many steps, while training goes on, to the folder "
+        "step-<8 digits> of the place of the export; a multiple of checkpoint.everySteps.",
+    )
     uri: StorageUri | None = Field(default=None, description="Where it goes; export/ beside the checkpoints if absent.")
     merge_adapter: bool = Field(
         default=False,

@@ -226,6 +226,9 @@ class SFTJobStatus(ApiModel):
     goodput: GoodputStatus | None = Field(default=None, description="Where the time of the GPUs went.")
     plan: PlanStatus | None = Field(default=None, description="What was decided where the spec left it open.")
     export: ExportStatus | None = Field(default=None, description="The exported model.")
+    exports: Annotated[list[ExportStatus], Field(max_length=10)] = Field(
+        default_factory=list, description="Models of export.everySteps, newest first, at most 10."
+    )
     warnings: Annotated[list[Text], Field(max_length=20)] = Field(
         default_factory=list, description="What the user should know about data and settings."
     )

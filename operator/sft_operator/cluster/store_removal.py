@@ -2,11 +2,13 @@
 
 Before anything goes, the next attempt is claimed, as a start of the run would: whoever still trains there, on a node
 that was lost, saves nothing more. What goes first and what last is so chosen that a later start understands a place at
-which this was interrupted. Nothing but what runs write is touched: another place may lie below, and the export stays.
+which this was interrupted. Nothing but what runs write is touched: another place may lie below, and the export at the
+end stays.
 """
 
 import asyncio
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -29,6 +31,7 @@ from sft_api.checkpoints import (
 from sft_api.numbers import NumbersError
 from sft_api.place import ALIVE_KEY, DONE_KEY, RUN_FILES, RUN_FOLDERS, RUN_KEY, Beat, RecordError, decode_record
 from sft_api.times import bounded_time
+from sft_api.v1alpha1.places import EXPORT_FOLDER, STEP_EXPORTS
 
 from ..config import StoreSettings
 from ..decisions.result import RemovePlace
@@ -46,6 +49,9 @@ WATCH_SECONDS = 180.0
 BATCH = 1000
 """Keys of one request, or uploads; S3 allows no more."""
 CONCURRENCY = 2
+_STEP_EXPORTS = f"{EXPORT_FOLDER}/{STEP_EXPORTS}"
+_STEP_EXPORT = re.compile(re.escape(_STEP_EXPORTS) + r"\d{8,}/[^/]+")
+"""A file of an export of ``export.everySteps``."""
 _HOST = "the operator, which removes this place"
 _WATCHED = "watched"
 """At the end of the id of our claim: somebody may have written when it was made."""
@@ -267,6 +273,9 @@ class _Place:
         for prefix in RUN_FOLDERS:
             while keys := self._page(prefix, Delimiter="/"):
                 yield keys
+        # Folders of other names there are nobody's here, nor are folders in these.
+        while keys := [key for key in self._page(_STEP_EXPORTS) if _STEP_EXPORT.fullmatch(key)]:
+            yield keys
 
     def _delete_last(self) -> None:
         """What says whose place it is: earlier claims, the sign of life, our own claim, the record."""

@@ -39,6 +39,12 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
     if (start := _goes_on_from(before, after)) is not None:
         note = f"continues from step {start.step}, which attempt {start.attempt} saved in {start.uri}"
         told.append(News("Normal", "Continues", note))
+    exported = {each.step for each in before.exports}
+    told += [
+        News("Normal", "Exported", f"the model of step {each.step} is in {each.uri}")
+        for each in reversed(after.exports)
+        if each.step not in exported
+    ]
     told += [News("Warning", "TrainerWarning", text) for text in after.warnings if text not in before.warnings]
     problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
     known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
-from sft_api.progress import BEFORE_TRAINING, Phase, TerminationMessage, TrainingProgress
+from sft_api.progress import BEFORE_TRAINING, MOST_EXPORTS, Phase, TerminationMessage, TrainingProgress
 from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown
 from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import (
@@ -60,9 +60,16 @@ def _adopt(status: SFTJobStatus, training: TrainingProgress) -> SFTJobStatus:
             "progress": _with_curve(progress_status(training), status.progress),
             "checkpoints": _newer(status.checkpoints, training),
             "export": training.export or status.export,
+            "exports": _with_exports(status.exports, training.exports),
             "first_step_time": first_step,
         }
     )
+
+
+def _with_exports(known: list[ExportStatus], told: list[ExportStatus]) -> list[ExportStatus]:
+    """Those of both, the newest first: a new attempt may not have looked yet for what others exported."""
+    exports = {each.step: each for each in (*known, *told)}
+    return [exports[step] for step in sorted(exports, reverse=True)][:MOST_EXPORTS]
 
 
 def _with_curve(progress: ProgressStatus, known: ProgressStatus | None) -> ProgressStatus:

@@ -279,6 +279,16 @@ def test_a_host_that_does_not_hold_a_save_is_warned_of() -> None:
     assert staging_warning(spec(lora={"rank": 8}), shape, GIB) == ""
 
 
+def test_a_host_that_does_not_hold_an_export_beside_training_is_warned_of() -> None:
+    shape = known_shape(EIGHT_BILLION["uri"])
+    often: dict[str, Any] = {"export": {"everySteps": 100}}
+
+    saved = staging_warning(spec(checkpoint={"everySteps": 100}, **often), shape, 100 * GIB)
+    assert "98.7Gi to the memory of each node beside 2.0Gi of an export (export.everySteps), and" in saved
+    at_once = staging_warning(spec(checkpoint={"everySteps": 100, "async": False}, **often), shape, GIB)
+    assert at_once.startswith("an export beside training (export.everySteps) takes 2.0Gi of the memory of a node")
+
+
 def test_a_pod_that_does_not_hold_what_is_offloaded_is_warned_of() -> None:
     shape = known_shape(EIGHT_BILLION["uri"])
     offload = spec(strategy={"fsdp": {"cpuOffload": True}})

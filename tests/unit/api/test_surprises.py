@@ -61,6 +61,14 @@ def test_tokens_that_are_shared_out_over_nodes_are_warned_of() -> None:
     assert "is 8, and a node has 4 processes: " in warning
 
 
+def test_exports_on_the_way_that_a_run_does_not_come_to_are_warned_of() -> None:
+    def warned(every: int) -> list[str]:
+        return said(training={"steps": 100}, checkpoint={"everySteps": 10}, export={"everySteps": every})
+
+    assert warned(100) == []
+    assert warned(110) == ["export.everySteps is 110, and the run has 100 steps: nothing is exported but at its end"]
+
+
 @pytest.mark.parametrize(
     ("what", "lost"),
     [("profile", "trace"), ("memorySnapshot", "snapshot")],

@@ -32,6 +32,7 @@ def checkpoints(*losses: float | None) -> list[CheckpointStatus]:
         (KeepPolicy(last=1, best=1), [500, 200]),
         (KeepPolicy(last=1, best=2), [500, 300, 200]),
         (KeepPolicy(last=1, every_steps=200), [500, 400, 200]),
+        (KeepPolicy(last=1, needed=lambda checkpoint: checkpoint.step == 300), [500, 300]),
     ],
 )
 def test_keep(policy: KeepPolicy, steps: list[int]) -> None:

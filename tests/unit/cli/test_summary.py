@@ -52,6 +52,17 @@ def test_a_model_of_an_earlier_step_says_which() -> None:
     assert model == "Model       /c/export, of step 20"
 
 
+def test_models_of_steps_on_the_way_are_named() -> None:
+    def said(*steps: int) -> str:
+        exports = [ExportStatus(uri=f"file:///c/export/step-{step:08d}", step=step) for step in steps]
+        end = ExportStatus(uri="file:///c/export", step=40)
+        return lines(Ending(None), progress=progress(loss=1.0), export=end, exports=exports)[3]
+
+    assert said(30, 20, 10) == "Exports     steps 10, 20 and 30, in folders step-… of /c/export"
+    assert said(10) == "Exports     step 10, in folders step-… of /c/export"
+    assert said().startswith("Next")
+
+
 def test_a_run_that_was_complete_already_does_not_say_that_it_trained() -> None:
     result = lines(Ending(None), progress=progress(loss=1.0))[0]
 

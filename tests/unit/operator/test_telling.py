@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from pydantic import ValidationError
 
 from sft_api.report import checkpoints_status
-from sft_api.v1alpha1 import CheckpointStatus, Condition, RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1 import CheckpointStatus, Condition, ExportStatus, RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 from sft_operator.config import Settings, load_settings
 from sft_operator.decisions.news import build_event, news
@@ -52,6 +52,23 @@ def test_trouble_is_a_warning_once() -> None:
 
     assert [(item.type, item.reason) for item in news(fresh, first)] == [("Warning", "ImagePull")]
     assert news(first, second) == []
+
+
+def test_an_export_on_the_way_is_an_event_once_and_stays_told() -> None:
+    def seen(before: SFTJobStatus, *steps: int, attempt: int = 1) -> SFTJobStatus:
+        exports = [ExportStatus(uri=f"s3://b/export/step-{step:08d}", step=step) for step in steps]
+        told = report(training(50, attempt=attempt, exports=exports))
+        return compute_status(make_job(), before, running(report=told), NOW)
+
+    before = seen(SFTJobStatus())
+    first, second = seen(before, 10), seen(before, 20, 10)
+
+    assert news(before, first) == [("Normal", "Exported", "the model of step 10 is in s3://b/export/step-00000010")]
+    assert [item.note for item in news(first, second)] == ["the model of step 20 is in s3://b/export/step-00000020"]
+    # A new attempt has not looked yet, and of many the newest stay
+    assert seen(second, attempt=2).exports == second.exports
+    many = seen(second, *range(120, 20, -10), attempt=2)
+    assert [each.step for each in many.exports] == [*range(120, 20, -10)]
 
 
 def test_a_warning_of_the_trainer_is_an_event_once() -> None:

@@ -1,6 +1,6 @@
 """Which checkpoints a store holds, which of them can be trusted, and which may go."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -45,11 +45,13 @@ class Skipped:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """Which checkpoints stay: the newest ``last``, the ``best`` by evaluation loss, every ``every_steps``-th."""
+    """Which checkpoints stay: the newest ``last``, the ``best`` by evaluation loss, every ``every_steps``-th; and those
+    that are ``needed``, for now."""
 
     last: int = 2
     best: int = 0
     every_steps: int | None = None
+    needed: Callable[[CheckpointStatus], bool] = lambda checkpoint: False
 
 
 class Catalog:
@@ -199,4 +201,4 @@ def kept_by(policy: KeepPolicy, checkpoints: Sequence[CheckpointStatus]) -> list
     }
     if policy.every_steps:
         chosen |= {(entry.attempt, entry.step) for entry in checkpoints if entry.step % policy.every_steps == 0}
-    return [entry for entry in checkpoints if (entry.attempt, entry.step) in chosen]
+    return [entry for entry in checkpoints if (entry.attempt, entry.step) in chosen or policy.needed(entry)]

@@ -376,6 +376,11 @@ class CheckpointManager:
             self._prune(identity, keep)
         return size, None
 
+    def prune(self, keep: KeepPolicy) -> None:
+        """Remove what ``keep`` lets go by now, where this attempt has saved anything. On the leader only."""
+        if self._known and self._known[0].attempt == self.attempt:
+            self._prune(CheckpointId(self.attempt, self._known[0].step), keep)
+
     def _prune(self, newest: CheckpointId, keep: KeepPolicy) -> None:
         try:
             self._known = tuple(self._protocol.prune(newest, self._job_uid, keep))

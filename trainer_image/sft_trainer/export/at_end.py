@@ -1,6 +1,7 @@
 """The export at the end of a run: of its last checkpoint or the best, by all processes that see the same place."""
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 from sft_api.checkpoints import CheckpointId, Manifest
@@ -28,9 +29,16 @@ class AtEnd:
     """Collective: every process of the run makes one."""
 
     def __init__(
-        self, config: TrainerConfig, prepared: Prepared, store: Store, reporter: Reporter, topology: Topology
+        self,
+        config: TrainerConfig,
+        prepared: Prepared,
+        store: Store,
+        reporter: Reporter,
+        topology: Topology,
+        first: Callable[[], None] = lambda: None,
     ) -> None:
-        """``store`` is that of the checkpoints."""
+        """``store`` is that of the checkpoints; ``first`` is done before anything else, on the leader."""
+        self._first = first
         self._config = config
         self._prepared = prepared
         self._store = store
@@ -68,6 +76,7 @@ class AtEnd:
         return found.step
 
     def _chosen(self, last: CheckpointId) -> Manifest | Skipped:
+        self._first()
         catalog = Catalog(self._store)
         best = catalog.best() if self._config.spec.export.checkpoint == "best" else None
         return best or catalog.find(last)

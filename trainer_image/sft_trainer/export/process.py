@@ -1,0 +1,114 @@
+"""The process of an export beside training, as the process that trains starts and hears it."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sft_api.checkpoints import CheckpointId
+from sft_api.trainer_config import TrainerConfig
+from sft_trainer.errors import StorageUnavailableError, TrainingError
+
+SILENT_SECONDS = 1800.0
+"""Of an export of which nothing was heard for so long nothing more is expected."""
+_LOOK_SECONDS = 1.0
+_BLOCK = 2**16
+
+
+class ExportError(TrainingError):
+    """An export ended before its end; the message says why."""
+
+
+class ExportProcess:
+    """Runs one export at a time."""
+
+    def __init__(self, config: TrainerConfig, command: tuple[str, ...] = ("-m", "sft_trainer.export.beside")) -> None:
+        """``command``: arguments of Python."""
+        self._config = config
+        self._command = command
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+
+    def run(self, checkpoint: CheckpointId, on_bytes: Callable[[int], None], on_warning: Callable[[str], None]) -> None:
+        """Export ``checkpoint``; ``on_bytes`` is told how many came or went so far.
+
+        Raises StorageUnavailableError where a store is away, ExportError otherwise.
+        """
+        process = self._started(checkpoint)
+        try:
+            error = None
+            for said in self._heard(process):
+                if "bytes" in said:
+                    on_bytes(int(said["bytes"]))
+                elif "warning" in said:
+                    on_warning(str(said["warning"]))
+                elif "error" in said:
+                    error = said
+            code = process.wait()
+        finally:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
+        if error is not None:
+            raise (StorageUnavailableError if error.get("outage") else ExportError)(str(error["error"]))
+        if code < 0:
+            raise ExportError(f"its process was killed by signal {-code}")
+        if code:
+            raise ExportError(f"its process ended with code {code}; the log of this process has its last words")
+
+    def kill(self) -> None:
+        """End the one that runs, and start no other."""
+        with self._lock:
+            self._killed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _started(self, checkpoint: CheckpointId) -> subprocess.Popen[bytes]:
+        words = [checkpoint.folder, str(os.getpid())]
+        with self._lock:
+            if self._killed:
+                raise ExportError("the run ends")
+            self._process = subprocess.Popen(
+                [sys.executable, *self._command, *words],
+                # Threads that it does not need would take processors from the steps.
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        process = self._process
+        assert process.stdin is not None  # noqa: S101
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(self._config.model_dump_json().encode())
+        return process
+
+    def _heard(self, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+        """What it says, until it ends. Raises ExportError where it says nothing for too long."""
+        assert process.stdout is not None  # noqa: S101
+        rest, heard = b"", time.monotonic()
+        with process.stdout as pipe:
+            while True:
+                if not select.select([pipe], [], [], _LOOK_SECONDS)[0]:
+                    if time.monotonic() - heard > SILENT_SECONDS:
+                        raise ExportError(f"nothing was heard of it for {SILENT_SECONDS / 60:.0f} minutes")
+                    continue
+                if not (block := os.read(pipe.fileno(), _BLOCK)):
+                    return
+                heard = time.monotonic()
+                *lines, rest = (rest + block).split(b"\n")
+                yield from map(_read, lines)
+
+
+def _read(line: bytes) -> dict[str, Any]:
+    """A word of the process; of a line that a library printed nothing."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
