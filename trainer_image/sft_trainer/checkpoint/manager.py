@@ -373,15 +373,14 @@ class CheckpointManager:
         here = describe(identity, self.store.uri, datetime.now(UTC), size, run)
         self._known = (here, *self._known)
         if self._group.topology.writes:
-            self._prune(identity, keep)
+            self.prune(keep)
         return size, None
 
     def prune(self, keep: KeepPolicy) -> None:
         """Remove what ``keep`` lets go by now, where this attempt has saved anything. On the leader only."""
-        if self._known and self._known[0].attempt == self.attempt:
-            self._prune(CheckpointId(self.attempt, self._known[0].step), keep)
-
-    def _prune(self, newest: CheckpointId, keep: KeepPolicy) -> None:
+        if not self._known or self._known[0].attempt != self.attempt:
+            return
+        newest = CheckpointId(self.attempt, self._known[0].step)
         try:
             self._known = tuple(self._protocol.prune(newest, self._job_uid, keep))
         except Exception as error:  # the checkpoint itself is safe; the next save prunes again
