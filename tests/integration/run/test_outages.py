@@ -75,7 +75,7 @@ def test_a_bucket_that_goes_and_comes_back_costs_two_processes_nothing(
     versitygw.client().create_bucket(Bucket=BUCKET)
     place = make_place("bucket")
     with fault_proxy(versitygw.endpoint) as proxy:
-        next_one = proxy.add(Hold("PUT", r"/checkpoints/step-00000010-.*/manifest\.json"))
+        next_one = proxy.add(Hold("PUT", r"/checkpoints/.*/manifest\.json", skip=1))
         s3 = {**s3_spec(versitygw), "endpoint": proxy.endpoint}
         checkpoint = {"everySteps": 5, "uri": f"s3://{BUCKET}/run", "s3": s3}
         job = place.job(**{**LONG, "checkpoint": checkpoint, "export": {"atEnd": True}})
