@@ -85,20 +85,25 @@ time.sleep(1000)
 """
 
 
-def test_a_process_that_hangs_tells_stacks_and_recording(tmp_path: Path) -> None:
-    # Given a process that hangs, with more threads than faulthandler prints at once
-    environment = {**os.environ, **recorder_environment(tmp_path), "SFT_RUN_DIR": str(tmp_path)}
-    workers = Workers(1, tmp_path, Output(), expected=1)
-    command = (sys.executable, "-c", HANGS)
+def started(program: str, run_dir: Path) -> Workers:
+    """One worker that runs ``program``, once it says that it is ready."""
+    environment = {**os.environ, **recorder_environment(run_dir), "SFT_RUN_DIR": str(run_dir)}
+    workers = Workers(1, run_dir, Output(), expected=1)
+    command = (sys.executable, "-c", program)
     workers.start(
         lambda environment, *, stdout, stderr: start_process(command, environment, stdout=stdout, stderr=stderr),
         environment,
         0,
         b"",
     )
-    try:
-        wait_until(lambda: (tmp_path / "ready").exists())
+    wait_until(lambda: (run_dir / "ready").exists())
+    return workers
 
+
+def test_a_process_that_hangs_tells_stacks_and_recording(tmp_path: Path) -> None:
+    # Given a process that hangs, with more threads than faulthandler prints at once
+    workers = started(HANGS, tmp_path)
+    try:
         # When it is asked
         workers.dump_stacks()
         assert not workers.stacks_dumped(time.monotonic())
@@ -220,3 +225,28 @@ def test_a_recording_that_is_too_large_is_left_out(
     keep(config, "step-00000007-a00001", [Trace(0, b"stacks", recording)])
 
     assert list(kept(tmp_path)) == ["step-00000007-a00001/stacks-rank-00000.txt"]
+
+
+PRINTS_SLOWLY = """
+import os, signal, sys, time
+def print_slowly(number, frame):
+    if number == signal.SIGUSR2:
+        time.sleep(3)
+    print("the thread that trains" if number == signal.SIGUSR1 else "all threads", file=sys.stderr, flush=True)
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, print_slowly)
+open(os.environ["SFT_RUN_DIR"] + "/ready", "w").close()
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_process_that_has_told_of_one_thread_is_given_time_for_the_others(tmp_path: Path) -> None:
+    workers = started(PRINTS_SLOWLY, tmp_path)
+    try:
+        workers.dump_stacks()
+        wait_until(lambda: workers.stacks_dumped(time.monotonic()))
+
+        assert workers.traces[0].stacks == b"the thread that trains\nall threads\n"
+    finally:
+        workers.kill()

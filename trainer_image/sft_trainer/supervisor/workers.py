@@ -26,6 +26,8 @@ TRACES_SECONDS = 10.0
 """Time for those that print none, and for NCCL's flight recorder, which looks once a second whether it is asked."""
 _FIRST_STACK_SECONDS = 1.0
 """After which the other threads are asked for, even though the one that trains has printed nothing."""
+_SILENT_SECONDS = 1.0
+"""After which a worker that has begun to print the stacks of all threads has printed them."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -94,6 +96,10 @@ class _Worker:
     """Asked for its recording, which it has."""
     all_asked: bool = False
     """Asked for the stacks of all its threads, and not of the one that trains alone."""
+    told: int = 0
+    """Bytes that it had printed when it was asked for them all, or when it was looked at last."""
+    told_at: float | None = None
+    """When they were seen to have become more."""
     recorded: int = -1
     """Bytes of it when it was looked at last."""
 
@@ -193,10 +199,10 @@ class Workers:
         for pid, worker in self._workers.items():
             # A signal that finds another one waiting is taken by another thread, and both would print at once.
             if not worker.all_asked and (worker.stderr.kept or since > _FIRST_STACK_SECONDS) and worker.end is None:
-                worker.all_asked = True
+                worker.all_asked, worker.told = True, len(worker.stderr.kept)
                 os.kill(pid, signal.SIGUSR2)
         # All are looked at: a recording is whole when it grows no more from one look to the next.
-        done = [_has_told(worker) for worker in self._workers.values() if worker.end is None]
+        done = [_has_told(worker, now) for worker in self._workers.values() if worker.end is None]
         return since > STACKS_SECONDS and all(done)
 
     @property
@@ -230,13 +236,16 @@ class Workers:
             return None, None
 
 
-def _has_told(worker: _Worker) -> bool:
-    """Whether it has printed stacks, and its recording is there where it has one."""
+def _has_told(worker: _Worker, now: float) -> bool:
+    """Whether it has printed the stacks of all threads, and its recording is whole where it has one."""
+    if (told := len(worker.stderr.kept)) > worker.told:
+        worker.told, worker.told_at = told, now
+    whole = worker.told_at is not None and now - worker.told_at >= _SILENT_SECONDS
     if not worker.records:
-        return bool(worker.stderr.kept)
+        return whole
     before = worker.recorded
     try:
         worker.recorded = worker.recording.stat().st_size
     except OSError:
         return False
-    return bool(worker.stderr.kept) and worker.recorded == before > 0
+    return whole and worker.recorded == before > 0
