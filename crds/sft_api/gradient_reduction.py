@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 
-from .memory import estimate, micro_batch_tokens, offloads
+from .memory import estimate, micro_batch_tokens, offloads, sizes_of
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.status import PlanStatus
@@ -12,6 +12,10 @@ FILLED_SHARE = 0.8
 between blocks, and for collectives."""
 ENOUGH_TOKENS = 16_384
 """Of one forward pass: more of them keep a device no busier, and cost memory."""
+_SMALL_BYTES = 2**30
+"""Of the gradients of all adapters, for which there is room on a GPU that is not known."""
+_SMALL_RANK = 32
+"""Of the adapters of a model that is not known."""
 
 
 def reduces_once(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int | None) -> bool:
@@ -30,14 +34,20 @@ def reduces_once(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
     if fsdp and fsdp.reduce_dtype == "bf16":
         return False
     if shape is None or gpu is None or spec.compute.gpus_per_node == 0:
-        # Adapters are small beside anything else; of a whole model it would have to be known.
-        return spec.lora is not None
+        return _has_small_adapters(spec, shape)
     # A micro-batch more in each forward pass saves more than that: weights are gathered less often too.
     together = max(1, _in_one_forward(spec, plan, shape, gpu))
     if plan.gradient_accumulation is not None and together >= plan.gradient_accumulation:
         return False
     once = plan.model_copy(update={"reduce_gradients": "oncePerStep"})
     return _in_one_forward(spec, once, shape, gpu) >= together
+
+
+def _has_small_adapters(spec: SFTJobSpec, shape: ModelShape | None) -> bool:
+    """Whether nothing but adapters is trained, for whose gradients there is room without knowing how much there is."""
+    if spec.lora is None:
+        return False
+    return spec.lora.rank <= _SMALL_RANK if shape is None else 4 * sizes_of(shape, spec).trained <= _SMALL_BYTES
 
 
 def _in_one_forward(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape, gpu: int) -> int:

@@ -54,8 +54,9 @@ def make_plan(
     process; without packing 32 examples, rounded up to the processes. Those that compute on the same micro-batches are
     one of them here. See docs/reference for every field. ``processes``, where they differ from what ``spec`` asks for,
     change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
-    not say it, ``shape`` that of the model, where this machine has it: what is shown of memory follows from it, and
-    nothing else, so that a plan is the same everywhere.
+    not say it: what the manifest leaves open of ``shard_degree`` and ``reduce_gradients`` follows from it too, so that
+    a plan is the same wherever that is known alike; ``sft plan`` knows none of a chart's. ``shape`` is that of the
+    model, where this machine has it: what is shown of memory follows from it, and nothing else.
     """
     declared = declared_processes(spec)
     processes = processes or declared

@@ -31,7 +31,7 @@ class FsdpSpec(ApiModel):
         description="How often gradients are summed over the processes that share a copy of the model. oncePerStep: "
         "the micro-batches of a step are added up by each process for itself first, which takes 4 bytes for each "
         "trained parameter of the whole model, and saves the traffic of all but the last. auto: that where the plan "
-        "knows that it takes the place of nothing, and with lora.",
+        "knows that it takes the place of nothing, and for adapters that are small.",
     )
     cpu_offload: bool = Field(
         default=False,

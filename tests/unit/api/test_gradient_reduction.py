@@ -64,8 +64,16 @@ def test_after_each_micro_batch_where_it_saves_nothing_or_nobody_knows(asked: SF
     assert chosen(asked) == "everyMicroBatch"
 
 
-def test_adapters_are_small_enough_whatever_is_known() -> None:
-    assert chosen(spec("hf://someone/own", memory=None, lora={})) == "oncePerStep"
+def test_small_adapters_have_room_whatever_is_known_and_large_ones_do_not() -> None:
+    large = "hf://Qwen/Qwen2.5-32B"
+    assert chosen(spec(large, memory=None, lora={"rank": 16})) == "oncePerStep"
+    assert chosen(spec(large, memory=None, lora={"rank": 512})) == "everyMicroBatch"
+    assert chosen(spec(SMALL, memory=None, lora={"rank": 512})) == "everyMicroBatch"
+    assert chosen(spec(SMALL, memory=None, lora={"rank": 64})) == "oncePerStep"
+    # Of a model that is not known the rank is
+    for memory in (None, "80Gi"):
+        assert chosen(spec("hf://someone/own", memory=memory, lora={})) == "oncePerStep"
+        assert chosen(spec("hf://someone/own", memory=memory, lora={"rank": 33})) == "everyMicroBatch"
     assert chosen(spec(LARGE, lora={"dropout": 0.1})) == "oncePerStep"
     # But not where a GPU is full without them
     assert chosen(spec(LARGE, 1, memory="16Gi", lora={})) == "everyMicroBatch"
