@@ -145,7 +145,10 @@ def last_words_missing(observed: Observed, now: datetime) -> bool:
     """Whether the Job has ended and the ends of its pods, which are watched apart, have not been seen yet."""
     child = observed.job
     ended = (child.complete or child.failed) if child else None
-    if child is None or ended is None or (ended.time and now - ended.time > LAST_WORDS):
+    if child is None or ended is None:
+        return False
+    when = ended.time or child.completed
+    if when is None or now - when > LAST_WORDS:
         return False
     if child.complete:
         # A pod that was never seen is on its way as well as one that seems to run.

@@ -11,7 +11,7 @@ from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions.changes import plan_changes, time_to_live
 from sft_operator.decisions.situation import last_words_missing
-from sft_operator.picture.observed import Observed
+from sft_operator.picture.observed import ChildJob, Observed
 from tests.unit.operator.make import at, job_manifest, make_child, make_job, make_pod, running, stamp
 
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
@@ -153,3 +153,15 @@ def test_the_end_of_a_job_waits_for_the_ends_of_its_pods(
     observed = running(job=make_child(**child), pods=pods)
 
     assert last_words_missing(observed, at(seconds)) is expected
+
+
+def test_the_end_of_a_job_of_which_no_time_is_known_waits_for_nothing() -> None:
+    complete = {"type": "Complete", "status": "True"}
+
+    def ended(**status: Any) -> Observed:
+        return Observed(job=ChildJob.from_manifest({"status": {"conditions": [complete], **status}}))
+
+    assert not last_words_missing(ended(), at(1))
+    # Its own time does as well
+    assert last_words_missing(ended(completionTime=stamp(0)), at(1))
+    assert not last_words_missing(ended(completionTime=stamp(0)), at(30))
