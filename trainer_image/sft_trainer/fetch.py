@@ -49,7 +49,7 @@ _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 # The same weights under other names, as large again (gpt-oss, Llama).
-_OTHERWISE = "original/*"
+_OTHERWISE = "original/*.safetensors"
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
