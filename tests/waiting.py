@@ -17,3 +17,18 @@ def wait_until(look: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
         assert time.monotonic() < end, f"not within {seconds:.0f} s; last seen: {found!r}"
         time.sleep(0.01)
     return found
+
+
+class Patience:
+    """So many seconds for every sign that something goes on: they begin anew with another one."""
+
+    def __init__(self, seconds: float = PATIENCE_SECONDS) -> None:
+        self.seconds = seconds
+        self._sign: object = None
+        self._end = time.monotonic() + seconds
+
+    def lasts(self, sign: object) -> bool:
+        """Whether to wait on, while ``sign`` is the newest."""
+        if sign != self._sign:
+            self._sign, self._end = sign, time.monotonic() + self.seconds
+        return time.monotonic() <= self._end

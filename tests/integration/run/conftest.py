@@ -1,8 +1,5 @@
 """Where the runs of these tests take place."""
 
-import contextlib
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +29,7 @@ def place(tmp_path: Path, tiny_inputs: Any, cache: Path) -> Iterator[Place]:
     """A folder for one test."""
     made = Place(tmp_path / "place", tiny_inputs, cache)
     yield made
-    left = made.processes()
-    for pid in left:  # of a test that failed: it would take the time of all others
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left
+    assert not made.kill(), "of a test that failed: it would take the time of all others"
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """`sft run` with the real trainer on tiny inputs, and what it leaves behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,12 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from sft_api.rundir import PROGRESS_FILE, STOP_FILE
-from tests.waiting import PATIENCE_SECONDS, T, wait_until
+from tests.waiting import PATIENCE_SECONDS, Patience, T, wait_until
 
 _STANDING = Path(__file__).with_name("standing")
 """A folder for PYTHONPATH, with the callback of a run that stands still."""
@@ -105,9 +106,11 @@ class Place:
         What is done to it then, is done there, however fast it is. It goes on when its end is waited for.
         """
         stands = self.folder / f"stands-after-{step}"
+        for left in (stands, stands.with_suffix(".over")):  # by a run before
+            left.unlink(missing_ok=True)
         arguments = {"step": str(step), "stands": str(stands)}
         spec = job["spec"]
-        callbacks = [{"class": "standing:StandsStill", "arguments": arguments}]
+        callbacks = [*spec["training"].get("callbacks", ()), {"class": "standing:StandsStill", "arguments": arguments}]
         standing = {**job, "spec": {**spec, "training": {**spec["training"], "callbacks": callbacks}}}
         folders = os.pathsep.join(filter(None, (str(_STANDING), environment.pop("PYTHONPATH", ""))))
         process = self.start(standing, *options, PYTHONPATH=folders, **environment)
@@ -116,11 +119,20 @@ class Place:
         return process
 
     def finish(self, process: subprocess.Popen[str]) -> Ended:
-        """Wait for the end of a run, which leaves no process behind and shows no traceback, however it ends."""
+        """Wait for the end of a run, which leaves no process behind and shows no traceback, however it ends.
+
+        Patience begins anew with every step. When it ends, the assertion that fails shows what the run said.
+        """
         if self._goes_on is not None:
             self._goes_on.touch()
+        patience = Patience(2 * PATIENCE_SECONDS)
         try:
-            out, said = process.communicate(timeout=2 * PATIENCE_SECONDS)
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, said = process.communicate(timeout=1)
+                    break
+                if not patience.lasts(self._reported_step()):
+                    self._give_up(process, f"for {patience.seconds:.0f} s it made no step and did not end")
         finally:
             process.kill()
         assert "Traceback" not in said, said
@@ -145,24 +157,33 @@ class Place:
         Patience begins anew with every step. When the run ends before, or nothing comes, the assertion that fails shows
         what the run said.
         """
-        process, step, end = self._started, None, 0.0
+        process, patience = self._started, Patience()
         while True:
             over = process.poll() is not None
             if found := look():
                 return found
-            if (now := self.reported().get("step", -1)) != step:
-                step, end = now, time.monotonic() + PATIENCE_SECONDS
-            if over or time.monotonic() > end:
-                break
+            if over:
+                self._give_up(process, f"the run ended with {process.returncode}; last seen: {found!r}")
+            if not patience.lasts(self._reported_step()):
+                self._give_up(process, f"for {patience.seconds:.0f} s nothing came of it; last seen: {found!r}")
             time.sleep(0.01)
+
+    def _reported_step(self) -> int:
+        """-1 before the first report."""
+        step: int = self.reported().get("step", -1)
+        return step
+
+    def _give_up(self, process: subprocess.Popen[str], why: str) -> NoReturn:
+        """Kill a run of which nothing comes; the error shows what it said."""
+        reported = self.reported()
+        self.kill()
         process.kill()
         said = process.communicate()[1][-4000:]
-        why = f"the run ended with {process.returncode}" if over else f"for {PATIENCE_SECONDS:.0f} s nothing came of it"
-        raise AssertionError(f"{why}; last seen: {found!r}\n{said}\nIt last reported {json.dumps(self.reported())}")
+        raise AssertionError(f"{why}\n{said}\nIt last reported {json.dumps(reported)}")
 
     def wait_for_step(self, step: int) -> None:
         """Return as soon as the run that was started last reports ``step``: one that will make many more."""
-        self.wait_until(lambda: self.reported().get("step", -1) >= step)
+        self.wait_until(lambda: self._reported_step() >= step)
 
     def interrupt(self, process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> Ended:
         """Ctrl-C, or another signal; one that stands still has heard of it when it goes on."""
@@ -174,6 +195,16 @@ class Place:
     def processes(self) -> list[int]:
         """Pids of everything that works in this folder."""
         return processes_in(self.folder)
+
+    def kill(self) -> list[int]:
+        """SIGKILL to everything that works in this folder; pids of what did."""
+        killed: list[int] = []
+        while pids := self.processes():
+            killed += pids
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return killed
 
 
 def processes_in(folder: Path) -> list[int]:

@@ -37,7 +37,7 @@ def experts(request: pytest.FixtureRequest, tmp_path: Path, tiny_inputs: Any, ca
     )
     made = Place(tmp_path / "place", inputs, cache)
     yield made
-    assert not made.processes()
+    assert not made.kill()
 
 
 def test_it_goes_on_with_other_processes_and_is_exported_as_the_hub_names_it(experts: Place) -> None:

@@ -1,18 +1,20 @@
 """A run is its place: whoever starts it again, from wherever, goes on and ends with the same curve."""
 
-import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft_cli.local import local_uid
+from tests.cluster.object_store import ObjectStore
+from tests.fault_proxy import Hold, fault_proxy
 from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
-from tests.integration.run.runs import Place, assert_refused, step_numbers
+from tests.integration.run.runs import Ended, Place, assert_refused, step_numbers
+from tests.integration.run.stores import credentials, s3_spec
+
+BUCKET = "places"
 
 
 def elsewhere(place: Place, name: str, **sections: Any) -> dict[str, Any]:
@@ -51,25 +53,51 @@ def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Pl
     assert len(list(store.glob("checkpoints/*/manifest.json"))) == 2, "of both together as many as are to be kept"
 
 
-@pytest.mark.parametrize("until", ["run.json", "attempts/00001.json", "checkpoints/step-00000020-a00001"])
-def test_a_kill_between_record_claim_and_first_save_costs_nothing(place: Place, undisturbed: Place, until: str) -> None:
+@pytest.mark.parametrize("until", ["run.json", "attempts/00001.json"])
+def test_a_kill_between_record_and_claim_costs_nothing(place: Place, undisturbed: Place, until: str) -> None:
     # Given a run that is killed with all its processes at once, as soon as that is there
-    process = place.start_standing(place.job(**LONG), 25) if "step" in until else place.start(place.job(**LONG))
+    process = place.start(place.job(**LONG))
     place.wait_until((place.store() / until).exists)
-    while pids := place.processes():
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    place.kill()
     process.communicate()
 
     # When the same machine starts it again
     after = place.run(place.job(**LONG))
 
-    # Then it waits for nobody, and the curve is that of a run that nothing happened to
+    assert_as_if_nothing_happened(after, place.store(), undisturbed)
+
+
+def test_a_kill_in_the_middle_of_the_first_save_costs_nothing(
+    place: Place, undisturbed: Place, versitygw: ObjectStore
+) -> None:
+    # Given a run that is killed with all its processes at once, when all of its first checkpoint is there but the word
+    # that it is whole, which never arrives
+    versitygw.client().create_bucket(Bucket=BUCKET)
+    with fault_proxy(versitygw.endpoint) as proxy:
+        word = proxy.add(Hold("PUT", r"/checkpoints/.*/manifest\.json"))
+        s3 = {**s3_spec(versitygw), "endpoint": proxy.endpoint}
+        job = place.job(**{**LONG, "checkpoint": {**LONG["checkpoint"], "uri": f"s3://{BUCKET}/run", "s3": s3}})
+        process = place.start(job, **credentials(versitygw))
+        place.wait_until(word.held.is_set)
+        place.kill()
+        process.communicate()
+        word.lose()
+        store = versitygw.folder / BUCKET / "run"
+        assert [path.name for path in (store / "checkpoints").iterdir()] == ["step-00000020-a00001"]
+        assert not list(store.glob("checkpoints/*/manifest.json"))
+
+        # When the same machine starts it again
+        after = place.run(job, **credentials(versitygw))
+
+    assert_as_if_nothing_happened(after, store, undisturbed)
+
+
+def assert_as_if_nothing_happened(after: Ended, store: Path, undisturbed: Place) -> None:
+    """It waited for nobody, and the curve is that of a run that nothing happened to."""
     assert after.code == 0, after.said
     assert "watched for a sign of life" not in after.said
-    assert step_numbers(place.store()) == step_numbers(undisturbed.store())
-    assert json.loads((place.store() / "alive.json").read_text())["ended"] == "complete"
+    assert step_numbers(store) == step_numbers(undisturbed.store())
+    assert json.loads((store / "alive.json").read_text())["ended"] == "complete"
 
 
 def test_a_living_holder_is_named(place: Place) -> None:
