@@ -35,6 +35,12 @@ def make(checkout: Path, *arguments: str) -> str:
     ).stdout
 
 
+def test_tests_run_two_at_a_time_unless_told_otherwise(checkout: Path) -> None:
+    for target in ("test", "quick"):
+        assert " -n 2 " in make(checkout, "-n", target).splitlines()[-1]
+        assert " -n" not in make(checkout, "-n", target, "TWO_AT_A_TIME=").splitlines()[-1]
+
+
 def test_a_dry_run_of_the_demo_only_prints(checkout: Path) -> None:
     printed = make(checkout, "-n", "demo", "SEED=3")
 
