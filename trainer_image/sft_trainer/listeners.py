@@ -56,7 +56,7 @@ class OurListeners:
             written.append(Profile(profile, store, reporter))
         exports = None
         if topology.writes and config.spec.export.every_steps is not None:
-            exports = ExportsOnTheWay(config, store, saving, reporter)
+            exports = ExportsOnTheWay(config, store, saving, reporter, stop_file)
             written.append(exports)
         of_gpus: list[Listener] = []
         if config.spec.compute.gpus_per_node:

@@ -39,6 +39,7 @@ from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import TrainingError
 from sft_trainer.names.canonical import VERSION
+from sft_trainer.outage import is_outage
 from sft_trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -369,6 +370,9 @@ class CheckpointManager:
             # What a superseded attempt left belongs to the newer one.
             if self._group.topology.writes and not isinstance(error, AttemptSupersededError):
                 self._protocol.discard(identity)
+                if is_outage(error):
+                    # What is kept for now only may be what takes the room.
+                    self.prune(dataclasses.replace(keep, needed=lambda checkpoint: False))
             return 0, error
         here = describe(identity, self.store.uri, datetime.now(UTC), size, run)
         self._known = (here, *self._known)
@@ -377,12 +381,13 @@ class CheckpointManager:
         return size, None
 
     def prune(self, keep: KeepPolicy) -> None:
-        """Remove what ``keep`` lets go by now, where this attempt has saved anything. On the leader only."""
-        if not self._known or self._known[0].attempt != self.attempt:
+        """Remove what ``keep`` lets go by now, of what was saved up to the newest checkpoint that this run has saved or
+        gone on from. On the leader only."""
+        if not self._known:
             return
-        newest = CheckpointId(self.attempt, self._known[0].step)
+        newest = CheckpointId(self._known[0].attempt, self._known[0].step)
         try:
-            self._known = tuple(self._protocol.prune(newest, self._job_uid, keep))
+            self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep))
         except Exception as error:  # the checkpoint itself is safe; the next save prunes again
             logger.warning("Old checkpoints were not removed: %s", error)
 

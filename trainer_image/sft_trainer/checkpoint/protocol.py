@@ -172,14 +172,15 @@ class Protocol:
         except TrainingError as error:
             logger.warning("The files of a failed save were not removed, the next start does it: %s", error)
 
-    def prune(self, newest: CheckpointId, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
+    def prune(self, newest: CheckpointId, attempt: int, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
         """Remove checkpoints of the run that ``keep`` lets go, and unfinished folders older than ``newest``.
 
         Returns what stays, newest first. Raises AttemptSupersededError, before anything is removed, when a newer
-        attempt was claimed. Checkpoints that cannot be verified are neither counted nor removed, nor are those of other
-        numbers than ``newest`` has: before there were records, several runs could save in one place.
+        attempt than ``attempt``, this one, was claimed. Checkpoints that cannot be verified are neither counted nor
+        removed, nor are those newer than ``newest``, which this attempt has refused, and those of other numbers than
+        it has: before there were records, several runs could save in one place.
         """
-        self._catalog.check_newest(newest.attempt, job_uid)
+        self._catalog.check_newest(attempt, job_uid)
         pruning = self.pruning(keep, newest, lambda unfinished: unfinished < newest)
         self.remove(pruning)
         return pruning.staying
@@ -198,7 +199,7 @@ class Protocol:
             status = self._status(identity, files) if MANIFEST_NAME in files else None
             if status is not None:
                 newest = newest or identity
-                if self._of_one_run(identity, newest):
+                if identity <= newest and self._of_one_run(identity, newest):
                     verified[identity] = status
         known = list(verified.values())
         staying = known if keep is None else kept_by(keep, known)

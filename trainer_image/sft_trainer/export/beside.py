@@ -2,7 +2,8 @@
 
 It shares neither memory nor the interpreter's lock with the steps, nor their random numbers, and never sees a GPU. The
 run's configuration comes on standard input. What it says on standard output is one JSON object a line: ``bytes`` read
-and written so far, a ``warning``, or the ``error`` that ends it and whether that is an ``outage`` of a store.
+and written so far, a ``warning``, or the ``error`` that ends it, whether that is an ``outage`` of a store, and whether
+one is ``full``.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings
-from sft_trainer.errors import TrainingError
+from sft_trainer.errors import StorageFullError, TrainingError
 from sft_trainer.fetch import localise
 from sft_trainer.outage import is_outage
 from sft_trainer.place import read_record
@@ -50,10 +51,10 @@ def main() -> int:
     try:
         _export(config, sys.argv[1])
     except TrainingError as error:
-        _say(error=str(error), outage=is_outage(error))
+        _say(error=str(error), outage=is_outage(error), full=isinstance(error, StorageFullError))
         return 1
     except Exception as error:
-        _say(error=f"{type(error).__name__}: {error}", outage=False)
+        _say(error=f"{type(error).__name__}: {error}", outage=False, full=False)
         return 1
     return 0
 

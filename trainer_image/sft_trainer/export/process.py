@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_api.checkpoints import CheckpointId
 from sft_api.trainer_config import TrainerConfig
-from sft_trainer.errors import StorageUnavailableError, TrainingError
+from sft_trainer.errors import StorageFullError, StorageUnavailableError, TrainingError
 
 SILENT_SECONDS = 1800.0
 """Of an export of which nothing was heard for so long nothing more is expected."""
@@ -39,7 +39,7 @@ class ExportProcess:
     def run(self, checkpoint: CheckpointId, on_bytes: Callable[[int], None], on_warning: Callable[[str], None]) -> None:
         """Export ``checkpoint``; ``on_bytes`` is told how many came or went so far.
 
-        Raises StorageUnavailableError where a store is away, ExportError otherwise.
+        Raises StorageFullError where a store is full, StorageUnavailableError where one is away, ExportError otherwise.
         """
         process = self._started(checkpoint)
         try:
@@ -57,7 +57,7 @@ class ExportProcess:
                 process.kill()
             process.wait()
         if error is not None:
-            raise (StorageUnavailableError if error.get("outage") else ExportError)(str(error["error"]))
+            raise _kind(error)(str(error["error"]))
         if code < 0:
             raise ExportError(f"its process was killed by signal {-code}")
         if code:
@@ -92,9 +92,10 @@ class ExportProcess:
         """What it says, until it ends. Raises ExportError where it says nothing for too long."""
         assert process.stdout is not None  # noqa: S101
         rest, heard = b"", time.monotonic()
-        with process.stdout as pipe:
+        with process.stdout as pipe, selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
             while True:
-                if not select.select([pipe], [], [], _LOOK_SECONDS)[0]:
+                if not selector.select(_LOOK_SECONDS):
                     if time.monotonic() - heard > SILENT_SECONDS:
                         raise ExportError(f"nothing was heard of it for {SILENT_SECONDS / 60:.0f} minutes")
                     continue
@@ -103,6 +104,12 @@ class ExportProcess:
                 heard = time.monotonic()
                 *lines, rest = (rest + block).split(b"\n")
                 yield from map(_read, lines)
+
+
+def _kind(error: dict[str, Any]) -> type[TrainingError]:
+    if error.get("full"):
+        return StorageFullError
+    return StorageUnavailableError if error.get("outage") else ExportError
 
 
 def _read(line: bytes) -> dict[str, Any]:
