@@ -31,6 +31,8 @@ def model_problem(megatron: MegatronSpec, shape: ModelShape) -> str:
     """Why a model of ``shape`` cannot be trained as ``megatron`` says, and what to change; else empty."""
     if shape.family not in [FAMILIES[name] for name in MODELS]:
         return unknown_model("this type of model")
+    if shape.output_bias:
+        return no_rules_for("attention_bias: true")
     if shape.experts and megatron.tensor_parallel_degree > 1 and not megatron.shares_tokens:
         return f"{_FIELD}.sequenceParallel is false, which experts under tensorParallelDegree do not know: leave it out"
     return spread_problem(
@@ -48,6 +50,28 @@ def unknown_model(what: str) -> str:
     """That there are no rules for the weights of ``what``."""
     return (
         f"{_FIELD} has no rules for the weights of {what}: choose a model of type {', '.join(MODELS)}, or strategy.fsdp"
+    )
+
+
+def no_rules_for(what: str) -> str:
+    """That models of a known type have no rules with ``what``, in the words of their config.json."""
+    return f"{_FIELD} has no rules for the weights of a model with {what} in its config.json: choose strategy.fsdp"
+
+
+def no_gpu_problem(megatron: MegatronSpec, experts: int) -> str:
+    """Why ``megatron`` has to have GPUs with a model of so many ``experts``, and what to change; else empty."""
+    on_gpus = {
+        "pipelineParallelDegree": megatron.pipeline_parallel_degree > 1,
+        "expertParallelDegree": megatron.expert_parallel_degree > 1,
+        "sequenceParallel": megatron.shares_tokens,
+    }
+    asked = [f"{_FIELD}.{name}" for name, is_asked in on_gpus.items() if is_asked]
+    asked = asked or ([f"{_FIELD} with a mixture of experts"] if experts else [])
+    if not asked:
+        return ""
+    return (
+        f"{' and '.join(asked)} needs GPUs, and there is none: set compute.gpusPerNode where there are, choose "
+        "strategy.fsdp, or train a model without experts with tensorParallelDegree and sequenceParallel: false"
     )
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.optim import learning_rate
-from sft_trainer.preparation import Prepared, prepare
+from sft_trainer.preparation import prepare
+from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from tests.worker_processes import descendants, is_worker
 

@@ -15,7 +15,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.models.lora import initialize_adapters
-from sft_trainer.preparation import Prepared
+from sft_trainer.prepared import Prepared
 
 
 @dataclass

@@ -19,7 +19,7 @@ from sft_api.v1alpha1.megatron import megatron_of
 from .data.tokenizer import Codec
 from .distributed import gathered
 from .errors import RanksDifferError
-from .preparation import Prepared
+from .prepared import Prepared
 from .supervisor.identity import code_version
 
 Fingerprint = Mapping[str, str]

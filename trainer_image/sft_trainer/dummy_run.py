@@ -24,7 +24,8 @@ from .errors import ConfigError, StopRequested
 from .events import Claimed, Control, Listener, Listeners, StepDone
 from .gpu_memory import TellsAllocatedMemory
 from .listeners import OurListeners
-from .preparation import Prepared, plan_steps, prepare_model
+from .preparation import plan_steps, prepare_model
+from .prepared import Prepared
 from .reporting import Reporter, Reporting
 from .skipped import SkippedSteps
 from .trainer import Trainer

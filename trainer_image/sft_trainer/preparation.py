@@ -2,23 +2,19 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from sft_api.adapters import ends
-from sft_api.megatron import MODELS, model_problem, unknown_model
-from sft_api.model_shape import shape_of
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
-from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
+from sft_api.v1alpha1.megatron import megatron_of
 
-from .boxes import Box
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
 from .data.batches import ExampleBatches, PackedBatches, StepSchedule
@@ -26,52 +22,20 @@ from .data.stream import ExampleStream
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
-from .errors import ConfigError, ModelError
+from .errors import ModelError
 from .fetch import localise
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import check_compiles
 from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
-from .models.lora import LEFT_ALONE, add_adapters, initialize_adapters, is_adapter
+from .models.lora import LEFT_ALONE, add_adapters, is_adapter
 from .models.positions import check_positions
 from .models.probe import check_trains_on
-from .models.weights import load_weights
+from .prepared import Prepared
 from .reporting import Reporter
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything read from outside before training: local files only from here on."""
-
-    model_uri: str
-    """Where the model came from, at the revision that this run is pinned to."""
-    model_path: Path
-    model: CausalLM
-    """On the meta device, with its adapters if it has any; the files of its weights were found complete."""
-    base_digest: str
-    """Of the model, as it came (``models.digest``)."""
-    companions: dict[str, str]
-    """Digests of the files beside its weights, by name."""
-    tokenizer: Any
-    train: Sequence[TokenizedSource]
-    eval: dict[str, TokenizedSource]
-    steps: StepSchedule
-    total_steps: int
-    epoch_size: int
-
-    def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
-        """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""
-        if spec.lora is not None:
-            initialize_adapters(boxes, spec.lora, spec.training.seed)
-        what = f"reading the weights of {spec.model.uri}"
-        reporter.phase(Phase.LOADING, what)
-        load_weights(
-            [box for box in boxes if not is_adapter(box.name)],
-            self.model.names,
-            self.model_path,
-            on_tensor=lambda done: reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
-        )
+from .strategies.megatron import layout, refused
+from .trainable import trainable_of
 
 
 def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str]:
@@ -88,7 +52,8 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.warn(warning)
     check_heads(model.huggingface.config, config.plan.sequence_parallel, config.plan.shard_degree)
     if (megatron := megatron_of(spec)) is not None:
-        check_spread(model.huggingface.config, megatron)
+        refused.check(megatron, model, trainable_of(config))
+        refused.check_device(megatron, layout.Sizes.of(model.huggingface.config), device)
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)
     digest = base_digest(model, path)
@@ -189,15 +154,6 @@ def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
         f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
         f"trained, {sum(sizes.values()) - trained:,} are not{alone}"
     )
-
-
-def check_spread(config: Any, megatron: MegatronSpec) -> None:
-    """Raise ``ConfigError`` where a model cannot be spread as ``megatron`` says; ``config`` is transformers'."""
-    shape = shape_of(config.to_dict())
-    known = shape is not None and config.model_type in MODELS
-    problem = model_problem(megatron, shape) if shape and known else unknown_model(repr(config.model_type))
-    if problem:
-        raise ConfigError(problem)
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

@@ -14,7 +14,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 
 from .figures import Figures
-from .preparation import Prepared
+from .prepared import Prepared
 from .topology import Topology
 
 

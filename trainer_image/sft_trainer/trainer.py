@@ -61,7 +61,8 @@ from .listeners import OurListeners
 from .optim import learning_rate
 from .origin import Origin
 from .place import check_record, of_another_start
-from .preparation import Prepared, prepare
+from .preparation import prepare
+from .prepared import Prepared
 from .reporting import Reporter
 from .revisions import pinned
 from .saving import Saving

@@ -56,11 +56,12 @@ def assert_the_same_to_rounding(place: Place, expected: Place) -> None:
         assert here[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
 
 
-def test_matrices_alone_are_spread_without_a_gpu(undisturbed: Place, place: Place) -> None:
+@pytest.mark.parametrize("launcher", ["supervisor", "ray"])
+def test_matrices_alone_are_spread_without_a_gpu(undisturbed: Place, place: Place, launcher: str) -> None:
     """Nothing of a test's stands between the trainer and Megatron-Core."""
     whole = {"megatron": {**MATRICES, "sequenceParallel": False}}
 
-    ended = place.run(place.job(**LONG, **TWO, strategy=whole))
+    ended = place.run(place.job(**LONG, **TWO, strategy=whole), "--launcher", launcher)
 
     assert ended.code == 0, ended.said
     assert_the_same_to_rounding(place, undisturbed)

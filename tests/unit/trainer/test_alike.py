@@ -12,7 +12,8 @@ import sft_trainer
 from sft_trainer import alike
 from sft_trainer.alike import difference, fingerprint
 from sft_trainer.models import digest
-from sft_trainer.preparation import Prepared, prepare
+from sft_trainer.preparation import prepare
+from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 

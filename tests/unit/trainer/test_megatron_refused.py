@@ -12,9 +12,12 @@ import torch
 from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.preparation import prepare_model
+from sft_trainer.reporting import Reporter
 from sft_trainer.strategies.megatron.layout import Sizes
 from sft_trainer.strategies.megatron.refused import check, check_device
 from sft_trainer.trainable import EVERYTHING, Trainable
+from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
 
@@ -55,7 +58,10 @@ def test_what_it_does_not_compute_is_refused_in_words(tmp_path: Path, options: d
     ("options", "words"),
     [
         ({"kind": "gemma2"}, "no rules for the weights of 'gemma2'|scaled or capped"),
-        ({"kind": "llama", "model": {"attention_bias": True}}, "bias has the shape None, and here"),
+        ({"kind": "llama", "model": {"attention_bias": True}}, "a model with attention_bias: true in its config.json"),
+        ({"kind": "llama", "model": {"mlp_bias": True}}, "a model with mlp_bias: true in its config.json: choose"),
+        ({"kind": "qwen3_moe", "model": {"mlp_only_layers": [1]}}, r"with mlp_only_layers: \[1\] in its config.json"),
+        ({"kind": "qwen3_moe", "model": {"decoder_sparse_step": 2}}, "with decoder_sparse_step: 2 in its config.json"),
         ({"megatron": MegatronSpec(tensor_parallel_degree=3)}, "tensorParallelDegree is 3, .* set it to 1"),
     ],
 )
@@ -92,7 +98,46 @@ def test_without_a_gpu_only_matrices_are_spread(
     monkeypatch.setattr(torch.cuda, "current_device", no_gpu)
     sizes = Sizes("qwen3", 2, 8, 8, 2, 2, 4, 64, tied=True, experts=experts)
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
-        check_device(MegatronSpec(**asked), sizes)
+        check_device(MegatronSpec(**asked), sizes, torch.device("cpu"))
+    check_device(MegatronSpec(**asked), sizes, torch.device("cuda"))
+
+
+def prepare_with(path: Path, megatron: dict[str, Any], **model: Any) -> None:
+    save_model("llama", path / "model", **model)
+    document = manifest(path, path / "store")
+    document["spec"]["model"] = {"uri": f"file://{path}/model"}
+    document["spec"]["compute"] = {"gpusPerNode": 0, "processesPerNode": 2}
+    document["spec"]["strategy"] = {"megatron": megatron}
+    prepare_model(resolve(document), Reporter(path, writes=False), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"attention_bias": True}, "attention_bias: true"),
+        ({"attention_dropout": 0.1}, "does not know dropout"),
+        ({"hidden_act": "gelu"}, "activations other than silu"),
+    ],
+)
+def test_a_model_is_refused_before_data_is_read(tmp_path: Path, model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepare_with(tmp_path, {}, **model)
+
+
+def test_what_needs_a_gpu_is_refused_before_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_gpu() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch.cuda, "current_device", no_gpu)
+    with pytest.raises(ConfigError, match="pipelineParallelDegree needs GPUs"):
+        prepare_with(tmp_path, {"pipelineParallelDegree": 2})
+    prepare_with(tmp_path, {"tensorParallelDegree": 2, "sequenceParallel": False})
+
+
+def test_an_image_without_megatron_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft_trainer.strategies.megatron.refused.is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="needs Megatron-Core, which is not installed here"):
+        refuse(tmp_path)
 
 
 def test_neither_the_trainer_nor_these_rules_import_megatron() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from sft_api.checkpoints import Manifest
 from sft_trainer import state
-from sft_trainer.preparation import Prepared
+from sft_trainer.prepared import Prepared
 from sft_trainer.state import Facts, changed_fields
 from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve

@@ -12,7 +12,7 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.preparation import Prepared
+from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from sft_trainer.topology import Topology
 

@@ -1,13 +1,15 @@
-"""What the strategy Megatron does not compute, said before anything is prepared, or Megatron imported.
+"""What the strategy Megatron does not compute, said before data is read, or Megatron imported.
 
 What the API can see is refused there: see ``sft_api.v1alpha1.megatron``.
 """
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from sft_api.megatron import MISSING, is_installed, no_gpu_problem, no_rules_for
 from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
@@ -17,35 +19,40 @@ from sft_trainer.trainable import Trainable
 
 from . import layout
 
+_USUAL = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+"""Fields of a config by which a model gets other tensors than its type is known for, and their values where not."""
+
 
 def check(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) -> None:
-    """Raise ``ConfigError`` naming what of ``blueprint``, on the meta device, it is, and what to change."""
+    """Raise ``ConfigError`` naming what of ``blueprint``, on the meta device, it is, and what to change.
+
+    Also where Megatron-Core is not installed.
+    """
+    if not is_installed():
+        raise ConfigError(MISSING)
     for what, change in _refused(megatron, blueprint, trainable):
         raise ConfigError(f"strategy.megatron does not know {what}: {change}, or choose strategy.fsdp")
     huggingface: Any = blueprint.huggingface
     sizes = layout.Sizes.of(huggingface.config)
+    for name, usual in _USUAL.items():
+        if (value := getattr(huggingface.config, name, usual) or usual) != usual:
+            raise ConfigError(no_rules_for(f"{name}: {json.dumps(value)}"))
     layout.check_model({box.name: box.shape for box in whole_boxes(blueprint)}, sizes)
     layout.check(sizes, megatron)
 
 
-def check_device(megatron: MegatronSpec, sizes: layout.Sizes) -> None:
-    """Raise ``ConfigError`` for what Megatron-Core computes on GPUs only, where it finds none."""
-    on_gpus = {
-        "pipelineParallelDegree": megatron.pipeline_parallel_degree > 1,
-        "expertParallelDegree": megatron.expert_parallel_degree > 1,
-        "sequenceParallel": megatron.shares_tokens,
-    }
-    asked = [f"strategy.megatron.{name}" for name, is_asked in on_gpus.items() if is_asked]
-    asked = asked or (["strategy.megatron with a mixture of experts"] if sizes.experts else [])
-    if not asked:
+def check_device(megatron: MegatronSpec, sizes: layout.Sizes, device: torch.device) -> None:
+    """Raise ``ConfigError`` for what Megatron-Core computes on GPUs only, where ``device`` is none, nor passes for it.
+
+    Megatron-Core itself asks for the current one, whatever the processes compute on.
+    """
+    problem = no_gpu_problem(megatron, sizes.experts)
+    if not problem or device.type == "cuda":
         return
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
-        raise ConfigError(
-            f"{' and '.join(asked)} needs GPUs, and there is none: set compute.gpusPerNode where there are, choose "
-            "strategy.fsdp, or train a model without experts with tensorParallelDegree and sequenceParallel: false"
-        ) from error
+        raise ConfigError(problem) from error
 
 
 def _refused(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ from . import gradients, layout
 from .fitting import estimate_blueprint
 from .held import Held, updated
 from .layers import Documents, transformer_config, windows
-from .refused import check, check_device
+from .refused import check
 from .stage import Stage
 from .vocabulary import GroupRows
 
@@ -59,7 +59,6 @@ class MegatronStrategy:
         megatron = megatron_of(config.spec)
         assert megatron is not None  # noqa: S101 - else another strategy is built
         check(megatron, blueprint, trainable)
-        check_device(megatron, layout.Sizes.of(huggingface.config))
         if gpu_memory is not None:
             estimate = partial(estimate_blueprint, config, blueprint)
             check_fits(config, blueprint, gpu_memory, device, estimate, tells=topology.tells)
