@@ -5,6 +5,7 @@ from bisect import bisect_right
 from .memory import estimate, micro_batch_tokens, offloads, sizes_of
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.megatron import megatron_of
 from .v1alpha1.status import PlanStatus
 
 FILLED_SHARE = 0.8
@@ -27,7 +28,7 @@ def reduces_once(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
     fsdp = spec.strategy.fsdp if spec.strategy else None
     if fsdp and fsdp.reduce_gradients != "auto":
         return fsdp.reduce_gradients == "oncePerStep"
-    if spec.strategy and not fsdp:
+    if megatron_of(spec) is not None:
         return False
     if plan.shard_degree == 1 or plan.gradient_accumulation == 1 or offloads(spec):
         return False

@@ -40,7 +40,7 @@ def test_once_a_step_where_whole_gradients_fit_beside_as_many_micro_batches() ->
         spec(memory=None),
         spec("hf://someone/own"),
         spec(gpus=1),
-        spec(strategy={}),
+        spec(strategy={"megatron": {}}),
         spec(strategy={"fsdp": {"shardDegree": 1}}),
         # All of a step goes through one forward pass
         spec(training={"globalBatchTokens": 8 * 4 * 4096}),
@@ -52,7 +52,7 @@ def test_once_a_step_where_whole_gradients_fit_beside_as_many_micro_batches() ->
         "GPU unknown",
         "model unknown",
         "alone",
-        "no FSDP",
+        "Megatron",
         "replicas",
         "one pass",
         "one micro-batch",
@@ -78,6 +78,11 @@ def test_small_adapters_have_room_whatever_is_known_and_large_ones_do_not() -> N
     # But not where a GPU is full without them
     assert chosen(spec(LARGE, 1, memory="16Gi", lora={})) == "everyMicroBatch"
     assert chosen(spec(LARGE, 2, memory="16Gi", lora={})) == "everyMicroBatch"
+
+
+def test_a_strategy_that_says_nothing_is_as_none() -> None:
+    assert chosen(spec(strategy={})) == chosen(spec())
+    assert chosen(spec("hf://someone/own", lora={}, strategy={})) == "oncePerStep"
 
 
 def test_what_is_asked_for_is_done() -> None:
