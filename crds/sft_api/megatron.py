@@ -8,6 +8,7 @@ import importlib.util
 from .model_shape import FAMILIES, ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MegatronSpec, megatron_of
+from .v1alpha1.status import PlanStatus
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` for whose weights there are rules."""
@@ -17,6 +18,8 @@ MISSING = (
     "strategy.fsdp"
 )
 _FIELD = "strategy.megatron"
+ENOUGH_A_STAGE = 4
+"""Micro-batches of a step: with fewer its stages wait for long until all have one, and until all are done."""
 
 
 def is_installed() -> bool:
@@ -122,6 +125,39 @@ def across_nodes_warning(spec: SFTJobSpec) -> str:
         "processes: hidden states cross the network between nodes four times a layer; a degree that divides "
         f"{here} stays within them"
     )
+
+
+def no_gpu_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
+    """What to say of a job without GPUs that the trainer refuses for that; else empty. None is not known."""
+    megatron = megatron_of(spec)
+    if megatron is None or spec.compute.gpus_per_node:
+        return ""
+    problem = no_gpu_problem(megatron, shape.experts if shape else 0)
+    return f"with compute.gpusPerNode: 0 the trainer refuses this job: {problem}" if problem else ""
+
+
+def idle_warning(spec: SFTJobSpec, plan: PlanStatus) -> str:
+    """What to say where stages have so few micro-batches that they wait for long; else empty."""
+    stages, micro_batches = plan.pipeline_parallel, plan.gradient_accumulation
+    enough = ENOUGH_A_STAGE * stages
+    if stages == 1 or micro_batches is None or micro_batches >= enough:
+        return ""
+    together = enough * plan.data_parallel
+    if plan.global_batch_tokens is not None and plan.max_tokens_per_micro_batch is not None:
+        larger = f"training.globalBatchTokens: {together * plan.max_tokens_per_micro_batch}"
+    else:
+        larger = f"training.globalBatchSize: {together * spec.training.micro_batch_size}"
+    counted = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    return (
+        f"{_FIELD}.pipelineParallelDegree is {stages}, and a step has only {counted} for each copy of the model: its "
+        f"stages wait for {_idle(stages, micro_batches):.0%} of the time; with {larger} it is "
+        f"{_idle(stages, enough):.0%}, and less with fewer stages"
+    )
+
+
+def _idle(stages: int, micro_batches: int) -> float:
+    """Of a step the share in which a stage waits for others: 1F1B fills and drains once."""
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def _or(numbers: list[int]) -> str:

@@ -56,10 +56,13 @@ def make_plan(
     change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
     not say it: what the manifest leaves open of ``shard_degree`` and ``reduce_gradients`` follows from it too, so that
     a plan is the same wherever that is known alike; ``sft plan`` knows none of a chart's. ``shape`` is that of the
-    model, where this machine has it: what is shown of memory follows from it, and nothing else.
+    model, where this machine has it: what is shown of memory follows from it, and nothing else. Raises ``ValueError`` for
+    ``processes`` that are no whole number of shares.
     """
     declared = declared_processes(spec)
     processes = processes or declared
+    if processes % (together := spec.processes_a_share):
+        raise ValueError(f"{together} processes have a share of a step together: {processes} are no multiple of that")
     shares, at_a_time = processes // spec.processes_a_share, declared_shares(spec)
     training = spec.training
     steps = training.dummy_run.steps if training.dummy_run else training.steps

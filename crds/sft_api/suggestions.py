@@ -52,7 +52,10 @@ def _first(spec: SFTJobSpec, shape: ModelShape, gpu: int, tried: Iterator[_Tried
         megatron = megatron_of(asked)
         if megatron is not None and model_problem(megatron, shape):
             continue
-        memory = memory_of(asked, make_plan(asked, gpu_memory=gpu, shape=shape), shape)
+        plan = make_plan(asked, gpu_memory=gpu, shape=shape)
+        if plan.gradient_accumulation is not None and plan.pipeline_parallel > plan.gradient_accumulation:
+            continue  # some stage has always nothing to do
+        memory = memory_of(asked, plan, shape)
         if memory is not None and memory.total <= WARNED_SHARE * gpu:
             return Suggestion({"training": {"activationCheckpointing": how}, "strategy": strategy}, memory.total)
     return None

@@ -1,14 +1,17 @@
 """What is valid and may surprise, whatever the memory. Pure.
 
-Examples longer than a model's positions, steps that a run does not come to, tokens or matrices over several nodes.
+Examples longer than a model's positions, steps that a run does not come to, tokens or matrices over several nodes,
+stages that wait, what needs GPUs without any.
 """
 
 from typing import Literal
 
-from .megatron import across_nodes_warning
+from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
+from .plan import make_plan
 from .sequence_parallel import nodes_warning
 from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.megatron import megatron_of
 
 _LOST = {"profile": "trace", "memorySnapshot": "snapshot"}
 
@@ -23,6 +26,8 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         _original_warning(spec, positions),
         nodes_warning(spec),
         across_nodes_warning(spec),
+        no_gpu_warning(spec, shape),
+        idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
         _export_warning(spec),
     ]
     if monitoring.profile is not None:

@@ -49,7 +49,10 @@ def show_suggestions(job: SFTJob, output: str) -> int:
 def _show(strategy: str, found: Suggestion | None, gpu: int, processes: int) -> None:
     if found is None:
         here = counted(processes, "GPU")
-        result(f"{strategy}: no shape of {here} has room for it, or it does not train such a job (sft validate)")
+        result(
+            f"{strategy}: no shape of {here} has room for it and, of stages, as many micro-batches a step "
+            "(training.globalBatchTokens); or it does not train such a job (sft validate)"
+        )
         return
     result(f"{strategy}: {gibibytes(found.bytes)} of each GPU's {gibibytes(gpu)}", bold=True)
     text = yaml.safe_dump(found.sections, sort_keys=False, default_flow_style=None)

@@ -161,3 +161,11 @@ def test_warmup_of_a_thousand_steps(schedule: dict[str, Any], steps: int) -> Non
 )
 def test_progress_deadline(configured: int | None, median: float | None, deadline: float) -> None:
     assert progress_deadline_seconds(configured, median) == deadline
+
+
+def test_processes_that_are_no_whole_number_of_shares_are_refused() -> None:
+    asked = spec(compute=EIGHT, strategy={"megatron": {"tensorParallelDegree": 4, "pipelineParallelDegree": 2}})
+
+    assert make_plan(asked, processes=16).data_parallel == 2
+    with pytest.raises(ValueError, match="8 processes have a share of a step together: 2 are no multiple of that"):
+        make_plan(asked, processes=2)

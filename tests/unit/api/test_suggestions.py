@@ -73,3 +73,13 @@ def test_a_strategy_that_does_not_train_such_a_job_is_none() -> None:
 
 def test_where_nothing_fits_nothing_is_suggested() -> None:
     assert suggested("meta-llama/Llama-3.1-70B", compute={"gpusPerNode": 1}) == {"fsdp": None, "megatron": None}
+
+
+def test_no_more_stages_than_a_step_has_micro_batches_are_suggested() -> None:
+    # 64 GPUs in stages of 8 fill a step of the default batch once: the second stage would wait for the first.
+    where = {"compute": {"nodes": 8, "gpusPerNode": 8}, "length": 32768}
+
+    assert suggested("meta-llama/Llama-3.1-70B", **where)["megatron"] is None
+    found = suggested("meta-llama/Llama-3.1-70B", **where, training={"globalBatchTokens": 2**21})["megatron"]
+    assert found is not None
+    assert found.sections["strategy"]["megatron"]["pipelineParallelDegree"] > 1
