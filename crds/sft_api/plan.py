@@ -56,8 +56,8 @@ def make_plan(
     change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
     not say it: what the manifest leaves open of ``shard_degree`` and ``reduce_gradients`` follows from it too, so that
     a plan is the same wherever that is known alike; ``sft plan`` knows none of a chart's. ``shape`` is that of the
-    model, where this machine has it: what is shown of memory follows from it, and nothing else. Raises ``ValueError`` for
-    ``processes`` that are no whole number of shares.
+    model, where this machine has it: what is shown of memory follows from it, and nothing else. Raises ``ValueError``
+    for ``processes`` that are no whole number of shares.
     """
     declared = declared_processes(spec)
     processes = processes or declared
