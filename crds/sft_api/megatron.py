@@ -4,6 +4,9 @@ The trainer refuses by the same words what it sees of a model itself.
 """
 
 import importlib.util
+import json
+from collections.abc import Mapping
+from typing import Any
 
 from .model_shape import FAMILIES, ModelShape
 from .v1alpha1.job import SFTJobSpec
@@ -18,6 +21,7 @@ MISSING = (
     "strategy.fsdp"
 )
 _FIELD = "strategy.megatron"
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 ENOUGH_A_STAGE = 4
 """Micro-batches of a step: with fewer its stages wait for long until all have one, and until all are done."""
 
@@ -47,6 +51,41 @@ def model_problem(megatron: MegatronSpec, shape: ModelShape) -> str:
         experts=shape.experts,
         vocabulary=shape.vocabulary,
     )
+
+
+def layers_of_stages(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
+    """How many of so many ``layers`` each stage has: what ``first`` and ``last`` leave is shared out evenly."""
+    if stages == 1:
+        return [layers]
+    given = [each for each in (first, last) if each is not None]
+    others = stages - len(given)
+    found = [max(0, layers - sum(given)) // others if others else 0] * stages
+    found[0] = found[0] if first is None else first
+    found[-1] = found[-1] if last is None else last
+    return found
+
+
+def layers_of(megatron: MegatronSpec, layers: int) -> list[int]:
+    """``layers_of_stages`` as ``megatron`` says."""
+    return layers_of_stages(layers, megatron.pipeline_parallel_degree, *ends_of(megatron))
+
+
+def ends_of(megatron: MegatronSpec) -> tuple[int | None, int | None]:
+    """Layers of the first and of the last stage; None where these have as many as the others."""
+    first, last = (megatron.overrides.get(name) for name in _ENDS)
+    return first, last
+
+
+def even_enough(layers: int, stages: int) -> dict[str, int]:
+    """``transformerConfigOverrides`` by which as many ``stages`` have the same number of layers but the ends.
+
+    These have fewer, where that is possible. Empty where there is no need, or too few layers.
+    """
+    if layers % stages == 0 or layers < stages:
+        return {}
+    each = next(each for each in (-(-layers // stages), layers // stages) if layers - each * (stages - 2) >= 2)
+    both = layers - each * (stages - 2)
+    return dict(zip(_ENDS, (both - both // 2, both // 2), strict=True))
 
 
 def unknown_model(what: str) -> str:
@@ -85,12 +124,12 @@ def spread_problem(
 
     ``inner`` is how wide an MLP is, or one expert of ``experts``, where there are any.
     """
-    tensor = megatron.tensor_parallel_degree
+    tensor, stages = megatron.tensor_parallel_degree, megatron.pipeline_parallel_degree
     counted = [
         ("tensorParallelDegree", tensor, heads, "attention heads"),
         ("tensorParallelDegree", tensor, kv_heads, "heads of keys and values"),
         ("tensorParallelDegree", tensor, 0 if experts else inner, "rows of up_proj"),
-        ("pipelineParallelDegree", megatron.pipeline_parallel_degree, layers, "layers"),
+        ("pipelineParallelDegree", 1 if any(ends_of(megatron)) else stages, layers, "layers"),
         ("expertParallelDegree", megatron.expert_parallel_degree, experts, "experts"),
     ]
     for name, degree, number, what in counted:
@@ -98,10 +137,13 @@ def spread_problem(
             continue
         numbers = [each for field, _, each, _ in counted if field == name]
         fitting = [each for each in range(1, number + 1) if not any(other % each for other in numbers)]
+        uneven = even_enough(layers, stages) if name == "pipelineParallelDegree" else {}
         return (
             f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: set it to "
-            f"{_or(fitting)}"
+            f"{_or(fitting)}{f', or {_FIELD}.transformerConfigOverrides to {_in_words(uneven)}' if uneven else ''}"
         )
+    if problem := _uneven_problem(megatron, layers):
+        return problem
     if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
         return (
             f"{_FIELD}.tensorParallelDegree is {tensor}, of which the last would have none of the {vocabulary} tokens "
@@ -112,7 +154,39 @@ def spread_problem(
             f"{_FIELD}.expertParallelDegree is {megatron.expert_parallel_degree}, but the model has no experts: leave "
             "it out"
         )
+    if "moe_router_dtype" in megatron.overrides and not experts:
+        return f"{_FIELD}.transformerConfigOverrides has moe_router_dtype, but the model has no routers: leave it out"
     return ""
+
+
+def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
+    """Why stages cannot have as many of the model's ``layers`` as is said of the first and the last; else empty."""
+    given = {name: number for name, number in zip(_ENDS, ends_of(megatron), strict=True) if number is not None}
+    stages = megatron.pipeline_parallel_degree
+    others, left = stages - len(given), layers - sum(given.values())
+    if not given or (left >= others and left % others == 0 if others else left == 0):
+        return ""
+    if others:
+        which = f"the {others} other stages, which all need as many" if others > 1 else "the other stage"
+        wrong = f"which leaves {max(left, 0)} of the model's {layers} layers for {which}"
+    else:
+        wrong = f"together {sum(given.values())}, but the model has {layers} layers"
+    fitting = _in_words(even_enough(layers, stages))
+    remedy = f"{fitting} would do" if fitting else "leave it out, or set another pipelineParallelDegree"
+    return f"{_FIELD}.transformerConfigOverrides has {_in_words(given)}, {wrong}: {remedy}"
+
+
+def stages_in_words(megatron: MegatronSpec) -> str:
+    """How many stages there are, and which of them have their own number of layers."""
+    ends = zip(("first", "last"), ends_of(megatron), strict=True)
+    uneven = [f"{number} in the {which}" for which, number in ends if number is not None]
+    return ", ".join([f"{megatron.pipeline_parallel_degree}, of other layers each", *uneven])
+
+
+def given_in_words(megatron: MegatronSpec) -> str:
+    """Where it is described, and what is said in Megatron-Core's own words."""
+    page, overrides = f"{_FIELD}: docs/megatron.md", _in_words(megatron.overrides)
+    return f"{page}; transformerConfigOverrides: {overrides}" if overrides else page
 
 
 def across_nodes_warning(spec: SFTJobSpec) -> str:
@@ -158,6 +232,11 @@ def idle_warning(spec: SFTJobSpec, plan: PlanStatus) -> str:
 def _idle(stages: int, micro_batches: int) -> float:
     """Of a step the share in which a stage waits for others: 1F1B fills and drains once."""
     return (stages - 1) / (micro_batches + stages - 1)
+
+
+def _in_words(overrides: Mapping[str, Any]) -> str:
+    """As a manifest has them, on one line."""
+    return ", ".join(f"{name}: {json.dumps(value)}" for name, value in overrides.items())
 
 
 def _or(numbers: list[int]) -> str:

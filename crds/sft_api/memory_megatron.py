@@ -7,8 +7,9 @@ by operator; a test compares them with what is seen on tensors without memory (d
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
-from .megatron import model_problem
+from .megatron import layers_of, model_problem
 from .memory import BYTES, CHUNK_ELEMENTS, CONTEXT_BYTES, GROUP_BYTES, MOMENTS, BlockMemory, MemoryEstimate
 from .memory import micro_batch_tokens as whole_tokens
 from .model_shape import ModelShape
@@ -16,6 +17,9 @@ from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MegatronSpec, megatron_of
 from .v1alpha1.runtime import StrategySpec
 from .v1alpha1.status import PlanStatus
+
+_ROUTED = {"fp32": 4, "fp64": 8}
+"""Bytes of a number of a router that is computed in its own precision."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,13 @@ class Held:
 def estimate_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of that process of ``plan`` which takes most, of a model of ``shape``.
 
-    The first stage has most micro-batches under way, the last one the loss: whichever takes more.
+    The first stage has most micro-batches under way, of those between the ends the first one, which may have more
+    layers, and the last one the loss: whichever takes most.
     """
     last = plan.pipeline_parallel - 1
-    return max((_of_stage(shape, spec, plan, stage) for stage in {0, last}), key=lambda memory: memory.total)
+    return max(
+        (_of_stage(shape, spec, plan, stage) for stage in {0, min(1, last), last}), key=lambda memory: memory.total
+    )
 
 
 def estimate_stage_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -50,13 +57,15 @@ def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int)
     layer = layer_memory(shape, spec, plan, computed)
     tensor, stages = plan.tensor_parallel, plan.pipeline_parallel
     ends = stage == stages - 1
-    held = held_by(shape, plan, stage)
+    held = held_by(shape, spec, plan, stage)
     share = _share(spec, plan)
 
     under_way = min(stages - stage, plan.gradient_accumulation or stages)
     # One buffer for all layers, in which the tokens of all are gathered.
     buffer = tokens * width * computed if share < 1 else 0
-    layers = under_way * tokens * layer.kept * (shape.layers // stages) + buffer
+    layers = under_way * tokens * layer.kept * _layers(shape, spec)[stage] + buffer
+    if not ends and not _overrides(spec).get("deallocate_pipeline_outputs", True):
+        layers += under_way * tokens * width * computed * share
     top = loss = 0.0
     if ends:
         # Of the last norm: its output, those of all tokens, of these the ones that are trained, and their gradient.
@@ -80,7 +89,7 @@ def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int)
     )
 
 
-def held_by(shape: ModelShape, plan: PlanStatus, stage: int) -> Held:
+def held_by(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int) -> Held:
     """Parameters of a process of ``stage``, counted from 0; of those without padding the most that one has."""
     tensor, stages = plan.tensor_parallel, plan.pipeline_parallel
     matrices = [outputs * inputs // tensor for outputs, inputs in _matrices(shape).values()]
@@ -88,7 +97,7 @@ def held_by(shape: ModelShape, plan: PlanStatus, stage: int) -> Held:
     norms = shape.norms * shape.hidden_size + (2 * shape.head_size if shape.family.query_key_norm else 0)
     layer = sum(matrices) + biases + norms + shape.experts * shape.hidden_size
     expert = shape.experts // plan.expert_parallel * shape.hidden_size * shape.intermediate_size
-    here = shape.layers // stages
+    here = _layers(shape, spec)[stage]
     vocabulary = ceil(shape.vocabulary / tensor) * shape.hidden_size
     begins, ends = stage == 0, stage == stages - 1
     root = vocabulary * begins + (vocabulary * (not (begins and shape.tied)) + shape.hidden_size) * ends
@@ -97,6 +106,16 @@ def held_by(shape: ModelShape, plan: PlanStatus, stage: int) -> Held:
         experts=here * 3 * expert,
         largest=max(*matrices, 2 * expert, vocabulary * (begins or ends)),
     )
+
+
+def _layers(shape: ModelShape, spec: SFTJobSpec) -> list[int]:
+    """Of each stage."""
+    return layers_of(megatron_of(spec) or MegatronSpec(), shape.layers)
+
+
+def _overrides(spec: SFTJobSpec) -> dict[str, Any]:
+    megatron = megatron_of(spec)
+    return megatron.overrides if megatron else {}
 
 
 def _matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -170,6 +189,7 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
     a third time, put together from several groups of heads.
     """
     tensor, share = plan.tensor_parallel, _share(spec, plan)
+    routed = _ROUTED.get(_overrides(spec).get("moe_router_dtype", ""), computed)
     width, queries, keys, inner = shape.hidden_size, shape.queries, shape.keys, shape.intermediate_size
     projected = queries + 2 * keys
     attention = computed * (projected + 2 * queries + keys) + 4 * shape.heads
@@ -180,6 +200,8 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
     if shape.experts:
         # Of each expert that a token is sent to: what goes in, both projections, activation, products, and its places.
         kept += share * (shape.chosen * (computed * (width + 5 * inner) + 24) + 10 * shape.experts)
+        # What the router sees, in its own precision.
+        kept += share * routed * width * (routed != computed)
         working = share * computed * shape.chosen * max(3 * width, width + 2 * inner)
     else:
         kept += computed * 5 * inner / tensor
@@ -189,12 +211,12 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
         return BlockMemory(kept, working)
     least = computed * width * share
     # Where tokens were sent, which the layer itself holds.
-    least += share * ((computed + 1) * shape.experts + 8 * shape.chosen)
+    least += share * ((routed + 1) * shape.experts + 8 * shape.chosen)
     if how == "selective":
         # Products of matrices, of all tokens where they are summed over processes afterwards, and attention.
         least += (computed * (projected + queries) + 4 * shape.heads) / tensor + computed * width
         if shape.experts:
-            least += share * computed * (shape.chosen * (2 * inner + width) + shape.experts)
+            least += share * (computed * shape.chosen * (2 * inner + width) + routed * shape.experts)
         else:
             least += computed * (2 * inner / tensor + width)
     return BlockMemory(least, kept + working - least)

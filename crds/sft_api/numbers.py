@@ -78,6 +78,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "training.precision": "bf16",
     "training.seed": 42,
     "strategy.fsdp.reduceDtype": "fp32",
+    "strategy.megatron.transformerConfigOverrides.moe_router_dtype": None,
     "checkpoint.resume.from.uri": None,
     "checkpoint.resume.from.step": None,
     "checkpoint.resume.from.what": "weights",
@@ -104,6 +105,7 @@ _NO_POSITION = (
     "training.optimizer.",
     "training.schedule.",
     "strategy.fsdp.reduceDtype",
+    "strategy.megatron.",
     "checkpoint.resume.from.",
     "lora.initMethod",
     "lora.basePrecision",
@@ -131,7 +133,15 @@ NOT_NUMBERS = frozenset(
         "strategy.fsdp.reduceGradients",
         "strategy.fsdp.cpuOffload",
         "strategy.fsdp.sequenceParallelDegree",
-        "strategy.megatron",  # which processes compute what, as those of fsdp
+        # Which processes compute what, as those of fsdp.
+        "strategy.megatron.tensorParallelDegree",
+        "strategy.megatron.pipelineParallelDegree",
+        "strategy.megatron.expertParallelDegree",
+        "strategy.megatron.sequenceParallel",
+        "strategy.megatron.transformerConfigOverrides.num_layers_in_first_pipeline_stage",
+        "strategy.megatron.transformerConfigOverrides.num_layers_in_last_pipeline_stage",
+        "strategy.megatron.transformerConfigOverrides.batch_p2p_comm",
+        "strategy.megatron.transformerConfigOverrides.deallocate_pipeline_outputs",
         # Processes share a step out; where the batch is left open, the step that follows from them counts.
         "compute.nodes",
         "compute.gpusPerNode",

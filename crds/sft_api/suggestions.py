@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .megatron import model_problem
+from .megatron import even_enough, model_problem
 from .memory_plan import WARNED_SHARE, memory_of
 from .model_shape import ModelShape
 from .plan import make_plan
@@ -74,6 +74,8 @@ def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
     here = spec.compute.effective_processes_per_node
     shapes = list(product(_divisors(here), _divisors(shape.experts or 1)))
     for pipeline in _divisors(spec.compute.nodes * here):
+        uneven = even_enough(shape.layers, pipeline)
+        ends = {"transformerConfigOverrides": uneven} if uneven else {}
         # To share matrices within a node costs less than to compute all twice.
         for hows in (_LITTLE, (_ALL,)):
             for (tensor, expert), how in product(shapes, hows):
@@ -82,7 +84,7 @@ def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
                     "pipelineParallelDegree": pipeline,
                     "expertParallelDegree": expert,
                 }
-                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1}}, how
+                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1} | ends}, how
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from sft_api.failures import ExitCode
+from sft_api.megatron import given_in_words, stages_in_words
 from sft_api.memory_plan import judge
 from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
@@ -153,15 +154,15 @@ def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 
 
 def _megatron(megatron: MegatronSpec, plan: Plan) -> list[Decision]:
-    tensor, pipeline, expert = plan.tensor_parallel, plan.pipeline_parallel, plan.expert_parallel
-    tokens = ", and tokens between them" if megatron.shares_tokens else ""
+    tensor, expert = plan.tensor_parallel, plan.expert_parallel
+    shared = f"{counted(tensor, 'process')}{', and tokens between them' if megatron.shares_tokens else ''}"
     degrees = [
-        ("matrices shared by", tensor, f"{counted(tensor, 'process')}{tokens}", "tensorParallelDegree"),
-        ("stages", pipeline, f"{pipeline}, of other layers each", "pipelineParallelDegree"),
+        ("matrices shared by", tensor, shared, "tensorParallelDegree"),
+        ("stages", plan.pipeline_parallel, stages_in_words(megatron), "pipelineParallelDegree"),
         ("experts spread over", expert, counted(expert, "process"), "expertParallelDegree"),
     ]
     return [
-        Decision("strategy", "Megatron-Core", Origin.GIVEN, "strategy.megatron: docs/megatron.md"),
+        Decision("strategy", "Megatron-Core", Origin.GIVEN, given_in_words(megatron)),
         *(
             Decision(subject, value, Origin.GIVEN, f"strategy.megatron.{field}")
             for subject, degree, value, field in degrees
@@ -169,7 +170,7 @@ def _megatron(megatron: MegatronSpec, plan: Plan) -> list[Decision]:
         ),
         Decision(
             "copies of the model",
-            f"{plan.data_parallel}, each over {counted(tensor * pipeline, 'process')}",
+            f"{plan.data_parallel}, each over {counted(megatron.with_the_same_data, 'process')}",
             Origin.COMPUTED,
             "the processes that are left; what updates a copy is shared out to all of them",
         ),
@@ -195,8 +196,7 @@ _PARTS = {
 
 
 def _memory(plan: Plan) -> list[Decision]:
-    memory = plan.memory
-    if memory is None:
+    if (memory := plan.memory) is None:
         return []
     if memory.total is None:
         return [Decision("memory of a GPU", "unknown", Origin.COMPUTED, memory.unknown)]

@@ -132,8 +132,8 @@ _NAMES_HERE = {
 """What is called so in many places: it means the field of the same object, where that has it, and none elsewhere."""
 
 
-_OF_THE_MODEL = "configOverrides"
-"""Whose fields are few of those that people know by their names from config.json."""
+_OVERRIDES = frozenset({"configOverrides", "transformerConfigOverrides"})
+"""Whose fields are few of those that people know by their names from config.json, and from Megatron-Core."""
 
 
 def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
@@ -154,7 +154,7 @@ def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
         return ""
     paths = field_paths(root["properties"]["spec"], "spec")
     elsewhere = [path for path in paths if name and bare(path.rpartition(".")[2]) == name]
-    if not elsewhere and _OF_THE_MODEL in parents:
+    if not elsewhere and not _OVERRIDES.isdisjoint(parents):
         return f"; allowed are {', '.join(beside)}"
     return _did_you_mean(*elsewhere) if len(elsewhere) <= 2 else ""
 

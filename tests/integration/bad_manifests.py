@@ -326,6 +326,17 @@ RULES = [
         "tokens",
     ),
     Bad(
+        "what is said of stages where there is one",
+        "spec.strategy.megatron",
+        {
+            "strategy": "{megatron: {transformerConfigOverrides: {moe_router_dtype: fp32, batch_p2p_comm: false}}}",
+            "compute": "{gpusPerNode: 2}",
+        },
+        "strategy.megatron.transformerConfigOverrides: num_layers_in_first_pipeline_stage, "
+        "num_layers_in_last_pipeline_stage, batch_p2p_comm, deallocate_pipeline_outputs are about stages, and need "
+        "pipelineParallelDegree, more than 1",
+    ),
+    Bad(
         "experts and matrices spread, and whole tokens",
         "spec.strategy.megatron",
         {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from sft_api.checkpoints import RunState
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
@@ -49,6 +50,8 @@ class Case:
     precision: str = "fp32"
     fsdp: bool = False
     """The other strategy, over all processes."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """``transformerConfigOverrides``."""
 
     @property
     def name(self) -> str:
@@ -56,7 +59,7 @@ class Case:
         degrees = {"tp": self.tensor, "pp": self.pipeline, "ep": self.expert}
         words = [f"{word}{degree}" for word, degree in degrees.items() if degree > 1]
         words += [self.precision] * (self.precision != "fp32")
-        words += ["fsdp"] * self.fsdp
+        words += ["fsdp"] * self.fsdp + [f"{name}={value}" for name, value in self.overrides.items()]
         words += ["sp"] * self.tokens_too + [self.activations] * (self.activations != "none")
         return "-".join([self.model, *words])
 
@@ -68,7 +71,13 @@ class Case:
             "pipelineParallelDegree": self.pipeline,
             "expertParallelDegree": self.expert,
             "sequenceParallel": self.tokens_too,
+            "transformerConfigOverrides": {**self.overrides},
         }
+
+    @property
+    def megatron(self) -> MegatronSpec:
+        """``strategy.megatron``."""
+        return MegatronSpec.model_validate(self.degrees)
 
     def topology(self, config: TrainerConfig) -> Topology:
         """Of this process in its group: what is not in the shape is data parallel."""
@@ -76,6 +85,7 @@ class Case:
         return Topology.planned(config.plan, Ranks(rank, rank, world, world, "", 0, ""))
 
 
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 OF_TWO = (
     Case("qwen3", tensor=2),
     Case("qwen3", tensor=2, tokens_too=True),
@@ -88,10 +98,16 @@ OF_TWO = (
     Case("qwen3_moe", expert=2),
     Case("qwen3_moe_raw", tensor=2, expert=2, tokens_too=True),
     Case("qwen3_moe", pipeline=2),
+    Case(
+        "qwen3_window",
+        pipeline=2,
+        overrides={LAST: 1, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False},
+    ),
+    Case("qwen3_moe_raw", pipeline=2, overrides={FIRST: 1, "moe_router_dtype": "fp64"}),
 )
 OF_FOUR = (
     Case("qwen3", tensor=2, pipeline=2, tokens_too=True),
-    Case("qwen3_tied", tensor=2, pipeline=2),
+    Case("qwen3_tied", tensor=2, pipeline=2, overrides={FIRST: 3, LAST: 1}),
     Case("llama", tensor=2),
     Case("qwen3_moe", pipeline=2, expert=2),
     Case("qwen3_moe", tensor=2, pipeline=2, tokens_too=True),
@@ -103,6 +119,7 @@ TRAINED = (
     Case("qwen3_tied"),
     Case("qwen3_moe", expert=2),
     Case("qwen3_moe", pipeline=2),
+    Case("qwen3_tied", pipeline=2, overrides={FIRST: 3}),
     Case("qwen3_tied", tensor=2, tokens_too=True, precision="bf16"),
 )
 """By two processes, beside FSDP in fp32."""
@@ -240,7 +257,7 @@ def against_huggingface(models: Path, case: Case) -> dict[str, float]:
         module.linear_cross_entropy = plain
     norm = float(strategy.grad_norm())
     gradients = {name: rows.grad for name, rows in updated(strategy.held) if rows.grad is not None}
-    sizes = Sizes.of(AutoConfig.from_pretrained(models / case.model))
+    sizes = Sizes.of(AutoConfig.from_pretrained(models / case.model), case.megatron)
     parts = stage_boxes(gradients, "gradient", sizes, topology, Writers(topology))
     wanted_norm = float(torch.stack([g.square().sum() for g in wanted.gradients.values()]).sum().sqrt())
     sums = strategy.forward_sums(share(bins, topology))
@@ -394,11 +411,12 @@ def compared(models: Path, cases: Sequence[Case]) -> dict[str, dict[str, float]]
 def trained(models: Path, folder: Path) -> dict[str, Any]:
     """By two processes: curves beside those of FSDP, and what checkpoints change."""
     shim.install()
-    dense, experts, bf16 = TRAINED[:3], TRAINED[3:5], TRAINED[5]
+    dense, experts, uneven, bf16 = TRAINED[:3], TRAINED[3:5], TRAINED[5], TRAINED[6]
+    fsdp = Case("qwen3_tied", fsdp=True)
     return {
         "steps": beside_fsdp(models, TRAINED, 20),
         "reshard_mismatch": resharded(
-            models, folder / "dense", [*dense[:2], Case("qwen3_tied", fsdp=True), dense[2], bf16, dense[0]]
+            models, folder / "dense", [*dense[:2], uneven, fsdp, uneven, dense[2], bf16, dense[0]]
         )
         + resharded(models, folder / "experts", [*experts, Case("qwen3_moe", fsdp=True), experts[0]]),
         "resume_mismatch": sum(resumed(models, folder / case.name, case) for case in TRAINED),

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from sft_api.known_models import known_configs
+from sft_api.v1alpha1.megatron import MegatronSpec
+from sft_api.v1alpha1.transformer_config import TransformerConfigOverrides
 from sft_trainer import loss
 from sft_trainer.models.attention import Boundaries, boundary_arguments, register
 from sft_trainer.models.causal_lm import CausalLM
@@ -90,14 +92,16 @@ def _pretend(processes: int, tensor: int) -> Topology:
     )
 
 
-def layers(cases: list[tuple[str, int, bool, str, str]]) -> list[tuple[float, float]]:
+def layers(cases: list[tuple[str, int, bool, str, dict[str, Any], str]]) -> list[tuple[float, float]]:
     """Bytes for each token that a layer keeps, and the most besides, by ``kind``, degree of tensor parallelism, whether
-    tokens are shared between matrices, precision, and what is forgotten."""
+    tokens are shared between matrices, precision, ``transformerConfigOverrides``, and what is forgotten."""
     shim.install()
     return [_layer(*case) for case in cases]
 
 
-def _layer(kind: str, tensor: int, shares: bool, precision: str, how: Any) -> tuple[float, float]:
+def _layer(
+    kind: str, tensor: int, shares: bool, precision: str, overrides: dict[str, Any], how: Any
+) -> tuple[float, float]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from transformers import AutoConfig
@@ -118,7 +122,12 @@ def _layer(kind: str, tensor: int, shares: bool, precision: str, how: Any) -> tu
         tensor, expert_tensor_parallel_size=1 if sizes.experts else None, create_gloo_process_groups=False
     )
     initialize_rng_tracker(inference_rng_tracker=True)
-    config = module.transformer_config(AutoConfig.for_model(**given), sizes, topology, dtype, sequence_parallel=shares)
+    spec = MegatronSpec(
+        tensor_parallel_degree=tensor,
+        sequence_parallel=shares,
+        transformer_config_overrides=TransformerConfigOverrides(**overrides),
+    )
+    config = module.transformer_config(AutoConfig.for_model(**given), sizes, topology, dtype, spec)
     live = LiveBytes()
     if sizes.experts:
         return _watched(Stage(config, sizes, topology, [None, None], how), tensor, shares, dtype, sizes, live)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sft_api.checkpoints import Manifest, RunState
+from sft_api.megatron import ends_of
 from sft_api.memory import offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
@@ -141,6 +142,8 @@ def environment_facts(
 def _in_words(megatron: MegatronSpec) -> str:
     degrees = (megatron.tensor_parallel_degree, megatron.pipeline_parallel_degree, megatron.expert_parallel_degree)
     words = [f"{name}{degree}" for name, degree in zip(("TP", "PP", "EP"), degrees, strict=True)]
+    # Norms are added up stage by stage.
+    words += [f"{which}{layers}" for which, layers in zip(("first", "last"), ends_of(megatron), strict=True) if layers]
     return " ".join(["megatron", *words, *(["SP"] if megatron.shares_tokens else [])])
 
 

@@ -1,10 +1,11 @@
 """``spec.strategy.megatron``, and the rules that it has with other parts of the spec."""
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from .base import ApiModel, Rule
+from .transformer_config import OF_STAGES, TransformerConfigOverrides
 
 if TYPE_CHECKING:
     from .job import SFTJobSpec
@@ -23,7 +24,8 @@ class MegatronSpec(ApiModel):
     pipeline_parallel_degree: Degree = Field(
         default=1,
         description="Stages of consecutive layers, each of other processes, through which micro-batches go one after "
-        "another (1F1B). Must divide the model's layers. Experimental.",
+        "another (1F1B). Must divide the model's layers, where transformerConfigOverrides does not share them out. "
+        "Experimental.",
     )
     expert_parallel_degree: Degree = Field(
         default=1,
@@ -34,6 +36,11 @@ class MegatronSpec(ApiModel):
         default=None,
         description="Whether the processes that share matrices share tokens between them: less memory of activations. "
         "true when absent and tensorParallelDegree is more than 1.",
+    )
+    transformer_config_overrides: TransformerConfigOverrides | None = Field(
+        default=None,
+        description="Fields of Megatron-Core's TransformerConfig, by its names, that are others in this job: those "
+        "that are listed here and no others.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -49,12 +56,24 @@ class MegatronSpec(ApiModel):
             "strategy.megatron.expertParallelDegree with tensorParallelDegree needs sequenceParallel: leave it out",
             lambda self: self.expert_parallel_degree == 1 or self.shares_tokens or self.tensor_parallel_degree == 1,
         ),
+        Rule(
+            "self.pipelineParallelDegree > 1 || !has(self.transformerConfigOverrides) || "
+            f"({' && '.join(f'!has(self.transformerConfigOverrides.{name})' for name in OF_STAGES)})",
+            f"strategy.megatron.transformerConfigOverrides: {', '.join(OF_STAGES)} are about stages, and need "
+            "pipelineParallelDegree, more than 1",
+            lambda self: self.pipeline_parallel_degree > 1 or self.overrides.keys().isdisjoint(OF_STAGES),
+        ),
     )
 
     @property
     def shares_tokens(self) -> bool:
         """``sequence_parallel``, or what it is when absent."""
         return self.tensor_parallel_degree > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """What ``transformer_config_overrides`` sets, by name."""
+        return self.transformer_config_overrides.given if self.transformer_config_overrides else {}
 
     @property
     def with_the_same_data(self) -> int:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.checkpoint import ranks
 from tests.megatron import shim
 from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
-from tests.megatron.cases import Case, beside_fsdp, compared, resharded, resumed, skipped
+from tests.megatron.cases import FIRST, Case, beside_fsdp, built, compared, resharded, resumed, skipped, step
 from tests.megatron.models import save_models
 
 SECONDS = 500
 """That processes are waited for, on ten times too few processors as well."""
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
+UNEVEN = Case("qwen3_tied", pipeline=2, overrides={FIRST: 3})
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None:
     """Over parts of matrices, over stages and over experts: loss, logits, gradients, norm and an evaluation."""
-    cases = (Case("qwen3", tensor=2), SPLIT, STAGES, Case("qwen3_moe", expert=2))
+    cases = (Case("qwen3", tensor=2), SPLIT, STAGES, UNEVEN, Case("qwen3_moe", expert=2))
     for figures in ranks.run(2, tmp_path, compared, models, cases, seconds=SECONDS):
         assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
 
@@ -37,7 +41,9 @@ def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float],
     return (
         beside_fsdp(models, [SPLIT, Case("qwen3_tied")], 4),
         resharded(
-            models, folder / "resharded", [SPLIT, STAGES, Case("qwen3_tied", fsdp=True), Case("qwen3_tied"), SPLIT]
+            models,
+            folder / "resharded",
+            [SPLIT, STAGES, UNEVEN, Case("qwen3_tied", fsdp=True), UNEVEN, Case("qwen3_tied"), SPLIT],
         ),
         resumed(models, folder / "resumed", STAGES),
         skipped(models, Case("qwen3_moe", expert=2)),
@@ -48,3 +54,36 @@ def test_steps_are_those_of_fsdp_and_checkpoints_go_both_ways(models: Path, tmp_
     for errors, *mismatches in ranks.run(2, tmp_path, steps_and_checkpoints, models, tmp_path, seconds=SECONDS):
         assert max(errors.values()) <= STEPS_LIMIT
         assert mismatches == [0, 0, 0]
+
+
+def routed_in(models: Path, overrides: dict[str, str]) -> tuple[torch.dtype, torch.dtype, float]:
+    """In which precision a router of a model in bf16 gives logits, the model goes on, and the loss of a step."""
+    shim.install()
+    strategy, topology = built(models, Case("qwen3_moe", precision="bf16", overrides=overrides))
+    seen: list[torch.dtype] = []
+    layer = strategy.model.layers["0"]
+    layer.mlp.router.gating = _watched(layer.mlp.router.gating, seen)
+    strategy.model.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    loss, _ = step(strategy, topology, 0)
+    return seen[0], seen[1], loss
+
+
+def _watched(gating: Callable[[torch.Tensor], torch.Tensor], seen: list[torch.dtype]) -> Any:
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        logits = gating(hidden)
+        seen.append(logits.dtype)
+        return logits
+
+    return watched
+
+
+def test_routers_choose_in_the_precision_that_is_asked_for(models: Path, tmp_path: Path) -> None:
+    found = [
+        ranks.run(1, tmp_path, routed_in, models, overrides, seconds=SECONDS)[0]
+        for overrides in ({}, {"moe_router_dtype": "fp32"}, {"moe_router_dtype": "fp64"})
+    ]
+
+    assert [logits for logits, _, _ in found] == [torch.bfloat16, torch.float32, torch.float64]
+    assert {hidden for _, hidden, _ in found} == {torch.bfloat16}
+    assert all(loss == pytest.approx(found[0][2], rel=0.05) for _, _, loss in found)
+    assert found[0][2] != found[1][2]

@@ -15,13 +15,21 @@ from sft_api.model_shape import ModelShape
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJobSpec
+from sft_api.v1alpha1.megatron import megatron_of
 from tests.unit.cli.jobs import job
 
 LLAMA, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-0.5B"
 
 
+_OTHERS = ("sequenceParallel", "transformerConfigOverrides")
+
+
+def overrides(**given: Any) -> dict[str, Any]:
+    return {"transformerConfigOverrides": given}
+
+
 def spec(model: str = LLAMA, nodes: int = 1, length: int = 8192, gpu: str = "80Gi", **parts: Any) -> SFTJobSpec:
-    degrees = {name: parts.pop(name) for name in [*parts] if name.endswith("Degree") or name == "sequenceParallel"}
+    degrees = {name: parts.pop(name) for name in [*parts] if name.endswith("Degree") or name in _OTHERS}
     return job(
         model={"uri": f"hf://{model}"},
         compute={"nodes": nodes, "gpusPerNode": 8, "gpuMemory": gpu},
@@ -55,19 +63,22 @@ def verdict(asked: SFTJobSpec) -> Fit:
         (SMALL, {"pipelineParallelDegree": 8}),
         (EXPERTS, {"expertParallelDegree": 8}),
         (EXPERTS, {"tensorParallelDegree": 4, "pipelineParallelDegree": 2, "expertParallelDegree": 4}),
+        (SMALL, {"pipelineParallelDegree": 4, **overrides(num_layers_in_first_pipeline_stage=3)}),
+        (LLAMA, {"pipelineParallelDegree": 4, **overrides(num_layers_in_last_pipeline_stage=5)}),
     ],
 )
-def test_a_stage_holds_as_many_parameters_as_are_built(model: str, degrees: dict[str, int]) -> None:
+def test_a_stage_holds_as_many_parameters_as_are_built(model: str, degrees: dict[str, Any]) -> None:
     from math import prod
     from types import SimpleNamespace
 
     from sft_trainer.strategies.megatron.layout import Sizes, parameter_shapes
     from sft_trainer.topology import Topology
 
-    plan = make_plan(spec(model, **degrees))
+    asked = spec(model, **degrees)
+    plan = make_plan(asked)
     config = {"tie_word_embeddings": False, **known_configs()[model]}
-    sizes = Sizes.of(SimpleNamespace(**config))
-    for stage in (0, plan.pipeline_parallel - 1):
+    sizes = Sizes.of(SimpleNamespace(**config), megatron_of(asked))
+    for stage in range(plan.pipeline_parallel):
         built = parameter_shapes(
             sizes,
             Topology(
@@ -81,7 +92,7 @@ def test_a_stage_holds_as_many_parameters_as_are_built(model: str, degrees: dict
             ),
         )
 
-        held = held_by(shape(model), plan, stage)
+        held = held_by(shape(model), asked, plan, stage)
 
         experts = [prod(size) for name, size in built.items() if ".experts." in name]
         assert held.experts == sum(experts)

@@ -123,6 +123,10 @@ SENTENCES = {
     "unknown field spec.model.configOverrides.rope_parameters.mscale; allowed are rope_type, factor, "
     "original_max_position_embeddings, rope_theta, attention_factor, beta_fast, beta_slow, truncate, "
     "low_freq_factor, high_freq_factor",
+    "strategy: {megatron: {transformerConfigOverrides: {tp_comm_overlap: true}}}": "unknown field "
+    "spec.strategy.megatron.transformerConfigOverrides.tp_comm_overlap; allowed are "
+    "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, batch_p2p_comm, "
+    "deallocate_pipeline_outputs, moe_router_dtype",
     "model: {uri: hf://org/name, '': 1}": 'unknown field spec.model.""',
     "model: {uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: linear, beta_fast: 2}}}": ""
     "spec.model.configOverrides.rope_parameters: rope_type linear needs factor, may have rope_theta, and takes nothing "

@@ -188,6 +188,18 @@ def test_how_megatron_spreads_a_model_is_shown() -> None:
     assert "strategy" not in decisions()
 
 
+def test_what_megatron_is_told_in_its_own_words_is_shown() -> None:
+    overrides = {"num_layers_in_last_pipeline_stage": 3, "deallocate_pipeline_outputs": False}
+    degrees = {"pipelineParallelDegree": 2, "transformerConfigOverrides": overrides}
+    shown = decisions(strategy={"megatron": degrees}, compute={"nodes": 2, "gpusPerNode": 8})
+
+    assert shown["stages"].value == "2, of other layers each, 3 in the last"
+    assert shown["strategy"].why == (
+        "strategy.megatron: docs/megatron.md; transformerConfigOverrides: num_layers_in_last_pipeline_stage: 3, "
+        "deallocate_pipeline_outputs: false"
+    )
+
+
 def test_validate_refuses_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     asked = {"strategy": {"fsdp": {"sequenceParallelDegree": 4}}, "compute": {"gpusPerNode": 4}}

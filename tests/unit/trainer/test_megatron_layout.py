@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from sft_api.v1alpha1.megatron import MegatronSpec
+from sft_api.v1alpha1.transformer_config import TransformerConfigOverrides
 from sft_trainer.boxes import WEIGHT, Writers
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
@@ -18,6 +19,7 @@ from sft_trainer.strategies.megatron.layout import (
     Sizes,
     check,
     check_model,
+    own_layers,
     parameter_shapes,
     pieces,
     rows_of,
@@ -63,6 +65,11 @@ def spread(topology: Topology) -> MegatronSpec:
     )
 
 
+def uneven(stages: int, *, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+    ends = TransformerConfigOverrides(num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last)
+    return {"pipeline_parallel_degree": stages, "transformer_config_overrides": ends}
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> CausalLM:
     made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
@@ -72,17 +79,48 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[int, int, int, int]) -> None:
     """Filled from the whole model and saved by those who write, it is the same to the last bit, nothing twice."""
-    whole = {box.name: box.read() for box in whole_boxes(model)}
     huggingface: Any = model.huggingface
     sizes = Sizes.of(huggingface.config)
     if shape[3] > 1 and not sizes.experts:
         with pytest.raises(ConfigError, match="no experts"):
             check(sizes, spread(topologies(*shape)[0]))
         return
-    saved = {name: torch.full_like(value, torch.nan) for name, value in whole.items()}
-    times = {name: torch.zeros_like(value) for name, value in whole.items()}
     for topology in topologies(*shape):
         check(sizes, spread(topology))
+    assert_whole(model, sizes, topologies(*shape))
+
+
+@pytest.mark.parametrize(
+    ("spread", "layers"),
+    [
+        (uneven(2, first=3), [3, 1]),
+        (uneven(2, last=3), [1, 3]),
+        (uneven(2, first=1, last=3), [1, 3]),
+        (uneven(3, last=2), [1, 1, 2]),
+        (uneven(3, first=1, last=1), [1, 2, 1]),
+    ],
+)
+def test_so_does_one_whose_stages_have_other_numbers_of_layers(
+    model: CausalLM, spread: dict[str, Any], layers: list[int]
+) -> None:
+    huggingface: Any = model.huggingface
+    megatron = MegatronSpec(**spread, tensor_parallel_degree=2)
+    sizes = Sizes.of(huggingface.config, megatron)
+    places = topologies(2, len(layers), 1, 1)
+
+    check(sizes, megatron)
+
+    assert [len(own_layers(sizes, topology)) for topology in places[::2]] == layers
+    assert [number for topology in places[::2] for number in own_layers(sizes, topology)] == [*range(4)]
+    assert_whole(model, sizes, places)
+
+
+def assert_whole(model: CausalLM, sizes: Sizes, places: list[Topology]) -> None:
+    """Of the processes in ``places``."""
+    whole = {box.name: box.read() for box in whole_boxes(model)}
+    saved = {name: torch.full_like(value, torch.nan) for name, value in whole.items()}
+    times = {name: torch.zeros_like(value) for name, value in whole.items()}
+    for topology in places:
         stage = {
             name: torch.zeros((rows_of(name, size[0], topology)[1], *size[1:]))
             for name, size in parameter_shapes(sizes, topology).items()
@@ -121,10 +159,11 @@ def test_nothing_of_a_parameter_is_left_out_but_rows_of_no_token(
     [
         ({"tensor_parallel_degree": 8}, "4 heads of keys and values, which it does not divide: set it to 1, 2 or 4$"),
         ({"tensor_parallel_degree": 3}, "8 attention heads"),
-        ({"pipeline_parallel_degree": 3}, "4 layers, which it does not divide: set it to 1, 2 or 4$"),
+        ({"pipeline_parallel_degree": 3}, "4 layers, which it does not divide: set it to 1, 2 or 4, or strategy"),
+        (uneven(2, first=3, last=2), "together 5, but the model has 4 layers: leave it out"),
     ],
 )
-def test_what_does_not_divide_is_named(degrees: dict[str, int], words: str) -> None:
+def test_what_does_not_divide_is_named(degrees: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check(Sizes.of(CONFIGS["llama"]), MegatronSpec(**degrees))
 

@@ -14,6 +14,8 @@ from sft_trainer.state import Facts, changed_fields
 from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve
 
+UNEVEN = {"pipelineParallelDegree": 2, "transformerConfigOverrides": {"num_layers_in_last_pipeline_stage": 3}}
+
 
 def environment(folder: Path, topology: Topology = ALONE, **sections: Any) -> dict[str, str | int]:
     prepared = SimpleNamespace(train=(), base_digest="", companions={})
@@ -45,6 +47,7 @@ def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
         ({"training": {"compile": True}}, "compiled: None -> 'yes'"),
         ({"strategy": {"fsdp": {"cpuOffload": True}}}, "cpuOffload: None -> 'yes'"),
         ({"strategy": {"megatron": {}}}, "strategy: None -> 'megatron TP1 PP1 EP1'"),
+        ({"strategy": {"megatron": UNEVEN}, "processes": 2}, "strategy: None -> 'megatron TP1 PP2 EP1 last3'"),
     ],
 )
 def test_a_resume_that_computes_in_another_way_says_that_its_last_bits_differ(

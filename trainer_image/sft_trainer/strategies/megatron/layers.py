@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.functional import grouped_mm, linear, rms_norm, silu
 
+from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.models.attention import document_attention
 from sft_trainer.topology import Topology
 
@@ -84,12 +85,16 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return heads * cos + torch.cat((-other, one), dim=-1) * sin
 
 
+_ROUTED = {"fp32": torch.float32, "fp64": torch.float64}
+
+
 class Router(TopKRouter):  # type: ignore[misc]
     """The stock one of 0.16.1 calls TransformerEngine for its product, installed or not."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits of ``input`` (tokens, width) for every expert."""
-        return linear(input, self.weight)
+        dtype = _ROUTED.get(self.config.moe_router_dtype, input.dtype)
+        return linear(input.to(dtype), self.weight.to(dtype))
 
 
 class Experts(torch.nn.Module):
@@ -112,11 +117,11 @@ class Experts(torch.nn.Module):
 
 
 def transformer_config(
-    huggingface: Any, sizes: Sizes, topology: Topology, dtype: torch.dtype, *, sequence_parallel: bool
+    huggingface: Any, sizes: Sizes, topology: Topology, dtype: torch.dtype, megatron: MegatronSpec
 ) -> TransformerConfig:
     """Megatron's, of a model that is ``huggingface`` in the words of transformers."""
     family = FAMILIES[sizes.kind]
-    return TransformerConfig(
+    given: dict[str, Any] = dict(
         num_layers=sizes.layers,
         hidden_size=sizes.width,
         ffn_hidden_size=sizes.inner,
@@ -145,7 +150,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=megatron.shares_tokens,
         # Bins have different lengths; which it refuses of dense models too with the dispatcher it has by default.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # noqa: S106 - no secret
@@ -155,6 +160,7 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **(_of_experts(huggingface, sizes, topology) if family.experts else {}),
     )
+    return TransformerConfig(**given | megatron.overrides)
 
 
 def _of_experts(huggingface: Any, sizes: Sizes, topology: Topology) -> dict[str, Any]:
@@ -164,8 +170,6 @@ def _of_experts(huggingface: Any, sizes: Sizes, topology: Topology) -> dict[str,
         "moe_ffn_hidden_size": sizes.inner,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not huggingface.norm_topk_prob,
-        # Given a dtype, the router of 0.16.1 calls TransformerEngine.
-        "moe_router_dtype": None,
         "expert_tensor_parallel_size": 1,
         "expert_model_parallel_size": topology.expert,
     }

@@ -1,7 +1,7 @@
 """Which part of which canonical tensor the parameters of a pipeline stage hold: pure, without Megatron-Core.
 
-A stage has ``embedding.weight``, ``layers.<number>.…``, ``norm.weight`` and ``head``: the first those at the beginning,
-the last those at the end, a tied head on the last stage being a copy of the embedding.
+A stage has ``embedding.weight``, ``layers.<number in the model>.…``, ``norm.weight`` and ``head``: the first those at
+the beginning, the last those at the end, a tied head on the last stage being a copy of the embedding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sft_api.megatron import MODELS, spread_problem, unknown_model
+from sft_api.megatron import MODELS, ends_of, layers_of_stages, spread_problem, unknown_model
 from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.boxes import Box, Rectangle, Writers
 from sft_trainer.errors import ConfigError
@@ -33,7 +33,7 @@ _SHARD = frozenset({"shard"})
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a decoder, as the config of transformers names them."""
+    """Of a decoder, as the config of transformers names them, and of its stages."""
 
     kind: str
     layers: int
@@ -47,9 +47,11 @@ class Sizes:
     vocabulary: int
     tied: bool
     experts: int = 0
+    ends: tuple[int | None, int | None] = (None, None)
+    """Layers of the first and of the last of several stages; None: as many as the others have."""
 
     @classmethod
-    def of(cls, config: Any) -> "Sizes":
+    def of(cls, config: Any, megatron: MegatronSpec | None = None) -> "Sizes":
         """Raises ``ConfigError`` for an architecture without rules."""
         if config.model_type not in FAMILIES:
             raise ConfigError(unknown_model(repr(config.model_type)))
@@ -65,6 +67,7 @@ class Sizes:
             vocabulary=config.vocab_size,
             tied=config.tie_word_embeddings,
             experts=config.num_experts if experts else 0,
+            ends=ends_of(megatron) if megatron else (None, None),
         )
 
 
@@ -149,6 +152,13 @@ def padded_rows(sizes: Sizes, topology: Topology) -> int:
     return -(-sizes.vocabulary // topology.tensor)
 
 
+def own_layers(sizes: Sizes, topology: Topology) -> range:
+    """Numbers in the model of the layers of this process."""
+    each, stage = layers_of_stages(sizes.layers, topology.pipeline, *sizes.ends), topology.place("pipeline")
+    first = sum(each[:stage])
+    return range(first, first + each[stage])
+
+
 def parameter_shapes(sizes: Sizes, topology: Topology) -> dict[str, tuple[int, ...]]:
     """Name and shape of all parameters of the stage of this process."""
     family, tensor = FAMILIES[sizes.kind], topology.tensor
@@ -175,7 +185,7 @@ def parameter_shapes(sizes: Sizes, topology: Topology) -> dict[str, tuple[int, .
     else:
         layer["mlp.linear_fc1.weight"] = (2 * sizes.inner // tensor, sizes.width)
         layer["mlp.linear_fc2.weight"] = (sizes.width, sizes.inner // tensor)
-    for number in range(sizes.layers // stages):
+    for number in own_layers(sizes, topology):
         shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
     if stage == stages - 1:
         shapes["norm.weight"] = (sizes.width,)
@@ -192,8 +202,7 @@ def pieces(name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
         yield _whole("model.norm.weight", (sizes.width,))
     else:
         _, number, rest = name.split(".", 2)
-        first = topology.place("pipeline") * (sizes.layers // topology.pipeline)
-        yield from _layer(f"model.layers.{first + int(number)}.", rest, sizes, topology)
+        yield from _layer(f"model.layers.{number}.", rest, sizes, topology)
 
 
 def is_split_over_shard(name: str) -> bool:

@@ -17,7 +17,7 @@ from sft_trainer.models.activations import forgetting
 from sft_trainer.topology import Topology
 
 from .layers import Documents, Norm, layer_spec
-from .layout import Sizes, padded_rows
+from .layout import Sizes, own_layers, padded_rows
 
 
 class Stage(torch.nn.Module):
@@ -37,7 +37,7 @@ class Stage(torch.nn.Module):
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = sizes.tied
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        stage, here = topology.place("pipeline"), sizes.layers // topology.pipeline
+        stage, here = topology.place("pipeline"), own_layers(sizes, topology)
         self._begins, self._ends = stage == 0, stage == topology.pipeline - 1
         if self._begins:
             self.embedding = VocabParallelEmbedding(
@@ -48,14 +48,18 @@ class Stage(torch.nn.Module):
                 config=config,
                 tp_group=groups.tp,
             )
-        self.layers = torch.nn.ModuleList(
-            build_module(layer_spec(config), config=config, layer_number=number + 1, pg_collection=groups)
-            for number in range(here)
+        self.layers = torch.nn.ModuleDict(
+            {
+                str(number): build_module(
+                    layer_spec(config), config=config, layer_number=place + 1, pg_collection=groups
+                )
+                for place, number in enumerate(here)
+            }
         )
-        for number, layer in enumerate(self.layers):
+        for number, layer in self.layers.items():
             attention: Any = layer.get_submodule("self_attention.core_attention")
-            attention.window = windows[stage * here + number]
-        self._forwards = [forgetting(layer, activations) for layer in self.layers]
+            attention.window = windows[int(number)]
+        self._forwards = [forgetting(layer, activations) for layer in self.layers.values()]
         if self._ends:
             self.norm = Norm(config, sizes.width, config.layernorm_epsilon)
             if not (self._begins and sizes.tied):

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1.megatron import megatron_of
+from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_trainer.boxes import WEIGHT, Box, Writers
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import evaluation_sums, linear_cross_entropy
@@ -62,14 +62,14 @@ class MegatronStrategy:
         if gpu_memory is not None:
             estimate = partial(estimate_blueprint, config, blueprint)
             check_fits(config, blueprint, gpu_memory, device, estimate, tells=topology.tells)
-        self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config), topology, device
+        self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config, megatron), topology, device
         self._sequence_parallel = megatron.shares_tokens
         self._form_groups()
         self._dtype = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
         # transformers' own module rotates as the model says, whatever scaling it has.
         self._rotary = huggingface.base_model.rotary_emb.to_empty(device=device)
         initialize_buffers(blueprint)
-        self.model = self._build(huggingface.config, config.spec.training.activation_checkpointing)
+        self.model = self._build(huggingface.config, megatron, config.spec.training.activation_checkpointing)
         self.held = [
             Held(name, parameter, topology, self._sizes, parallel_state.get_data_parallel_group())
             for name, parameter in self.model.named_parameters()
@@ -167,12 +167,12 @@ class MegatronStrategy:
         group = parallel_state.get_tensor_model_parallel_group()
         self._rows = GroupRows(first, most, group) if self._topology.tensor > 1 else None
 
-    def _build(self, huggingface: Any, activations: Literal["none", "selective", "full"]) -> Stage:
-        megatron = transformer_config(
-            huggingface, self._sizes, self._topology, self._dtype, sequence_parallel=self._sequence_parallel
-        )
+    def _build(
+        self, huggingface: Any, megatron: MegatronSpec, activations: Literal["none", "selective", "full"]
+    ) -> Stage:
+        config = transformer_config(huggingface, self._sizes, self._topology, self._dtype, megatron)
         with torch.device("meta"):
-            stage = Stage(megatron, self._sizes, self._topology, windows(huggingface), activations)
+            stage = Stage(config, self._sizes, self._topology, windows(huggingface), activations)
         stage.to_empty(device=self._device)
         for parameter in stage.parameters():
             # Rows of no token are in no box: nothing else fills them.

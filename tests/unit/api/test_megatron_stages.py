@@ -1,0 +1,163 @@
+"""Stages that do not all have as many layers, and the rest of ``transformerConfigOverrides``: plan, memory, numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sft_api.megatron import even_enough, given_in_words, layers_of, layers_of_stages, model_problem, stages_in_words
+from sft_api.numbers import Numbers
+from sft_api.suggestions import suggestions
+from sft_api.v1alpha1.megatron import MegatronSpec
+from tests.unit.api.test_megatron_memory import EXPERTS, LLAMA, estimated, overrides, shape, spec
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+def megatron(stages: int = 1, **overrides: Any) -> MegatronSpec:
+    return MegatronSpec.model_validate({"pipelineParallelDegree": stages, "transformerConfigOverrides": overrides})
+
+
+@pytest.mark.parametrize(
+    ("stages", "ends", "each"),
+    [
+        (1, {}, [12]),
+        (4, {}, [3, 3, 3, 3]),
+        (2, {FIRST: 7}, [7, 5]),
+        (2, {LAST: 3}, [9, 3]),
+        (4, {FIRST: 3, LAST: 1}, [3, 4, 4, 1]),
+        (3, {LAST: 2}, [5, 5, 2]),
+    ],
+)
+def test_what_the_ends_leave_is_shared_out_evenly(stages: int, ends: dict[str, int], each: list[int]) -> None:
+    assert layers_of(megatron(stages, **ends), 12) == each
+
+
+@pytest.mark.parametrize("layers", range(1, 40))
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_the_ends_that_are_proposed_make_stages_of_all_layers(layers: int, stages: int) -> None:
+    proposed = even_enough(layers, stages)
+
+    if layers % stages == 0 or layers < stages:
+        assert proposed == {}
+        return
+    each = layers_of_stages(layers, stages, proposed[FIRST], proposed[LAST])
+    assert sum(each) == layers
+    assert min(each) >= 1
+    assert len(set(each[1:-1])) <= 1
+    assert each[-1] <= each[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (megatron(4), ""),
+        (megatron(4, **{FIRST: 7, LAST: 7}), ""),
+        (megatron(2, **{FIRST: 31}), ""),
+        (megatron(2, **{FIRST: 20, LAST: 12}), ""),
+        (
+            megatron(6),
+            "pipelineParallelDegree is 6, but the model has 32 layers, which it does not divide: set it to 1, 2, 4, 8, "
+            "16 or 32, or strategy.megatron.transformerConfigOverrides to num_layers_in_first_pipeline_stage: 4, "
+            "num_layers_in_last_pipeline_stage: 4",
+        ),
+        (
+            megatron(6, **{LAST: 3}),
+            "strategy.megatron.transformerConfigOverrides has num_layers_in_last_pipeline_stage: 3, which leaves 29 of "
+            "the model's 32 layers for the 5 other stages, which all need as many: "
+            "num_layers_in_first_pipeline_stage: 4, num_layers_in_last_pipeline_stage: 4 would do",
+        ),
+        (megatron(2, **{FIRST: 32}), "which leaves 0 of the model's 32 layers for the other stage: leave it out, or"),
+        (megatron(2, **{FIRST: 20, LAST: 13}), "together 33, but the model has 32 layers: leave it out"),
+        (
+            megatron(moe_router_dtype="fp32"),
+            "transformerConfigOverrides has moe_router_dtype, but the model has no routers: leave it out",
+        ),
+    ],
+)
+def test_layers_that_do_not_come_out_even_are_refused_with_what_would(asked: MegatronSpec, words: str) -> None:
+    problem = model_problem(asked, shape(LLAMA))
+
+    assert words in problem
+    assert bool(problem) == bool(words)
+
+
+def test_routers_have_a_precision_of_their_own() -> None:
+    assert model_problem(megatron(moe_router_dtype="fp32"), shape(EXPERTS)) == ""
+
+
+@pytest.mark.parametrize("given", [{FIRST: 3}, {LAST: 3}, {"batch_p2p_comm": True}, {FIRST: 0}])
+def test_what_says_nothing_of_one_stage_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        megatron(**given)
+
+
+def test_what_is_said_is_shown() -> None:
+    assert stages_in_words(megatron(4)) == "4, of other layers each"
+    assert (
+        stages_in_words(megatron(4, **{FIRST: 7, LAST: 9})) == "4, of other layers each, 7 in the first, 9 in the last"
+    )
+    assert given_in_words(megatron()) == "strategy.megatron: docs/megatron.md"
+
+
+MANY = {"pipelineParallelDegree": 4, "training": {"globalBatchTokens": 2**20, "activationCheckpointing": "full"}}
+
+
+def test_a_stage_takes_what_its_own_layers_take() -> None:
+    even, fewer, more = (
+        estimated(**MANY, **overrides(**ends)) for ends in ({}, {FIRST: 7, LAST: 7}, {FIRST: 11, LAST: 5})
+    )
+
+    # The embedding with 7 layers takes less than 9 layers between the ends.
+    assert fewer.gradients < even.gradients < more.gradients
+    assert more.activations == pytest.approx(even.activations * 11 / 8, rel=0.05)
+
+
+def test_outputs_that_are_not_forgotten_are_kept_with_each_micro_batch() -> None:
+    forgotten, kept = (
+        estimated(**MANY, **overrides(**given)) for given in ({}, {"deallocate_pipeline_outputs": False})
+    )
+
+    # Four micro-batches are under way in the first stage, of 8k tokens and 4096 numbers in bf16 each.
+    assert kept.activations - forgotten.activations == 4 * 8192 * 4096 * 2
+
+
+def test_a_router_in_its_own_precision_keeps_what_it_sees() -> None:
+    given: tuple[dict[str, str], ...] = ({}, {"moe_router_dtype": "fp32"})
+    one, own = (estimated(EXPERTS, expertParallelDegree=8, **overrides(**each)) for each in given)
+
+    assert own.activations - one.activations == 48 * 8192 * 2048 * 4
+
+
+def test_a_model_whose_layers_few_degrees_divide_is_proposed_uneven_stages() -> None:
+    # 94 layers: 2 x 47
+    asked = spec(EXPERTS, nodes=16, training={"globalBatchTokens": 2**22})
+    large = shape("Qwen/Qwen3-235B-A22B")
+
+    found = suggestions(asked.model_copy(update={"strategy": None}), large, 80 * 2**30)["megatron"]
+
+    assert found is not None
+    given = found.sections["strategy"]["megatron"]
+    assert large.layers % given["pipelineParallelDegree"]
+    assert given["transformerConfigOverrides"] == even_enough(94, given["pipelineParallelDegree"])
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [
+        ({FIRST: 3, LAST: 3, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}, False),
+        ({"moe_router_dtype": "fp32"}, True),
+    ],
+)
+def test_only_what_changes_numbers_is_one(given: dict[str, Any], counts: bool) -> None:
+    asked = spec(pipelineParallelDegree=4)
+    assert asked.strategy is not None
+    other = asked.strategy.model_copy(update={"megatron": megatron(4, **given)})
+
+    changed = Numbers.of(asked.model_copy(update={"strategy": other}))
+
+    assert (changed.digest != Numbers.of(asked).digest) is counts
+    path = "strategy.megatron.transformerConfigOverrides.moe_router_dtype"
+    assert changed.differences(Numbers.of(asked)) == ([f'{path}: "fp32" -> not set'] if counts else [])
