@@ -6,6 +6,7 @@ The trainer refuses by the same words what it sees of a model itself.
 import importlib.util
 import json
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from .model_shape import FAMILIES, ModelShape
@@ -142,7 +143,7 @@ def spread_problem(
             f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: set it to "
             f"{_or(fitting)}{f', or {_FIELD}.transformerConfigOverrides to {_in_words(uneven)}' if uneven else ''}"
         )
-    if problem := _uneven_problem(megatron, layers):
+    if problem := _uneven_problem(megatron, layers) or _chunks_problem(megatron, layers):
         return problem
     if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
         return (
@@ -176,11 +177,26 @@ def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
     return f"{_FIELD}.transformerConfigOverrides has {_in_words(given)}, {wrong}: {remedy}"
 
 
+def _chunks_problem(megatron: MegatronSpec, layers: int) -> str:
+    """Why the layers of stages, of ``layers`` in all, cannot be divided into chunks, and what to change; else empty."""
+    chunks, each = megatron.virtual_pipeline_parallel_degree, sorted({*layers_of(megatron, layers)})
+    common = gcd(*each)
+    if common % chunks == 0:
+        return ""
+    fitting = [number for number in range(1, common + 1) if common % number == 0]
+    return (
+        f"{_FIELD}.virtualPipelineParallelDegree is {chunks}, but stages have {_or(each)} of the model's {layers} "
+        f"layers, which it does not divide: set it to {_or(fitting)}"
+    )
+
+
 def stages_in_words(megatron: MegatronSpec) -> str:
     """How many stages there are, and which of them have their own number of layers."""
     ends = zip(("first", "last"), ends_of(megatron), strict=True)
     uneven = [f"{number} in the {which}" for which, number in ends if number is not None]
-    return ", ".join([f"{megatron.pipeline_parallel_degree}, of other layers each", *uneven])
+    chunks = megatron.virtual_pipeline_parallel_degree
+    each = f"of {chunks} chunks of other layers each" if chunks > 1 else "of other layers each"
+    return ", ".join([f"{megatron.pipeline_parallel_degree}, {each}", *uneven])
 
 
 def given_in_words(megatron: MegatronSpec) -> str:
@@ -212,8 +228,10 @@ def no_gpu_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
 
 def idle_warning(spec: SFTJobSpec, plan: PlanStatus) -> str:
     """What to say where stages have so few micro-batches that they wait for long; else empty."""
-    stages, micro_batches = plan.pipeline_parallel, plan.gradient_accumulation
-    enough = ENOUGH_A_STAGE * stages
+    stages, micro_batches, megatron = plan.pipeline_parallel, plan.gradient_accumulation, megatron_of(spec)
+    chunks = megatron.virtual_pipeline_parallel_degree if megatron else 1
+    # Chunks fill and drain in a part of the time; of fewer micro-batches than stages the rest is empty.
+    enough = max(stages, -(-ENOUGH_A_STAGE // chunks) * stages)
     if stages == 1 or micro_batches is None or micro_batches >= enough:
         return ""
     together = enough * plan.data_parallel
@@ -224,14 +242,15 @@ def idle_warning(spec: SFTJobSpec, plan: PlanStatus) -> str:
     counted = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     return (
         f"{_FIELD}.pipelineParallelDegree is {stages}, and a step has only {counted} for each copy of the model: its "
-        f"stages wait for {_idle(stages, micro_batches):.0%} of the time; with {larger} it is "
-        f"{_idle(stages, enough):.0%}, and less with fewer stages"
+        f"stages wait for {_idle(stages, micro_batches, chunks):.0%} of the time; with {larger} it is "
+        f"{_idle(stages, enough, chunks):.0%}, and less with fewer stages or more virtualPipelineParallelDegree"
     )
 
 
-def _idle(stages: int, micro_batches: int) -> float:
-    """Of a step the share in which a stage waits for others: 1F1B fills and drains once."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def _idle(stages: int, micro_batches: int, chunks: int) -> float:
+    """Of a step the share in which a stage waits for others: 1F1B fills and drains once, by one of its ``chunks``."""
+    computed = micro_batches if chunks == 1 else -(-micro_batches // stages) * stages
+    return 1 - chunks * micro_batches / (chunks * computed + stages - 1)
 
 
 def _in_words(overrides: Mapping[str, Any]) -> str:

@@ -60,12 +60,13 @@ def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int)
     held = held_by(shape, spec, plan, stage)
     share = _share(spec, plan)
 
-    under_way = min(stages - stage, plan.gradient_accumulation or stages)
+    under_way = _under_way(spec, plan, stage)
     # One buffer for all layers, in which the tokens of all are gathered.
     buffer = tokens * width * computed if share < 1 else 0
     layers = under_way * tokens * layer.kept * _layers(shape, spec)[stage] + buffer
-    if not ends and not _overrides(spec).get("deallocate_pipeline_outputs", True):
-        layers += under_way * tokens * width * computed * share
+    if not _overrides(spec).get("deallocate_pipeline_outputs", True):
+        # What is sent on, of each chunk: of the last one there is the loss instead.
+        layers += (under_way * _chunks(spec) - ends) * tokens * width * computed * share
     top = loss = 0.0
     if ends:
         # Of the last norm: its output, those of all tokens, of these the ones that are trained, and their gradient.
@@ -87,6 +88,17 @@ def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int)
     return MemoryEstimate(
         **_states(held, spec, plan), gathered=ceil(gathered), activations=ceil(activations), logits=ceil(logits)
     )
+
+
+def _under_way(spec: SFTJobSpec, plan: PlanStatus, stage: int) -> float:
+    """Micro-batches of which ``stage`` keeps what its layers do, at the most; of some with chunks a part of them."""
+    stages, chunks = plan.pipeline_parallel, _chunks(spec)
+    if chunks == 1:
+        return min(stages - stage, plan.gradient_accumulation or stages)
+    # All chunks but the last compute a round of all stages before one goes back, and then one after the other.
+    ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    rounds = ceil((plan.gradient_accumulation or ahead) / stages)
+    return min(ahead, rounds * stages * chunks) / chunks
 
 
 def held_by(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int) -> Held:
@@ -111,6 +123,11 @@ def held_by(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int) -
 def _layers(shape: ModelShape, spec: SFTJobSpec) -> list[int]:
     """Of each stage."""
     return layers_of(megatron_of(spec) or MegatronSpec(), shape.layers)
+
+
+def _chunks(spec: SFTJobSpec) -> int:
+    """Of each stage."""
+    return (megatron_of(spec) or MegatronSpec()).virtual_pipeline_parallel_degree
 
 
 def _overrides(spec: SFTJobSpec) -> dict[str, Any]:
@@ -200,9 +217,10 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
     if shape.experts:
         # Of each expert that a token is sent to: what goes in, both projections, activation, products, and its places.
         kept += share * (shape.chosen * (computed * (width + 5 * inner) + 24) + 10 * shape.experts)
-        # What the router sees, in its own precision.
-        kept += share * routed * width * (routed != computed)
-        working = share * computed * shape.chosen * max(3 * width, width + 2 * inner)
+        # What a router in its own precision sees, in place of what the model has, and what it finds.
+        kept += share * (routed - computed) * (width + 3 * shape.experts + shape.chosen)
+        most = max(computed * max(3 * width, width + 2 * inner), (3 * routed + computed) * inner)
+        working = share * shape.chosen * most
     else:
         kept += computed * 5 * inner / tensor
         working = computed * (3 * inner / tensor + 2 * width * share + (width if share < 1 else 0))

@@ -136,6 +136,7 @@ NOT_NUMBERS = frozenset(
         # Which processes compute what, as those of fsdp.
         "strategy.megatron.tensorParallelDegree",
         "strategy.megatron.pipelineParallelDegree",
+        "strategy.megatron.virtualPipelineParallelDegree",
         "strategy.megatron.expertParallelDegree",
         "strategy.megatron.sequenceParallel",
         "strategy.megatron.transformerConfigOverrides.num_layers_in_first_pipeline_stage",

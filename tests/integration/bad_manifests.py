@@ -326,6 +326,13 @@ RULES = [
         "tokens",
     ),
     Bad(
+        "chunks of one stage",
+        "spec.strategy.megatron",
+        {"strategy": "{megatron: {virtualPipelineParallelDegree: 2}}", "compute": "{gpusPerNode: 2}"},
+        "strategy.megatron.virtualPipelineParallelDegree needs pipelineParallelDegree, more than 1: it is those stages "
+        "that have chunks",
+    ),
+    Bad(
         "what is said of stages where there is one",
         "spec.strategy.megatron",
         {

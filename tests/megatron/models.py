@@ -28,6 +28,7 @@ def save_models(folder: Path) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     configs = {
         "qwen3": transformers.Qwen3Config(**common, head_dim=16),
+        "qwen3_deep": transformers.Qwen3Config(**common | {"num_hidden_layers": 8}, head_dim=16),
         "qwen3_tied": transformers.Qwen3Config(**common | {"tie_word_embeddings": True}, head_dim=16),
         "qwen3_window": transformers.Qwen3Config(
             **common, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=3

@@ -142,7 +142,9 @@ def environment_facts(
 def _in_words(megatron: MegatronSpec) -> str:
     degrees = (megatron.tensor_parallel_degree, megatron.pipeline_parallel_degree, megatron.expert_parallel_degree)
     words = [f"{name}{degree}" for name, degree in zip(("TP", "PP", "EP"), degrees, strict=True)]
+    chunks = megatron.virtual_pipeline_parallel_degree
     # Norms are added up stage by stage.
+    words += [f"VPP{chunks}"] if chunks > 1 else []
     words += [f"{which}{layers}" for which, layers in zip(("first", "last"), ends_of(megatron), strict=True) if layers]
     return " ".join(["megatron", *words, *(["SP"] if megatron.shares_tokens else [])])
 

@@ -27,6 +27,12 @@ class MegatronSpec(ApiModel):
         "another (1F1B). Must divide the model's layers, where transformerConfigOverrides does not share them out. "
         "Experimental.",
     )
+    virtual_pipeline_parallel_degree: Degree = Field(
+        default=1,
+        description="Chunks of consecutive layers that each stage has, one after every round of all stages "
+        "(interleaved 1F1B): stages wait less, send more, and keep more micro-batches. Must divide the layers of every "
+        "stage. Experimental.",
+    )
     expert_parallel_degree: Degree = Field(
         default=1,
         description="Processes over which the experts of a layer are spread, neighbours of one stage. Must divide the "
@@ -55,6 +61,12 @@ class MegatronSpec(ApiModel):
             "self.sequenceParallel",
             "strategy.megatron.expertParallelDegree with tensorParallelDegree needs sequenceParallel: leave it out",
             lambda self: self.expert_parallel_degree == 1 or self.shares_tokens or self.tensor_parallel_degree == 1,
+        ),
+        Rule(
+            "self.virtualPipelineParallelDegree == 1 || self.pipelineParallelDegree > 1",
+            "strategy.megatron.virtualPipelineParallelDegree needs pipelineParallelDegree, more than 1: it is those "
+            "stages that have chunks",
+            lambda self: self.virtual_pipeline_parallel_degree == 1 or self.pipeline_parallel_degree > 1,
         ),
         Rule(
             "self.pipelineParallelDegree > 1 || !has(self.transformerConfigOverrides) || "

@@ -19,6 +19,7 @@ SECONDS = 500
 """That processes are waited for, on ten times too few processors as well."""
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
+CHUNKS = Case("qwen3_tied", pipeline=2, chunks=2)
 UNEVEN = Case("qwen3_tied", pipeline=2, overrides={FIRST: 3})
 
 
@@ -31,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None:
     """Over parts of matrices, over stages and over experts: loss, logits, gradients, norm and an evaluation."""
-    cases = (Case("qwen3", tensor=2), SPLIT, STAGES, UNEVEN, Case("qwen3_moe", expert=2))
+    cases = (Case("qwen3", tensor=2), SPLIT, STAGES, UNEVEN, CHUNKS, Case("qwen3_moe", expert=2))
     for figures in ranks.run(2, tmp_path, compared, models, cases, seconds=SECONDS):
         assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
 
@@ -43,9 +44,9 @@ def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float],
         resharded(
             models,
             folder / "resharded",
-            [SPLIT, STAGES, UNEVEN, Case("qwen3_tied", fsdp=True), UNEVEN, Case("qwen3_tied"), SPLIT],
+            [SPLIT, STAGES, UNEVEN, CHUNKS, Case("qwen3_tied", fsdp=True), UNEVEN, CHUNKS, Case("qwen3_tied"), SPLIT],
         ),
-        resumed(models, folder / "resumed", STAGES),
+        resumed(models, folder / "resumed", CHUNKS),
         skipped(models, Case("qwen3_moe", expert=2)),
     )
 
@@ -61,9 +62,10 @@ def routed_in(models: Path, overrides: dict[str, str]) -> tuple[torch.dtype, tor
     shim.install()
     strategy, topology = built(models, Case("qwen3_moe", precision="bf16", overrides=overrides))
     seen: list[torch.dtype] = []
-    layer = strategy.model.layers["0"]
-    layer.mlp.router.gating = _watched(layer.mlp.router.gating, seen)
-    strategy.model.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    layers = strategy.chunks[0].layers
+    router = layers["0"].mlp.router
+    router.gating = _watched(router.gating, seen)
+    layers["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     loss, _ = step(strategy, topology, 0)
     return seen[0], seen[1], loss
 

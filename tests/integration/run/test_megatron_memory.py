@@ -24,6 +24,7 @@ LAYERS = [
         ("qwen3_moe", 1, False, "bf16", {}),
         ("qwen3_moe", 1, False, "fp32", {}),
         ("qwen3_moe", 1, False, "bf16", {"moe_router_dtype": "fp32"}),
+        ("qwen3_moe", 1, False, "bf16", {"moe_router_dtype": "fp64"}),
     )
     for how in FORGETTING
 ]

@@ -26,9 +26,21 @@ def test_stages_that_wait_for_long_are_a_surprise() -> None:
     assert said(2 * 2 * 8192) == (
         "strategy.megatron.pipelineParallelDegree is 4, and a step has only 2 micro-batches for each copy of the "
         "model: its stages wait for 60% of the time; with training.globalBatchTokens: 262144 it is 16%, and less with "
-        "fewer stages"
+        "fewer stages or more virtualPipelineParallelDegree"
     )
     assert said(2 * 16 * 8192) == ""
+
+
+def test_chunks_of_stages_wait_less() -> None:
+    def said(tokens: int) -> str:
+        degrees = {"pipelineParallelDegree": 4, "virtualPipelineParallelDegree": 2}
+        asked = spec(**degrees, training={"globalBatchTokens": tokens})
+        return idle_warning(asked, make_plan(asked))
+
+    # Two copies: of 6 micro-batches the last two are filled up with two of nothing.
+    assert "only 6 micro-batches for each copy of the model: its stages wait for 37%" in said(2 * 6 * 8192)
+    assert "globalBatchTokens: 131072 it is 16%" in said(2 * 6 * 8192)
+    assert said(2 * 8 * 8192) == ""
 
 
 def test_examples_that_are_not_packed_are_counted_as_such() -> None:

@@ -1,7 +1,7 @@
 """The rules for the weights of stages: together, all stages hold every canonical tensor, each element once."""
 
 from contextlib import nullcontext
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -93,15 +93,16 @@ def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[i
 @pytest.mark.parametrize(
     ("spread", "layers"),
     [
-        (uneven(2, first=3), [3, 1]),
-        (uneven(2, last=3), [1, 3]),
-        (uneven(2, first=1, last=3), [1, 3]),
-        (uneven(3, last=2), [1, 1, 2]),
-        (uneven(3, first=1, last=1), [1, 2, 1]),
+        (uneven(2, first=3), [[0, 1, 2], [3]]),
+        (uneven(2, last=3), [[0], [1, 2, 3]]),
+        (uneven(2, first=1, last=3), [[0], [1, 2, 3]]),
+        (uneven(3, last=2), [[0], [1], [2, 3]]),
+        (uneven(3, first=1, last=1), [[0], [1, 2], [3]]),
+        ({"pipeline_parallel_degree": 2, "virtual_pipeline_parallel_degree": 2}, [[0, 2], [1, 3]]),
     ],
 )
 def test_so_does_one_whose_stages_have_other_numbers_of_layers(
-    model: CausalLM, spread: dict[str, Any], layers: list[int]
+    model: CausalLM, spread: dict[str, Any], layers: list[list[int]]
 ) -> None:
     huggingface: Any = model.huggingface
     megatron = MegatronSpec(**spread, tensor_parallel_degree=2)
@@ -110,9 +111,18 @@ def test_so_does_one_whose_stages_have_other_numbers_of_layers(
 
     check(sizes, megatron)
 
-    assert [len(own_layers(sizes, topology)) for topology in places[::2]] == layers
-    assert [number for topology in places[::2] for number in own_layers(sizes, topology)] == [*range(4)]
+    assert [[*chain(*own_layers(sizes, topology))] for topology in places[::2]] == layers
     assert_whole(model, sizes, places)
+
+
+def test_chunks_go_around_all_stages_in_turn() -> None:
+    spread = uneven(3, first=4, last=2) | {"virtual_pipeline_parallel_degree": 2}
+    config = transformers.LlamaConfig(**COMMON | {"num_hidden_layers": 14})
+    sizes = Sizes.of(config, MegatronSpec(**spread))
+
+    found = [own_layers(sizes, topology) for topology in topologies(1, 3, 1, 1)]
+
+    assert found == [[range(2), range(7, 9)], [range(2, 6), range(9, 13)], [range(6, 7), range(13, 14)]]
 
 
 def assert_whole(model: CausalLM, sizes: Sizes, places: list[Topology]) -> None:

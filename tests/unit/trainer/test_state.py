@@ -14,6 +14,7 @@ from sft_trainer.state import Facts, changed_fields
 from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve
 
+CHUNKS = {"pipelineParallelDegree": 2, "virtualPipelineParallelDegree": 2}
 UNEVEN = {"pipelineParallelDegree": 2, "transformerConfigOverrides": {"num_layers_in_last_pipeline_stage": 3}}
 
 
@@ -47,6 +48,7 @@ def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
         ({"training": {"compile": True}}, "compiled: None -> 'yes'"),
         ({"strategy": {"fsdp": {"cpuOffload": True}}}, "cpuOffload: None -> 'yes'"),
         ({"strategy": {"megatron": {}}}, "strategy: None -> 'megatron TP1 PP1 EP1'"),
+        ({"strategy": {"megatron": CHUNKS}, "processes": 2}, "strategy: None -> 'megatron TP1 PP2 EP1 VPP2'"),
         ({"strategy": {"megatron": UNEVEN}, "processes": 2}, "strategy: None -> 'megatron TP1 PP2 EP1 last3'"),
     ],
 )

@@ -150,6 +150,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=virtual_size(sizes),
         sequence_parallel=megatron.shares_tokens,
         # Bins have different lengths; which it refuses of dense models too with the dispatcher it has by default.
         variable_seq_lengths=True,
@@ -173,6 +174,11 @@ def _of_experts(huggingface: Any, sizes: Sizes, topology: Topology) -> dict[str,
         "expert_tensor_parallel_size": 1,
         "expert_model_parallel_size": topology.expert,
     }
+
+
+def virtual_size(sizes: Sizes) -> int | None:
+    """Chunks of each stage, as Megatron-Core counts them: none where a stage is one."""
+    return sizes.chunks if sizes.chunks > 1 else None
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:

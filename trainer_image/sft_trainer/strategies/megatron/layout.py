@@ -6,6 +6,7 @@ the beginning, the last those at the end, a tied head on the last stage being a 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Sizes:
     experts: int = 0
     ends: tuple[int | None, int | None] = (None, None)
     """Layers of the first and of the last of several stages; None: as many as the others have."""
+    chunks: int = 1
+    """Of consecutive layers, that each of several stages has."""
 
     @classmethod
     def of(cls, config: Any, megatron: MegatronSpec | None = None) -> "Sizes":
@@ -68,6 +71,7 @@ class Sizes:
             tied=config.tie_word_embeddings,
             experts=config.num_experts if experts else 0,
             ends=ends_of(megatron) if megatron else (None, None),
+            chunks=megatron.virtual_pipeline_parallel_degree if megatron else 1,
         )
 
 
@@ -152,11 +156,13 @@ def padded_rows(sizes: Sizes, topology: Topology) -> int:
     return -(-sizes.vocabulary // topology.tensor)
 
 
-def own_layers(sizes: Sizes, topology: Topology) -> range:
-    """Numbers in the model of the layers of this process."""
-    each, stage = layers_of_stages(sizes.layers, topology.pipeline, *sizes.ends), topology.place("pipeline")
-    first = sum(each[:stage])
-    return range(first, first + each[stage])
+def own_layers(sizes: Sizes, topology: Topology) -> list[range]:
+    """Numbers in the model of the layers of this process, of each chunk: these go around all stages in turn."""
+    chunks = sizes.chunks if topology.pipeline > 1 else 1
+    each = [layers // chunks for layers in layers_of_stages(sizes.layers, topology.pipeline, *sizes.ends)]
+    stage = topology.place("pipeline")
+    starts = (chunk * sum(each) + sum(each[:stage]) for chunk in range(chunks))
+    return [range(start, start + each[stage]) for start in starts]
 
 
 def parameter_shapes(sizes: Sizes, topology: Topology) -> dict[str, tuple[int, ...]]:
@@ -185,7 +191,7 @@ def parameter_shapes(sizes: Sizes, topology: Topology) -> dict[str, tuple[int, .
     else:
         layer["mlp.linear_fc1.weight"] = (2 * sizes.inner // tensor, sizes.width)
         layer["mlp.linear_fc2.weight"] = (sizes.width, sizes.inner // tensor)
-    for number in own_layers(sizes, topology):
+    for number in chain(*own_layers(sizes, topology)):
         shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
     if stage == stages - 1:
         shapes["norm.weight"] = (sizes.width,)

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: consecutive layers of Megatron-Core, without its ``GPTModel``."""
+"""A stage of a pipeline, or a chunk of it: consecutive layers of Megatron-Core, without its ``GPTModel``."""
 
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from .layout import Sizes, own_layers, padded_rows
 
 
 class Stage(torch.nn.Module):
-    """The layers of this process; the first stage embeds, the last one ends in the final norm and has the head."""
+    """Layers of this process: the first of the model embed, the last ones end in the final norm and have the head."""
 
     def __init__(
         self,
@@ -30,15 +30,18 @@ class Stage(torch.nn.Module):
         topology: Topology,
         windows: list[int | None],
         activations: Literal["none", "selective", "full"],
+        chunk: int = 0,
     ) -> None:
-        """``windows`` are those of all layers of the model."""
+        """``windows`` are those of all layers of the model, ``chunk`` counts those of this process."""
         super().__init__()
         # Names that the schedule asks for.
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = sizes.tied
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        stage, here = topology.place("pipeline"), own_layers(sizes, topology)
-        self._begins, self._ends = stage == 0, stage == topology.pipeline - 1
+        stage, chunks = topology.place("pipeline"), own_layers(sizes, topology)
+        self._begins = stage == chunk == 0
+        self._ends = (stage, chunk) == (topology.pipeline - 1, len(chunks) - 1)
+        here, virtual = chunks[chunk], {"vp_stage": chunk} if len(chunks) > 1 else {}
         if self._begins:
             self.embedding = VocabParallelEmbedding(
                 padded_rows(sizes, topology) * topology.tensor,
@@ -51,9 +54,9 @@ class Stage(torch.nn.Module):
         self.layers = torch.nn.ModuleDict(
             {
                 str(number): build_module(
-                    layer_spec(config), config=config, layer_number=place + 1, pg_collection=groups
+                    layer_spec(config), config=config, layer_number=place, pg_collection=groups, **virtual
                 )
-                for place, number in enumerate(here)
+                for place, number in enumerate(here, 1)
             }
         )
         for number, layer in self.layers.items():

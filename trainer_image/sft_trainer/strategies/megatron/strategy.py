@@ -25,10 +25,10 @@ from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
-from . import gradients, layout
+from . import gradients, interleaved, layout
 from .fitting import estimate_blueprint
 from .held import Held, updated
-from .layers import Documents, transformer_config, windows
+from .layers import Documents, transformer_config, virtual_size, windows
 from .refused import check
 from .stage import Stage
 from .vocabulary import GroupRows
@@ -69,10 +69,11 @@ class MegatronStrategy:
         # transformers' own module rotates as the model says, whatever scaling it has.
         self._rotary = huggingface.base_model.rotary_emb.to_empty(device=device)
         initialize_buffers(blueprint)
-        self.model = self._build(huggingface.config, megatron, config.spec.training.activation_checkpointing)
+        self.chunks = self._build(huggingface.config, megatron, config.spec.training.activation_checkpointing)
         self.held = [
             Held(name, parameter, topology, self._sizes, parallel_state.get_data_parallel_group())
-            for name, parameter in self.model.named_parameters()
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
         ]
         self.optimizer = build_optimizer(updated(self.held), config.spec, config.plan.learning_rate)
 
@@ -104,7 +105,8 @@ class MegatronStrategy:
             held.publish()
 
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
 
         def loss(hidden: torch.Tensor, bin_: BinTensors) -> torch.Tensor:
@@ -137,7 +139,8 @@ class MegatronStrategy:
 
     @torch.no_grad()
     def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         sums = torch.zeros((2,), dtype=torch.float64, device=self._device)
 
         def evaluate(hidden: torch.Tensor, bin_: BinTensors) -> torch.Tensor:
@@ -154,6 +157,7 @@ class MegatronStrategy:
             parallel_state.initialize_model_parallel(
                 self._topology.tensor,
                 self._topology.pipeline,
+                virtual_size(self._sizes),
                 expert_model_parallel_size=self._topology.expert,
                 expert_tensor_parallel_size=1 if self._sizes.experts else None,
                 create_gloo_process_groups=False,
@@ -169,22 +173,26 @@ class MegatronStrategy:
 
     def _build(
         self, huggingface: Any, megatron: MegatronSpec, activations: Literal["none", "selective", "full"]
-    ) -> Stage:
+    ) -> list[Stage]:
         config = transformer_config(huggingface, self._sizes, self._topology, self._dtype, megatron)
         with torch.device("meta"):
-            stage = Stage(config, self._sizes, self._topology, windows(huggingface), activations)
-        stage.to_empty(device=self._device)
-        for parameter in stage.parameters():
-            # Rows of no token are in no box: nothing else fills them.
-            parameter.detach().zero_()
-        return stage
+            chunks = [
+                Stage(config, self._sizes, self._topology, windows(huggingface), activations, chunk)
+                for chunk in range(self._sizes.chunks)
+            ]
+        for chunk in chunks:
+            chunk.to_empty(device=self._device)
+            for parameter in chunk.parameters():
+                # Rows of no token are in no box: nothing else fills them.
+                parameter.detach().zero_()
+        return chunks
 
     def _boxes(self, tensors: dict[str, torch.Tensor], kind: str, writers: Writers) -> list[Box]:
         return layout.stage_boxes(tensors, kind, self._sizes, self._topology, writers)
 
     def _head(self) -> torch.Tensor:
         """The rows that are tokens."""
-        return self.model.head_weight[: self._tokens]
+        return self.chunks[-1].head_weight[: self._tokens]
 
     def _run(
         self,
@@ -196,34 +204,36 @@ class MegatronStrategy:
         """Every bin through all stages; on the last ``loss``, of whose result ``backward`` is called."""
         if self._topology.pipeline == 1:
             for bin_ in map(self._here, bins):
-                result = loss(self._forward(bin_), bin_)
+                result = loss(self._forward(self.chunks[0], bin_), bin_)
                 if not forward_only:
                     result.backward()
             return
 
-        def step(remaining: Any, _: Stage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        def step(remaining: Any, chunk: Stage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             bin_ = next(remaining)
             # Of tokens the schedule wants a number, by which nothing is divided.
             nothing = torch.zeros((), dtype=torch.int, device=self._device)
-            return self._forward(bin_), lambda hidden: (loss(hidden, bin_), nothing, {})
+            return self._forward(chunk, bin_), lambda hidden: (loss(hidden, bin_), nothing, {})
 
-        every = list(bins)
+        several = len(self.chunks) > 1
+        every = interleaved.filled(bins, self._topology.pipeline) if several else list(bins)
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=map(self._here, every),
-            model=self.model,
+            data_iterator=[map(self._here, every) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(every),
             # Bins tell their own lengths.
             seq_length=self._topology.tensor,
             micro_batch_size=1,
             forward_only=forward_only,
+            **(interleaved.options(self.chunks[0].config) if several else {}),
         )
 
-    def _forward(self, bin_: BinTensors) -> torch.Tensor:
+    def _forward(self, chunk: Stage, bin_: BinTensors) -> torch.Tensor:
         kind = torch.empty((), dtype=self._dtype, device=self._device)
         cos, sin = self._rotary(kind, bin_.position_ids.unsqueeze(0))
         documents = Documents(qkv_format="sbhd", boundaries=boundary_arguments(bin_.boundaries), cos=cos, sin=sin)
-        hidden: torch.Tensor = self.model(bin_.input_ids, documents)
+        hidden: torch.Tensor = chunk(bin_.input_ids, documents)
         return hidden
 
     def _here(self, bin_: BinTensors) -> BinTensors:
