@@ -321,8 +321,6 @@ def _changes(
 
 def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> int | None:
     """The smallest larger degree, within a node, with which the run fits, else the largest; None without any."""
-    if spec.training.router_aux_loss_coefficient:  # which needs all tokens of a micro-batch in one process
-        return None
     here = spec.compute.effective_processes_per_node
     degrees = [
         degree

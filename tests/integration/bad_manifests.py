@@ -418,17 +418,6 @@ RULES = [
         "embd_pdrop, embedding_dropout in model.configOverrides to 0, or choose strategy.fsdp",
     ),
     Bad(
-        "a loss of routers over shared tokens",
-        "spec",
-        {
-            "strategy": "{fsdp: {sequenceParallelDegree: 2}}",
-            "training": "{routerAuxLossCoefficient: 0.01}",
-            "compute": "{gpusPerNode: 2}",
-        },
-        "training.routerAuxLossCoefficient needs strategy.fsdp.sequenceParallelDegree: 1: the loss of routers is of "
-        "all tokens of a micro-batch, which no process has then",
-    ),
-    Bad(
         "a loss of routers of compiled layers",
         "spec",
         {"training": "{routerAuxLossCoefficient: 0.01, compile: true}"},

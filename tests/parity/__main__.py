@@ -4,8 +4,8 @@ max_rel_error    worst relative error of loss, gradient, gradient norm and evalu
                  loop, also compiled, with activation checkpointing, hybrid sharding, offload, shared tokens, and
                  gradients that each process adds up for itself and sums with the others once a step; of
                  accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of mixtures of experts
-                 with the loss of their routers, of adapters against peft, which are compared after three steps too; at
-                 most 1e-6
+                 with the loss of their routers, which also share tokens, of adapters against peft, which are compared
+                 after three steps too; at most 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -42,6 +42,11 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
 """Runs that are compared with the plain loop too: processes, and what is chosen for them."""
 _BALANCED = {"routerAuxLossCoefficient": 0.1, "maxTokensPerMicroBatch": 1024, "activationCheckpointing": "selective"}
 """Of mixtures of experts."""
+_MIXED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "mixture_shared_2": (2, "qwen3_moe", {"strategy": {"sequenceParallelDegree": 2}}),
+    "mixture_shared_4": (4, "gpt_oss", {"strategy": {"sequenceParallelDegree": 4}}),
+}
+"""Runs of mixtures of experts with the loss of their routers: processes, type, and what is chosen for them besides."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
     "dtypes": {
@@ -75,11 +80,11 @@ def main() -> int:
                 work / "inputs", work / name, packing="ffd", processes=processes, steps=3, **chosen
             )
             errors |= {f"{name}_{key}": value for key, value in figures.items()}
-        for kind, processes in ((kind, processes) for kind in KINDS for processes in (1, 2)):
-            name = f"{kind}_{processes}"
+        mixed = {f"{kind}_{processes}": (processes, kind, {}) for kind in KINDS for processes in (1, 2)} | _MIXED
+        for name, (processes, kind, chosen) in mixed.items():
             mixture = make_mixture(work / "inputs", work / f"{name}-inputs", kind)
             figures = checks.against_reference(
-                mixture, work / name, packing="ffd", processes=processes, steps=3, **_BALANCED
+                mixture, work / name, packing="ffd", processes=processes, steps=3, **{**_BALANCED, **chosen}
             )
             errors |= {f"{name}_{key}": value for key, value in figures.items()}
         for processes in (1, 2):

@@ -29,14 +29,23 @@ def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
     assert checks.worst(figures.values()) <= LIMIT, figures
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("qwen3_moe", 2), ("mixtral", 1), ("olmoe", 1), ("gpt_oss", 2)])
+@pytest.mark.parametrize(
+    ("kind", "processes", "chosen"),
+    [
+        ("qwen3_moe", 2, {}),
+        ("mixtral", 1, {}),
+        ("olmoe", 1, {}),
+        ("gpt_oss", 2, {}),
+        ("qwen3_moe", 2, {"strategy": {"sequenceParallelDegree": 2}}),
+    ],
+)
 def test_mixtures_of_experts_and_the_loss_of_their_routers_equal_a_plain_loop(
-    kind: str, processes: int, tiny_inputs: Any, tmp_path: Path
+    kind: str, processes: int, chosen: dict[str, Any], tiny_inputs: Any, tmp_path: Path
 ) -> None:
     inputs = make_mixture(tiny_inputs.model.parent, tmp_path / "inputs", kind)
 
     figures = checks.against_reference(
-        inputs, tmp_path / "run", packing="ffd", processes=processes, steps=2, routerAuxLossCoefficient=0.1
+        inputs, tmp_path / "run", packing="ffd", processes=processes, steps=2, routerAuxLossCoefficient=0.1, **chosen
     )
 
     assert "aux" in figures

@@ -207,12 +207,6 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
-            f"self.training.routerAuxLossCoefficient == 0.0 || {_SEQUENCE} == 1",
-            "training.routerAuxLossCoefficient needs strategy.fsdp.sequenceParallelDegree: 1: the loss of routers is "
-            "of all tokens of a micro-batch, which no process has then",
-            lambda self: self.training.router_aux_loss_coefficient == 0 or self.sequence_parallel == 1,
-        ),
-        Rule(
             "self.training.routerAuxLossCoefficient == 0.0 || !self.training.compile",
             "training.routerAuxLossCoefficient is for mixtures of experts, whose layers cannot be compiled: leave "
             "training.compile out",

@@ -16,7 +16,7 @@ from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
-from sft_trainer.models.experts import check_balances, load_balance
+from sft_trainer.models.experts import Balance, check_balances, load_balance
 from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
@@ -152,7 +152,7 @@ def test_even_use_of_the_experts_is_as_many_as_a_token_is_sent_to() -> None:
     even = torch.tensor([[9.0, 9, 0, 0], [0, 0, 9, 9]]).repeat(3, 1)
     same = torch.tensor([[9.0, 9, 0, 0]]).repeat(4, 1)
 
-    found = load_balance([torch.cat([even, same])], (6, 4), 2)
+    found = load_balance([torch.cat([even, same])], Balance(1.0, (6, 4), (6, 4)), 2)
 
     # Then the first is 2, the least there is, the second 4 where the others have no chance
     assert float(found) == pytest.approx(6 * 2 + 4 * 4, rel=1e-3)

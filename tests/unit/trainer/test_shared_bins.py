@@ -5,7 +5,7 @@ import torch
 
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
-from sft_trainer.strategies.fsdp.grouping import part_of
+from sft_trainer.strategies.fsdp.grouping import grouped, part_of
 from tests.bins import random_bin
 
 
@@ -43,6 +43,26 @@ def test_what_fills_a_bin_up_is_a_document_of_which_nothing_is_trained() -> None
     assert filled.boundaries.lengths == (5, 9, 2)
     assert (filled.targets, filled.labels, filled.sizes) == (bin_.targets, bin_.labels, bin_.sizes)
     assert bin_.filled_up(14) is bin_
+
+
+@pytest.mark.parametrize(
+    ("sizes", "degree", "held"),
+    [
+        ((16,), 2, [(8,), (8,)]),
+        ((5, 3, 2), 4, [(3, 0, 0), (2, 1, 0), (0, 2, 1), (0, 0, 1)]),
+        ((2, 1), 4, [(2, 0), (0, 1), (0, 0), (0, 0)]),
+    ],
+)
+def test_each_knows_how_many_tokens_of_every_bin_it_has(
+    sizes: tuple[int, ...], degree: int, held: list[tuple[int, ...]]
+) -> None:
+    (together,) = grouped([random_bin(1, size) for size in sizes], len(sizes))
+    parts = [part_of(together, place, degree) for place in range(degree)]
+
+    assert together.held == together.sizes == sizes
+    assert [part.held for part in parts] == held
+    assert {part.sizes for part in parts} == {sizes}
+    assert [part.to(torch.device("cpu")).held for part in parts] == held
 
 
 def test_each_draws_random_numbers_of_its_own() -> None:

@@ -35,10 +35,14 @@ class BinTensors:
     """False: an empty one, computed only because the other processes compute theirs."""
     sizes: tuple[int, ...] = ()
     """Tokens of each bin that it was put together of; of itself, where none is named."""
+    held: tuple[int, ...] = ()
+    """Those of them that are here, of a part that one of several processes computes; else all."""
 
     def __post_init__(self) -> None:
         if not self.sizes:
             object.__setattr__(self, "sizes", (self.input_ids.shape[0],))
+        if not self.held:
+            object.__setattr__(self, "held", self.sizes)
 
     @classmethod
     def of(cls, batch: MicroBatch, *, seed: int = 0, counts: bool = True) -> "BinTensors":
@@ -83,6 +87,7 @@ class BinTensors:
             self.seed,
             self.counts,
             self.sizes,
+            self.held,
         )
 
 

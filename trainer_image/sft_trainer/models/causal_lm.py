@@ -56,7 +56,7 @@ class CausalLM(nn.Module):
         None, in an evaluation, the sum as it is, and of how many tokens the model finds the right one the most likely.
         ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
         ``labels`` the tokens they must predict, both (trained tokens,). With ``shared_tokens`` all of these are this
-        process's part of those in ``boundaries``.
+        process's part of those in ``boundaries``, and so is the loss of routers of those in ``balance``.
         """
         model: Any = self.huggingface
         output = model.base_model(
@@ -75,7 +75,7 @@ class CausalLM(nn.Module):
         loss, total = linear_cross_entropy(hidden, head, labels, scale, self.logits)
         if balance is None:
             return loss, total
-        uneven = load_balance(output.router_logits, balance.bins, model.config.num_experts_per_tok)
+        uneven = load_balance(output.router_logits, balance, model.config.num_experts_per_tok, self.shared_tokens)
         return loss + balance.scale * uneven, torch.stack([total, uneven.detach()])
 
     def tie_weights(self) -> None:

@@ -8,6 +8,7 @@ ways are operators that a compiler does not look into, and each is the gradient 
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import library
 
 from sft_api.sequence_parallel import heads_problem, key_repeats
@@ -70,6 +71,11 @@ def by_tokens(output: torch.Tensor, shared: SharedTokens) -> torch.Tensor:
     (heads_first,) = to_tokens([output.transpose(1, 2)], shared.group, shared.degree)
     tokens_first: torch.Tensor = heads_first.transpose(1, 2).contiguous()
     return tokens_first
+
+
+def add_up(total: torch.Tensor, shared: SharedTokens) -> None:
+    """Make ``total``, of the tokens of this process, that of the tokens of all; no gradient goes through it."""
+    dist.all_reduce(total, group=_GROUPS[shared.group])
 
 
 def _to_heads(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from sft_trainer.errors import ConfigError, ModelError
 
 from . import biased_experts
 from .attention import Boundaries, boundary_arguments
+from .exchange import SharedTokens, add_up
 from .probe import small_model
 
 PROVEN = (
@@ -84,33 +85,44 @@ class Balance:
     """What it is multiplied by in the loss that gradients are made of."""
     bins: tuple[int, ...]
     """Tokens of each bin in the micro-batch, in order: each is balanced by itself."""
+    held: tuple[int, ...]
+    """Those of them that this process has, which come first of its own: what fills it up belongs to no bin."""
 
 
-def load_balance(router_logits: Sequence[torch.Tensor], bins: Sequence[int], chosen: int) -> torch.Tensor:
-    """The load-balancing loss of each of ``bins`` times its tokens, summed; an fp32 scalar.
+def load_balance(
+    router_logits: Sequence[torch.Tensor], balance: Balance, chosen: int, shared: SharedTokens | None = None
+) -> torch.Tensor:
+    """The load-balancing loss of each bin of ``balance`` times its tokens, summed; an fp32 scalar.
 
     ``router_logits`` of every layer with experts are (tokens, experts), and a token is sent to ``chosen`` of them. As
     transformers computes it after Fedus et al. 2021 (arXiv 2101.03961): experts x the sum over experts of the share of
     tokens that are sent there times the mean probability of it, both over all layers. ``chosen`` where it is even.
+
+    With ``shared`` a collective call of those who share the tokens, and this process's part of the loss: what its own
+    tokens give to the mean probabilities. Which share is sent where, of which there is no gradient, is that of all
+    tokens; so the parts, and their gradients, need only be summed, as those of the cross-entropy.
     """
     experts = router_logits[0].shape[-1]
-    sent = torch.zeros((len(bins), experts), device=router_logits[0].device)
+    sent = torch.zeros((len(balance.bins), experts), device=router_logits[0].device)
     likely = torch.zeros_like(sent)
     for logits in router_logits:
         probabilities = softmax(logits.float(), dim=-1)
         with torch.no_grad():
             picked = torch.zeros_like(probabilities)
             picked.scatter_(1, probabilities.topk(chosen, dim=-1).indices, 1.0)
-            sent += _by_bin(picked, bins)
-        likely = likely + _by_bin(probabilities, bins)
+            sent += _by_bin(picked, balance.held)
+        likely = likely + _by_bin(probabilities, balance.held)
+    if shared is not None:
+        add_up(sent, shared)
     # Numbers of tokens stay on the host: nothing waits for them to be copied.
-    each = [products / tokens for products, tokens in zip((sent * likely).sum(-1).unbind(), bins, strict=True)]
+    each = [products / tokens for products, tokens in zip((sent * likely).sum(-1).unbind(), balance.bins, strict=True)]
     return torch.stack(each).sum() * (experts / len(router_logits) ** 2)
 
 
-def _by_bin(values: torch.Tensor, bins: Sequence[int]) -> torch.Tensor:
-    """(tokens, experts) summed over the tokens of each bin: (bins, experts)."""
-    return torch.stack([part.sum(0) for part in values.split(list(bins))])
+def _by_bin(values: torch.Tensor, held: Sequence[int]) -> torch.Tensor:
+    """(tokens, experts) summed over the first so many tokens, which are of each bin: (bins, experts)."""
+    parts = values.split([*held, values.shape[0] - sum(held)])
+    return torch.stack([part.sum(0) for part in parts[:-1]])
 
 
 def check_balances(model: Any) -> None:

@@ -202,6 +202,6 @@ class FsdpStrategy:
                 bin_.targets,
                 bin_.labels,
                 scale if scale is None or bin_.counts else 0.0,
-                None if balance is None else Balance(balance if bin_.counts else 0.0, bin_.sizes),
+                None if balance is None else Balance(balance if bin_.counts else 0.0, bin_.sizes, bin_.held),
             )
             yield bin_, one, other
