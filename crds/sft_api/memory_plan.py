@@ -190,7 +190,7 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     shape = shape or known_shape(spec.model.uri)
     if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel, plan.shard_degree)):
         return Fit(refused=problem)
-    if shape and (problem := _experts_problem(spec, shape)):
+    if shape and (problem := _balance_problem(spec, shape)):
         return Fit(refused=problem)
     if shape and (megatron := megatron_of(spec)) and (problem := model_problem(megatron, shape)):
         return Fit(refused=problem)
@@ -200,13 +200,8 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     return sentences(spec, memory, gpu, remedies(spec, plan, shape, gpu))
 
 
-def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
-    """What of the training a model of ``shape`` cannot have, because of its experts or for want of them; else empty."""
-    if shape.experts and spec.training.compile:
-        return (
-            f"training.compile is true, and {spec.model.uri} is a mixture of experts: how many tokens go to each of "
-            "them is another number in every step; leave training.compile out"
-        )
+def _balance_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
+    """Why a model of ``shape`` cannot have the loss of routers that ``spec`` asks for; else empty."""
     if spec.training.router_aux_loss_coefficient and not shape.experts:
         return (
             f"training.routerAuxLossCoefficient is {spec.training.router_aux_loss_coefficient:g}, but "

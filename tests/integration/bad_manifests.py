@@ -418,13 +418,6 @@ RULES = [
         "embd_pdrop, embedding_dropout in model.configOverrides to 0, or choose strategy.fsdp",
     ),
     Bad(
-        "a loss of routers of compiled layers",
-        "spec",
-        {"training": "{routerAuxLossCoefficient: 0.01, compile: true}"},
-        "training.routerAuxLossCoefficient is for mixtures of experts, whose layers cannot be compiled: leave "
-        "training.compile out",
-    ),
-    Bad(
         "attention that drops, compiled",
         "spec",
         {

@@ -103,7 +103,7 @@ spec:
     optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5,
       stateDtype: bf16}
     schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
-    routerAuxLossCoefficient: 0
+    routerAuxLossCoefficient: 0.001
     precision: bf16
     activationCheckpointing: full
     compile: true
@@ -112,7 +112,7 @@ spec:
     dummyRun: {steps: 10}
     callbacks: [{class: "my_team.watch:StopAtLoss", arguments: {loss: "1.2", patience_: "3"}}]
   strategy: {fsdp: {shardDegree: 8, reshardAfterForward: false, reduceDtype: bf16, cpuOffload: true,
-    reduceGradients: everyMicroBatch, sequenceParallelDegree: 1}}
+    reduceGradients: everyMicroBatch, sequenceParallelDegree: 2}}
   compute:
     nodes: 2
     gpusPerNode: 8

@@ -4,8 +4,8 @@ max_rel_error    worst relative error of loss, gradient, gradient norm and evalu
                  loop, also compiled, with activation checkpointing, hybrid sharding, offload, shared tokens, and
                  gradients that each process adds up for itself and sums with the others once a step; of
                  accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model), of mixtures of experts
-                 with the loss of their routers, which also share tokens, of adapters against peft, which are compared
-                 after three steps too; at most 1e-6
+                 with the loss of their routers, which share tokens and are compiled too, of adapters against peft,
+                 which are compared after three steps too; at most 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -45,6 +45,8 @@ _BALANCED = {"routerAuxLossCoefficient": 0.1, "maxTokensPerMicroBatch": 1024, "a
 _MIXED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixture_shared_2": (2, "qwen3_moe", {"strategy": {"sequenceParallelDegree": 2}}),
     "mixture_shared_4": (4, "gpt_oss", {"strategy": {"sequenceParallelDegree": 4}}),
+    "mixture_compiled_1": (1, "qwen3_moe", {"compile": True, "activationCheckpointing": "none"}),
+    "mixture_compiled_2": (2, "gpt_oss", {"compile": True}),
 }
 """Runs of mixtures of experts with the loss of their routers: processes, type, and what is chosen for them besides."""
 _DISTURBED: dict[str, dict[str, Any]] = {

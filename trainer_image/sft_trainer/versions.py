@@ -141,6 +141,23 @@ def grouped_product() -> Any:
     return torch.ops.aten._grouped_mm.default
 
 
+def router_of(model: Any) -> tuple[type, int] | None:
+    """The class of the routers of the Hugging Face ``model``, and where in what they return their logits are."""
+    known = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(known, "target_class", None)
+    return None if kind is None else (kind, known.index)
+
+
+def keep_what_layers_tell() -> None:
+    """Have compiled layers give out more than they return also from what is computed again: once, not once more then.
+
+    Otherwise they are not compiled.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
 def mark_dynamic(tensor: "torch.Tensor", dimension: int) -> None:
     """Tell the compiler that the size of ``dimension`` may be any: code for ``tensor`` shall not depend on it."""
     from torch._dynamo import maybe_mark_dynamic

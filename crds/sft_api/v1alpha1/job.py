@@ -207,12 +207,6 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
-            "self.training.routerAuxLossCoefficient == 0.0 || !self.training.compile",
-            "training.routerAuxLossCoefficient is for mixtures of experts, whose layers cannot be compiled: leave "
-            "training.compile out",
-            lambda self: self.training.router_aux_loss_coefficient == 0 or not self.training.compile,
-        ),
-        Rule(
             f"{_NO_ATTENTION_DROPOUT} || !self.training.compile",
             "model.configOverrides.attention_dropout has attention computed document by document, which cannot be "
             "compiled: set it to 0, or leave training.compile out",

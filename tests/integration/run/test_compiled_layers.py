@@ -35,6 +35,7 @@ BINS = (
     random_bin(6, 2, 1),
     EMPTY,
 )
+BALANCED = {"routerAuxLossCoefficient": 0.5}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,6 +101,18 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
             {"activationCheckpointing": "selective"},
             4,
         ),
+        ("qwen3_moe", {}, None, BALANCED, 2),
+        ("qwen3_moe", {}, None, {"activationCheckpointing": "full"}, 2),
+        ("mixtral", {}, None, {**BALANCED, "activationCheckpointing": "selective"}, 2),
+        ("olmoe", {}, {"rank": 4}, {**BALANCED, "activationCheckpointing": "full"}, 3),
+        ("gpt_oss", {}, None, {**BALANCED, "activationCheckpointing": "full"}, 4),
+        ("gpt_oss", {}, None, {"activationCheckpointing": "selective"}, 4),
+        ("qwen2_moe", {}, None, BALANCED, 2),
+        ("granitemoeshared", {}, None, BALANCED, 2),
+        ("granitemoe", {}, None, BALANCED, 2),
+        ("flex_olmo", {}, None, BALANCED, 2),
+        # Its first layer is dense.
+        ("glm4_moe", {}, None, {}, 4),
     ],
 )
 def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compiled_after_the_start(
@@ -121,7 +134,7 @@ def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compil
 
     # When bins of all sizes go through both: losses, gradients, steps, evaluations between them
     for number, bin_ in enumerate(BINS):
-        losses = [one.forward_backward([bin_], 50) for one in (plain, compiled)]
+        losses = [one.forward_backward([bin_], 50, 50) for one in (plain, compiled)]
         torch.testing.assert_close(*losses, rtol=2e-6, atol=1e-5)
         right, found = trained_gradients(plain), trained_gradients(compiled)
         assert right.keys() == found.keys()

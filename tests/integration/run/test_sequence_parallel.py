@@ -83,6 +83,7 @@ CASES = {
     "the loss of routers of several bins at once": Case(4, 4, "gpt_oss", spec={"training": BALANCED}, at_once=3),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once": Case(2, 2, at_once=3),
+    "the loss of routers, compiled": Case(2, 2, "qwen3_moe", spec={"training": {**BALANCED, "compile": True}}),
     "compiled, some of it again": Case(2, 2, spec={"training": {"compile": True, "activationCheckpointing": "full"}}),
 }
 

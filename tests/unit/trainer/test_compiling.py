@@ -80,26 +80,6 @@ def test_attention_that_is_not_one_operator_is_refused(
         check_compiles(model, torch.device(device), torch.float32, tmp_path)
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    save_config("qwen3_moe", tmp_path)
-    model = build_on_meta(tmp_path).huggingface
-    with pytest.raises(ConfigError, match=r"type 'qwen3_moe': how many tokens .* training\.compile: false"):
-        check_compiles(model, CPU, torch.float32, tmp_path)
-
-
-def test_a_dense_model_whose_class_of_configs_is_also_that_of_experts_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given all layers of a type that has experts dense
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    save_config("flint", tmp_path, num_hidden_layers=2, layer_types=["full_attention"] * 2, mlp_only_layers=[0, 1])
-    model = build_on_meta(tmp_path).huggingface
-
-    assert model.config.num_experts_per_tok
-    check_compiles(model, CPU, torch.float32, tmp_path)
-
-
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

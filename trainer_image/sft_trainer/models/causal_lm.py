@@ -1,5 +1,6 @@
 """A Hugging Face causal language model with the loss inside its forward pass."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .experts import Balance, check_experts, kernel_options, load_balance
 from .logits import logits_of
 from .overrides import config_of
 from .probe import check_documents_stay_apart, check_dropouts, check_no_layer_is_skipped
+from .routers import Routers
 
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
@@ -35,6 +37,8 @@ class CausalLM(nn.Module):
         self.logits = logits
         self.shared_tokens: SharedTokens | None = None
         """Those among whom the tokens of a micro-batch are shared out; None where this process has them all."""
+        self.routers: Routers | None = None
+        """What their loss is computed from, where one is trained."""
         self.huggingface = huggingface
         self.stored_dtype = stored_dtype
         """That the model came in, and is exported in; it is trained in fp32 whatever this is."""
@@ -59,15 +63,19 @@ class CausalLM(nn.Module):
         process's part of those in ``boundaries``, and so is the loss of routers of those in ``balance``.
         """
         model: Any = self.huggingface
-        output = model.base_model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            # A cache makes documents see each other.
-            use_cache=False,
-            **({} if balance is None else {"output_router_logits": True}),
-            **boundary_arguments(boundaries),
-            **({} if self.shared_tokens is None else {"shared_tokens": self.shared_tokens}),
-        )
+        kept = None if balance is None else self.routers
+        asked: AbstractContextManager[Any] = nullcontext() if kept is None else kept.asked()
+        with asked as router_logits:
+            output = model.base_model(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(0),
+                # A cache makes documents see each other.
+                use_cache=False,
+                # A config may ask for what nobody would take.
+                **({"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}),
+                **boundary_arguments(boundaries),
+                **({} if self.shared_tokens is None else {"shared_tokens": self.shared_tokens}),
+            )
         hidden = output.last_hidden_state.squeeze(0)[targets]
         head = model.get_output_embeddings().weight
         if scale is None:
@@ -75,13 +83,17 @@ class CausalLM(nn.Module):
         loss, total = linear_cross_entropy(hidden, head, labels, scale, self.logits)
         if balance is None:
             return loss, total
-        uneven = load_balance(output.router_logits, balance, model.config.num_experts_per_tok, self.shared_tokens)
+        uneven = load_balance(router_logits, balance, model.config.num_experts_per_tok, self.shared_tokens)
         return loss + balance.scale * uneven, torch.stack([total, uneven.detach()])
 
     def tie_weights(self) -> None:
         """Make those parameters one again that the architecture says are one."""
         model: Any = self.huggingface
         model.tie_weights()
+
+    def keep_router_logits(self) -> None:
+        """Have routers keep what their loss is computed from; before anything is put around the layers."""
+        self.routers = Routers(self.huggingface)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from sft_trainer.errors import ConfigError
-from sft_trainer.versions import keep_compiled_in, look_at_attention, mark_dynamic
-
-from .experts import has_experts
+from sft_trainer.versions import keep_compiled_in, keep_what_layers_tell, look_at_attention, mark_dynamic
 
 BACKEND = "inductor"
 
@@ -26,6 +24,7 @@ def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool) -
     Where it ``draws_random_numbers`` they are those that it draws without.
     """
     options: dict[str, Any] = {"fallback_random": True} if draws_random_numbers and BACKEND == "inductor" else {}
+    keep_what_layers_tell()
     for layer in layers:
         # Not dynamic=True, by which sizes of heads and all other numbers of the layer would be unknown to the code.
         compiled = torch.compile(layer.forward, backend=BACKEND, options=options or None)
@@ -56,7 +55,6 @@ def check_compiles(model: Any, device: torch.device, dtype: torch.dtype, cache: 
 
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
-    _check_experts(model)
     _check_attention(model.config, device, dtype)
     look_at_attention()
     try:
@@ -72,16 +70,6 @@ def check_compiles(model: Any, device: torch.device, dtype: torch.dtype, cache: 
 
 def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + 1
-
-
-def _check_experts(model: Any) -> None:
-    # Classes of configs of dense models have num_experts_per_tok as well.
-    if has_experts(model):
-        kind = model.config.model_type
-        raise ConfigError(
-            f"training.compile: true cannot be done for a model of type {kind!r}: how many tokens go to "
-            "each of its experts is another number in every step; set training.compile: false"
-        )
 
 
 def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from . import biased_experts
 from .attention import Boundaries, boundary_arguments
 from .exchange import SharedTokens, add_up
 from .probe import small_model
+from .routers import Routers
 
 PROVEN = (
     "flex_olmo",
@@ -135,15 +136,10 @@ def check_balances(model: Any) -> None:
     else:
         small = small_model(model)
         ids = torch.arange(_TOKENS)[None]
-        with torch.no_grad():
-            output = small.base_model(
-                input_ids=ids,
-                position_ids=ids,
-                use_cache=False,
-                output_router_logits=True,
-                **boundary_arguments(Boundaries.of((_TOKENS,))),
-            )
-        shapes = [tuple(logits.shape) for logits in output.router_logits or ()]
+        with torch.no_grad(), Routers(small).asked() as router_logits:
+            boundaries = boundary_arguments(Boundaries.of((_TOKENS,)))
+            small.base_model(input_ids=ids, position_ids=ids, use_cache=False, **boundaries)
+        shapes = [tuple(logits.shape) for logits in router_logits]
         if shapes and all(len(shape) == 2 and shape[0] == _TOKENS for shape in shapes):
             return
         why = f"does not give the logits of its routers (shapes {shapes})"

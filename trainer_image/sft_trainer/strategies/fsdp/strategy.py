@@ -73,6 +73,8 @@ class FsdpStrategy:
         self._reduces_once = config.plan.reduce_gradients == "oncePerStep"
         self._balance = spec.training.router_aux_loss_coefficient
         self.auxiliary = self._balance > 0
+        if self.auxiliary:
+            blueprint.keep_router_logits()
         self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
@@ -161,7 +163,7 @@ class FsdpStrategy:
         sizes = (min(self._bin_tokens, _COMPILED_WITH_TOKENS), 2)
         bins = [BinTensors.of(empty_micro_batch(tokens), counts=False) for tokens in sizes]
         self.model.train()
-        for _, loss, _ in self._passes(bins, 1.0):
+        for _, loss, _ in self._passes(bins, 1.0, 0.0 if self.auxiliary else None):
             loss.backward()
         self.optimizer.zero_grad()
         if self._evaluates:
