@@ -5,6 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 ALL_LINEAR = "all-linear"
 """In place of names: every linear layer of the model but its head."""
 
+OF_EXPERTS = "its experts are stacked in one tensor and its routers are no linear layers: neither gets adapters"
+"""Of a mixture of experts."""
+
 
 class AdapterError(ValueError):
     """Names that fit no layer, or too many; the text says which there are."""
@@ -43,6 +46,11 @@ def adapted(
             "its weight alone; take it out"
         )
     return found
+
+
+def of_experts(error: AdapterError) -> str:
+    """What is wrong with names for a mixture of experts, which has few of the layers that people mean."""
+    return f"{error}; {OF_EXPERTS}; write all-linear, or some of the names that there are"
 
 
 def ends(modules: Iterable[str]) -> list[str]:

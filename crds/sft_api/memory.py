@@ -264,7 +264,7 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
 
 
 def adapted_of(shape: ModelShape, lora: LoraSpec) -> dict[str, tuple[int, int]]:
-    """The linear layers of one block that get adapters; names that no layer has are left to the trainer to refuse."""
+    """The linear layers of one block that get adapters; names that no layer has are left to others to refuse."""
     targets: Collection[str] = [*shape.linear] if ALL_LINEAR in lora.target_modules else lora.target_modules
     return {
         name: size

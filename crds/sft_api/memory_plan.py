@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .adapters import AdapterError, adapted, of_experts
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
 from .megatron import model_problem
@@ -192,6 +193,8 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
         return Fit(refused=problem)
     if shape and (problem := _balance_problem(spec, shape)):
         return Fit(refused=problem)
+    if shape and (problem := _adapters_problem(spec, shape)):
+        return Fit(refused=problem)
     if shape and (megatron := megatron_of(spec)) and (problem := model_problem(megatron, shape)):
         return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
@@ -207,6 +210,19 @@ def _balance_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
             f"training.routerAuxLossCoefficient is {spec.training.router_aux_loss_coefficient:g}, but "
             f"{spec.model.uri} sends no tokens to experts: leave the field out"
         )
+    return ""
+
+
+def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
+    """Which name of ``lora`` no linear layer of a model of ``shape`` has, and which there are; else empty."""
+    if spec.lora is None:
+        return ""
+    head = "lm_head"
+    linear = [f"model.layers.{layer}.{name}" for layer in range(shape.layers) for name in shape.linear]
+    try:
+        adapted([*linear, head], head, spec.lora.target_modules, spec.lora.exclude_modules)
+    except AdapterError as error:
+        return of_experts(error) if shape.experts else str(error)
     return ""
 
 

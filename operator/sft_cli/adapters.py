@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_api.adapters import AdapterError, adapted, adapter_parameters
+from sft_api.adapters import AdapterError, adapted, adapter_parameters, of_experts
 from sft_api.v1alpha1.job import SFTJobSpec
 
 _FILE = "file://"
@@ -51,7 +51,7 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
     try:
         layers = adapted([*matrices, head], head, spec.lora.target_modules, spec.lora.exclude_modules)
     except AdapterError as error:
-        return str(error)
+        return of_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
     frozen = sum(_numbers(name, shape) for name, shape in shapes.items())
     return Trained(adapter_parameters(chosen, spec.lora.rank), frozen, len(layers))

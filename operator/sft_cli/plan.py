@@ -445,9 +445,9 @@ def show_plan(job: SFTJob, output: str) -> int:
     shape = model_shape(job.spec)
     plan = make_plan(job.spec, shape=shape)
     found = measure_adapters(job.spec)
-    if isinstance(found, str):
-        say(f"Warning: {found}", fg="yellow")
     fit = judge(job.spec, plan, shape=shape)
+    if isinstance(found, str) and not fit.refused:
+        say(f"Warning: {found}", fg="yellow")
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
     for text in (*surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape)):

@@ -20,7 +20,7 @@ from typing import Any
 from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
-from tests.parity.mixtures import KINDS, make_mixture
+from tests.parity.mixtures import ADAPTED_KINDS, KINDS, make_mixture
 
 LIMIT = 1e-6
 _ONCE = {"reduceGradients": "oncePerStep"}
@@ -89,9 +89,10 @@ def main() -> int:
                 mixture, work / name, packing="ffd", processes=processes, steps=3, **{**_BALANCED, **chosen}
             )
             errors |= {f"{name}_{key}": value for key, value in figures.items()}
-        for processes in (1, 2):
-            name = f"lora_{processes}"
-            figures = checks.against_peft(work / "inputs", work / name, processes=processes, steps=3)
+        for processes, kind in ((1, ""), (2, ""), *((2, kind) for kind in ADAPTED_KINDS)):
+            name = f"{kind or 'dense'}_lora_{processes}"
+            model = make_mixture(work / "inputs", work / f"{name}-inputs", kind) if kind else work / "inputs"
+            figures = checks.against_peft(model, work / name, processes=processes, steps=3)
             errors |= {f"{name}_{key}": value for key, value in figures.items()}
         errors["accumulation"] = checks.accumulation(work / "inputs", work / "accumulation")
         errors["processes"] = checks.processes(work / "inputs", work / "processes")

@@ -9,6 +9,9 @@ from tests.mxfp4 import pack
 
 KINDS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 
+ADAPTED_KINDS = ("qwen3_moe", "qwen2_moe")
+"""Without linear layers but those of attention, and with a shared expert, which has some."""
+
 
 def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
     """Inputs in ``folder``, which is made: those of ``inputs``, with a model of type ``kind`` and random weights.
@@ -30,6 +33,7 @@ def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
         num_experts=4,
         num_local_experts=4,
         num_experts_per_tok=2,
+        **({"shared_expert_intermediate_size": inner} if kind == "qwen2_moe" else {}),
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

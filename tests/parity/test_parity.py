@@ -52,9 +52,13 @@ def test_mixtures_of_experts_and_the_loss_of_their_routers_equal_a_plain_loop(
     assert checks.worst(figures.values()) <= LIMIT, figures
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_adapters_are_those_of_peft(processes: int, tiny_inputs: Any, tmp_path: Path) -> None:
-    figures = checks.against_peft(tiny_inputs.model.parent, tmp_path, processes=processes, steps=2)
+@pytest.mark.parametrize(("processes", "kind"), [(1, ""), (2, ""), (1, "qwen3_moe"), (2, "qwen2_moe")])
+def test_adapters_are_those_of_peft(processes: int, kind: str, tiny_inputs: Any, tmp_path: Path) -> None:
+    inputs = tiny_inputs.model.parent
+    if kind:
+        inputs = make_mixture(inputs, tmp_path / "inputs", kind)
+
+    figures = checks.against_peft(inputs, tmp_path / "run", processes=processes, steps=2)
 
     assert checks.worst(figures.values()) <= LIMIT, figures
 

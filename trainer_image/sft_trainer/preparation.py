@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from sft_api.adapters import ends
+from sft_api.adapters import OF_EXPERTS, ends
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning
@@ -29,7 +29,7 @@ from .models.compiling import check_compiles
 from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
-from .models.lora import LEFT_ALONE, add_adapters, is_adapter
+from .models.lora import add_adapters, is_adapter
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .prepared import Prepared
@@ -149,7 +149,7 @@ def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
     layers = add_adapters(model.huggingface, lora)
     sizes = {name: parameter.numel() for name, parameter in model.huggingface.named_parameters()}
     trained = sum(size for name, size in sizes.items() if is_adapter(name))
-    alone = f"; {LEFT_ALONE}" if has_experts(model.huggingface) else ""
+    alone = f"; {OF_EXPERTS}" if has_experts(model.huggingface) else ""
     return (
         f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
         f"trained, {sum(sizes.values()) - trained:,} are not{alone}"

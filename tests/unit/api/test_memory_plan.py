@@ -147,6 +147,33 @@ def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None
     assert "training.routerAuxLossCoefficient is" not in refused(mixture, balanced)
 
 
+@pytest.mark.parametrize(
+    ("model", "lora", "words"),
+    [
+        ("Qwen/Qwen3-0.6B", {}, ""),
+        ("Qwen/Qwen3-30B-A3B", {}, ""),
+        ("Qwen/Qwen3-30B-A3B", {"targetModules": ["q_proj", "layers.7.self_attn.v_proj"]}, ""),
+        ("Qwen/Qwen3-0.6B", {"targetModules": ["up_proj"], "excludeModules": ["layers.0.mlp.up_proj"]}, ""),
+        (
+            "Qwen/Qwen3-0.6B",
+            {"targetModules": ["query"]},
+            "lora.targetModules names 'query', and no linear layer of the model is called so: its linear layers are "
+            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+        ),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {"targetModules": ["q_proj", "up_proj"]},
+            "lora.targetModules names 'up_proj', and no linear layer of the model is called so: its linear layers are "
+            "q_proj, k_proj, v_proj, o_proj, lm_head; its experts are stacked in one tensor and its routers are no "
+            "linear layers: neither gets adapters; write all-linear, or some of the names that there are",
+        ),
+    ],
+)
+def test_adapters_of_a_known_model_are_for_layers_that_it_has(model: str, lora: dict[str, Any], words: str) -> None:
+    asked = spec(gpus=0, model={"uri": f"hf://{model}"}, length=512, lora=lora)
+    assert verdict(asked).refused == words
+
+
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     fourteen = {"uri": "hf://Qwen/Qwen2.5-0.5B"}
     asked = spec(gpus=8, model=fourteen, length=512, strategy={"fsdp": {"sequenceParallelDegree": 4}})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as linear_function
 
-from sft_api.adapters import AdapterError, adapted
+from sft_api.adapters import AdapterError, adapted, of_experts
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError
@@ -23,8 +23,6 @@ from .experts import has_experts
 
 A, B = "lora_A.weight", "lora_B.weight"
 """How the names of their parameters end, behind that of the layer."""
-LEFT_ALONE = "its experts are stacked in one tensor and its routers are no linear layers: neither gets adapters"
-"""Of a mixture of experts."""
 
 
 def is_adapter(name: str) -> bool:
@@ -85,8 +83,7 @@ def adapted_layers(huggingface: Any, lora: LoraSpec) -> list[str]:
     try:
         return adapted(names, head, lora.target_modules, lora.exclude_modules)
     except AdapterError as error:
-        words = f"{error}; {LEFT_ALONE}" if has_experts(huggingface) else str(error)
-        raise ConfigError(words) from error
+        raise ConfigError(of_experts(error) if has_experts(huggingface) else str(error)) from error
 
 
 def add_adapters(huggingface: Any, lora: LoraSpec) -> list[str]:
