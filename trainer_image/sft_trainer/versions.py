@@ -134,11 +134,9 @@ def attention_kernels() -> "frozenset[Any]":
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-def grouped_product() -> Any:
-    """The operator of one product of matrices for each of several groups of rows."""
-    import torch
-
-    return torch.ops.aten._grouped_mm.default
+GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+"""Operators of one product of matrices for each of several groups of rows: torch's, and transformers' for a compiler
+that does not take that one."""
 
 
 def router_of(model: Any) -> tuple[type, int] | None:

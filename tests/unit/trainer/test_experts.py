@@ -105,11 +105,16 @@ def test_a_step_with_the_loss_of_routers_is_that_of_transformers(tmp_path: Path,
     expected = plain(save_model(kind, tmp_path))
 
     # When it is trained, whatever is computed again
-    sums, found = step(strategy(tmp_path, how=how))
+    trained = strategy(tmp_path, how=how)
+    sums, found = step(trained)
 
     # Then loss, the loss of the routers, and gradients are those of transformers to rounding
     assert sums == pytest.approx(expected[0], rel=1e-6)
     assert distance(found, expected[1]) <= 1e-6
+    # And of what was computed again nothing is kept
+    routers = [module for module in trained.model.huggingface.modules() if hasattr(module, "asked")]
+    assert routers
+    assert all(router.logits is None for router in routers)
 
 
 @pytest.fixture(scope="module")

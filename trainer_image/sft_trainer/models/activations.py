@@ -6,13 +6,13 @@ functions and sums again.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sft_trainer.versions import attention_kernels, grouped_product
+from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels
 
 from .causal_lm import CausalLM
 
@@ -45,18 +45,24 @@ def forgetting(forward: Callable[..., Any], how: Literal["none", "selective", "f
 
 def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     """Whether the output of ``operator`` is kept."""
-    keeps = operator in attention_kernels() or (operator in _FACTORS and _is_worth_it(*_FACTORS[operator](arguments)))
+    factors = _factors(operator, arguments)
+    keeps = operator in attention_kernels() or (factors is not None and _is_worth_it(*factors))
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_FACTORS: Mapping[Any, Callable[[Any], Any]] = {
-    torch.ops.aten.mm.default: lambda arguments: arguments[:2],
-    torch.ops.aten.addmm.default: lambda arguments: arguments[1:3],
-    # One product for each expert, (rows, columns) of all their tokens and (experts, columns, outputs).
-    grouped_product(): lambda arguments: (arguments[0], arguments[1][0]),
-}
-"""Products of matrices, and how their factors are found among the arguments; not of batches of them (``bmm``): where
-attention is made of these, the scores of all pairs of tokens are among them."""
+def _factors(operator: Any, arguments: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of a product of matrices; None of anything else.
+
+    Not of batches of them (``bmm``): where attention is made of these, the scores of all pairs of tokens are there.
+    """
+    if operator == torch.ops.aten.mm.default:
+        return arguments[0], arguments[1]
+    if operator == torch.ops.aten.addmm.default:
+        return arguments[1], arguments[2]
+    if str(operator) in GROUPED_PRODUCTS:
+        # One product for each expert, (rows, columns) of all their tokens and (experts, columns, outputs).
+        return arguments[0], arguments[1][0]
+    return None
 
 
 def _is_worth_it(one: torch.Tensor, other: torch.Tensor) -> bool:
