@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
+from sft_trainer.models.experts import has_experts
 from sft_trainer.models.lora import initialize_adapters
 from sft_trainer.prepared import Prepared
 
@@ -45,21 +46,28 @@ def peft_model(config: TrainerConfig) -> Any:
 
     lora = config.spec.lora
     assert lora is not None
-    (targets,) = lora.target_modules
+    assert lora.target_modules == ["all-linear"]
+    plain = reference_model(config)
     options = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]
-        target_modules=targets,
+        target_modules=_linear_layers(plain) if has_experts(plain) else "all-linear",
         exclude_modules=lora.exclude_modules or None,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(reference_model(config), options)
+    model = get_peft_model(plain, options)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             shape = tuple(parameter.shape)
             box = Box(plain_name(name), WEIGHT, shape, Rectangle.whole(shape), parameter.data)
             initialize_adapters([box], lora, config.spec.training.seed)
     return model
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Names of all but the head: by ``all-linear`` peft means the stacked experts of some types as well."""
+    head = model.get_output_embeddings()
+    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head]
 
 
 def plain_name(name: str) -> str:
