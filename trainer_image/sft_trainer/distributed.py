@@ -109,6 +109,11 @@ def exchanged(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return arrived
 
 
+def add_to_all(total: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Make ``total`` the sum of those of all processes of ``group``."""
+    dist.all_reduce(total, group=group)
+
+
 def summed(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
     """Sums of scalars over all processes, (values,) in double precision on the device; one collective.
 

@@ -141,7 +141,7 @@ that does not take that one."""
 
 def router_of(model: Any) -> tuple[type, int] | None:
     """The class of the routers of the Hugging Face ``model``, and where in what they return their logits are."""
-    known = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    known: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(known, "target_class", None)
     return None if kind is None else (kind, known.index)
 

@@ -8,11 +8,10 @@ ways are operators that a compiler does not look into, and each is the gradient 
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import library
 
 from sft_api.sequence_parallel import heads_problem, key_repeats
-from sft_trainer.distributed import exchanged
+from sft_trainer.distributed import add_to_all, exchanged
 from sft_trainer.errors import ConfigError
 
 _GROUPS: dict[str, Any] = {}
@@ -75,7 +74,7 @@ def by_tokens(output: torch.Tensor, shared: SharedTokens) -> torch.Tensor:
 
 def add_up(total: torch.Tensor, shared: SharedTokens) -> None:
     """Make ``total``, of the tokens of this process, that of the tokens of all; no gradient goes through it."""
-    dist.all_reduce(total, group=_GROUPS[shared.group])
+    add_to_all(total, _GROUPS[shared.group])
 
 
 def _to_heads(tensors: list[torch.Tensor], group: str, degree: int) -> list[torch.Tensor]:

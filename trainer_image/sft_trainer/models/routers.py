@@ -23,7 +23,8 @@ class Routers:
         self._routers: list[Any] = [module for module in huggingface.modules() if isinstance(module, kind)]
         for router in self._routers:
             router.asked, router.logits = False, None
-            router.__class__ = _keeping(type(router), place)
+            kind_here: Any = type(router)
+            router.__class__ = _keeping(kind_here, place)
 
     @contextmanager
     def asked(self) -> Iterator[list[torch.Tensor]]:
