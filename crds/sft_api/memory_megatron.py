@@ -20,6 +20,8 @@ from .v1alpha1.status import PlanStatus
 
 _ROUTED = {"fp32": 4, "fp64": 8}
 """Bytes of a number of a router that is computed in its own precision."""
+BUCKET_BYTES = 2**27
+"""Of what processes that hold the same parameters exchange in one collective call, at most."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int)
         (0, layers + top, loss),
         # A gradient before it is added to the sum.
         (computed * held.largest, layers + tokens * layer.working, 0),
-        # Rows of the others on their way, once the update is made.
-        (computed * 2 * held.largest, buffer, 0),
+        # Sums of gradients, or updated rows, on their way: a bucket, and what one process, of two or more, has of it.
+        (1.5 * min(BUCKET_BYTES, 4 * (held.dense + held.experts)) if plan.processes > stages else 0, buffer, 0),
     )
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.collectives import Call, noted_calls
 from tests.integration.checkpoint import ranks
 from tests.megatron import shim
 from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
@@ -89,3 +90,21 @@ def test_routers_choose_in_the_precision_that_is_asked_for(models: Path, tmp_pat
     assert {hidden for _, hidden, _ in found} == {torch.bfloat16}
     assert all(loss == pytest.approx(found[0][2], rel=0.05) for _, _, loss in found)
     assert found[0][2] != found[1][2]
+
+
+def calls_of_a_step(models: Path) -> tuple[list[Call], int]:
+    """Of two data-parallel processes, with the bytes of all parameters."""
+    shim.install()
+    strategy, topology = built(models, Case("qwen3_tied"))
+    with noted_calls() as calls:
+        step(strategy, topology, 0)
+    return calls, sum(each.parameter.nbytes for each in strategy.held)
+
+
+def test_each_process_receives_the_gradients_that_it_updates_in_few_calls(models: Path, tmp_path: Path) -> None:
+    """A step sends half of the gradients and half of the weights, in one call each; norm and loss are numbers."""
+    for calls, whole in ranks.run(2, tmp_path, calls_of_a_step, models, seconds=SECONDS):
+        large = [call for call in calls if call.whole > 8]
+        assert [call.name for call in large] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+        # Rows that do not divide are filled up.
+        assert sum(call.sent for call in large) == pytest.approx(whole, rel=0.01)

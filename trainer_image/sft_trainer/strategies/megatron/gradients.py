@@ -1,6 +1,6 @@
-"""Sums of gradients over processes: which is decided by the parameter's name."""
+"""What processes exchange in a step: sums of gradients, each for the rows that it updates, and then these rows."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,9 @@ from megatron.core import parallel_state
 
 from sft_trainer.topology import Topology
 
+from . import buckets
 from .held import Held
+from .layout import is_split_over_holders
 
 _OWN_HEADS = ("q_layernorm", "k_layernorm")
 _OWN_TOKENS = ("norm", "router")
@@ -16,18 +18,45 @@ _COPIED = ("embedding.weight", "head")
 
 
 def add_up(held: Iterable[Held], topology: Topology, *, sequence_parallel: bool, tied: bool) -> None:
-    """Make the gradients those of all tokens, summed and never averaged; a collective call."""
+    """Give ``held`` the gradients of all tokens, summed and never averaged; a collective call.
+
+    Over those who hold the same each gets its rows only, of experts all. What then differs between parts of matrices,
+    and between copies of an embedding, is of the same rows on these.
+    """
+    held = list(held)
+    split = (each.shared(each.gradient) for each in held if is_split_over_holders(each.name))
+    buckets.scatter_sums(split, _holders())
+    experts = (each.gradient for each in held if not is_split_over_holders(each.name))
+    buckets.add_up(experts, parallel_state.get_expert_data_parallel_group())
     for each in held:
-        name, gradient = each.name, each.gradient
-        if topology.tensor > 1 and _is_partial(name, sequence_parallel):
-            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        experts = ".experts." in name
-        same = parallel_state.get_expert_data_parallel_group() if experts else parallel_state.get_data_parallel_group()
-        if same.size() > 1:
-            dist.all_reduce(gradient, group=same)
-        if tied and topology.pipeline > 1 and name in _COPIED:
-            dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
         each.hand_over()
+    if topology.tensor > 1:
+        partial = _rows(held, lambda name: _is_partial(name, sequence_parallel))
+        buckets.add_up(partial, parallel_state.get_tensor_model_parallel_group())
+    # Stages between the first one and the last one have none, nor a group.
+    if tied and topology.pipeline > 1 and (copied := _rows(held, lambda name: name in _COPIED)):
+        buckets.add_up(copied, parallel_state.get_embedding_group())
+
+
+def _rows(held: list[Held], among: Callable[[str], bool]) -> list[torch.Tensor]:
+    """Gradients of what this process updates of the parameters ``among`` those that are asked for."""
+    return [each.rows.grad for each in held if each.rows.grad is not None and among(each.name)]
+
+
+@torch.no_grad()
+def publish(held: Iterable[Held]) -> None:
+    """Make parameters of the rows that all have updated; a collective call."""
+    held = list(held)
+    for each in held:
+        each.take()
+    split = (each.shared(each.parameter.detach()) for each in held if is_split_over_holders(each.name))
+    buckets.gather(split, _holders())
+
+
+def _holders() -> dist.ProcessGroup:
+    """Those who hold the same of all but experts, in the order of their rows."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def _is_partial(name: str, sequence_parallel: bool) -> bool:

@@ -3,24 +3,21 @@
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sft_trainer.topology import Topology
 
-from .layout import Sizes, held_pieces, is_split_over_shard, rows_of
+from .buckets import Shared
+from .layout import Sizes, held_pieces, is_split_over_holders, rows_of
 
 
 class Held:
     """Of one parameter the rows that this process updates; where it is fp32 they are the same memory."""
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, topology: Topology, sizes: Sizes, group: dist.ProcessGroup
-    ) -> None:
-        """``group`` are those who hold the same parameter."""
+    def __init__(self, name: str, parameter: nn.Parameter, topology: Topology, sizes: Sizes) -> None:
         self.name, self.parameter = name, parameter
-        self._shares = topology.shard if is_split_over_shard(name) else 1
-        self._group = group
+        owners = topology.holders if is_split_over_holders(name) else 1
+        self._each = -(-parameter.shape[0] // owners) * parameter[0].numel()
         self._first, self._rows = rows_of(name, parameter.shape[0], topology)
         here = self._here(parameter.detach())
         self._copies = parameter.dtype != torch.float32
@@ -49,20 +46,14 @@ class Held:
         """The gradient."""
         self.parameter.grad = self.rows.grad = self._sum = None
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Make the parameter of the rows of all; a collective call of those who hold it."""
-        own = self._here(self.parameter.detach())
+    def take(self) -> None:
+        """Into the parameter, what was updated of it."""
         if self._copies:
-            own.copy_(self.rows)
-        if self._shares == 1:
-            return
-        each = -(-self.parameter.shape[0] // self._shares)
-        part = own.new_zeros((each, *own.shape[1:]))
-        part[: self._rows] = own
-        whole = part.new_empty((each * self._shares, *own.shape[1:]))
-        dist.all_gather_into_tensor(whole, part, group=self._group)
-        self.parameter.copy_(whole[: self.parameter.shape[0]])
+            self._here(self.parameter.detach()).copy_(self.rows.detach())
+
+    def shared(self, whole: torch.Tensor) -> Shared:
+        """The gradient or the parameter, ``whole``, of which those who hold the same update as much each."""
+        return Shared(whole, self._each)
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[self._first : self._first + self._rows]

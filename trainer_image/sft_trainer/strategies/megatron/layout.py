@@ -29,7 +29,7 @@ _HEAD_NORMS = {
 _NOWHERE: frozenset[str] = frozenset()
 _TENSOR = frozenset({"tensor"})
 _EXPERT = frozenset({"expert"})
-_SHARD = frozenset({"shard"})
+_HOLDERS = frozenset({"shard", "sequence"})
 
 
 @dataclass(frozen=True)
@@ -211,24 +211,24 @@ def pieces(name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
         yield from _layer(f"model.layers.{number}.", rest, sizes, topology)
 
 
-def is_split_over_shard(name: str) -> bool:
+def is_split_over_holders(name: str) -> bool:
     """Whether the rows of the parameter ``name`` are updated by one process each of those that have the same ones."""
     return ".experts." not in name
 
 
 def rows_of(name: str, rows: int, topology: Topology) -> tuple[int, int]:
     """Which of the ``rows`` of the parameter ``name`` this process updates: the first one, and how many."""
-    if not is_split_over_shard(name):
+    if not is_split_over_holders(name):
         return 0, rows
-    each = -(-rows // topology.shard)
-    first = min(rows, each * topology.place("shard"))
+    each = -(-rows // topology.holders)
+    first = min(rows, each * topology.holder)
     return first, min(each, rows - first)
 
 
 def held_pieces(name: str, rows: int, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
     """What the rows of ``rows_of`` of the parameter ``name`` hold; pieces start so far from the first of these."""
     first, count = rows_of(name, rows, topology)
-    split = _SHARD if is_split_over_shard(name) else _NOWHERE
+    split = _HOLDERS if is_split_over_holders(name) else _NOWHERE
     for piece in pieces(name, sizes, topology):
         held = piece.of_rows(first, count)
         if held is not None:

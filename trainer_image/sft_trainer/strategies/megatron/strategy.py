@@ -71,7 +71,7 @@ class MegatronStrategy:
         initialize_buffers(blueprint)
         self.chunks = self._build(huggingface.config, megatron, config.spec.training.activation_checkpointing)
         self.held = [
-            Held(name, parameter, topology, self._sizes, parallel_state.get_data_parallel_group())
+            Held(name, parameter, topology, self._sizes)
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
         ]
@@ -101,8 +101,7 @@ class MegatronStrategy:
         set_updates(self.optimizer, count)
 
     def loaded(self) -> None:
-        for held in self.held:
-            held.publish()
+        gradients.publish(self.held)
 
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
         for chunk in self.chunks:
@@ -135,7 +134,7 @@ class MegatronStrategy:
         update(self.optimizer, rate, torch.logical_not(ok).float())
         for held in self.held:
             held.forget()
-            held.publish()
+        gradients.publish(self.held)
 
     @torch.no_grad()
     def forward_sums(self, bins: Iterable[BinTensors]) -> torch.Tensor:
