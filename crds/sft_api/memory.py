@@ -208,7 +208,7 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec) -> int:
     """Host memory of one node that ``strategy.fsdp.cpuOffload`` takes: weights, gradients and moments."""
     if not offloads(spec):
         return 0
-    processes = spec.compute.nodes * spec.compute.effective_processes_per_node
+    processes = spec.compute.processes
     fsdp = spec.strategy.fsdp if spec.strategy else None
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
     each = 8 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]

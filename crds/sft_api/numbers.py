@@ -200,7 +200,7 @@ class Numbers:
     def of(cls, spec: SFTJobSpec) -> "Numbers":
         """The numbers of ``spec``, whatever machine it runs on and however its values are written."""
         document = spec.model_dump(mode="json", exclude_none=True)
-        shares = spec.compute.nodes * spec.compute.effective_processes_per_node // spec.processes_a_share
+        shares = spec.compute.processes // spec.processes_a_share
         precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
         learned: dict[str, Any] = {
             "training.optimizer.learningRate": spec.training.optimizer.learning_rate,

@@ -23,14 +23,9 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def declared_processes(spec: SFTJobSpec) -> int:
-    """Processes that ``spec`` asks for."""
-    return spec.compute.nodes * spec.compute.effective_processes_per_node
-
-
 def declared_shares(spec: SFTJobSpec) -> int:
     """Shares of a step that ``spec`` asks for: processes that compute on the same micro-batches have one together."""
-    return declared_processes(spec) // spec.processes_a_share
+    return spec.compute.processes // spec.processes_a_share
 
 
 def devices_of(spec: SFTJobSpec) -> Devices:
@@ -59,7 +54,7 @@ def make_plan(
     model, where this machine has it: what is shown of memory follows from it, and nothing else. Raises ``ValueError``
     for ``processes`` that are no whole number of shares.
     """
-    declared = declared_processes(spec)
+    declared = spec.compute.processes
     processes = processes or declared
     if processes % (together := spec.processes_a_share):
         raise ValueError(f"{together} processes have a share of a step together: {processes} are no multiple of that")

@@ -11,7 +11,6 @@ from typing import TypeVar
 from sft_api.dummy_run import FOLDER as DUMMY_RUN_FOLDER
 from sft_api.goodput import Devices
 from sft_api.megatron import MISSING, is_installed
-from sft_api.plan import declared_processes
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
@@ -75,7 +74,7 @@ def prepare(
         # Its log lies beside that of the run, which is not its own.
         folder = folder.with_name(f"{folder.name}-{DUMMY_RUN_FOLDER}")
     problems = [*out_of_reach(job.spec, environment), *_missing_variables(job.spec, environment)]
-    count = processes or declared_processes(job.spec)
+    count = processes or job.spec.compute.processes
     problems += [*_missing_gpus(job.spec, count, gpus), *_odd_shards(job.spec, count), *_no_megatron(job.spec)]
     uri = (job.spec.checkpoint.uri or local_checkpoints(working_folder, job)).rstrip("/")
     problems += overwritten(job.spec, uri)
@@ -263,8 +262,8 @@ def _notes(asked: SFTJobSpec, processes: int) -> Iterator[str]:
         yield f"Taken from this shell: {', '.join(from_shell)}."
     if asked.suspend:
         yield "spec.suspend is true: it says nothing here, the run starts."
-    if processes != declared_processes(asked):
+    if processes != asked.compute.processes:
         yield (
-            f"{counted(processes, 'process')} instead of the manifest's {declared_processes(asked)}: the steps stay "
+            f"{counted(processes, 'process')} instead of the manifest's {asked.compute.processes}: the steps stay "
             "the same."
         )

@@ -7,7 +7,6 @@ import yaml
 from sft_api.failures import ExitCode
 from sft_api.gpus import declared_gpu_memory
 from sft_api.memory_plan import gibibytes
-from sft_api.plan import declared_processes
 from sft_api.suggestions import Suggestion, suggestions
 from sft_api.v1alpha1.job import SFTJob
 
@@ -38,7 +37,7 @@ def show_suggestions(job: SFTJob, output: str) -> int:
     found = suggestions(spec, shape, gpu)
     if output == "text":
         for name, each in found.items():
-            _show(_NAMES[name], each, gpu, declared_processes(spec))
+            _show(_NAMES[name], each, gpu, spec.compute.processes)
     else:
         document = {name: each and {**each.sections, "memory": gibibytes(each.bytes)} for name, each in found.items()}
         as_yaml = yaml.safe_dump(document, sort_keys=False).rstrip()

@@ -48,10 +48,6 @@ IMMUTABLE_SPEC_FIELDS = (
 supervisor and the trainer read their deadlines once."""
 
 
-def _processes(spec: "SFTJobSpec") -> int:
-    return spec.compute.nodes * spec.compute.effective_processes_per_node
-
-
 _PROCESSES = (
     "self.compute.nodes * (has(self.compute.processesPerNode) ? self.compute.processesPerNode : "
     "(self.compute.gpusPerNode > 0 ? self.compute.gpusPerNode : 1))"
@@ -143,7 +139,7 @@ class SFTJobSpec(ApiModel):
             f"divided by those {_SHARE}",
             lambda self: (
                 self.training.global_batch_size is None
-                or self.training.global_batch_size * self.processes_a_share % _processes(self) == 0
+                or self.training.global_batch_size * self.processes_a_share % self.compute.processes == 0
             ),
         ),
         Rule(
@@ -156,7 +152,7 @@ class SFTJobSpec(ApiModel):
                 or self.training.global_batch_size is None
                 or self.training.global_batch_size
                 * self.processes_a_share
-                % (_processes(self) * self.training.micro_batch_size)
+                % (self.compute.processes * self.training.micro_batch_size)
                 == 0
             ),
         ),
@@ -169,7 +165,7 @@ class SFTJobSpec(ApiModel):
             lambda self: (
                 self.training.global_batch_tokens is None
                 or self.training.global_batch_tokens * self.processes_a_share
-                >= _processes(self) * (self.training.max_tokens_per_micro_batch or self.data.max_length)
+                >= self.compute.processes * (self.training.max_tokens_per_micro_batch or self.data.max_length)
             ),
         ),
         Rule(
@@ -180,7 +176,7 @@ class SFTJobSpec(ApiModel):
                 self.strategy is None
                 or self.strategy.fsdp is None
                 or self.strategy.fsdp.shard_degree is None
-                or _processes(self) % self.strategy.fsdp.shard_degree == 0
+                or self.compute.processes % self.strategy.fsdp.shard_degree == 0
             ),
         ),
         Rule(
@@ -192,7 +188,7 @@ class SFTJobSpec(ApiModel):
             f"({_PROCESSES}) % {_SEQUENCE} == 0",
             "strategy.fsdp.sequenceParallelDegree must divide the number of processes (compute.nodes x processes per "
             "node)",
-            lambda self: _processes(self) % self.sequence_parallel == 0,
+            lambda self: self.compute.processes % self.sequence_parallel == 0,
         ),
         Rule(
             "!has(self.strategy) || !has(self.strategy.fsdp) || !has(self.strategy.fsdp.shardDegree) || "

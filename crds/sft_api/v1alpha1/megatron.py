@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from .base import ApiModel, Rule
+from .model_config import DROPOUTS
 from .transformer_config import OF_STAGES, TransformerConfigOverrides
 
 if TYPE_CHECKING:
@@ -96,14 +97,6 @@ class MegatronSpec(ApiModel):
 _MEGATRON = "self.strategy.megatron"
 _ABSENT = f"!has(self.strategy) || !has({_MEGATRON})"
 _OVERRIDES = "self.model.configOverrides"
-_DROPOUTS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "resid_pdrop",
-    "residual_dropout",
-    "embd_pdrop",
-    "embedding_dropout",
-)
 
 
 def megatron_of(spec: "SFTJobSpec") -> MegatronSpec | None:
@@ -111,25 +104,21 @@ def megatron_of(spec: "SFTJobSpec") -> MegatronSpec | None:
     return spec.strategy.megatron if spec.strategy else None
 
 
-def _processes(spec: "SFTJobSpec") -> int:
-    return spec.compute.nodes * spec.compute.effective_processes_per_node
-
-
 def _drops(spec: "SFTJobSpec") -> bool:
     overrides = spec.model.config_overrides
-    return overrides is not None and any(getattr(overrides, name) for name in _DROPOUTS)
+    return overrides is not None and any(getattr(overrides, name) for name in DROPOUTS)
 
 
 def _spread(spec: "SFTJobSpec") -> bool:
     megatron = megatron_of(spec)
-    return megatron is None or _processes(spec) % megatron.with_the_same_data == 0
+    return megatron is None or spec.compute.processes % megatron.with_the_same_data == 0
 
 
 def _experts(spec: "SFTJobSpec") -> bool:
     megatron = megatron_of(spec)
     return (
         megatron is None
-        or _processes(spec) % (megatron.pipeline_parallel_degree * megatron.expert_parallel_degree) == 0
+        or spec.compute.processes % (megatron.pipeline_parallel_degree * megatron.expert_parallel_degree) == 0
     )
 
 
@@ -173,9 +162,9 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{_ABSENT} || !has({_OVERRIDES}) || ("
-            + " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in _DROPOUTS)
+            + " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in DROPOUTS)
             + ")",
-            f"strategy.megatron knows no dropout: set {', '.join(_DROPOUTS)} in model.configOverrides to 0, or choose "
+            f"strategy.megatron knows no dropout: set {', '.join(DROPOUTS)} in model.configOverrides to 0, or choose "
             "strategy.fsdp",
             lambda self: megatron_of(self) is None or not _drops(self),
         ),

@@ -147,3 +147,7 @@ class ConfigOverrides(ApiModel):
     def given(self) -> dict[str, Any]:
         """The values that are set, by name, as a config.json has them."""
         return self.model_dump(mode="json", exclude_none=True)
+
+
+DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if name.endswith(("dropout", "pdrop")))
+"""Those fields of overrides that are probabilities of a dropout."""

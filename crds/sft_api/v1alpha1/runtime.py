@@ -301,6 +301,11 @@ class ComputeSpec(ApiModel):
         """Training processes of one pod."""
         return self.processes_per_node or self.gpus_per_node or 1
 
+    @property
+    def processes(self) -> int:
+        """Training processes of all pods."""
+        return self.nodes * self.effective_processes_per_node
+
 
 class S3Spec(ApiModel):
     """How s3:// URIs of this job (model, data, checkpoints, export) are reached."""

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_api.v1alpha1.model_config import DROPOUTS, ConfigOverrides
 from sft_trainer.errors import ConfigError
 
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Of the model's own rotary parameters: they say nothing about scaling, and stay."""
-DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if name.endswith(("dropout", "pdrop")))
-"""Those fields of overrides that are probabilities of a dropout."""
 
 
 def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_api.v1alpha1.model_config import DROPOUTS
 from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
-from .overrides import DROPOUTS
 
 """How the names of fields of a config end that are dropouts."""
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
