@@ -43,7 +43,6 @@ from sft_trainer.versions import SLOW_IMPORTS  # noqa: E402
 MAX_TERMINATION_BYTES = 4096
 WORKER_IMPORTS = (
     "sft_trainer.trainer",
-    "pandas",
     *SLOW_IMPORTS,
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",

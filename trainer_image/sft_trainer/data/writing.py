@@ -11,12 +11,12 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .tokenized import EXAMPLES_FILE, REPORT_FILE, Chunk, Counts, TokenizationReport
+from .tokenized import EXAMPLES_FILE, REPORT_FILE, Chunk, Counts, TokenizationReport, array_of
 
 JOURNAL_FILE = "journal.jsonl"
 
@@ -53,11 +53,11 @@ class ExamplesWriter:
 
         message: bytes | memoryview = b""
         if len(chunk.lengths):
-            offsets = pa.array(np.concatenate(([0], np.cumsum(chunk.lengths, dtype=np.int64))))
+            offsets = _column(np.concatenate(([0], np.cumsum(chunk.lengths, dtype=np.int64))))
             columns = [
-                pa.LargeListArray.from_arrays(offsets, pa.array(chunk.input_ids)),
-                pa.LargeListArray.from_arrays(offsets, pa.array(chunk.loss_mask)),
-                pa.array(chunk.trained),
+                pa.LargeListArray.from_arrays(offsets, _column(chunk.input_ids)),
+                pa.LargeListArray.from_arrays(offsets, _column(chunk.loss_mask)),
+                _column(chunk.trained),
             ]
             message = memoryview(pa.record_batch(columns, schema=self._schema).serialize())
         self._file.write(message)
@@ -117,8 +117,8 @@ class ExamplesWriter:
             nothing = np.empty(0, np.int32)
             return Chunk(nothing, np.empty(0, np.uint8), nothing, nothing, counts)
         input_ids, loss_mask, trained = pa.ipc.read_record_batch(pa.py_buffer(message), self._schema).columns
-        lengths = np.diff(input_ids.offsets.to_numpy()).astype(np.int32)
-        return Chunk(input_ids.values.to_numpy(), loss_mask.values.to_numpy(), lengths, trained.to_numpy(), counts)
+        lengths = np.diff(array_of(input_ids.offsets)).astype(np.int32)
+        return Chunk(array_of(input_ids.values), array_of(loss_mask.values), lengths, array_of(trained), counts)
 
     def _note(self, chunk: Chunk) -> None:
         self.counts += chunk.counts
@@ -136,3 +136,11 @@ class ExamplesWriter:
     ) -> None:
         self._file.close()
         self._journal.close()
+
+
+def _column(values: NDArray[Any]) -> Any:
+    """The other way round than ``array_of``: ``values`` as an array of Arrow."""
+    import pyarrow as pa
+
+    kept = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(kept.dtype), len(kept), [None, pa.py_buffer(kept)])
