@@ -203,3 +203,12 @@ def test_who_waits_for_another_process_tells_how_far_that_is(tmp_path: Path) -> 
     waiting.join(PATIENCE_SECONDS)
     assert json.loads((folder / "report.json").read_text())["digest"] == digest
     assert len(told) == 3
+
+
+def test_reading_and_writing_examples_imports_no_pandas(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", ROWS[:CHUNK])
+    look = (
+        "import sys; from pathlib import Path; from tests.unit.data import test_resumed_tokenising as here; "
+        "here.run(Path(sys.argv[1])); here.run(Path(sys.argv[1])).example(0); sys.exit('pandas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", look, str(tmp_path)], cwd=Path(__file__).parents[3]).returncode == 0
