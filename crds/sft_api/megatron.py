@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 from .model_shape import FAMILIES, ModelShape
+from .sequence_parallel import either, unshared_heads
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MegatronSpec, megatron_of
 from .v1alpha1.status import PlanStatus
@@ -114,7 +115,8 @@ def no_gpu_problem(megatron: MegatronSpec, experts: int) -> str:
         return ""
     return (
         f"{' and '.join(asked)} needs GPUs, and there is none: set compute.gpusPerNode where there are, choose "
-        "strategy.fsdp, or train a model without experts with tensorParallelDegree and sequenceParallel: false"
+        "strategy.fsdp, or train a model without experts with contextParallelDegree, or with tensorParallelDegree and "
+        "sequenceParallel: false"
     )
 
 
@@ -141,7 +143,7 @@ def spread_problem(
         uneven = even_enough(layers, stages) if name == "pipelineParallelDegree" else {}
         return (
             f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: set it to "
-            f"{_or(fitting)}{f', or {_FIELD}.transformerConfigOverrides to {_in_words(uneven)}' if uneven else ''}"
+            f"{either(fitting)}{f', or {_FIELD}.transformerConfigOverrides to {_in_words(uneven)}' if uneven else ''}"
         )
     if problem := _uneven_problem(megatron, layers) or _chunks_problem(megatron, layers):
         return problem
@@ -157,7 +159,10 @@ def spread_problem(
         )
     if "moe_router_dtype" in megatron.overrides and not experts:
         return f"{_FIELD}.transformerConfigOverrides has moe_router_dtype, but the model has no routers: leave it out"
-    return ""
+    whose = f"a process of tensorParallelDegree: {tensor}" if tensor > 1 else "the model"
+    here, keys = heads // tensor, kv_heads // tensor
+    context = megatron.context_parallel_degree
+    return unshared_heads(f"{_FIELD}.contextParallelDegree", whose, here, keys, context, range(1, here + 1))
 
 
 def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
@@ -185,8 +190,8 @@ def _chunks_problem(megatron: MegatronSpec, layers: int) -> str:
         return ""
     fitting = [number for number in range(1, common + 1) if common % number == 0]
     return (
-        f"{_FIELD}.virtualPipelineParallelDegree is {chunks}, but stages have {_or(each)} of the model's {layers} "
-        f"layers, which it does not divide: set it to {_or(fitting)}"
+        f"{_FIELD}.virtualPipelineParallelDegree is {chunks}, but stages have {either(each)} of the model's {layers} "
+        f"layers, which it does not divide: set it to {either(fitting)}"
     )
 
 
@@ -206,14 +211,21 @@ def given_in_words(megatron: MegatronSpec) -> str:
 
 
 def across_nodes_warning(spec: SFTJobSpec) -> str:
-    """What to say when processes that share matrices are on several nodes; else empty."""
+    """What to say when processes that share matrices, or tokens, are on several nodes; else empty."""
     megatron, here = megatron_of(spec), spec.compute.effective_processes_per_node
-    if megatron is None or spec.compute.nodes == 1 or here % megatron.tensor_parallel_degree == 0:
+    if megatron is None or spec.compute.nodes == 1:
         return ""
+    tensor = megatron.tensor_parallel_degree
+    both = tensor * megatron.context_parallel_degree
+    if here % both == 0:
+        return ""
+    name, degree, what = "tensorParallelDegree", tensor, "hidden states cross the network between nodes four times a"
+    if here % tensor == 0:
+        name, degree = "tensorParallelDegree x contextParallelDegree", both
+        what = "queries, keys and values cross the network between nodes in every"
     return (
-        f"strategy.megatron.tensorParallelDegree is {megatron.tensor_parallel_degree}, and a node has {here} "
-        "processes: hidden states cross the network between nodes four times a layer; a degree that divides "
-        f"{here} stays within them"
+        f"{_FIELD}.{name} is {degree}, and a node has {here} processes: {what} layer; a degree that divides {here} "
+        "stays within them"
     )
 
 
@@ -256,8 +268,3 @@ def _idle(stages: int, micro_batches: int, chunks: int) -> float:
 def _in_words(overrides: Mapping[str, Any]) -> str:
     """As a manifest has them, on one line."""
     return ", ".join(f"{name}: {json.dumps(value)}" for name, value in overrides.items())
-
-
-def _or(numbers: list[int]) -> str:
-    words = list(map(str, numbers))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

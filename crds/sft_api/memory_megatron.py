@@ -13,11 +13,13 @@ from .megatron import layers_of, model_problem
 from .memory import BYTES, CHUNK_ELEMENTS, CONTEXT_BYTES, GROUP_BYTES, MOMENTS, BlockMemory, MemoryEstimate
 from .memory import micro_batch_tokens as whole_tokens
 from .model_shape import ModelShape
+from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MegatronSpec, megatron_of
 from .v1alpha1.runtime import StrategySpec
 from .v1alpha1.status import PlanStatus
 
+_WITHIN_A_NODE = ("tensor_parallel", "sequence_parallel")
 _ROUTED = {"fp32": 4, "fp64": 8}
 """Bytes of a number of a router that is computed in its own precision."""
 BUCKET_BYTES = 2**27
@@ -156,6 +158,7 @@ def changes(
     if megatron is None:
         return
     for field, name in (
+        ("sequence_parallel", "contextParallelDegree"),
         ("tensor_parallel", "tensorParallelDegree"),
         ("pipeline_parallel", "pipelineParallelDegree"),
         ("expert_parallel", "expertParallelDegree"),
@@ -171,47 +174,54 @@ def changes(
 
 
 def _possible(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, field: str, degree: int) -> bool:
-    """Whether processes and model can be shared out so; over one node at most, where matrices are."""
+    """Whether processes and model can be shared out so; over one node at most, where matrices or tokens are."""
     spec, plan = _spread(spec, plan, field, degree)
     megatron = megatron_of(spec)
     here = spec.compute.effective_processes_per_node
     of_experts = plan.pipeline_parallel * plan.expert_parallel
     return (
         megatron is not None
-        and not plan.processes % (plan.tensor_parallel * plan.pipeline_parallel)
+        and not plan.processes % megatron.with_the_same_data
         and not plan.processes % of_experts
-        and (field != "tensor_parallel" or not here % degree)
+        and (field not in _WITHIN_A_NODE or not here % (plan.tensor_parallel * plan.sequence_parallel))
         and (field != "expert_parallel" or (shape is not None and shape.experts > 0))
         and (shape is None or not model_problem(megatron, shape))
     )
 
 
 def _spread(spec: SFTJobSpec, plan: PlanStatus, field: str, degree: int) -> tuple[SFTJobSpec, PlanStatus]:
-    megatron = (megatron_of(spec) or MegatronSpec()).model_copy(update={f"{field}_degree": degree})
+    given = field.replace("sequence", "context")
+    megatron = (megatron_of(spec) or MegatronSpec()).model_copy(update={f"{given}_degree": degree})
     changed = plan.model_copy(update={field: degree})
-    shares = changed.processes // (changed.tensor_parallel * changed.pipeline_parallel)
+    shares = changed.processes // megatron.with_the_same_data
     strategy = StrategySpec(megatron=megatron)
     return spec.model_copy(update={"strategy": strategy}), changed.model_copy(update={"data_parallel": max(1, shares)})
 
 
 def _share(spec: SFTJobSpec, plan: PlanStatus) -> float:
-    """Of the tokens of a micro-batch those that this process has between matrices."""
+    """Of the tokens of a micro-batch that this process computes those that it has between matrices."""
     megatron = megatron_of(spec)
     return 1 / plan.tensor_parallel if megatron is not None and megatron.shares_tokens else 1.0
 
 
 def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed: int) -> BlockMemory:
-    """Of a layer, for each token of a micro-batch, computed with ``computed`` bytes a number.
+    """Of a layer, for each token that a process computes, with ``computed`` bytes a number.
 
     With activation checkpointing, what it then keeps. Norms are one kernel, which keeps its input; queries, keys and
     values come out of one projection, and queries and keys are there again rotated; with norms of their own queries
-    a third time, put together from several groups of heads.
+    a third time, put together from several groups of heads. Where tokens are shared attention keeps what arrived, and
+    its output is there by heads and by tokens.
     """
     tensor, share = plan.tensor_parallel, _share(spec, plan)
     routed = _ROUTED.get(_overrides(spec).get("moe_router_dtype", ""), computed)
     width, queries, keys, inner = shape.hidden_size, shape.queries, shape.keys, shape.intermediate_size
     projected = queries + 2 * keys
     attention = computed * (projected + 2 * queries + keys) + 4 * shape.heads
+    if plan.sequence_parallel > 1:
+        repeats = key_repeats(shape.kv_heads // tensor, plan.sequence_parallel)
+        # Of what the projection gave nothing is kept but what norms came from.
+        given = projected if shape.family.query_key_norm else 0
+        attention = computed * (given + 3 * queries + 2 * keys * repeats) + 4 * shape.heads
     if shape.family.query_key_norm:
         copied = queries if shape.kv_heads > tensor else 0
         attention += computed * copied + 4 * (shape.heads + shape.kv_heads)
@@ -244,9 +254,10 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
 
 def _states(held: Held, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     """Weights, with those in fp32 that are updated where they are computed with in bf16; sums of gradients in fp32."""
-    rows = ceil(held.dense / plan.data_parallel) + held.experts
+    copies = plan.data_parallel * plan.sequence_parallel
+    rows = ceil(held.dense / copies) + held.experts
     whole = held.dense + held.experts
-    dimensions = (plan.tensor_parallel, plan.pipeline_parallel, plan.expert_parallel, plan.data_parallel)
+    dimensions = (plan.tensor_parallel, plan.pipeline_parallel, plan.expert_parallel, plan.sequence_parallel, copies)
     groups = (plan.processes > 1) + sum(degree > 1 for degree in dimensions)
     return {
         "parameters": 4 * whole if plan.precision == "fp32" else 2 * whole + 4 * rows,

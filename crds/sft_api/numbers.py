@@ -135,6 +135,7 @@ NOT_NUMBERS = frozenset(
         "strategy.fsdp.sequenceParallelDegree",
         # Which processes compute what, as those of fsdp.
         "strategy.megatron.tensorParallelDegree",
+        "strategy.megatron.contextParallelDegree",
         "strategy.megatron.pipelineParallelDegree",
         "strategy.megatron.virtualPipelineParallelDegree",
         "strategy.megatron.expertParallelDegree",

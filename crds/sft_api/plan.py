@@ -84,7 +84,7 @@ def make_plan(
     plan = Plan(
         processes=processes,
         data_parallel=shares,
-        sequence_parallel=spec.sequence_parallel,
+        sequence_parallel=megatron.context_parallel_degree if megatron else spec.sequence_parallel,
         tensor_parallel=megatron.tensor_parallel_degree if megatron else 1,
         pipeline_parallel=megatron.pipeline_parallel_degree if megatron else 1,
         expert_parallel=megatron.expert_parallel_degree if megatron else 1,

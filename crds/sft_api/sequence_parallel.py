@@ -1,8 +1,10 @@
-"""Which models and nodes the tokens of a micro-batch can be shared out for (Ulysses). Pure.
+"""Which models and nodes the tokens of a micro-batch can be shared out for (Ulysses), in either strategy. Pure.
 
 Within attention each process has all tokens of a part of the heads, so that heads are what is divided
 (Jacobs et al. 2023, arXiv 2309.14509).
 """
+
+from collections.abc import Sequence
 
 from .v1alpha1.job import SFTJobSpec
 
@@ -24,15 +26,26 @@ def heads_problem(heads: int, kv_heads: int, degree: int, shard_degree: int) -> 
 
     A copy of the model is sharded over ``shard_degree`` processes: other degrees that can be divide that too.
     """
+    tried = [each for each in range(1, heads + 1) if shard_degree % each == 0]
+    return unshared_heads(_FIELD, "the model", heads, kv_heads, degree, tried)
+
+
+def unshared_heads(field: str, whose: str, heads: int, kv_heads: int, degree: int, tried: Sequence[int]) -> str:
+    """``heads_problem`` of the heads of ``whose``, of which ``field`` is the degree; others are among ``tried``."""
     if possible(heads, kv_heads, degree):
         return ""
     if heads % degree:
-        why = f"which does not divide the {heads} attention heads of the model"
+        why = f"which does not divide the {heads} attention heads of {whose}"
     else:
-        why = f"which neither divides the model's {kv_heads} heads of keys nor is a multiple of them"
-    fitting = [each for each in range(1, heads + 1) if shard_degree % each == 0 and possible(heads, kv_heads, each)]
-    words = ", ".join(map(str, fitting[:-1])) + f" or {fitting[-1]}" if len(fitting) > 1 else str(fitting[0])
-    return f"{_FIELD} is {degree}, {why}: set it to {words}"
+        why = f"which neither divides the {kv_heads} heads of keys of {whose} nor is a multiple of them"
+    fitting = [each for each in tried if possible(heads, kv_heads, each)]
+    return f"{field} is {degree}, {why}: set it to {either(fitting)}"
+
+
+def either(numbers: Sequence[int]) -> str:
+    """``numbers`` in words: 1, 2 or 4."""
+    words = list(map(str, numbers))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def nodes_warning(spec: SFTJobSpec) -> str:

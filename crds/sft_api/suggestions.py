@@ -72,15 +72,17 @@ def _fsdp(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
 
 def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
     here = spec.compute.effective_processes_per_node
-    shapes = list(product(_divisors(here), _divisors(shape.experts or 1)))
+    within = [both for both in product(_divisors(here), repeat=2) if here % (both[0] * both[1]) == 0]
+    shapes = list(product(within, _divisors(shape.experts or 1)))
     for pipeline in _divisors(spec.compute.nodes * here):
         uneven = even_enough(shape.layers, pipeline)
         ends = {"transformerConfigOverrides": uneven} if uneven else {}
-        # To share matrices within a node costs less than to compute all twice.
+        # To share tokens, or matrices, within a node costs less than to compute all twice.
         for hows in (_LITTLE, (_ALL,)):
-            for (tensor, expert), how in product(shapes, hows):
+            for ((tensor, context), expert), how in product(shapes, hows):
                 degrees = {
                     "tensorParallelDegree": tensor,
+                    "contextParallelDegree": context,
                     "pipelineParallelDegree": pipeline,
                     "expertParallelDegree": expert,
                 }

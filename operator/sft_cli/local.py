@@ -14,7 +14,7 @@ from sft_api.megatron import MISSING, is_installed
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
-from sft_api.v1alpha1.megatron import megatron_of
+from sft_api.v1alpha1.megatron import WITH_THE_SAME_DATA_IN_WORDS, megatron_of
 from sft_api.v1alpha1.places import PLACE_RULES
 
 from .errors import UserError
@@ -205,7 +205,7 @@ def _odd_shards(spec: SFTJobSpec, processes: int) -> Iterator[str]:
     if megatron is not None:
         pipeline, expert = megatron.pipeline_parallel_degree, megatron.expert_parallel_degree
         degrees = [
-            ("megatron.tensorParallelDegree x pipelineParallelDegree", megatron.with_the_same_data),
+            (f"megatron.{WITH_THE_SAME_DATA_IN_WORDS}", megatron.with_the_same_data),
             ("megatron.pipelineParallelDegree x expertParallelDegree", pipeline * expert),
         ]
     for name, degree in degrees:

@@ -109,7 +109,8 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     fsdp, megatron = spec.strategy.fsdp if spec.strategy else None, megatron_of(spec)
     sharded = fsdp is not None and fsdp.shard_degree is not None
     together = counted(plan.sequence_parallel, "process")
-    shared = Decision("tokens shared by", together, Origin.GIVEN, "strategy.fsdp.sequenceParallelDegree")
+    field = "megatron.contextParallelDegree" if megatron else "fsdp.sequenceParallelDegree"
+    shared = Decision("tokens shared by", together, Origin.GIVEN, f"strategy.{field}")
     return [
         Decision(
             "processes",
@@ -155,6 +156,7 @@ def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 
 def _megatron(megatron: MegatronSpec, plan: Plan) -> list[Decision]:
     tensor, expert = plan.tensor_parallel, plan.expert_parallel
+    apart = tensor * plan.pipeline_parallel
     shared = f"{counted(tensor, 'process')}{', and tokens between them' if megatron.shares_tokens else ''}"
     degrees = [
         ("matrices shared by", tensor, shared, "tensorParallelDegree"),
@@ -170,7 +172,7 @@ def _megatron(megatron: MegatronSpec, plan: Plan) -> list[Decision]:
         ),
         Decision(
             "copies of the model",
-            f"{plan.data_parallel}, each over {counted(megatron.with_the_same_data, 'process')}",
+            f"{plan.processes // apart}, each over {counted(apart, 'process')}",
             Origin.COMPUTED,
             "the processes that are left; what updates a copy is shared out to all of them",
         ),

@@ -5,7 +5,7 @@ from tests.integration.manifests import ROWS, Bad, train
 
 _TOGETHER = (
     "that compute on the same tokens (strategy.fsdp.sequenceParallelDegree, or tensorParallelDegree x "
-    "pipelineParallelDegree of strategy.megatron)"
+    "contextParallelDegree x pipelineParallelDegree of strategy.megatron)"
 )
 _SHARE = f"divided by those {_TOGETHER}"
 
@@ -359,8 +359,18 @@ RULES = [
             "strategy": "{megatron: {tensorParallelDegree: 2, pipelineParallelDegree: 3}}",
             "compute": "{gpusPerNode: 8}",
         },
-        "strategy.megatron.tensorParallelDegree x pipelineParallelDegree must divide the number of processes "
-        "(compute.nodes x processes per node)",
+        "strategy.megatron.tensorParallelDegree x contextParallelDegree x pipelineParallelDegree must divide the "
+        "number of processes (compute.nodes x processes per node)",
+    ),
+    Bad(
+        "tokens, matrices and stages that do not divide the processes",
+        "spec",
+        {
+            "strategy": "{megatron: {tensorParallelDegree: 2, contextParallelDegree: 8}}",
+            "compute": "{gpusPerNode: 8}",
+        },
+        "strategy.megatron.tensorParallelDegree x contextParallelDegree x pipelineParallelDegree must divide the "
+        "number of processes (compute.nodes x processes per node)",
     ),
     Bad(
         "experts that do not divide the processes of a stage",
@@ -376,7 +386,7 @@ RULES = [
         "batch not divisible by the processes that have a share together",
         "spec",
         {
-            "strategy": "{megatron: {tensorParallelDegree: 2, pipelineParallelDegree: 2}}",
+            "strategy": "{megatron: {contextParallelDegree: 2, pipelineParallelDegree: 2}}",
             "training": "{globalBatchSize: 3}",
             "compute": "{gpusPerNode: 8}",
         },

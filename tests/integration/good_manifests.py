@@ -177,9 +177,9 @@ MEGATRON = manifest(
     {
         "model": "{uri: hf://org/name, configOverrides: {attention_dropout: 0, residual_dropout: 0.0}}",
         "training": "{globalBatchSize: 4}",
-        "strategy": "{megatron: {tensorParallelDegree: 2, pipelineParallelDegree: 2, virtualPipelineParallelDegree: 1, "
-        "expertParallelDegree: 8, "
-        "sequenceParallel: true, transformerConfigOverrides: {num_layers_in_first_pipeline_stage: 3, "
+        "strategy": "{megatron: {tensorParallelDegree: 2, contextParallelDegree: 2, pipelineParallelDegree: 2, "
+        "virtualPipelineParallelDegree: 1, expertParallelDegree: 8, sequenceParallel: true, "
+        "transformerConfigOverrides: {num_layers_in_first_pipeline_stage: 3, "
         "num_layers_in_last_pipeline_stage: 1, batch_p2p_comm: false, deallocate_pipeline_outputs: false, "
         "moe_router_dtype: fp64}}}",
         "compute": "{nodes: 2, gpusPerNode: 8}",

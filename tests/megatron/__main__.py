@@ -5,8 +5,9 @@ max_rel_error     worst relative error of loss, logits, gradients, their norm an
 cases             models over shapes of processes that are compared
 steps_rel_error   worst relative difference of loss and norm of 20 steps from those of FSDP; at most 1e-4
 bf16_rel_error    the same of a run in bf16, from one in fp32; at most 5e-2
-reshard_mismatch  tensors that change on the way of a checkpoint: TP2, PP2, FSDP, DP2, TP2 in bf16, TP2; and of a
-                  mixture of experts: EP2, PP2, FSDP, EP2
+reshard_mismatch  tensors that change on the way of a checkpoint: TP2, PP2, uneven and interleaved stages, FSDP, CP2,
+                  both again, DP2, TP2 in bf16, TP2; and of a mixture of experts: CP2 with EP2, PP2, FSDP, EP2, CP2 with
+                  EP2
 resume_mismatch   figures and tensors of runs that go on from a checkpoint that differ from those not disturbed
 """
 

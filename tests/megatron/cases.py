@@ -20,6 +20,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
+from sft_trainer.data.parts import part_of
 from sft_trainer.distributed import Ranks
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
@@ -42,6 +43,7 @@ class Case:
 
     model: str
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     chunks: int = 1
     """Of each stage: interleaved."""
@@ -58,7 +60,7 @@ class Case:
     @property
     def name(self) -> str:
         """Short, for a line of output."""
-        degrees = {"tp": self.tensor, "pp": self.pipeline, "vpp": self.chunks, "ep": self.expert}
+        degrees = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline, "vpp": self.chunks, "ep": self.expert}
         words = [f"{word}{degree}" for word, degree in degrees.items() if degree > 1]
         words += [self.precision] * (self.precision != "fp32")
         words += ["fsdp"] * self.fsdp + [f"{name}={value}" for name, value in self.overrides.items()]
@@ -70,6 +72,7 @@ class Case:
         """As a manifest names them."""
         return {
             "tensorParallelDegree": self.tensor,
+            "contextParallelDegree": self.context,
             "pipelineParallelDegree": self.pipeline,
             "virtualPipelineParallelDegree": self.chunks,
             "expertParallelDegree": self.expert,
@@ -101,6 +104,8 @@ OF_TWO = (
     Case("qwen3_moe", expert=2),
     Case("qwen3_moe_raw", tensor=2, expert=2, tokens_too=True),
     Case("qwen3_moe", pipeline=2),
+    Case("qwen3_window", context=2),
+    Case("qwen3_moe", context=2, expert=2),
     Case(
         "qwen3_window",
         pipeline=2,
@@ -121,6 +126,9 @@ OF_FOUR = (
     Case("qwen3_moe", pipeline=2, expert=2),
     Case("qwen3_moe", tensor=2, pipeline=2, tokens_too=True),
     Case("qwen3_moe_raw", tensor=2, expert=4, tokens_too=True),
+    Case("llama", tensor=2, context=2, tokens_too=True, activations="selective"),
+    Case("qwen3_tied", context=2, pipeline=2, activations="full"),
+    Case("mistral", context=2),
 )
 TRAINED = (
     Case("qwen3_tied", tensor=2),
@@ -131,6 +139,8 @@ TRAINED = (
     Case("qwen3_tied", pipeline=2, overrides={FIRST: 3}),
     Case("qwen3_tied", pipeline=2, chunks=2),
     Case("qwen3_tied", tensor=2, tokens_too=True, precision="bf16"),
+    Case("qwen3_tied", context=2),
+    Case("qwen3_moe", context=2, expert=2),
 )
 """By two processes, beside FSDP in fp32."""
 
@@ -273,7 +283,11 @@ def against_huggingface(models: Path, case: Case) -> dict[str, float]:
     sums = strategy.forward_sums(share(bins, topology))
     evaluated, right = (summed(each, topology) for each in sums)
     assert right == wanted.right, (case.name, right, wanted.right)
-    mine = wanted.logits[topology.data_rank :: topology.data_parallel]
+    multiple = topology.tensor if case.tokens_too else 1
+    mine = [
+        logits[_are_here(bin_, topology, multiple)]
+        for bin_, logits in [*zip(bins, wanted.logits, strict=True)][topology.data_rank :: topology.data_parallel]
+    ]
     last = topology.place("pipeline") == topology.pipeline - 1
     rounds = case.pipeline if case.chunks > 1 else 1
     assert len(seen) == (-(-len(share(bins, topology)) // rounds) * rounds if last else 0)
@@ -289,6 +303,12 @@ def against_huggingface(models: Path, case: Case) -> dict[str, float]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, here)
     return {key: max(each[key] for each in every) for key in here}
+
+
+def _are_here(bin_: BinTensors, topology: Topology, multiple: int) -> torch.Tensor:
+    """Of every target of ``bin_`` whether this process has its token."""
+    each = len(part_of(bin_, 0, topology.sequence, multiple).input_ids)
+    return bin_.targets // each == topology.place("sequence")
 
 
 def _index(box: Box) -> tuple[slice, ...]:
@@ -422,13 +442,19 @@ def compared(models: Path, cases: Sequence[Case]) -> dict[str, dict[str, float]]
 def trained(models: Path, folder: Path) -> dict[str, Any]:
     """By two processes: curves beside those of FSDP, and what checkpoints change."""
     shim.install()
-    dense, experts, (uneven, chunks, bf16) = TRAINED[:3], TRAINED[3:5], TRAINED[5:]
+    dense, experts, (uneven, chunks, bf16, tokens, tokens_of_experts) = TRAINED[:3], TRAINED[3:5], TRAINED[5:]
     fsdp = Case("qwen3_tied", fsdp=True)
     return {
         "steps": beside_fsdp(models, TRAINED, 20),
         "reshard_mismatch": resharded(
-            models, folder / "dense", [*dense[:2], uneven, chunks, fsdp, uneven, chunks, dense[2], bf16, dense[0]]
+            models,
+            folder / "dense",
+            [*dense[:2], uneven, chunks, fsdp, tokens, uneven, chunks, dense[2], bf16, dense[0]],
         )
-        + resharded(models, folder / "experts", [*experts, Case("qwen3_moe", fsdp=True), experts[0]]),
+        + resharded(
+            models,
+            folder / "experts",
+            [tokens_of_experts, experts[1], Case("qwen3_moe", fsdp=True), experts[0], tokens_of_experts],
+        ),
         "resume_mismatch": sum(resumed(models, folder / case.name, case) for case in TRAINED),
     }

@@ -3,6 +3,7 @@
 Each function is called in a process of its own: the shim stays, and so do the stand-ins.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sft_api.v1alpha1.transformer_config import TransformerConfigOverrides
 from sft_trainer import loss
 from sft_trainer.models.attention import Boundaries, boundary_arguments, register
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.exchange import shared_tokens
 from sft_trainer.models.tracking import LiveBytes, _attention, count_attention
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import trainable_of
@@ -76,7 +78,7 @@ def _allocated(stage: Any, *, device: Any) -> Any:
     return stage
 
 
-def _pretend(processes: int, tensor: int) -> Topology:
+def _pretend(processes: int, tensor: int, sequence: int = 1) -> Topology:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -87,20 +89,22 @@ def _pretend(processes: int, tensor: int) -> Topology:
         local_rank=0,
         world_size=processes,
         local_world_size=processes,
-        shard=processes // tensor,
+        shard=processes // tensor // sequence,
+        sequence=sequence,
         tensor=tensor,
     )
 
 
-def layers(cases: list[tuple[str, int, bool, str, dict[str, Any], str]]) -> list[tuple[float, float]]:
-    """Bytes for each token that a layer keeps, and the most besides, by ``kind``, degree of tensor parallelism, whether
-    tokens are shared between matrices, precision, ``transformerConfigOverrides``, and what is forgotten."""
+def layers(cases: list[tuple[str, int, int, bool, str, dict[str, Any], str]]) -> list[tuple[float, float]]:
+    """Bytes for each token here that a layer keeps, and the most besides, by ``kind``, degrees of tensor and context
+    parallelism, whether tokens are shared between matrices, precision, ``transformerConfigOverrides``, and what is
+    forgotten."""
     shim.install()
     return [_layer(*case) for case in cases]
 
 
 def _layer(
-    kind: str, tensor: int, shares: bool, precision: str, overrides: dict[str, Any], how: Any
+    kind: str, tensor: int, context: int, shares: bool, precision: str, overrides: dict[str, Any], how: Any
 ) -> tuple[float, float]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -116,35 +120,41 @@ def _layer(
     if not sizes.experts:  # what attention takes of a GPU; experts are sorted by values, which takes real tensors
         module.document_attention = _attention
     parallel_state.destroy_model_parallel()
-    topology = _pretend(tensor, tensor)
+    topology = _pretend(tensor * context, tensor, context)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     parallel_state.initialize_model_parallel(
-        tensor, expert_tensor_parallel_size=1 if sizes.experts else None, create_gloo_process_groups=False
+        tensor,
+        context_parallel_size=context,
+        expert_tensor_parallel_size=1 if sizes.experts else None,
+        create_gloo_process_groups=False,
     )
     initialize_rng_tracker(inference_rng_tracker=True)
     spec = MegatronSpec(
         tensor_parallel_degree=tensor,
+        context_parallel_degree=context,
         sequence_parallel=shares,
         transformer_config_overrides=TransformerConfigOverrides(**overrides),
     )
     config = module.transformer_config(AutoConfig.for_model(**given), sizes, topology, dtype, spec)
-    live = LiveBytes()
-    if sizes.experts:
-        return _watched(Stage(config, sizes, topology, [None, None], how), tensor, shares, dtype, sizes, live)
-    with fake_tensors():
-        return _watched(Stage(config, sizes, topology, [None, None], how), tensor, shares, dtype, sizes, live)
+    with nullcontext() if sizes.experts else fake_tensors():
+        return _watched(Stage(config, sizes, topology, [None, None], how), topology, shares, dtype, sizes, LiveBytes())
 
 
 def _watched(
-    stage: Any, tensor: int, shares: bool, dtype: torch.dtype, sizes: Any, live: LiveBytes
+    stage: Any, topology: Topology, shares: bool, dtype: torch.dtype, sizes: Any, live: LiveBytes
 ) -> tuple[float, float]:
+    from megatron.core import parallel_state
+
     from sft_trainer.strategies.megatron.layers import Documents
 
     for parameter in stage.parameters():
         parameter.detach().normal_(0, 0.02)
-    given = torch.ones(TOKENS // tensor if shares else TOKENS, 1, sizes.width, dtype=dtype).requires_grad_()
+    between = TOKENS // topology.tensor if shares else TOKENS
+    given = torch.ones(between, 1, sizes.width, dtype=dtype).requires_grad_()
     cos, sin = (torch.ones(1, TOKENS, sizes.head_size, dtype=dtype) for _ in range(2))
-    boundaries = boundary_arguments(Boundaries.of([TOKENS]))
+    boundaries = boundary_arguments(Boundaries.of([TOKENS * topology.sequence]))
+    if topology.sequence > 1:
+        boundaries["shared_tokens"] = shared_tokens(parallel_state.get_context_parallel_group(), 0)
     documents = Documents(qkv_format="sbhd", boundaries=boundaries, cos=cos, sin=sin)
     for held in (given, cos, sin, *stage.parameters(), *stage.buffers()):
         live.add(held)
@@ -188,8 +198,10 @@ def _step(
     given = {"precision": precision, "max_tokens_per_micro_batch": tokens}
     config = config.model_copy(update={"plan": config.plan.model_copy(update=given)})
     parallel_state.destroy_model_parallel()
-    topology = _pretend(processes, config.plan.tensor_parallel)
-    numbers = torch.zeros(tokens, dtype=torch.long)
+    topology = _pretend(processes, config.plan.tensor_parallel, config.plan.sequence_parallel)
+    # The part of the tokens that this process has of a bin.
+    strategies.part_of = lambda bin_, *_: bin_
+    numbers = torch.zeros(tokens // topology.sequence, dtype=torch.long)
     bin_ = BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)
     register()
     live = LiveBytes()

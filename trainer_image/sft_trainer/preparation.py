@@ -50,7 +50,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     positions = getattr(model.huggingface.config, "max_position_embeddings", None)
     if warning := positions_warning(spec, positions):
         reporter.warn(warning)
-    check_heads(model.huggingface.config, config.plan.sequence_parallel, config.plan.shard_degree)
+    check_heads(model.huggingface.config, spec.sequence_parallel, config.plan.shard_degree)
     if (megatron := megatron_of(spec)) is not None:
         refused.check(megatron, model, trainable_of(config))
         refused.check_device(megatron, layout.Sizes.of(model.huggingface.config), device)

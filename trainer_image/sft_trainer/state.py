@@ -39,7 +39,7 @@ class Facts:
                 topology.world_size,
                 compiled=config.spec.training.compile,
                 offloaded=offloads(config.spec),
-                sequence=topology.sequence,
+                sequence=config.spec.sequence_parallel,
                 shares=topology.data_parallel,
                 reduced_once=config.plan.reduce_gradients == "oncePerStep" and topology.world_size > 1,
                 megatron=megatron_of(config.spec),
@@ -146,7 +146,10 @@ def _in_words(megatron: MegatronSpec) -> str:
     # Norms are added up stage by stage.
     words += [f"VPP{chunks}"] if chunks > 1 else []
     words += [f"{which}{layers}" for which, layers in zip(("first", "last"), ends_of(megatron), strict=True) if layers]
-    return " ".join(["megatron", *words, *(["SP"] if megatron.shares_tokens else [])])
+    words += ["SP"] if megatron.shares_tokens else []
+    # Left out where it is not so: an earlier version had none.
+    words += [f"CP{megatron.context_parallel_degree}"] if megatron.context_parallel_degree > 1 else []
+    return " ".join(["megatron", *words])
 
 
 def changed_fields(before: Any, now: Any, path: str = "") -> list[str]:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .lora import LoraSpec
-from .megatron import megatron_of, megatron_rules
+from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
 from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
@@ -53,13 +53,10 @@ _PROCESSES = (
     "(self.compute.gpusPerNode > 0 ? self.compute.gpusPerNode : 1))"
 )
 _SEQUENCE = "(has(self.strategy) && has(self.strategy.fsdp) ? self.strategy.fsdp.sequenceParallelDegree : 1)"
-_TOGETHER = (
-    f"(has(self.strategy) && has(self.strategy.megatron) ? self.strategy.megatron.tensorParallelDegree * "
-    f"self.strategy.megatron.pipelineParallelDegree : {_SEQUENCE})"
-)
+_TOGETHER = f"(has(self.strategy) && has(self.strategy.megatron) ? {WITH_THE_SAME_DATA} : {_SEQUENCE})"
 _SHARE = (
-    "that compute on the same tokens (strategy.fsdp.sequenceParallelDegree, or tensorParallelDegree x "
-    "pipelineParallelDegree of strategy.megatron)"
+    f"that compute on the same tokens (strategy.fsdp.sequenceParallelDegree, or {WITH_THE_SAME_DATA_IN_WORDS} of "
+    "strategy.megatron)"
 )
 
 

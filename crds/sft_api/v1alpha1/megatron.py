@@ -22,6 +22,12 @@ class MegatronSpec(ApiModel):
         description="Processes that share every matrix, best those of one node. Must divide the model's attention "
         "heads, its heads of keys and the width of its MLP.",
     )
+    context_parallel_degree: Degree = Field(
+        default=1,
+        description="Processes that share the tokens of each micro-batch (Ulysses), best those of one node: its "
+        "activations and logits are divided by it, and so are the shares of a step. Must divide the attention heads "
+        "that tensorParallelDegree leaves each of them, and the heads of keys, or be a multiple of these.",
+    )
     pipeline_parallel_degree: Degree = Field(
         default=1,
         description="Stages of consecutive layers, each of other processes, through which micro-batches go one after "
@@ -91,10 +97,15 @@ class MegatronSpec(ApiModel):
     @property
     def with_the_same_data(self) -> int:
         """Processes that compute on the same micro-batches together."""
-        return self.tensor_parallel_degree * self.pipeline_parallel_degree
+        return self.tensor_parallel_degree * self.context_parallel_degree * self.pipeline_parallel_degree
 
 
 _MEGATRON = "self.strategy.megatron"
+WITH_THE_SAME_DATA = (
+    f"{_MEGATRON}.tensorParallelDegree * {_MEGATRON}.contextParallelDegree * {_MEGATRON}.pipelineParallelDegree"
+)
+"""``MegatronSpec.with_the_same_data`` in CEL, where there is one."""
+WITH_THE_SAME_DATA_IN_WORDS = "tensorParallelDegree x contextParallelDegree x pipelineParallelDegree"
 _ABSENT = f"!has(self.strategy) || !has({_MEGATRON})"
 _OVERRIDES = "self.model.configOverrides"
 
@@ -126,10 +137,9 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
     """Of a spec whose number of processes is the CEL expression ``processes``."""
     return (
         Rule(
-            f"{_ABSENT} || ({processes}) % ({_MEGATRON}.tensorParallelDegree * {_MEGATRON}.pipelineParallelDegree) "
-            "== 0",
-            "strategy.megatron.tensorParallelDegree x pipelineParallelDegree must divide the number of processes "
-            "(compute.nodes x processes per node)",
+            f"{_ABSENT} || ({processes}) % ({WITH_THE_SAME_DATA}) == 0",
+            f"strategy.megatron.{WITH_THE_SAME_DATA_IN_WORDS} must divide the number of processes (compute.nodes x "
+            "processes per node)",
             _spread,
         ),
         Rule(

@@ -11,7 +11,7 @@ import torch
 
 from tests.collectives import Call, noted_calls
 from tests.integration.checkpoint import ranks
-from tests.megatron import shim
+from tests.megatron import groups, shim
 from tests.megatron.__main__ import LIMIT, STEPS_LIMIT
 from tests.megatron.cases import FIRST, Case, beside_fsdp, built, compared, resharded, resumed, skipped, step
 from tests.megatron.models import save_models
@@ -20,6 +20,7 @@ SECONDS = 500
 """That processes are waited for, on ten times too few processors as well."""
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
+TOKENS = Case("qwen3_tied", context=2)
 CHUNKS = Case("qwen3_tied", pipeline=2, chunks=2)
 UNEVEN = Case("qwen3_tied", pipeline=2, overrides={FIRST: 3})
 
@@ -32,20 +33,45 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None:
-    """Over parts of matrices, over stages and over experts: loss, logits, gradients, norm and an evaluation."""
-    cases = (Case("qwen3", tensor=2), SPLIT, STAGES, UNEVEN, CHUNKS, Case("qwen3_moe", expert=2))
+    """Over parts of matrices, tokens, stages and experts: loss, logits, gradients, norm and an evaluation."""
+    cases = (
+        Case("qwen3", tensor=2),
+        SPLIT,
+        Case("qwen3_window", context=2),
+        STAGES,
+        UNEVEN,
+        CHUNKS,
+        Case("qwen3_moe", expert=2),
+        Case("qwen3_moe", context=2, expert=2),
+    )
     for figures in ranks.run(2, tmp_path, compared, models, cases, seconds=SECONDS):
         assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
+
+
+def test_groups_of_processes_are_those_of_the_topology() -> None:
+    assert ranks.answer(*ranks.start(groups.different), seconds=SECONDS) == []
 
 
 def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float], int, int, int]:
     shim.install()
     return (
-        beside_fsdp(models, [SPLIT, Case("qwen3_tied")], 4),
+        beside_fsdp(models, [SPLIT, TOKENS, Case("qwen3_tied")], 4),
         resharded(
             models,
             folder / "resharded",
-            [SPLIT, STAGES, UNEVEN, CHUNKS, Case("qwen3_tied", fsdp=True), UNEVEN, CHUNKS, Case("qwen3_tied"), SPLIT],
+            [
+                SPLIT,
+                STAGES,
+                TOKENS,
+                UNEVEN,
+                CHUNKS,
+                Case("qwen3_tied", fsdp=True),
+                UNEVEN,
+                CHUNKS,
+                Case("qwen3_tied"),
+                TOKENS,
+                SPLIT,
+            ],
         ),
         resumed(models, folder / "resumed", CHUNKS),
         skipped(models, Case("qwen3_moe", expert=2)),

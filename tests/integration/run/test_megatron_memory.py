@@ -17,14 +17,17 @@ FORGETTING = ("none", "selective", "full")
 LAYERS = [
     (*case, how)
     for case in (
-        ("llama", 4, True, "bf16", {}),
-        ("qwen2", 2, False, "fp32", {}),
-        ("qwen3", 2, True, "bf16", {}),
-        ("qwen3", 4, True, "fp32", {}),
-        ("qwen3_moe", 1, False, "bf16", {}),
-        ("qwen3_moe", 1, False, "fp32", {}),
-        ("qwen3_moe", 1, False, "bf16", {"moe_router_dtype": "fp32"}),
-        ("qwen3_moe", 1, False, "bf16", {"moe_router_dtype": "fp64"}),
+        ("llama", 4, 1, True, "bf16", {}),
+        ("qwen2", 2, 1, False, "fp32", {}),
+        ("qwen3", 2, 1, True, "bf16", {}),
+        ("qwen3", 4, 1, True, "fp32", {}),
+        ("qwen3_moe", 1, 1, False, "bf16", {}),
+        ("qwen3_moe", 1, 1, False, "fp32", {}),
+        ("llama", 1, 4, False, "bf16", {}),
+        ("qwen3", 2, 4, True, "bf16", {}),
+        ("qwen3_moe", 1, 2, False, "bf16", {}),
+        ("qwen3_moe", 1, 1, False, "bf16", {"moe_router_dtype": "fp32"}),
+        ("qwen3_moe", 1, 1, False, "bf16", {"moe_router_dtype": "fp64"}),
     )
     for how in FORGETTING
 ]
@@ -40,6 +43,14 @@ STEPS: dict[str, tuple[str, int, int, int, dict[str, Any], str]] = {
         {"tensorParallelDegree": 4, "sequenceParallel": False},
         "bf16",
     ),
+    "8B, its tokens over 4 x 2": (
+        "meta-llama/Llama-3.1-8B",
+        3,
+        16384,
+        8,
+        {"tensorParallelDegree": 2, "contextParallelDegree": 4},
+        "bf16",
+    ),
     "0.6B over 2 in fp32": ("Qwen/Qwen3-0.6B", 6, 8192, 2, {"tensorParallelDegree": 2}, "fp32"),
 }
 
@@ -52,13 +63,11 @@ def alone(function: Any, cases: list[Any]) -> list[Any]:
 
 
 def test_what_a_layer_keeps_is_what_the_formula_says() -> None:
-    for case, (kept, working) in zip(LAYERS, alone(layers, LAYERS), strict=True):
-        kind, tensor, shares, precision, overrides, how = case
-        megatron = {
-            "tensorParallelDegree": tensor,
-            "transformerConfigOverrides": overrides,
-            **({"sequenceParallel": False} if tensor > 1 > shares else {}),
-        }
+    for given, (kept, working) in zip(LAYERS, alone(layers, LAYERS), strict=True):
+        kind, tensor, context, shares, precision, overrides, how = given
+        megatron: dict[str, Any] = {"tensorParallelDegree": tensor, "contextParallelDegree": context}
+        megatron |= {"transformerConfigOverrides": overrides}
+        megatron |= {"sequenceParallel": False} if tensor > 1 > shares else {}
         training, compute = {"activationCheckpointing": how}, {"gpusPerNode": 8}
         spec = job(training=training, strategy={"megatron": megatron}, compute=compute).spec
         shape = shape_of(config_of(kind))
@@ -66,6 +75,7 @@ def test_what_a_layer_keeps_is_what_the_formula_says() -> None:
 
         reckoned = layer_memory(shape, spec, make_plan(spec), 2 if precision == "bf16" else 4)
 
+        case = f"{kind} over {tensor}, tokens over {context}, {shares}, {how}, {precision}"
         assert reckoned.kept == pytest.approx(kept, rel=0.02), case
         assert reckoned.kept + reckoned.working == pytest.approx(kept + working, rel=0.1), case
 

@@ -20,6 +20,7 @@ from tests.integration.run.test_ranks_alike import workers
 TWO: dict[str, Any] = {"compute": {"gpusPerNode": 0, "processesPerNode": 2}}
 MATRICES = {"tensorParallelDegree": 2}
 STAGES = {"pipelineParallelDegree": 2}
+TOKENS = {"contextParallelDegree": 2}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,19 @@ def assert_the_same_to_rounding(place: Place, expected: Place) -> None:
         assert here[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
 
 
-@pytest.mark.parametrize("launcher", ["supervisor", "ray"])
-def test_matrices_alone_are_spread_without_a_gpu(undisturbed: Place, place: Place, launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "launcher"),
+    [
+        ({**MATRICES, "sequenceParallel": False}, "supervisor"),
+        ({**MATRICES, "sequenceParallel": False}, "ray"),
+        (TOKENS, "supervisor"),
+    ],
+)
+def test_matrices_or_tokens_alone_are_spread_without_a_gpu(
+    undisturbed: Place, place: Place, degrees: dict[str, Any], launcher: str
+) -> None:
     """Nothing of a test's stands between the trainer and Megatron-Core."""
-    whole = {"megatron": {**MATRICES, "sequenceParallel": False}}
-
-    ended = place.run(place.job(**LONG, **TWO, strategy=whole), "--launcher", launcher)
+    ended = place.run(place.job(**LONG, **TWO, strategy={"megatron": degrees}), "--launcher", launcher)
 
     assert ended.code == 0, ended.said
     assert_the_same_to_rounding(place, undisturbed)

@@ -9,7 +9,7 @@ import pytest
 from sft_api.known_models import known_configs, known_shape
 from sft_api.megatron import across_nodes_warning
 from sft_api.memory import MemoryEstimate
-from sft_api.memory_megatron import estimate_stage, held_by
+from sft_api.memory_megatron import estimate_stage, held_by, layer_memory
 from sft_api.memory_plan import Fit, judge
 from sft_api.model_shape import ModelShape
 from sft_api.plan import make_plan
@@ -59,6 +59,7 @@ def verdict(asked: SFTJobSpec) -> Fit:
     [
         (LLAMA, {"tensorParallelDegree": 8}),
         (LLAMA, {"tensorParallelDegree": 2, "pipelineParallelDegree": 4}),
+        (LLAMA, {"tensorParallelDegree": 2, "contextParallelDegree": 2, "pipelineParallelDegree": 2}),
         ("Qwen/Qwen2.5-7B", {"tensorParallelDegree": 4, "pipelineParallelDegree": 2}),
         (SMALL, {"pipelineParallelDegree": 8}),
         (EXPERTS, {"expertParallelDegree": 8}),
@@ -86,6 +87,7 @@ def test_a_stage_holds_as_many_parameters_as_are_built(model: str, degrees: dict
                 local_rank=0,
                 world_size=8,
                 shard=plan.data_parallel,
+                sequence=plan.sequence_parallel,
                 tensor=plan.tensor_parallel,
                 pipeline=plan.pipeline_parallel,
                 expert=plan.expert_parallel,
@@ -106,6 +108,25 @@ def test_copies_share_out_moments_and_masters_only() -> None:
     assert two.gradients == alone.gradients
     assert two.optimizer == pytest.approx(alone.optimizer / 2, rel=0.001)
     assert alone.parameters - two.parameters == pytest.approx(alone.optimizer / 4, rel=0.001)
+
+
+def test_processes_that_share_tokens_share_out_what_updates_a_copy_too() -> None:
+    copies, one_bin = estimated(tensorParallelDegree=2), estimated(tensorParallelDegree=2, contextParallelDegree=4)
+
+    assert (one_bin.parameters, one_bin.gradients) == (copies.parameters, copies.gradients)
+    assert one_bin.optimizer == copies.optimizer
+    assert copies.activations is not None
+    # A quarter of the tokens; of the keys what arrived is kept, and not what was sent.
+    assert one_bin.activations == pytest.approx(copies.activations / 4, rel=0.02)
+
+
+def test_heads_of_keys_that_go_to_several_are_kept_by_each() -> None:
+    def kept(context: int) -> float:
+        asked = spec(nodes=4, tensorParallelDegree=4, contextParallelDegree=context)
+        return layer_memory(shape(LLAMA), asked, make_plan(asked), 2).kept
+
+    # Two heads of keys and values, of 128 numbers, for a process of a matrix: each goes to one of two, or four of eight
+    assert kept(8) - kept(2) == 2 * (4 - 1) * 2 * 2 * 128
 
 
 def test_experts_are_updated_by_all_that_have_them() -> None:
@@ -155,6 +176,7 @@ def test_what_does_not_fit_is_refused_with_what_this_strategy_can_change() -> No
     assert remedies == [
         "training.activationCheckpointing: selective",
         "training.activationCheckpointing: full",
+        "strategy.megatron.contextParallelDegree: 8",
         "strategy.megatron.tensorParallelDegree: 2",
         "strategy.megatron.pipelineParallelDegree: 2",
         "16 GPUs in compute",
@@ -172,6 +194,7 @@ def test_matrices_are_never_proposed_to_be_spread_over_nodes() -> None:
     refused = verdict(spec("meta-llama/Llama-3.1-70B", nodes=8, tensorParallelDegree=8)).refused
 
     assert "strategy.megatron.tensorParallelDegree" not in refused
+    assert "strategy.megatron.contextParallelDegree" not in refused
     assert "strategy.megatron.pipelineParallelDegree: 2 (" in refused
 
 
@@ -186,6 +209,19 @@ def test_with_enough_processes_for_each_copy_it_fits() -> None:
             length=32768,
             tensorParallelDegree=4,
             training={"globalBatchTokens": 262144, "activationCheckpointing": "selective"},
+        ),
+        spec(
+            length=32768,
+            tensorParallelDegree=2,
+            contextParallelDegree=2,
+            training={"globalBatchTokens": 262144, "activationCheckpointing": "selective"},
+        ),
+        spec(
+            nodes=4,
+            length=131072,
+            tensorParallelDegree=8,
+            contextParallelDegree=2,
+            training={"globalBatchTokens": 524288, "activationCheckpointing": "selective"},
         ),
         spec(
             EXPERTS,
@@ -213,6 +249,11 @@ def test_the_worked_examples_of_the_page_fit(asked: SFTJobSpec) -> None:
             spec(SMALL, tensorParallelDegree=8),
             "tensorParallelDegree is 8, but the model has 14 attention heads, which it does not divide: set it to 1 or",
         ),
+        (
+            spec(SMALL, tensorParallelDegree=2, contextParallelDegree=2),
+            "contextParallelDegree is 2, which does not divide the 7 attention heads of a process of "
+            "tensorParallelDegree: 2: set it to 1 or 7",
+        ),
         (spec("microsoft/phi-4", tensorParallelDegree=2), "no rules for the weights"),
     ],
 )
@@ -226,4 +267,8 @@ def test_matrices_over_several_nodes_are_a_surprise() -> None:
     assert "a node has 8 processes" in across_nodes_warning(over)
     assert across_nodes_warning(over) in surprises(over, None)
     assert across_nodes_warning(spec(nodes=2, tensorParallelDegree=8)) == ""
+
+    tokens = across_nodes_warning(spec(nodes=2, tensorParallelDegree=4, contextParallelDegree=4))
+    assert "tensorParallelDegree x contextParallelDegree is 16, and a node has 8 processes: queries, keys" in tokens
+    assert across_nodes_warning(spec(nodes=2, tensorParallelDegree=2, contextParallelDegree=4)) == ""
     assert across_nodes_warning(job().spec) == ""

@@ -68,6 +68,7 @@ def test_examples_that_are_not_packed_are_counted_as_such() -> None:
         (EXPERTS, {"expertParallelDegree": 2}, "strategy.megatron.expertParallelDegree needs GPUs"),
         (EXPERTS, {}, "strategy.megatron with a mixture of experts needs GPUs"),
         (LLAMA, {"tensorParallelDegree": 2, "sequenceParallel": False}, ""),
+        (LLAMA, {"contextParallelDegree": 2}, ""),
         (LLAMA, {}, ""),
     ],
 )

@@ -123,6 +123,20 @@ CASES: dict[str, tuple[SFTJobSpec, dict[str, Any]]] = {
             "reduce_gradients": "everyMicroBatch",
         },
     ),
+    "tokens shared by Megatron": (
+        spec(
+            strategy={"megatron": {"tensorParallelDegree": 2, "contextParallelDegree": 4}},
+            compute={"nodes": 2, **EIGHT},
+        ),
+        {
+            "data_parallel": 2,
+            "sequence_parallel": 4,
+            "tensor_parallel": 2,
+            "shard_degree": 16,
+            "global_batch_tokens": 65536,
+            "gradient_accumulation": 8,
+        },
+    ),
     "steps": (spec(training={"steps": 10}), {"total_steps": 10, "epochs": None}),
     "epochs": (spec(training={"epochs": 3}), {"total_steps": None, "epochs": 3}),
     "own choices": (

@@ -84,7 +84,7 @@ def test_so_must_processes_that_share_tokens() -> None:
 
 def test_so_must_matrices_and_stages_of_megatron() -> None:
     asked = job(
-        strategy={"megatron": {"tensorParallelDegree": 2, "pipelineParallelDegree": 2}},
+        strategy={"megatron": {"contextParallelDegree": 2, "pipelineParallelDegree": 2}},
         compute={"gpusPerNode": 0, "nodes": 4},
     )
 
@@ -92,7 +92,8 @@ def test_so_must_matrices_and_stages_of_megatron() -> None:
     (problem,) = problems(asked, processes=6)
 
     assert problem.startswith(
-        "spec.strategy.megatron.tensorParallelDegree x pipelineParallelDegree: 4 does not divide 6 processes: "
+        "spec.strategy.megatron.tensorParallelDegree x contextParallelDegree x pipelineParallelDegree: 4 does not "
+        "divide 6 processes: "
     )
 
 

@@ -186,6 +186,13 @@ def test_how_megatron_spreads_a_model_is_shown() -> None:
     assert shown["stages"].why == "strategy.megatron.pipelineParallelDegree"
     assert shown["copies of the model"].value == "2, each over 8 processes"
     assert "strategy" not in decisions()
+    assert "tokens shared by" not in shown
+
+    degrees = {"tensorParallelDegree": 2, "contextParallelDegree": 4}
+    shown = decisions(strategy={"megatron": degrees}, compute={"nodes": 2, "gpusPerNode": 8})
+    assert shown["tokens shared by"].value == "4 processes"
+    assert shown["tokens shared by"].why == "strategy.megatron.contextParallelDegree"
+    assert shown["copies of the model"].value == "8, each over 2 processes"
 
 
 def test_what_megatron_is_told_in_its_own_words_is_shown() -> None:

@@ -117,7 +117,8 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_those_degrees_that_can
         check_heads(Config(14, 2), 4, 8)
     # 3 divides the heads of queries, and goes with 2 heads of keys in no way
     with pytest.raises(
-        ConfigError, match=r"is 3, which neither divides the model's 2 heads of keys .* set it to 1, 2, 4, 6 or 12$"
+        ConfigError,
+        match=r"is 3, which neither divides the 2 heads of keys of the .* set it to 1, 2, 4, 6 or 12$",
     ):
         check_heads(Config(12, 2), 3, 12)
     with pytest.raises(ConfigError, match=r"set it to 1$"):

@@ -43,23 +43,23 @@ CONFIGS = {
     "qwen3-moe": transformers.Qwen3MoeConfig(**COMMON, head_dim=4, num_experts=4, moe_intermediate_size=8),
 }
 SHAPES = [
-    (tensor, pipeline, shard, expert)
+    (tensor, pipeline, shard, expert, 1)
     for tensor, pipeline, shard, expert in product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4))
     if tensor * shard % expert == 0
-]
+] + [(1, 1, 1, 2, 2), (2, 2, 1, 1, 2), (2, 1, 2, 4, 2), (1, 2, 2, 1, 4)]
+"""Degrees of tensor, pipeline, shard, expert and sequence."""
 
 
-def topologies(tensor: int, pipeline: int, shard: int, expert: int) -> list[Topology]:
-    world = tensor * pipeline * shard
-    return [
-        Topology(rank, rank, world, world, shard=shard, tensor=tensor, pipeline=pipeline, expert=expert)
-        for rank in range(world)
-    ]
+def topologies(tensor: int, pipeline: int, shard: int, expert: int, sequence: int) -> list[Topology]:
+    world = tensor * sequence * pipeline * shard
+    sizes = {"shard": shard, "sequence": sequence, "tensor": tensor, "pipeline": pipeline, "expert": expert}
+    return [Topology(rank, rank, world, world, **sizes) for rank in range(world)]
 
 
 def spread(topology: Topology) -> MegatronSpec:
     return MegatronSpec(
         tensor_parallel_degree=topology.tensor,
+        context_parallel_degree=topology.sequence,
         pipeline_parallel_degree=topology.pipeline,
         expert_parallel_degree=topology.expert,
     )
@@ -77,7 +77,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[int, int, int, int]) -> None:
+def test_a_model_goes_into_stages_and_comes_back(model: CausalLM, shape: tuple[int, int, int, int, int]) -> None:
     """Filled from the whole model and saved by those who write, it is the same to the last bit, nothing twice."""
     huggingface: Any = model.huggingface
     sizes = Sizes.of(huggingface.config)
@@ -107,7 +107,7 @@ def test_so_does_one_whose_stages_have_other_numbers_of_layers(
     huggingface: Any = model.huggingface
     megatron = MegatronSpec(**spread, tensor_parallel_degree=2)
     sizes = Sizes.of(huggingface.config, megatron)
-    places = topologies(2, len(layers), 1, 1)
+    places = topologies(2, len(layers), 1, 1, 1)
 
     check(sizes, megatron)
 
@@ -120,7 +120,7 @@ def test_chunks_go_around_all_stages_in_turn() -> None:
     config = transformers.LlamaConfig(**COMMON | {"num_hidden_layers": 14})
     sizes = Sizes.of(config, MegatronSpec(**spread))
 
-    found = [own_layers(sizes, topology) for topology in topologies(1, 3, 1, 1)]
+    found = [own_layers(sizes, topology) for topology in topologies(1, 3, 1, 1, 1)]
 
     assert found == [[range(2), range(7, 9)], [range(2, 6), range(9, 13)], [range(6, 7), range(13, 14)]]
 
@@ -152,7 +152,7 @@ def test_nothing_of_a_parameter_is_left_out_but_rows_of_no_token(
 ) -> None:
     huggingface: Any = model.huggingface
     sizes = Sizes.of(huggingface.config)
-    for topology in topologies(*shape[:3], shape[3] if sizes.experts else 1):
+    for topology in topologies(*shape[:3], shape[3] if sizes.experts else 1, 1):
         for name, size in parameter_shapes(sizes, topology).items():
             times = torch.zeros(size)
             for piece in pieces(name, sizes, topology):
@@ -171,11 +171,31 @@ def test_nothing_of_a_parameter_is_left_out_but_rows_of_no_token(
         ({"tensor_parallel_degree": 3}, "8 attention heads"),
         ({"pipeline_parallel_degree": 3}, "4 layers, which it does not divide: set it to 1, 2 or 4, or strategy"),
         (uneven(2, first=3, last=2), "together 5, but the model has 4 layers: leave it out"),
+        (
+            {"context_parallel_degree": 3},
+            "contextParallelDegree is 3, which does not divide the 8 attention heads of the model: set it to 1, 2, 4 "
+            "or 8$",
+        ),
+        (
+            {"tensor_parallel_degree": 4, "context_parallel_degree": 4},
+            "does not divide the 2 attention heads of a process of tensorParallelDegree: 4: set it to 1 or 2$",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named(degrees: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check(Sizes.of(CONFIGS["llama"]), MegatronSpec(**degrees))
+
+
+def test_heads_of_keys_are_shared_out_or_sent_to_several() -> None:
+    config = transformers.LlamaConfig(
+        **COMMON | {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 2}
+    )
+    sizes = Sizes.of(config)
+    for degrees in ((1, 2), (1, 4), (1, 12), (2, 2), (2, 3), (2, 6)):
+        check(sizes, MegatronSpec(tensor_parallel_degree=degrees[0], context_parallel_degree=degrees[1]))
+    with pytest.raises(ConfigError, match="is 3, which neither divides the 2 heads of keys of the model nor is a mult"):
+        check(sizes, MegatronSpec(context_parallel_degree=3))
 
 
 def test_a_family_without_rules_is_refused() -> None:

@@ -84,6 +84,7 @@ def test_other_jobs_are_not(tmp_path: Path, options: dict[str, Any]) -> None:
         ({"pipeline_parallel_degree": 2}, 0, "pipelineParallelDegree needs GPUs"),
         ({"expert_parallel_degree": 2}, 4, "expertParallelDegree needs GPUs"),
         ({"tensor_parallel_degree": 2}, 0, "sequenceParallel needs GPUs"),
+        ({"context_parallel_degree": 2}, 0, ""),
         ({}, 4, "a mixture of experts needs GPUs"),
         ({}, 0, ""),
         ({"tensor_parallel_degree": 2, "sequence_parallel": False}, 0, ""),

@@ -5,7 +5,8 @@ import torch
 
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
-from sft_trainer.strategies.fsdp.grouping import grouped, part_of
+from sft_trainer.data.parts import part_of
+from sft_trainer.strategies.fsdp.grouping import grouped
 from tests.bins import random_bin
 
 
@@ -33,6 +34,16 @@ def test_parts_together_are_the_bin_and_nothing_is_there_twice(degree: int, leng
     (boundaries,) = {part.boundaries.lengths for part in parts}
     missing = degree * each - tokens
     assert boundaries == (lengths if missing == 0 else (*lengths, missing))
+
+
+@pytest.mark.parametrize(("tokens", "each"), [(16, 8), (17, 12), (3, 4)])
+def test_parts_are_filled_up_for_those_who_share_them_between_matrices(tokens: int, each: int) -> None:
+    bin_ = random_bin(1, tokens)
+    parts = [part_of(bin_, place, 2, multiple=4) for place in range(2)]
+    assert [len(part.input_ids) for part in parts] == [each, each]
+    assert torch.equal(torch.cat([part.input_ids for part in parts])[:tokens], bin_.input_ids)
+    assert sum(parts[0].boundaries.lengths) == 2 * each
+    assert torch.equal(torch.cat([part.labels for part in parts]), bin_.labels)
 
 
 def test_what_fills_a_bin_up_is_a_document_of_which_nothing_is_trained() -> None:

@@ -48,6 +48,13 @@ def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
         ({"training": {"compile": True}}, "compiled: None -> 'yes'"),
         ({"strategy": {"fsdp": {"cpuOffload": True}}}, "cpuOffload: None -> 'yes'"),
         ({"strategy": {"megatron": {}}}, "strategy: None -> 'megatron TP1 PP1 EP1'"),
+        (
+            {
+                "strategy": {"megatron": {"contextParallelDegree": 2}},
+                "compute": {"gpusPerNode": 0, "processesPerNode": 2},
+            },
+            "strategy: None -> 'megatron TP1 PP1 EP1 CP2'",
+        ),
         ({"strategy": {"megatron": CHUNKS}, "processes": 2}, "strategy: None -> 'megatron TP1 PP2 EP1 VPP2'"),
         ({"strategy": {"megatron": UNEVEN}, "processes": 2}, "strategy: None -> 'megatron TP1 PP2 EP1 last3'"),
     ],

@@ -203,6 +203,12 @@ def test_what_a_plan_says_of_degrees_is_what_there_is() -> None:
     assert (topology.shard, topology.tensor, topology.pipeline, topology.expert) == (2, 2, 2, 4)
     assert (topology.data_parallel, topology.replicate) == (plan.data_parallel, 1)
 
+    of_tokens = {"megatron": degrees | {"contextParallelDegree": 2}}
+    plan = make_plan(job(strategy=of_tokens, compute={"gpusPerNode": 8, "nodes": 2}).spec)
+    topology = Topology.planned(plan, Ranks(13, 5, 8, 16, "", 0, ""))
+    assert (topology.shard, topology.sequence, topology.tensor, topology.pipeline) == (2, 2, 2, 2)
+    assert (topology.data_parallel, topology.data_rank, topology.holder) == (plan.data_parallel, 1, 2)
+
 
 def test_nobody_else_decides_by_rank() -> None:
     assert list(decisions_by_rank()) == []

@@ -12,6 +12,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
+from sft_trainer.data.parts import part_of
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
@@ -23,7 +24,7 @@ from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
 from .fitting import estimate_blueprint
-from .grouping import grouped, part_of, with_last
+from .grouping import grouped, with_last
 from .memory import BinsPerForward, Memory
 from .sharding import (
     add_up_processes,

@@ -27,7 +27,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
     """What attention needs of a micro-batch, as an argument of every layer: 1F1B goes through several in turn."""
 
     boundaries: dict[str, Any] = field(default_factory=dict)
-    """As ``boundary_arguments`` gives them."""
+    """As ``boundary_arguments`` gives them; and ``shared_tokens``, where tokens are a part of theirs."""
     cos: Any = None
     sin: Any = None
     """(1, tokens, head size) of the rotation by position."""
@@ -64,7 +64,7 @@ class DocumentAttention(torch.nn.Module):
         packed_seq_params: Documents,
         **_: Any,
     ) -> torch.Tensor:
-        """(tokens, 1, heads x head size); the first three are (tokens, 1, heads, head size)."""
+        """(tokens, 1, heads x head size); the first three are (tokens, 1, heads, head size), of the same tokens."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         cos, sin = packed_seq_params.cos, packed_seq_params.sin
         output, _weights = document_attention(
@@ -150,6 +150,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
+        context_parallel_size=topology.sequence,
         virtual_pipeline_model_parallel_size=virtual_size(sizes),
         sequence_parallel=megatron.shares_tokens,
         # Bins have different lengths; which it refuses of dense models too with the dispatcher it has by default.

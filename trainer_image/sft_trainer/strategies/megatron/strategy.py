@@ -16,9 +16,11 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_trainer.boxes import WEIGHT, Box, Writers
 from sft_trainer.data.feed import BinTensors
+from sft_trainer.data.parts import part_of
 from sft_trainer.loss import evaluation_sums, linear_cross_entropy
 from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.exchange import shared_tokens
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
 from sft_trainer.strategies.fitting import check_fits
@@ -157,6 +159,7 @@ class MegatronStrategy:
                 self._topology.tensor,
                 self._topology.pipeline,
                 virtual_size(self._sizes),
+                context_parallel_size=self._topology.sequence,
                 expert_model_parallel_size=self._topology.expert,
                 expert_tensor_parallel_size=1 if self._sizes.experts else None,
                 create_gloo_process_groups=False,
@@ -169,6 +172,10 @@ class MegatronStrategy:
         self._tokens = min(self._sizes.vocabulary - first, most)
         group = parallel_state.get_tensor_model_parallel_group()
         self._rows = GroupRows(first, most, group) if self._topology.tensor > 1 else None
+        self._shared: dict[str, Any] = {}
+        if self._topology.sequence > 1:
+            context, place = parallel_state.get_context_parallel_group(), self._topology.place("sequence")
+            self._shared["shared_tokens"] = shared_tokens(context, place)
 
     def _build(
         self, huggingface: Any, megatron: MegatronSpec, activations: Literal["none", "selective", "full"]
@@ -221,8 +228,8 @@ class MegatronStrategy:
             data_iterator=[map(self._here, every) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(every),
-            # Bins tell their own lengths.
-            seq_length=self._topology.tensor,
+            # Bins tell their own lengths; this is divided by both.
+            seq_length=self._topology.tensor * self._topology.sequence,
             micro_batch_size=1,
             forward_only=forward_only,
             **(interleaved.options(self.chunks[0].config) if several else {}),
@@ -231,11 +238,17 @@ class MegatronStrategy:
     def _forward(self, chunk: Stage, bin_: BinTensors) -> torch.Tensor:
         kind = torch.empty((), dtype=self._dtype, device=self._device)
         cos, sin = self._rotary(kind, bin_.position_ids.unsqueeze(0))
-        documents = Documents(qkv_format="sbhd", boundaries=boundary_arguments(bin_.boundaries), cos=cos, sin=sin)
+        boundaries = boundary_arguments(bin_.boundaries) | self._shared
+        documents = Documents(qkv_format="sbhd", boundaries=boundaries, cos=cos, sin=sin)
         hidden: torch.Tensor = chunk(bin_.input_ids, documents)
         return hidden
 
     def _here(self, bin_: BinTensors) -> BinTensors:
-        multiple = self._topology.tensor if self._sequence_parallel else 1
+        """What this process computes of ``bin_``, on its device."""
+        multiple, degree = self._topology.tensor if self._sequence_parallel else 1, self._topology.sequence
+        if degree > 1:
+            part = part_of(bin_, self._topology.place("sequence"), degree, multiple)
+            # What was cut lies elsewhere than what was pinned.
+            return (part.pinned() if self._device.type == "cuda" else part).to(self._device)
         tokens = bin_.input_ids.shape[0]
         return bin_.filled_up(tokens + -tokens % multiple).to(self._device)
