@@ -46,7 +46,7 @@ _MIXED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixture_shared_2": (2, "qwen3_moe", {"strategy": {"sequenceParallelDegree": 2}}),
     "mixture_shared_4": (4, "gpt_oss", {"strategy": {"sequenceParallelDegree": 4}}),
     "mixture_compiled_1": (1, "qwen3_moe", {"compile": True, "activationCheckpointing": "none"}),
-    "mixture_compiled_2": (2, "gpt_oss", {"compile": True}),
+    "mixture_compiled_2": (2, "mixtral", {"compile": True}),
 }
 """Runs of mixtures of experts with the loss of their routers: processes, type, and what is chosen for them besides."""
 _DISTURBED: dict[str, dict[str, Any]] = {

@@ -106,8 +106,6 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         # Its config asks for what transformers takes from hooks.
         ("mixtral", {"output_router_logits": True}, None, {**BALANCED, "activationCheckpointing": "selective"}, 2),
         ("olmoe", {}, {"rank": 4}, {**BALANCED, "activationCheckpointing": "full"}, 3),
-        ("gpt_oss", {}, None, {**BALANCED, "activationCheckpointing": "full"}, 4),
-        ("gpt_oss", {}, None, {"activationCheckpointing": "selective"}, 4),
         ("qwen2_moe", {}, None, BALANCED, 2),
         ("granitemoeshared", {}, None, BALANCED, 2),
         ("granitemoe", {}, None, BALANCED, 2),

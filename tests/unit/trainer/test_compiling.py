@@ -80,6 +80,13 @@ def test_attention_that_is_not_one_operator_is_refused(
         check_compiles(model, torch.device(device), torch.float32, tmp_path)
 
 
+def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
+    save_config("gpt_oss", tmp_path)
+    model = build_on_meta(tmp_path).huggingface
+    with pytest.raises(ConfigError, match=r"type 'gpt_oss': .* which have biases; set training\.compile: false"):
+        check_compiles(model, CPU, torch.float32, tmp_path)
+
+
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

@@ -47,9 +47,7 @@ def biased_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weig
     numbers = torch.arange(module.num_experts, device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     inner = grouped_mm(hidden[order // each], module.gate_up_proj, offs=ends) + module.gate_up_proj_bias[experts]
-    # A compiler chooses by itself what it keeps.
-    gated: Any = _gated if torch.compiler.is_compiling() else _Gated.apply
-    product: torch.Tensor = gated(inner, module.alpha, module.limit)
+    product: torch.Tensor = _Gated.apply(inner, module.alpha, module.limit)
     outputs = grouped_mm(product, module.down_proj, offs=ends) + module.down_proj_bias[experts]
     weighted = outputs * weights.flatten()[order, None]
     by_token: torch.Tensor = weighted[order.argsort()].unflatten(0, (-1, each))

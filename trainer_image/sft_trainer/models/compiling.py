@@ -15,6 +15,8 @@ from torch import nn
 from sft_trainer.errors import ConfigError
 from sft_trainer.versions import keep_compiled_in, keep_what_layers_tell, look_at_attention, mark_dynamic
 
+from .experts import has_biased_experts
+
 BACKEND = "inductor"
 
 
@@ -55,6 +57,7 @@ def check_compiles(model: Any, device: torch.device, dtype: torch.dtype, cache: 
 
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
+    _check_experts(model.config)
     _check_attention(model.config, device, dtype)
     look_at_attention()
     try:
@@ -70,6 +73,15 @@ def check_compiles(model: Any, device: torch.device, dtype: torch.dtype, cache: 
 
 def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + 1
+
+
+def _check_experts(config: Any) -> None:
+    # In their backward pass inductor lays rows out as the grouped product does not take them.
+    if has_biased_experts(config):
+        raise ConfigError(
+            f"training.compile: true cannot be done for a model of type {config.model_type!r}: the compiler does not "
+            "know its experts, which have biases; set training.compile: false"
+        )
 
 
 def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -42,10 +42,15 @@ def kernel_options(config: Any) -> dict[str, str]:
     """What ``from_config`` of transformers is told of the experts of a model of ``config``."""
     if config.model_type not in PROVEN:
         return {}
-    if config.model_type not in _BIASED:
+    if not has_biased_experts(config):
         return {"experts_implementation": "grouped_mm"}
     biased_experts.register()
     return {"experts_implementation": biased_experts.IMPLEMENTATION}
+
+
+def has_biased_experts(config: Any) -> bool:
+    """Whether experts of a model of ``config`` have biases: they are computed by a function of our own."""
+    return config.model_type in _BIASED
 
 
 def has_experts(model: Any) -> bool:
