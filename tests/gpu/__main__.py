@@ -5,9 +5,9 @@
 First checks: every part that has a path of its own on a GPU, then whole runs; each in a process of its own, ``ok`` or
 what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
 model-FLOPs utilisation and peak memory of the trainer and of a plain Hugging Face loop in turn (A B B A), and what a
-save costs. All is printed as it comes; the last lines repeat every figure as key=value. The exit code is 0 when every
-check is ok and every run was measured: what there was no time for counts as neither. On a CPU the same with small
-shapes; what needs a GPU says ``skipped=cpu``.
+save costs; of the larger one also on layers of Megatron-Core where that is installed. All is printed as it comes; the
+last lines repeat every figure as key=value. The exit code is 0 when every check is ok and every run was measured: what
+there was no time for counts as neither. On a CPU the same with small shapes; what needs a GPU says ``skipped=cpu``.
 """
 
 import argparse
@@ -60,6 +60,8 @@ _SHARE_OF_CHECKS = 0.5
 """Of the time, at most; the rest is for what is measured."""
 _CHECK_SECONDS = 150.0
 """Of one check on a GPU, at most."""
+_RUNS = 6
+"""Of a model: two beside two of the plain loop, one that saves, and one that goes on from that."""
 _LAST_SECONDS = 8.0
 """Kept back to end what runs and to print the figures."""
 
@@ -144,7 +146,7 @@ def _begin_without_preloading(deadline: float) -> NoReturn:
 def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
     import torch
 
-    from . import estimate, fused_losses, kernels, runs, steps
+    from . import estimate, fused_losses, kernels, megatron, runs, steps
     from .inputs import make_small_inputs
     from .isolated import Check, Outcome, last_lines, run_isolated
 
@@ -169,6 +171,8 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("skipped", lambda device: steps.skipped(work / "inputs", device)),
             ("adapters", lambda device: steps.adapters(work / "inputs", device)),
             ("estimate", lambda device: estimate.estimates(work / "inputs", device)),
+            ("megatron", lambda device: megatron.beside_fsdp(work / "inputs", device)),
+            ("megatron_estimate", lambda device: megatron.estimates(work / "inputs", device)),
             ("offload", lambda device: steps.offload(work / "inputs", device)),
         )
     ]
@@ -193,6 +197,8 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
 
 
 def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
+    from sft_api.megatron import is_installed
+
     from . import inputs
     from .measured import Effort, Scene, compare, save_and_load
 
@@ -202,16 +208,26 @@ def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline
     if not (work / "inputs").is_dir():
         return
     inputs.make_long_rows(work / "inputs", work / "rows.jsonl", scale=1.0 if on_gpu else 0.1)
+    # Of the last one Megatron is measured too.
+    runs = [_RUNS] * (len(shapes) - 1) + [_RUNS + 2]
     for number, shape in enumerate(shapes):
         folder = work / shape.name
-        parts = len(shapes) - number
-        until = time.monotonic() + (deadline - time.monotonic()) / parts
+        until = time.monotonic() + (deadline - time.monotonic()) * runs[number] / sum(runs[number:])
         facts = _prepared(shape, work, folder, options.device, until, figures)
         if facts is None:
             continue
         scene = Scene(shape, facts["parameters"], folder / "model", work / "rows.jsonl", folder, on_gpu, effort, until)
+        with_megatron = number == len(shapes) - 1
+        if with_megatron and not is_installed():
+            say(f"{shape.name}: Megatron is not measured, as {sys.executable} lacks megatron-core")
+            figures.add({f"{shape.name}_megatron": "skipped=no_megatron_core"})
         compare(
-            scene, figures, lengths=facts["lengths"], peak_flops=facts["peak_flops"], pairs=1 if options.short else 2
+            scene,
+            figures,
+            lengths=facts["lengths"],
+            peak_flops=facts["peak_flops"],
+            pairs=1 if options.short else 2,
+            with_megatron=with_megatron and is_installed(),
         )
         if not options.short:
             save_and_load(scene, figures)

@@ -1,20 +1,25 @@
 """The estimate of a GPU's memory beside what it has held: steps of a model in a real shape, with random weights."""
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sft_api.known_models import known_configs
+from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.megatron import megatron_of
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters
+from sft_trainer.strategies import Strategy
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.strategies.fsdp.fitting import estimate_blueprint
+from sft_trainer.strategies.megatron.fitting import estimate_blueprint as estimate_stage
 from sft_trainer.topology import ALONE
-from sft_trainer.trainable import trainable_of
+from sft_trainer.trainable import Trainable, trainable_of
 from tests.parity.runs import manifest, resolve
 
 from .figures import Figure
@@ -30,12 +35,14 @@ _CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def estimates(inputs: Path, device: torch.device) -> dict[str, Figure]:
+def estimates(
+    inputs: Path, device: torch.device, cases: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Figure]:
     """Estimate over peak, less 1, for each way of training; on a CPU, which counts no peak, it is only reckoned."""
     figures: dict[str, Figure] = {}
     wrong = []
     with _alone(device):
-        for name, spec in _CASES.items():
+        for name, spec in (cases or _CASES).items():
             reckoned, held = _both(inputs, device, spec)
             figures[f"memory_{name}_estimate_gib"] = reckoned / 2**30
             if held is None:
@@ -70,17 +77,22 @@ def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int
     if config.spec.lora:
         add_adapters(huggingface, config.spec.lora)
     blueprint, trainable = CausalLM(huggingface), trainable_of(config)
-    reckoned = estimate_blueprint(config, blueprint, trainable).allocated
+    with_megatron = megatron_of(config.spec) is not None
+    if with_megatron:
+        reckoned = estimate_stage(config, blueprint).allocated
+    else:
+        reckoned = estimate_blueprint(config, blueprint, trainable).allocated
     if not on_gpu:
         return reckoned, None
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    strategy = FsdpStrategy(config, blueprint, trainable, ALONE, device)
+    strategy = _built(config, blueprint, trainable, device, with_megatron=with_megatron)
     for which in ("base", "trained"):
         for box in strategy.boxes(which):  # type: ignore[arg-type]
             box.write(torch.zeros(box.place.sizes))
+    strategy.loaded()
     numbers = torch.zeros(tokens, dtype=torch.long)
     bin_ = BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)
     for _ in range(3):
@@ -90,3 +102,14 @@ def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int
     held = torch.cuda.max_memory_allocated(device) - before
     del strategy
     return reckoned, held
+
+
+def _built(
+    config: TrainerConfig, blueprint: CausalLM, trainable: Trainable, device: torch.device, *, with_megatron: bool
+) -> Strategy:
+    """The strategy, which computes one bin at a time."""
+    if not with_megatron:
+        return FsdpStrategy(config, blueprint, trainable, ALONE, device)
+    from sft_trainer.strategies.megatron.strategy import MegatronStrategy
+
+    return MegatronStrategy(config, blueprint, trainable, ALONE, device)

@@ -1,11 +1,15 @@
-"""Tokens a second, model-FLOPs utilisation and peak memory of the trainer beside a plain loop, in turn: A B B A."""
+"""Tokens a second, model-FLOPs utilisation and peak memory of the trainer beside a plain loop, in turn: A B B A.
+
+The trainer's strategy is FSDP2; where it is asked for, Megatron-Core's is measured as a third: A B C C B A.
+"""
 
 import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,11 +21,14 @@ from .figures import Figure, Figures, one_line, say
 from .forked import forked
 from .inputs import ModelShape
 from .isolated import last_words
+from .losses import losses_in
 from .plain import Settings
 
 _POLL_SECONDS = 0.005
 _STARTING_SECONDS = 25.0
 """Assumed of the first run: imports, tokenising, loading."""
+_SAME_LOSS = {True: 1e-2, False: 1e-4}
+"""How far losses of two strategies may be apart, relative: in bf16 on a GPU, and in fp32."""
 
 
 class OutOfTimeError(Exception):
@@ -60,6 +67,8 @@ class Run:
     utilisation: float | None = None
     """As the trainer reckons it."""
     attention: str = ""
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +85,9 @@ class Scene:
     deadline: float
     """Of all its runs, of ``time.monotonic``."""
 
-    def config(self, name: str, **checkpoint: Any) -> TrainerConfig:
+    def config(self, name: str, strategy: str = "fsdp", **checkpoint: Any) -> TrainerConfig:
         """A run that does not end by itself."""
-        shape = self.shape
+        shape, losses = self.shape, self.folder / name / "losses.jsonl"
         job = manifest(
             self.folder,
             self.folder / name / "store",
@@ -96,10 +105,12 @@ class Scene:
                 "precision": "bf16" if self.on_gpu else "fp32",
                 "activationCheckpointing": "none",
                 "optimizer": {"learningRate": 1e-5},
+                "callbacks": [{"class": "tests.gpu.losses:Losses", "arguments": {"file": str(losses)}}],
             },
             compute={"gpusPerNode": 1 if self.on_gpu else 0, "processesPerNode": 1},
             checkpoint={"uri": f"file://{self.folder / name / 'store'}", **checkpoint},
             export={"atEnd": False},
+            strategy={strategy: {}},
         )
         return resolve(job)
 
@@ -156,7 +167,8 @@ def followed(
     first, last = warm[0], next(seen for seen in warm if seen.step == warm[-1].step)
     rate = (last.tokens - first.tokens) / max(1e-9, last.time - first.time)
     told = [seen.utilisation for seen in warm if seen.utilisation is not None]
-    return Run(rate, peak, time.monotonic() - began, mean(told) if told else None), steps
+    losses = losses_in(folder / "losses.jsonl")
+    return Run(rate, peak, time.monotonic() - began, mean(told) if told else None, losses=losses), steps
 
 
 def _environment() -> dict[str, str]:
@@ -174,7 +186,7 @@ def _resident(pid: int) -> float:
     return next(float(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def ours(scene: Scene, name: str) -> Run:
+def ours(scene: Scene, name: str, strategy: str = "fsdp") -> Run:
     """One run of the trainer."""
     effort = scene.effort
 
@@ -186,8 +198,13 @@ def ours(scene: Scene, name: str) -> Run:
             and warm[-1].time - warm[0].time >= effort.seconds
         )
 
-    run, _ = followed(scene, name, scene.config(name), enough)
+    run, _ = followed(scene, name, scene.config(name, strategy), enough)
     return run
+
+
+def megatron(scene: Scene, name: str) -> Run:
+    """One run of the trainer on layers of Megatron-Core."""
+    return ours(scene, name, "megatron")
 
 
 def plain(scene: Scene, name: str) -> Run:
@@ -217,22 +234,27 @@ def plain(scene: Scene, name: str) -> Run:
     return Run(result["tokens_per_second"], result["peak_memory"], seconds, attention=result["attention"])
 
 
-def compare(scene: Scene, figures: Figures, *, lengths: list[int], peak_flops: float, pairs: int) -> None:
-    """A B, B A: the trainer and the plain loop in turn, ``pairs`` (1 or 2) of them.
+def compare(
+    scene: Scene, figures: Figures, *, lengths: list[int], peak_flops: float, pairs: int, with_megatron: bool = False
+) -> None:
+    """A B, B A: the trainer and the plain loop in turn, ``pairs`` (1 or 2) of them; with Megatron A B C, C B A.
 
     ``lengths`` are those of the documents, in tokens; ``peak_flops`` is 0 where it is not known.
     """
     shape = scene.shape.name
     figures.add({f"{shape}_parameters": scene.parameters})
     a_token = scene.shape.training_flops(lengths) / sum(lengths)
-    runs: dict[str, list[Run]] = {"ours": [], "plain": []}
+    kinds: dict[str, Callable[[Scene, str], Run]] = {"ours": ours, "plain": plain}
+    if with_megatron:
+        kinds["megatron"] = megatron
+    runs: dict[str, list[Run]] = {who: [] for who in kinds}
     longest = scene.effort.seconds + _STARTING_SECONDS if scene.on_gpu else 0.0
-    for number, who in enumerate(("ours", "plain", "plain", "ours")[: 2 * pairs]):
+    for number, who in enumerate([*kinds, *reversed(kinds)][: pairs * len(kinds)]):
         if time.monotonic() + longest > scene.deadline:
             figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
             continue
         try:
-            run = (ours if who == "ours" else plain)(scene, f"{number}-{who}")
+            run = kinds[who](scene, f"{number}-{who}")
         except OutOfTimeError as reason:
             figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
             say(f"{shape}: run {number} ({who}) was ended {reason}")
@@ -248,9 +270,22 @@ def compare(scene: Scene, figures: Figures, *, lengths: list[int], peak_flops: f
             f"GiB, {run.seconds:.0f} s with its start"
         )
         figures.add(_figures_of(f"{shape}_{who}", runs[who], a_token, peak_flops))
-    if runs["ours"] and runs["plain"]:
-        rates = [mean(run.tokens_per_second for run in runs[who]) for who in ("ours", "plain")]
-        figures.add({f"{shape}_ratio_to_plain": rates[0] / rates[1]})
+    for one, other, name in (("ours", "plain", "ratio_to_plain"), ("megatron", "ours", "megatron_ratio_to_ours")):
+        if runs.get(one) and runs[other]:
+            rates = [mean(run.tokens_per_second for run in runs[who]) for who in (one, other)]
+            figures.add({f"{shape}_{name}": rates[0] / rates[1]})
+    if runs["ours"] and runs.get("megatron"):
+        figures.add(same_losses(f"{shape}_megatron", runs["megatron"][0], runs["ours"][0], _SAME_LOSS[scene.on_gpu]))
+
+
+def same_losses(name: str, run: Run, other: Run, limit: float) -> dict[str, Figure]:
+    """The largest relative difference of the losses of steps that both runs told of; ``failed`` where they differ."""
+    steps = sorted(run.losses.keys() & other.losses.keys())
+    errors = [abs(run.losses[step] / other.losses[step] - 1) for step in steps]
+    figures: dict[str, Figure] = {f"{name}_losses_compared": len(steps), f"{name}_loss_error": max(errors, default=nan)}
+    if not errors or not all(error <= limit for error in errors):
+        figures[f"{name}_losses"] = "failed"
+    return figures
 
 
 def _figures_of(name: str, runs: list[Run], flops_of_a_token: float, peak_flops: float) -> dict[str, Figure]:

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
+from math import nan
 from operator import methodcaller
 from pathlib import Path
 
@@ -14,9 +16,11 @@ import torch
 
 from sft_api.generate import ROOT
 from tests.gpu import __main__ as command
+from tests.gpu import megatron
 from tests.gpu.figures import Figures
 from tests.gpu.inputs import SMALL
 from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
+from tests.gpu.measured import Run, same_losses
 from tests.gpu.watched import nothing_is_waited_for
 from tests.waiting import wait_until
 
@@ -49,6 +53,9 @@ def test_everything_that_a_cpu_can_run_is_ok() -> None:
     assert set(checks.values()) == {"ok"}
     assert float(figures["bf16_gradient_cosine"]) > 0.99
     assert float(figures["small_ratio_to_plain"]) > 0
+    assert float(figures["small_megatron_ratio_to_ours"]) > 0
+    assert int(figures["small_megatron_losses_compared"]) >= 3
+    assert float(figures["small_megatron_loss_error"]) < 1e-4
     assert float(figures["small_ours_peak_memory_gib"]) > 0
     assert (figures["left_out"], figures["failures"]) == ("0", "0")
 
@@ -87,6 +94,43 @@ def test_a_package_that_is_missing_is_named(
 
     assert command.main() == 2
     assert "lacks no-such-package: " in capsys.readouterr().err
+
+
+def test_without_megatron_it_is_said_and_the_rest_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # Given a machine without megatron-core
+    monkeypatch.setattr("sft_api.megatron.is_installed", lambda: False)
+    monkeypatch.setattr(megatron, "is_installed", lambda: False)
+    monkeypatch.setattr(command, "_prepared", lambda *_: {"parameters": 1, "lengths": [1], "peak_flops": 0.0})
+    monkeypatch.setattr("tests.gpu.inputs.make_long_rows", lambda *_, **__: None)
+    measured: list[bool] = []
+    monkeypatch.setattr("tests.gpu.measured.compare", lambda *_, with_megatron, **__: measured.append(with_megatron))
+    (tmp_path / "inputs").mkdir()
+    figures = Figures()
+
+    # When models are measured, and checks run
+    command._measure(Namespace(device="cuda", short=True), figures, tmp_path, time.monotonic() + 1000)
+    with pytest.raises(Skipped, match="no_megatron_core"):
+        megatron.beside_fsdp(tmp_path, torch.device("cpu"))
+
+    # Then it is neither a failure nor left out for time
+    assert measured == [False, False]
+    assert figures.with_value("skipped=no_megatron_core") == ["qwen3_1.7b_megatron"]
+    assert "lacks megatron-core" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [({2: 3.0, 3: 2.0}, []), ({2: 3.0, 3: 2.1}, ["m_losses"]), ({4: 1.0}, ["m_losses"]), ({3: nan}, ["m_losses"])],
+)
+def test_losses_that_differ_are_a_failure(losses: dict[int, float], verdict: list[str]) -> None:
+    run, other = (Run(1.0, 1.0, 1.0, losses=each) for each in (losses, {1: 4.0, 2: 3.0, 3: 2.0}))
+    figures = Figures()
+
+    figures.add(same_losses("m", run, other, 1e-2))
+
+    assert figures.with_value("failed") == verdict
 
 
 def test_a_check_that_fails_crashes_or_hangs_hides_no_other(tmp_path: Path) -> None:
