@@ -1,13 +1,14 @@
 """What processes that hold the same exchange in a step of ``strategy.megatron``, beside one call for each parameter.
 
-    python -m tests.bench.exchange [PROCESSES] [TURNS]
+    python -m tests.bench.exchange [PROCESSES] [TURNS] [MIB]
 
-A Qwen3 of 13 M parameters on so many data-parallel processes of one machine (gloo). The sums of a step's gradients, and
-the gathered weights after it: in buckets, each process receiving the rows that it updates, and as it was before, whole
-gradients and then weights parameter by parameter. They take turns: buckets, each, each, buckets. Printed is the median
-ratio of the turns (``time_ratio``, wall clock of the first process), and of one step of either the collective calls,
-the bytes that a process must at least send for them (``bytes``: those of a ring), and those that went over the loopback
-device for each process (``sent``). Of a machine with other traffic the last mean nothing: run it where there is none,
+A Qwen3 of 9.7 M parameters on so many data-parallel processes of one machine (gloo). The sums of a step's gradients,
+and the gathered weights after it: in buckets, each process receiving the rows that it updates, and as it was before,
+whole gradients and then weights parameter by parameter. They take turns: buckets, each, each, buckets. Buckets are of
+so many MiB: 128 as in a run, or fewer, for which a CPU takes less fresh memory. Printed is the median ratio of turns
+(``time_ratio``, wall clock of the first process), and of one step of either the collective calls, the bytes that a
+process must at least send for them (``bytes``: those of a ring), and those that went over the loopback device for each
+process (``sent``). Of a machine with other traffic the last mean nothing: run it where there is none,
 
     unshare --map-root-user --net sh -c 'ip link set lo up && GLOO_SOCKET_IFNAME=lo python -m tests.bench.exchange'
 """
@@ -77,13 +78,15 @@ def _sent() -> int:
     return int(line.split(":")[1].split()[0])
 
 
-def exchanges_here(models: Path, turns: int) -> tuple[list[float], dict[str, dict[str, int]]]:
+def exchanges_here(models: Path, turns: int, mebibytes: int) -> tuple[list[float], dict[str, dict[str, int]]]:
     """Ratios of this process's turns, and by kind of exchange what one of it takes."""
     shim.install()
     from megatron.core import parallel_state
 
+    from sft_trainer.strategies.megatron import buckets
     from tests.megatron.cases import Case, bins_of, built, counted, share
 
+    buckets.BUCKET_BYTES = mebibytes * 2**20
     strategy, topology = built(models, Case("model"))
     bins = bins_of(0)
     strategy.forward_backward(share(bins, topology), counted(bins))
@@ -118,10 +121,11 @@ def exchanges_here(models: Path, turns: int) -> tuple[list[float], dict[str, dic
 
 
 def main() -> None:
-    processes, turns = (int(given) for given in (*sys.argv[1:], *("2", "8")[len(sys.argv) - 1 :]))
+    processes, turns, mebibytes = map(int, (*sys.argv[1:], *("2", "8", "128")[len(sys.argv) - 1 :]))
     with tempfile.TemporaryDirectory(prefix="sft-bench-") as scratch:
         save_model(Path(scratch) / "models" / "model")
-        found = ranks.run(processes, Path(scratch), exchanges_here, Path(scratch) / "models", turns, seconds=_LONGEST)
+        models = Path(scratch) / "models"
+        found = ranks.run(processes, Path(scratch), exchanges_here, models, turns, mebibytes, seconds=_LONGEST)
     times, taken = found[0]
     quarter = statistics.quantiles(times, n=4)
     print(f"time_ratio={quarter[1]:.3f} lower={quarter[0]:.3f} upper={quarter[2]:.3f}")
