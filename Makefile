@@ -126,7 +126,7 @@ bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ra
 	$(PYTHON) -m tests.bench.checkpoint $(ARGUMENTS)
 
 .PHONY: bench-recovery
-bench-recovery: setup ## How long a run is away after a killed worker, a lost pod, a node without power, and what that costs: a quarter of an hour (ARGUMENTS="--steps 1000")
+bench-recovery: setup ## How long a run is away after a killed worker, a lost pod, a node without power, and what that costs: a quarter of an hour (ARGUMENTS="--minutes 3")
 	$(PYTHON) -m tests.bench.recovery $(ARGUMENTS)
 
 .PHONY: bench-before

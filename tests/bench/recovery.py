@@ -1,16 +1,17 @@
 """``make bench-recovery``: how long a run on the real node is away after what happens to it, and what that costs.
 
-    python -m tests.bench.recovery [--steps 4000]
+    python -m tests.bench.recovery [--minutes 10]
 
-One job of two pods trains, and by a schedule three of its workers are killed and a pod is lost. After its end a second
-one trains until its node loses power: kubelet and containers end at once, and the kubelet begins again. All seconds are
-the status's own (``restarts.recoverySeconds``: from the failure to the next new step, where the status is 2 s old).
+A job of two pods trains until its node loses power: kubelet and containers end at once, and the kubelet begins again.
+After its end a second one trains as many steps as the first would have done in ``--minutes``, and by a schedule three
+of its workers are killed and a pod is lost. All seconds are the status's own (``restarts.recoverySeconds``: from the
+failure to the next new step, where the status is 2 s old).
 
 crash_to_step_s   from a killed worker to the next new step, the median
 pod_to_step_s     from a lost pod to the next new step
 node_to_step_s    the same, of both pods
-lost_steps        steps that were computed twice in the first job
-efficiency        of the seconds of the first job's processes since its first step, the share that went neither into
+lost_steps        steps that were computed twice in the second job
+efficiency        of the seconds of the second job's processes since its first step, the share that went neither into
                   starting again, repeated steps, hangs nor waiting (``status.goodput``)
 """
 
@@ -21,6 +22,7 @@ import json
 import os
 import signal
 import statistics
+import time
 from typing import Any
 
 from tests.cluster import lifecycle, node
@@ -29,7 +31,9 @@ from tests.e2e import disturbances
 from tests.e2e.campaign import Disturbance, quickstart
 from tests.e2e.stage import Stage, open_stage
 
-_STEPS_WITHOUT_POWER = 400
+_STEPS_WITHOUT_POWER = 1000
+_PACE_STEPS = 200
+"""Of these, from the first to this one, are timed."""
 _COST = ("starting", "repeatedSteps", "hanging", "waiting")
 _END_SECONDS = 1800.0
 
@@ -38,15 +42,17 @@ Status = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4000, help="of the first job: ten minutes on a quiet machine")
-    steps = parser.parse_args().steps
+    parser.add_argument("--minutes", type=float, default=10.0, help="that the second job trains, were it not disturbed")
+    minutes = parser.parse_args().minutes
     with open_stage() as stage:
+        _start(stage, "powerless", steps=_STEPS_WITHOUT_POWER)
+        steps = int(60 * minutes * _pace(stage, "powerless"))
+        powerless = _seconds_without(stage, "powerless", lose_power)
+        _ended(stage, "powerless")
         before = _start(stage, "scheduled", steps=steps)
         seconds = _follow_schedule(stage, "scheduled", steps)
         after = _ended(stage, "scheduled")
-        _start(stage, "powerless", steps=_STEPS_WITHOUT_POWER)
-        powerless = _seconds_without(stage, "powerless", lose_power)
-        _ended(stage, "powerless")
+    print(f"# {steps} steps")
     print(f"# seconds from each to the next new step: {seconds}")
     print(f"crash_to_step_s={statistics.median(each for name, each in seconds if name == CRASH):.1f}")
     print(f"pod_to_step_s={max(each for name, each in seconds if name == LOSS):.1f}")
@@ -60,6 +66,13 @@ def _start(stage: Stage, name: str, *, steps: int) -> Status:
     stage.apply(quickstart(stage, name, training={"steps": steps}))
     stage.wait_for(name, "first step", lambda: stage.step(name) >= 1, seconds=600)
     return stage.status(name)
+
+
+def _pace(stage: Stage, name: str) -> float:
+    """Steps a second of a job that has begun."""
+    first, began = stage.step(name), time.monotonic()
+    stage.wait_for(name, f"step {_PACE_STEPS}", lambda: stage.step(name) >= _PACE_STEPS, seconds=_END_SECONDS)
+    return (stage.step(name) - first) / (time.monotonic() - began)
 
 
 def _follow_schedule(stage: Stage, name: str, steps: int) -> list[tuple[str, float]]:
@@ -116,7 +129,7 @@ def efficiency(before: dict[str, Any], after: dict[str, Any]) -> float:
 CRASH, LOSS = "worker-killed", "pod-lost"
 DEEDS: dict[str, Disturbance] = {CRASH: disturbances.kill_worker, LOSS: disturbances.lose_pod}
 SCHEDULE = ((1 / 6, CRASH), (3 / 6, CRASH), (4 / 6, LOSS), (5 / 6, CRASH))
-"""After which share of the first job's steps what is done."""
+"""After which share of the second job's steps what is done."""
 
 
 if __name__ == "__main__":
