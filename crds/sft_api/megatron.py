@@ -23,7 +23,8 @@ MISSING = (
     "strategy.fsdp"
 )
 _FIELD = "strategy.megatron"
-_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+"""Of ``transformerConfigOverrides``: how many layers the first and the last stage have."""
 ENOUGH_A_STAGE = 4
 """Micro-batches of a step: with fewer its stages wait for long until all have one, and until all are done."""
 
@@ -74,20 +75,22 @@ def layers_of(megatron: MegatronSpec, layers: int) -> list[int]:
 
 def ends_of(megatron: MegatronSpec) -> tuple[int | None, int | None]:
     """Layers of the first and of the last stage; None where these have as many as the others."""
-    first, last = (megatron.overrides.get(name) for name in _ENDS)
+    first, last = (megatron.overrides.get(name) for name in ENDS)
     return first, last
 
 
-def even_enough(layers: int, stages: int) -> dict[str, int]:
+def even_enough(layers: int, stages: int, chunks: int = 1) -> dict[str, int]:
     """``transformerConfigOverrides`` by which as many ``stages`` have the same number of layers but the ends.
 
-    These have fewer, where that is possible. Empty where there is no need, or too few layers.
+    These have fewer, where that is possible, and all have whole ``chunks``. Empty where there is no need, or no way.
     """
-    if layers % stages == 0 or layers < stages:
+    # Each chunk is as one layer.
+    layers, rest = divmod(layers, chunks)
+    if rest or layers % stages == 0 or layers < stages:
         return {}
     each = next(each for each in (-(-layers // stages), layers // stages) if layers - each * (stages - 2) >= 2)
     both = layers - each * (stages - 2)
-    return dict(zip(_ENDS, (both - both // 2, both // 2), strict=True))
+    return dict(zip(ENDS, (chunks * (both - both // 2), chunks * (both // 2)), strict=True))
 
 
 def unknown_model(what: str) -> str:
@@ -140,7 +143,8 @@ def spread_problem(
             continue
         numbers = [each for field, _, each, _ in counted if field == name]
         fitting = [each for each in range(1, number + 1) if not any(other % each for other in numbers)]
-        uneven = even_enough(layers, stages) if name == "pipelineParallelDegree" else {}
+        chunks = megatron.virtual_pipeline_parallel_degree
+        uneven = even_enough(layers, stages, chunks) if name == "pipelineParallelDegree" else {}
         return (
             f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: set it to "
             f"{either(fitting)}{f', or {_FIELD}.transformerConfigOverrides to {_in_words(uneven)}' if uneven else ''}"
@@ -167,7 +171,7 @@ def spread_problem(
 
 def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
     """Why stages cannot have as many of the model's ``layers`` as is said of the first and the last; else empty."""
-    given = {name: number for name, number in zip(_ENDS, ends_of(megatron), strict=True) if number is not None}
+    given = {name: number for name, number in zip(ENDS, ends_of(megatron), strict=True) if number is not None}
     stages = megatron.pipeline_parallel_degree
     others, left = stages - len(given), layers - sum(given.values())
     if not given or (left >= others and left % others == 0 if others else left == 0):
@@ -177,7 +181,7 @@ def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
         wrong = f"which leaves {max(left, 0)} of the model's {layers} layers for {which}"
     else:
         wrong = f"together {sum(given.values())}, but the model has {layers} layers"
-    fitting = _in_words(even_enough(layers, stages))
+    fitting = _in_words(even_enough(layers, stages, megatron.virtual_pipeline_parallel_degree))
     remedy = f"{fitting} would do" if fitting else "leave it out, or set another pipelineParallelDegree"
     return f"{_FIELD}.transformerConfigOverrides has {_in_words(given)}, {wrong}: {remedy}"
 
@@ -242,10 +246,13 @@ def idle_warning(spec: SFTJobSpec, plan: PlanStatus) -> str:
     """What to say where stages have so few micro-batches that they wait for long; else empty."""
     stages, micro_batches, megatron = plan.pipeline_parallel, plan.gradient_accumulation, megatron_of(spec)
     chunks = megatron.virtual_pipeline_parallel_degree if megatron else 1
-    # Chunks fill and drain in a part of the time; of fewer micro-batches than stages the rest is empty.
+    # Chunks fill and drain in a part of the time; what a step lacks to a whole group of all stages is empty.
     enough = max(stages, -(-ENOUGH_A_STAGE // chunks) * stages)
-    if stages == 1 or micro_batches is None or micro_batches >= enough:
+    if stages == 1 or micro_batches is None:
         return ""
+    if _idle(stages, micro_batches, chunks) <= _idle(stages, enough, chunks):
+        return ""
+    enough = max(enough, -(-micro_batches // stages) * stages)
     together = enough * plan.data_parallel
     if plan.global_batch_tokens is not None and plan.max_tokens_per_micro_batch is not None:
         larger = f"training.globalBatchTokens: {together * plan.max_tokens_per_micro_batch}"

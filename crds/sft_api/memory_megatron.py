@@ -85,13 +85,24 @@ def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int)
         (0, layers + top, loss),
         # A gradient before it is added to the sum.
         (computed * held.largest, layers + tokens * layer.working, 0),
-        # Sums of gradients, or updated rows, on their way: a bucket, and what one process, of two or more, has of it.
-        (1.5 * min(BUCKET_BYTES, 4 * (held.dense + held.experts)) if plan.processes > stages else 0, buffer, 0),
+        (_exchanged(held, shape, plan, stage), buffer, 0),
     )
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
         **_states(held, spec, plan), gathered=ceil(gathered), activations=ceil(activations), logits=ceil(logits)
     )
+
+
+def _exchanged(held: Held, shape: ModelShape, plan: PlanStatus, stage: int) -> float:
+    """Bytes of sums of gradients, or of updated rows, on their way: of a bucket of them."""
+    last = plan.pipeline_parallel - 1
+    if plan.processes > plan.pipeline_parallel:
+        # And what one process, of two or more, has of it.
+        return 1.5 * min(BUCKET_BYTES, 4 * (held.dense + held.experts))
+    if shape.tied and last and stage in (0, last):
+        # Nobody holds the same as another but the ends, copies of the embedding.
+        return min(BUCKET_BYTES, 4 * shape.vocabulary * shape.hidden_size)
+    return 0
 
 
 def _under_way(spec: SFTJobSpec, plan: PlanStatus, stage: int) -> float:
@@ -192,10 +203,13 @@ def _possible(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, fiel
 def _spread(spec: SFTJobSpec, plan: PlanStatus, field: str, degree: int) -> tuple[SFTJobSpec, PlanStatus]:
     given = field.replace("sequence", "context")
     megatron = (megatron_of(spec) or MegatronSpec()).model_copy(update={f"{given}_degree": degree})
-    changed = plan.model_copy(update={field: degree})
-    shares = changed.processes // megatron.with_the_same_data
-    strategy = StrategySpec(megatron=megatron)
-    return spec.model_copy(update={"strategy": strategy}), changed.model_copy(update={"data_parallel": max(1, shares)})
+    shares = max(1, plan.processes // megatron.with_the_same_data)
+    changed = plan.model_copy(update={field: degree, "data_parallel": shares})
+    if plan.gradient_accumulation is not None:
+        # Fewer copies have more micro-batches each, of which stages keep some.
+        micro_batches = -(-plan.gradient_accumulation * plan.data_parallel // shares)
+        changed = changed.model_copy(update={"gradient_accumulation": micro_batches})
+    return spec.model_copy(update={"strategy": StrategySpec(megatron=megatron)}), changed
 
 
 def _share(spec: SFTJobSpec, plan: PlanStatus) -> float:

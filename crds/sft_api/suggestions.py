@@ -7,13 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .megatron import even_enough, model_problem
+from .megatron import ENDS, even_enough, model_problem
 from .memory_plan import WARNED_SHARE, memory_of
 from .model_shape import ModelShape
 from .plan import make_plan
 from .sequence_parallel import possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
+from .v1alpha1.transformer_config import OF_STAGES
 
 _LITTLE, _ALL = ("none", "selective"), "full"
 """Activations that are computed twice."""
@@ -74,9 +75,12 @@ def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
     here = spec.compute.effective_processes_per_node
     within = [both for both in product(_divisors(here), repeat=2) if here % (both[0] * both[1]) == 0]
     shapes = list(product(within, _divisors(shape.experts or 1)))
+    megatron = megatron_of(spec)
+    given = {name: value for name, value in (megatron.overrides if megatron else {}).items() if name not in ENDS}
     for pipeline in _divisors(spec.compute.nodes * here):
-        uneven = even_enough(shape.layers, pipeline)
-        ends = {"transformerConfigOverrides": uneven} if uneven else {}
+        kept = {name: value for name, value in given.items() if pipeline > 1 or name not in OF_STAGES}
+        overrides = kept | even_enough(shape.layers, pipeline)
+        others = {"transformerConfigOverrides": overrides} if overrides else {}
         # To share tokens, or matrices, within a node costs less than to compute all twice.
         for hows in (_LITTLE, (_ALL,)):
             for ((tensor, context), expert), how in product(shapes, hows):
@@ -86,7 +90,7 @@ def _megatron(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
                     "pipelineParallelDegree": pipeline,
                     "expertParallelDegree": expert,
                 }
-                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1} | ends}, how
+                yield {"megatron": {name: degree for name, degree in degrees.items() if degree > 1} | others}, how
 
 
 def _divisors(number: int) -> list[int]:

@@ -38,7 +38,7 @@ _CASES: dict[str, dict[str, Any]] = {
 def estimates(
     inputs: Path, device: torch.device, cases: Mapping[str, dict[str, Any]] | None = None
 ) -> dict[str, Figure]:
-    """Estimate over peak, less 1, for each way of training; on a CPU, which counts no peak, it is only reckoned."""
+    """Estimate over peak, less 1, for each way of training; a CPU, which counts no peak, makes the same few steps."""
     figures: dict[str, Figure] = {}
     wrong = []
     with _alone(device):
@@ -62,8 +62,10 @@ def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int
     from transformers import AutoConfig, AutoModelForCausalLM
 
     on_gpu = device.type == "cuda"
-    tokens, layers = (8192, 28) if on_gpu else (64, 1)
-    known = {**known_configs()["Qwen/Qwen3-0.6B"], "num_hidden_layers": layers}
+    known = dict(known_configs()["Qwen/Qwen3-0.6B"])
+    tokens = 8192 if on_gpu else 64
+    if not on_gpu:
+        known |= {"num_hidden_layers": 1, "vocab_size": 512}
     kind = known.pop("model_type")
     spec = {**spec, "training": {**spec.get("training", {}), "precision": "bf16"}}
     config = resolve(manifest(inputs, inputs.with_name("store"), **spec))
@@ -77,18 +79,13 @@ def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int
     if config.spec.lora:
         add_adapters(huggingface, config.spec.lora)
     blueprint, trainable = CausalLM(huggingface), trainable_of(config)
-    with_megatron = megatron_of(config.spec) is not None
-    if with_megatron:
+    if megatron_of(config.spec) is not None:
         reckoned = estimate_stage(config, blueprint).allocated
     else:
         reckoned = estimate_blueprint(config, blueprint, trainable).allocated
-    if not on_gpu:
-        return reckoned, None
     gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    strategy = _built(config, blueprint, trainable, device, with_megatron=with_megatron)
+    before = _begun(device) if on_gpu else 0
+    strategy = built(config, blueprint, trainable, device)
     for which in ("base", "trained"):
         for box in strategy.boxes(which):  # type: ignore[arg-type]
             box.write(torch.zeros(box.place.sizes))
@@ -98,18 +95,27 @@ def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int
     for _ in range(3):
         strategy.forward_backward([bin_, bin_], 2 * tokens)
         strategy.apply(1e-5, 1.0, strategy.grad_norm(), torch.tensor(True, device=device))
+    if not on_gpu:
+        return reckoned, None
     torch.cuda.synchronize(device)
-    held = torch.cuda.max_memory_allocated(device) - before
-    del strategy
-    return reckoned, held
+    return reckoned, torch.cuda.max_memory_allocated(device) - before
 
 
-def _built(
-    config: TrainerConfig, blueprint: CausalLM, trainable: Trainable, device: torch.device, *, with_megatron: bool
-) -> Strategy:
-    """The strategy, which computes one bin at a time."""
-    if not with_megatron:
+def _begun(device: torch.device) -> int:
+    """Bytes that are held where a peak is counted from now on."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def built(config: TrainerConfig, blueprint: CausalLM, trainable: Trainable, device: torch.device) -> Strategy:
+    """The strategy that ``config`` asks for, on one process, which computes one bin at a time."""
+    if megatron_of(config.spec) is None:
         return FsdpStrategy(config, blueprint, trainable, ALONE, device)
+    from megatron.core import parallel_state
+
     from sft_trainer.strategies.megatron.strategy import MegatronStrategy
 
+    # Of the one before.
+    parallel_state.destroy_model_parallel()
     return MegatronStrategy(config, blueprint, trainable, ALONE, device)

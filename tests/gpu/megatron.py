@@ -14,8 +14,6 @@ from sft_trainer.boxes import Box
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies import Strategy
-from sft_trainer.strategies.fsdp import FsdpStrategy
-from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
 from tests.parity.runs import manifest, resolve
 
@@ -73,17 +71,7 @@ def _built(inputs: Path, device: torch.device, precision: str, kind: str) -> Str
     )
     blueprint = build_on_meta(inputs / "model")
     names = blueprint.names
-    strategy: Strategy
-    if kind == "megatron":
-        from megatron.core import parallel_state
-
-        from sft_trainer.strategies.megatron.strategy import MegatronStrategy
-
-        # Of the one before.
-        parallel_state.destroy_model_parallel()
-        strategy = MegatronStrategy(config, blueprint, EVERYTHING, ALONE, device)
-    else:
-        strategy = FsdpStrategy(config, blueprint, EVERYTHING, ALONE, device)
+    strategy = estimate.built(config, blueprint, EVERYTHING, device)
     load_weights(strategy.boxes("trained"), names, inputs / "model")
     strategy.loaded()
     return strategy

@@ -128,6 +128,7 @@ OF_FOUR = (
     Case("qwen3_moe_raw", tensor=2, expert=4, tokens_too=True),
     Case("llama", tensor=2, context=2, tokens_too=True, activations="selective"),
     Case("qwen3_tied", context=2, pipeline=2, activations="full"),
+    Case("qwen3_tied", context=2, pipeline=2, chunks=2),
     Case("mistral", context=2),
 )
 TRAINED = (

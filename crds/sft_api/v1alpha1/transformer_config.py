@@ -34,8 +34,8 @@ class TransformerConfigOverrides(ApiModel):
     )
     batch_p2p_comm: bool | None = Field(
         default=None,
-        description="Whether what a stage sends and what it receives at the same time is one call of the network's "
-        "library, or one for each. true when absent.",
+        description="Whether hidden states and gradients that a stage sends and receives at the same time are one call "
+        "of the network's library, or one for each; their shapes go together in any case. true when absent.",
     )
     deallocate_pipeline_outputs: bool | None = Field(
         default=None,
@@ -43,8 +43,8 @@ class TransformerConfigOverrides(ApiModel):
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
         default=None,
-        description="Precision in which routers choose experts and weigh them; that of the model when absent. A number "
-        "of the run.",
+        description="Precision in which the logits of routers are computed, by which they choose experts; that of the "
+        "model when absent. A number of the run.",
     )
 
     @property

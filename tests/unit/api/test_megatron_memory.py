@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sft_api.known_models import known_configs, known_shape
 from sft_api.megatron import across_nodes_warning
 from sft_api.memory import MemoryEstimate
-from sft_api.memory_megatron import estimate_stage, held_by, layer_memory
+from sft_api.memory_megatron import changes, estimate_stage, held_by, layer_memory
 from sft_api.memory_plan import Fit, judge
 from sft_api.model_shape import ModelShape
 from sft_api.plan import make_plan
@@ -33,7 +34,7 @@ def spec(model: str = LLAMA, nodes: int = 1, length: int = 8192, gpu: str = "80G
     return job(
         model={"uri": f"hf://{model}"},
         compute={"nodes": nodes, "gpusPerNode": 8, "gpuMemory": gpu},
-        data={"train": [{"uri": "hf://a/b"}], "maxLength": length},
+        data={"train": [{"uri": "hf://a/b"}], "maxLength": length, **parts.pop("data", {})},
         strategy={"megatron": degrees},
         **parts,
     ).spec
@@ -149,6 +150,16 @@ def test_the_first_stage_keeps_more_micro_batches_and_the_last_one_has_the_loss(
     assert small.logits > 0
 
 
+def test_copies_of_an_embedding_are_exchanged_where_nothing_else_is() -> None:
+    small = replace(shape(SMALL), vocabulary=32000)
+    asked = spec(SMALL, length=8, pipelineParallelDegree=8)
+
+    tied, apart = (estimate_stage(replace(small, tied=each), asked, make_plan(asked)) for each in (True, False))
+
+    assert tied.gathered == 4 * 32000 * small.hidden_size
+    assert apart.gathered == 2 * 32000 * small.hidden_size
+
+
 def test_more_tokens_between_matrices_are_kept_where_they_are_not_shared() -> None:
     shared, whole = (estimated(tensorParallelDegree=8, sequenceParallel=shares) for shares in (True, False))
 
@@ -178,10 +189,34 @@ def test_what_does_not_fit_is_refused_with_what_this_strategy_can_change() -> No
         "training.activationCheckpointing: full",
         "strategy.megatron.contextParallelDegree: 8",
         "strategy.megatron.tensorParallelDegree: 2",
-        "strategy.megatron.pipelineParallelDegree: 2",
+        "strategy.megatron.pipelineParallelDegree: 8",
         "16 GPUs in compute",
         "data.maxLength: 4096",
     ]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        spec(pipelineParallelDegree=2, length=32768, training={"globalBatchTokens": 131072}),
+        spec(pipelineParallelDegree=4, virtualPipelineParallelDegree=2, training={"globalBatchTokens": 16384}),
+        spec(EXPERTS, nodes=2, expertParallelDegree=8, training={"globalBatchTokens": 131072}),
+        spec(length=4096, training={"globalBatchSize": 32}),
+        spec(data={"packing": "none"}, training={"globalBatchSize": 16}),
+    ],
+)
+@pytest.mark.parametrize("fit", [True, False])
+def test_what_is_said_of_a_proposal_is_what_its_own_plan_says(asked: SFTJobSpec, fit: bool) -> None:
+    """Fewer copies have more micro-batches each, of which stages keep more: that was once left out."""
+    known = known_shape(asked.model.uri)
+    assert known is not None
+    proposed = [*changes(asked, make_plan(asked), known, lambda *_: fit)]
+
+    assert proposed
+    for words, other, plan in proposed:
+        own = make_plan(other)
+        assert (plan.data_parallel, plan.gradient_accumulation) == (own.data_parallel, own.gradient_accumulation), words
+        assert estimate_stage(known, other, plan) == estimate_stage(known, other, own), words
 
 
 def test_of_a_mixture_experts_can_be_spread_further() -> None:
@@ -195,7 +230,7 @@ def test_matrices_are_never_proposed_to_be_spread_over_nodes() -> None:
 
     assert "strategy.megatron.tensorParallelDegree" not in refused
     assert "strategy.megatron.contextParallelDegree" not in refused
-    assert "strategy.megatron.pipelineParallelDegree: 2 (" in refused
+    assert "strategy.megatron.pipelineParallelDegree: 4 (60.6Gi)" in refused
 
 
 def test_with_enough_processes_for_each_copy_it_fits() -> None:

@@ -17,8 +17,9 @@ from tests.unit.api.test_megatron_memory import EXPERTS, LLAMA, estimated, overr
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
-def megatron(stages: int = 1, **overrides: Any) -> MegatronSpec:
-    return MegatronSpec.model_validate({"pipelineParallelDegree": stages, "transformerConfigOverrides": overrides})
+def megatron(stages: int = 1, chunks: int = 1, **overrides: Any) -> MegatronSpec:
+    degrees = {"pipelineParallelDegree": stages, "virtualPipelineParallelDegree": chunks}
+    return MegatronSpec.model_validate({**degrees, "transformerConfigOverrides": overrides})
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,11 @@ def test_what_the_ends_leave_is_shared_out_evenly(stages: int, ends: dict[str, i
 
 @pytest.mark.parametrize("layers", range(1, 40))
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_the_ends_that_are_proposed_make_stages_of_all_layers(layers: int, stages: int) -> None:
-    proposed = even_enough(layers, stages)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_the_ends_that_are_proposed_make_stages_of_all_layers(layers: int, stages: int, chunks: int) -> None:
+    proposed = even_enough(layers, stages, chunks)
 
-    if layers % stages == 0 or layers < stages:
+    if layers % (stages * chunks) == 0 or layers % chunks or layers < stages * chunks:
         assert proposed == {}
         return
     each = layers_of_stages(layers, stages, proposed[FIRST], proposed[LAST])
@@ -49,6 +51,7 @@ def test_the_ends_that_are_proposed_make_stages_of_all_layers(layers: int, stage
     assert min(each) >= 1
     assert len(set(each[1:-1])) <= 1
     assert each[-1] <= each[0]
+    assert all(of_stage % chunks == 0 for of_stage in each)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,25 @@ def test_chunks_divide_the_layers_of_every_stage(stages: int, chunks: int, ends:
 
     assert words in problem
     assert bool(problem) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("layers", "asked", "named"),
+    [
+        (30, megatron(4, 2), f"transformerConfigOverrides to {FIRST}: 8, {LAST}: 6"),
+        (30, megatron(4, 4), ""),
+        (30, megatron(4, 2, **{FIRST: 5}), f"{FIRST}: 8, {LAST}: 6 would do"),
+        (20, megatron(4, 2, **{FIRST: 7}), f"{FIRST}: 4, {LAST}: 4 would do"),
+    ],
+)
+def test_uneven_stages_are_named_where_chunks_divide_them(layers: int, asked: MegatronSpec, named: str) -> None:
+    problem = model_problem(asked, replace(shape(LLAMA), layers=layers))
+
+    assert problem.endswith(named) if named else FIRST not in problem
+    ends = even_enough(layers, 4, asked.virtual_pipeline_parallel_degree)
+    if ends:
+        fixed = megatron(4, asked.virtual_pipeline_parallel_degree, **ends)
+        assert model_problem(fixed, replace(shape(LLAMA), layers=layers)) == ""
 
 
 def test_chunks_of_one_stage_are_refused() -> None:

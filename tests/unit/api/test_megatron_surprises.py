@@ -43,6 +43,20 @@ def test_chunks_of_stages_wait_less() -> None:
     assert said(2 * 8 * 8192) == ""
 
 
+def test_more_micro_batches_that_are_no_whole_group_may_wait_for_longer() -> None:
+    def said(micro_batches: int) -> str:
+        degrees = {"pipelineParallelDegree": 4, "virtualPipelineParallelDegree": 4}
+        asked = spec(**degrees, training={"globalBatchTokens": 2 * micro_batches * 8192})
+        return idle_warning(asked, make_plan(asked))
+
+    # Two copies: four are one group, five are two.
+    assert said(4) == ""
+    assert "only 5 micro-batches for each copy of the model: its stages wait for 43% of the time; with" in said(5)
+    assert "training.globalBatchTokens: 131072 it is 9%" in said(5)
+    assert said(15) == ""
+    assert said(8) == ""
+
+
 def test_examples_that_are_not_packed_are_counted_as_such() -> None:
     def said(examples: int) -> str:
         batch = {"globalBatchSize": examples, "microBatchSize": 2}

@@ -7,6 +7,7 @@ import pytest
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, judge
 from sft_api.model_shape import ModelShape
+from sft_api.numbers import Numbers
 from sft_api.plan import make_plan
 from sft_api.suggestions import Suggestion, suggestions
 from sft_api.v1alpha1.job import SFTJobSpec
@@ -62,6 +63,42 @@ def test_what_costs_less_comes_first() -> None:
     for name, found in small.items():
         assert found is not None
         assert found.sections == {"training": {"activationCheckpointing": "none"}, "strategy": {name: {}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "given", "left"),
+    [
+        (
+            "Qwen/Qwen3-30B-A3B",
+            2,
+            {"moe_router_dtype": "fp32", "batch_p2p_comm": False, "num_layers_in_last_pipeline_stage": 20},
+            ["moe_router_dtype"],
+        ),
+        (
+            "meta-llama/Llama-3.1-70B",
+            4,
+            {"deallocate_pipeline_outputs": False, "batch_p2p_comm": False, "num_layers_in_last_pipeline_stage": 39},
+            ["deallocate_pipeline_outputs", "batch_p2p_comm"],
+        ),
+    ],
+)
+def test_what_is_said_in_megatrons_words_is_kept_but_for_layers(
+    model: str, nodes: int, given: dict[str, Any], left: list[str]
+) -> None:
+    strategy = {"megatron": {"pipelineParallelDegree": 2, "transformerConfigOverrides": given}}
+    sections = {"compute": {"nodes": nodes, "gpusPerNode": 8}, "training": {"globalBatchTokens": 2**22}}
+
+    found = suggested(model, **sections, strategy=strategy)["megatron"]
+
+    # One stage of the mixture, two of the other: what is about stages goes with these.
+    assert found is not None
+    kept = found.sections["strategy"]["megatron"]["transformerConfigOverrides"]
+    assert kept == {name: given[name] for name in left}
+    asked, then = (
+        SFTJobSpec.model_validate(document(model, **sections, strategy=each))
+        for each in (strategy, found.sections["strategy"])
+    )
+    assert Numbers.of(then) == Numbers.of(asked)
 
 
 def test_a_strategy_that_does_not_train_such_a_job_is_none() -> None:
