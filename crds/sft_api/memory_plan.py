@@ -20,7 +20,7 @@ from .memory import (
     staging_bytes,
 )
 from .memory_megatron import changes, estimate_stage, estimate_stage_states
-from .model_shape import ModelShape
+from .model_shape import UNCOMPILED_EXPERTS, ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
@@ -36,6 +36,8 @@ _GIBIBYTE = 2**30
 _UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
+_ENOUGH_LAYERS = 1024
+"""Of a model whose layers are looked at by name: more have none that these lack."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
 _SHOWN = 8
@@ -191,7 +193,7 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     shape = shape or known_shape(spec.model.uri)
     if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel, plan.shard_degree)):
         return Fit(refused=problem)
-    if shape and (problem := _balance_problem(spec, shape)):
+    if shape and (problem := _experts_problem(spec, shape)):
         return Fit(refused=problem)
     if shape and (problem := _adapters_problem(spec, shape)):
         return Fit(refused=problem)
@@ -203,13 +205,15 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     return sentences(spec, memory, gpu, remedies(spec, plan, shape, gpu))
 
 
-def _balance_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
-    """Why a model of ``shape`` cannot have the loss of routers that ``spec`` asks for; else empty."""
+def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
+    """Why a model of ``shape`` cannot have what ``spec`` asks for and its experts, or their lack, do not know."""
     if spec.training.router_aux_loss_coefficient and not shape.experts:
         return (
             f"training.routerAuxLossCoefficient is {spec.training.router_aux_loss_coefficient:g}, but "
             f"{spec.model.uri} sends no tokens to experts: leave the field out"
         )
+    if spec.training.compile and shape.family.biased:
+        return f"training.compile is true, but {spec.model.uri} {UNCOMPILED_EXPERTS}: leave the field out"
     return ""
 
 
@@ -218,7 +222,8 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     if spec.lora is None:
         return ""
     head = "lm_head"
-    linear = [f"model.layers.{layer}.{name}" for layer in range(shape.layers) for name in shape.linear]
+    layers = range(min(shape.layers, _ENOUGH_LAYERS))
+    linear = [f"model.layers.{layer}.{name}" for layer in layers for name in shape.linear]
     try:
         adapted([*linear, head], head, spec.lora.target_modules, spec.lora.exclude_modules)
     except AdapterError as error:

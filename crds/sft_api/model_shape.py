@@ -8,6 +8,10 @@ Transformed = Literal["", "scaled", "capped"]
 """Logits: the products of hidden states and head as they are, multiplied by a number, or bent by tanh."""
 
 
+UNCOMPILED_EXPERTS = "has experts with biases, whose layers cannot be compiled"
+"""Of models whose family is ``biased``."""
+
+
 @dataclass(frozen=True)
 class Family:
     """What the decoders of one ``model_type`` have in common, and differ in from those of another."""

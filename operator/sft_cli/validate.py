@@ -40,7 +40,7 @@ def verdict_on(path: Path) -> Verdict:
         adapters = measure_adapters(job.spec)
         told = [
             *deletion_warnings(job.spec),
-            *([adapters] if isinstance(adapters, str) else []),
+            *([adapters] if isinstance(adapters, str) and not fit.refused else []),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
         ]

@@ -7,6 +7,7 @@ import pytest
 from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_shape
 from sft_api.memory_plan import Fit, judge, parameter_count, staging_warning
+from sft_api.model_shape import shape_of
 from sft_api.plan import make_plan
 from sft_api.v1alpha1.job import SFTJobSpec
 from tests.unit.cli.jobs import job
@@ -145,6 +146,18 @@ def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None
     assert refused(small, compiled) == refused(own, balanced) == refused(own, compiled) == ""
     assert refused(mixture, compiled) == refused(mixture, {})
     assert "training.routerAuxLossCoefficient is" not in refused(mixture, balanced)
+    assert refused({"uri": "hf://openai/gpt-oss-20b"}, compiled) == (
+        "training.compile is true, but hf://openai/gpt-oss-20b has experts with biases, whose layers cannot be "
+        "compiled: leave the field out"
+    )
+
+
+def test_a_config_of_any_number_of_layers_is_looked_at_soon() -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2**31 - 1, "num_attention_heads": 4}
+    shape = shape_of({**config, "intermediate_size": 128, "vocab_size": 256})
+    asked = spec(gpus=0, model={"uri": "file:///own"}, lora={"targetModules": ["query"]})
+
+    assert "'query'" in judge(asked, make_plan(asked), shape=shape).refused
 
 
 @pytest.mark.parametrize(

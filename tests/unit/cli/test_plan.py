@@ -132,6 +132,14 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     told = capsys.readouterr()
     assert "lora.targetModules names 'query', and no linear layer of the model is called so" in told.err + told.out
     assert "trained parameters" in told.out
+    # With a config beside the file the name is refused: once, by all the names there are
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8, **sizes}))
+    refused = verdict_on(tmp_path / "job.yaml")
+    assert len(refused.problems) == 1
+    assert "its linear layers are q_proj, k_proj" in refused.problems[0]
+    assert not any("query" in text for text in refused.warnings)
+    (tmp_path / "config.json").unlink()
     # The head is a linear layer, also where it is tied and in no file: to except it says nothing wrong
     tied = job(model={"uri": f"file://{tmp_path}"}, lora={"excludeModules": ["lm_head"]})
     show_plan(tied, "table")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_api.model_shape import UNCOMPILED_EXPERTS
 from sft_trainer.errors import ConfigError
 from sft_trainer.versions import keep_compiled_in, keep_what_layers_tell, look_at_attention, mark_dynamic
 
@@ -76,11 +77,10 @@ def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _check_experts(config: Any) -> None:
-    # In their backward pass inductor lays rows out as the grouped product does not take them.
+    # In their backward pass inductor may lay rows out as the grouped product does not take them.
     if has_biased_experts(config):
         raise ConfigError(
-            f"training.compile: true cannot be done for a model of type {config.model_type!r}: the compiler does not "
-            "know its experts, which have biases; set training.compile: false"
+            f"training.compile is true, but a model of type {config.model_type!r} {UNCOMPILED_EXPERTS}: set it to false"
         )
 
 

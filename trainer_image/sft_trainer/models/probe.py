@@ -20,7 +20,6 @@ from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 
-"""How the names of fields of a config end that are dropouts."""
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _VOCABULARY = 64
 _WIDTH = 32
