@@ -37,6 +37,9 @@ CHART = ROOT / "charts" / "sft-operator"
 MERGE_PATCH = "application/merge-patch+json"
 PATIENCE_SECONDS = 90.0
 """For what takes a second or two on a quiet machine."""
+COLLECTED_SECONDS = 360.0
+"""For what Kubernetes' garbage collector has to free: it looks for new kinds every half minute, and begins anew while
+kinds of other tests come and go."""
 
 PATHS = {
     "sftjobs": "apis/sftjob.dev/v1alpha1",

@@ -13,7 +13,14 @@ from sft_operator.decisions.spec import read_spec
 from sft_operator.names import PLACE_FINALIZER
 from tests.cluster.object_store import ObjectStore
 from tests.integration.operator.finished import finished_run, keys_below, put_files
-from tests.integration.operator.scene import Object, OperatorProcess, Scene, StartOperator
+from tests.integration.operator.scene import (
+    COLLECTED_SECONDS,
+    PATIENCE_SECONDS,
+    Object,
+    OperatorProcess,
+    Scene,
+    StartOperator,
+)
 from tests.integration.operator.test_store import URI, place_of, settings
 from tests.integration.operator.test_store_removal import EXPORT
 from tests.integration.run.slow_network import gate
@@ -44,8 +51,8 @@ def finalizers(scene: Scene, name: str) -> list[str]:
     return found
 
 
-def until_gone(scene: Scene, name: str) -> None:
-    scene.until(lambda: scene.get("sftjobs", name) is None)
+def until_gone(scene: Scene, name: str, seconds: float = PATIENCE_SECONDS) -> None:
+    scene.until(lambda: scene.get("sftjobs", name) is None, seconds)
 
 
 def end_all(scene: Scene, pods: list[Object]) -> None:
@@ -148,7 +155,7 @@ def test_a_job_that_is_left_behind_keeps_its_place(s3: Any, own_scene: Scene) ->
     answer = own_scene.request("DELETE", own_scene.path("sftjobs", "orphaned"), {"propagationPolicy": "Orphan"})
 
     assert answer.accepted
-    until_gone(own_scene, "orphaned")
+    until_gone(own_scene, "orphaned", COLLECTED_SECONDS)
     assert own_scene.get("jobs", "orphaned") is not None
     assert keys_below(s3, uri) == before
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft_api.progress import Progress
-from tests.integration.operator.scene import Object, Scene, StartOperator, Supervisors, training
+from tests.integration.operator.scene import COLLECTED_SECONDS, Object, Scene, StartOperator, Supervisors, training
 
 CHILDREN = [("configmaps", "run-config"), ("services", "run"), ("networkpolicies", "run")]
 SOON = {"resyncSeconds": 1}
@@ -180,7 +180,7 @@ def test_a_job_that_has_lost_its_owner_reference_gets_it_back(healed: Scene) -> 
 def test_a_job_whose_sftjob_leaves_it_behind_is_left_behind(healed: Scene) -> None:
     answer = healed.request("DELETE", healed.path("sftjobs", "run"), {"propagationPolicy": "Orphan"})
     assert answer.accepted, answer.body
-    healed.until(lambda: healed.get("sftjobs", "run") is None)
+    healed.until(lambda: healed.get("sftjobs", "run") is None, COLLECTED_SECONDS)
 
     left = healed.get("jobs", "run")
     assert left
