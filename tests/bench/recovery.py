@@ -11,8 +11,9 @@ crash_to_step_s   from a killed worker to the next new step, the median
 pod_to_step_s     from a lost pod to the next new step
 node_to_step_s    the same, of both pods
 lost_steps        steps that were computed twice in the second job
-efficiency        of the seconds of the second job's processes since its first step, the share that went neither into
-                  starting again, repeated steps, hangs nor waiting (``status.goodput``)
+undisturbed       of the seconds of the second job's processes from its first step to what happens first, the share that
+                  went neither into starting, repeated steps, hangs nor waiting, between steps too (``status.goodput``)
+efficiency        the same share from its first step to its end, by ``undisturbed``: the best that was possible
 """
 
 from __future__ import annotations
@@ -50,15 +51,17 @@ def main() -> None:
         powerless = _seconds_without(stage, "powerless", lose_power)
         _ended(stage, "powerless")
         before = _start(stage, "scheduled", steps=steps)
-        seconds = _follow_schedule(stage, "scheduled", steps)
+        seconds, undisturbed = _follow_schedule(stage, "scheduled", steps)
         after = _ended(stage, "scheduled")
-    print(f"# {steps} steps")
+    best = share_kept(before["goodput"], undisturbed["goodput"])
+    print(f"# {steps} steps; by the status at the first one: {before['goodput']}; at the end: {after['goodput']}")
     print(f"# seconds from each to the next new step: {seconds}")
     print(f"crash_to_step_s={statistics.median(each for name, each in seconds if name == CRASH):.1f}")
     print(f"pod_to_step_s={max(each for name, each in seconds if name == LOSS):.1f}")
     print(f"node_to_step_s={powerless:.1f}")
     print(f"lost_steps={after['restarts'].get('lostSteps', 0)}")
-    print(f"efficiency={efficiency(before['goodput'], after['goodput']):.3f}")
+    print(f"undisturbed={best:.3f}")
+    print(f"efficiency={share_kept(before['goodput'], after['goodput']) / best:.3f}")
 
 
 def _start(stage: Stage, name: str, *, steps: int) -> Status:
@@ -75,16 +78,18 @@ def _pace(stage: Stage, name: str) -> float:
     return (stage.step(name) - first) / (time.monotonic() - began)
 
 
-def _follow_schedule(stage: Stage, name: str, steps: int) -> list[tuple[str, float]]:
-    """What was done to the job of so many steps, and the seconds that each cost."""
-    found = []
+def _follow_schedule(stage: Stage, name: str, steps: int) -> tuple[list[tuple[str, float]], Status]:
+    """What was done to the job of so many steps, and the seconds that each cost; its status before the first."""
+    found: list[tuple[str, float]] = []
+    undisturbed: Status = {}
     for share, what in SCHEDULE:
         due = int(share * steps)
         stage.wait_for(name, f"step {due}", lambda due=due: stage.step(name) >= due, seconds=_END_SECONDS)
+        undisturbed = undisturbed or stage.status(name)
         cost = _seconds_without(stage, name, DEEDS[what])
         print(f"# {what}: {cost:.1f} s", flush=True)
         found.append((what, cost))
-    return found
+    return found, undisturbed
 
 
 def _seconds_without(stage: Stage, name: str, disturb: Disturbance) -> float:
@@ -120,8 +125,8 @@ def _ended(stage: Stage, name: str) -> Status:
     return stage.status(name)
 
 
-def efficiency(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """The share of the processes' seconds between two ``status.goodput`` that no failure cost."""
+def share_kept(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """The share of the processes' seconds between two ``status.goodput`` that nothing cost."""
     lost = sum(after["lostGpuSeconds"].get(cause, 0.0) - before["lostGpuSeconds"].get(cause, 0.0) for cause in _COST)
     return 1.0 - lost / float(after["gpuSeconds"] - before["gpuSeconds"])
 
