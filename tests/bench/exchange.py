@@ -5,7 +5,7 @@
 A Qwen3 of 9.7 M parameters on so many data-parallel processes of one machine (gloo). The sums of a step's gradients,
 and the gathered weights after it: in buckets, each process receiving the rows that it updates, and as it was before,
 whole gradients and then weights parameter by parameter. They take turns: buckets, each, each, buckets. Buckets are of
-so many MiB: 128 as in a run, or fewer, for which a CPU takes less fresh memory. Printed is the median ratio of turns
+so many MiB: 128 as in a run, or fewer. Printed is the median ratio of turns
 (``time_ratio``, wall clock of the first process), and of one step of either the collective calls, the bytes that a
 process must at least send for them (``bytes``: those of a ring), and those that went over the loopback device for each
 process (``sent``). Of a machine with other traffic the last mean nothing: run it where there is none,

@@ -13,7 +13,8 @@ node_to_step_s    the same, of both pods
 lost_steps        steps that were computed twice in the second job
 undisturbed       of the seconds of the second job's processes from its first step to what happens first, the share that
                   went neither into starting, repeated steps, hangs nor waiting, between steps too (``status.goodput``)
-efficiency        the same share from its first step to its end, by ``undisturbed``: the best that was possible
+disturbed         the same share from its first step to its end
+efficiency        ``disturbed`` by ``undisturbed``, the best that was possible
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
         before = _start(stage, "scheduled", steps=steps)
         seconds, undisturbed = _follow_schedule(stage, "scheduled", steps)
         after = _ended(stage, "scheduled")
-    best = share_kept(before["goodput"], undisturbed["goodput"])
+    best, reached = (share_kept(before["goodput"], status["goodput"]) for status in (undisturbed, after))
     print(f"# {steps} steps; by the status at the first one: {before['goodput']}; at the end: {after['goodput']}")
     print(f"# seconds from each to the next new step: {seconds}")
     print(f"crash_to_step_s={statistics.median(each for name, each in seconds if name == CRASH):.1f}")
@@ -61,7 +62,8 @@ def main() -> None:
     print(f"node_to_step_s={powerless:.1f}")
     print(f"lost_steps={after['restarts'].get('lostSteps', 0)}")
     print(f"undisturbed={best:.3f}")
-    print(f"efficiency={share_kept(before['goodput'], after['goodput']) / best:.3f}")
+    print(f"disturbed={reached:.3f}")
+    print(f"efficiency={reached / best:.3f}")
 
 
 def _start(stage: Stage, name: str, *, steps: int) -> Status:

@@ -11,7 +11,7 @@ from ..config import PodSettings
 
 
 class DoesNotFit(ValueError):
-    """More memory than its GPUs have would be taken, or heads do not fit processes; the message says what to change."""
+    """More memory than its GPUs have would be taken, or its model cannot have what is asked; says what to change."""
 
 
 def plan_of(spec: SFTJobSpec, pods: PodSettings) -> Plan:
