@@ -5,14 +5,14 @@ The trainer refuses by the same words what it sees of a model itself.
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
 from .model_shape import FAMILIES, ModelShape
 from .sequence_parallel import either, unshared_heads
 from .v1alpha1.job import SFTJobSpec
-from .v1alpha1.megatron import MegatronSpec, megatron_of
+from .v1alpha1.megatron import MOST, MegatronSpec, megatron_of
 from .v1alpha1.status import PlanStatus
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -25,6 +25,8 @@ MISSING = (
 _FIELD = "strategy.megatron"
 ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 """Of ``transformerConfigOverrides``: how many layers the first and the last stage have."""
+_USUAL = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+"""Fields of a config by which a model gets other tensors than its type is known for, and their values where not."""
 ENOUGH_A_STAGE = 4
 """Micro-batches of a step: with fewer its stages wait for long until all have one, and until all are done."""
 
@@ -54,6 +56,14 @@ def model_problem(megatron: MegatronSpec, shape: ModelShape) -> str:
         experts=shape.experts,
         vocabulary=shape.vocabulary,
     )
+
+
+def config_problem(config: Mapping[str, Any]) -> str:
+    """Why there are no rules for the weights of a model with this config.json, and what to change; else empty."""
+    if (kind := config.get("model_type")) not in MODELS:
+        return unknown_model(f"a model of type {kind!r}")
+    other = {name: value for name, usual in _USUAL.items() if (value := config.get(name) or usual) != usual}
+    return no_rules_for(_in_words(dict([*other.items()][:1]))) if other else ""
 
 
 def layers_of_stages(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
@@ -142,13 +152,11 @@ def spread_problem(
         if not number % degree:
             continue
         numbers = [each for field, _, each, _ in counted if field == name]
-        fitting = [each for each in range(1, number + 1) if not any(other % each for other in numbers)]
-        chunks = megatron.virtual_pipeline_parallel_degree
-        uneven = even_enough(layers, stages, chunks) if name == "pipelineParallelDegree" else {}
-        return (
-            f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: set it to "
-            f"{either(fitting)}{f', or {_FIELD}.transformerConfigOverrides to {_in_words(uneven)}' if uneven else ''}"
-        )
+        fitting = [each for each in range(1, min(number, MOST) + 1) if not any(other % each for other in numbers)]
+        remedy = f"set it to {either(fitting)}"
+        if name == "pipelineParallelDegree":
+            remedy = _stages_remedy(fitting, stages, layers, megatron.virtual_pipeline_parallel_degree)
+        return f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: {remedy}"
     if problem := _uneven_problem(megatron, layers) or _chunks_problem(megatron, layers):
         return problem
     if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
@@ -167,6 +175,18 @@ def spread_problem(
     here, keys = heads // tensor, kv_heads // tensor
     context = megatron.context_parallel_degree
     return unshared_heads(f"{_FIELD}.contextParallelDegree", whose, here, keys, context, range(1, here + 1))
+
+
+def _stages_remedy(fitting: Sequence[int], stages: int, layers: int, chunks: int) -> str:
+    """What to change where so many ``stages`` do not divide ``layers``, as those that are ``fitting`` do."""
+    uneven = even_enough(layers, stages, chunks)
+    # Of these with chunks only those whose stages have whole ones; of a single stage there are none.
+    whole = [each for each in fitting if chunks == 1 or (each > 1 and layers // each % chunks == 0)]
+    if not whole and not uneven:
+        return f"leave virtualPipelineParallelDegree out and set it to {either(fitting)}"
+    degrees = f"it to {either(whole)}" if whole else ""
+    ends = f"{_FIELD}.transformerConfigOverrides to {_in_words(uneven)}" if uneven else ""
+    return f"set {', or '.join(filter(None, (degrees, ends)))}"
 
 
 def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
@@ -192,7 +212,7 @@ def _chunks_problem(megatron: MegatronSpec, layers: int) -> str:
     common = gcd(*each)
     if common % chunks == 0:
         return ""
-    fitting = [number for number in range(1, common + 1) if common % number == 0]
+    fitting = [number for number in range(1, min(common, MOST) + 1) if common % number == 0]
     return (
         f"{_FIELD}.virtualPipelineParallelDegree is {chunks}, but stages have {either(each)} of the model's {layers} "
         f"layers, which it does not divide: set it to {either(fitting)}"

@@ -15,7 +15,7 @@ from .memory import micro_batch_tokens as whole_tokens
 from .model_shape import ModelShape
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
-from .v1alpha1.megatron import MegatronSpec, megatron_of
+from .v1alpha1.megatron import MOST, MegatronSpec, megatron_of
 from .v1alpha1.runtime import StrategySpec
 from .v1alpha1.status import PlanStatus
 
@@ -33,7 +33,9 @@ class Held:
     dense: int
     """Whose rows are updated by one process each of those that have the same ones."""
     experts: int
-    """Which each updates that has them."""
+    """Of experts, which other processes have the same of."""
+    updated_experts: int
+    """Of these, those whose masters and moments it has: whole experts, the most that one has."""
     largest: int
     """Of one parameter."""
 
@@ -53,7 +55,7 @@ def estimate_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> Mem
 def estimate_stage_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """What is known of a model of which only the number of ``parameters`` is: weights, gradients, moments."""
     here = ceil(parameters / (plan.tensor_parallel * plan.pipeline_parallel))
-    return MemoryEstimate(**_states(Held(here, 0, 0), spec, plan), gathered=None, activations=None, logits=None)
+    return MemoryEstimate(**_states(Held(here, 0, 0, 0), spec, plan), gathered=None, activations=None, logits=None)
 
 
 def _of_stage(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int) -> MemoryEstimate:
@@ -123,15 +125,17 @@ def held_by(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, stage: int) -
     biases = (shape.queries + 2 * shape.keys) // tensor if shape.attention_bias else 0
     norms = shape.norms * shape.hidden_size + (2 * shape.head_size if shape.family.query_key_norm else 0)
     layer = sum(matrices) + biases + norms + shape.experts * shape.hidden_size
-    expert = shape.experts // plan.expert_parallel * shape.hidden_size * shape.intermediate_size
+    experts, one = shape.experts // plan.expert_parallel, shape.hidden_size * shape.intermediate_size
+    copies = plan.processes // (plan.pipeline_parallel * plan.expert_parallel)
     here = _layers(shape, spec)[stage]
     vocabulary = ceil(shape.vocabulary / tensor) * shape.hidden_size
     begins, ends = stage == 0, stage == stages - 1
     root = vocabulary * begins + (vocabulary * (not (begins and shape.tied)) + shape.hidden_size) * ends
     return Held(
         dense=here * layer + root,
-        experts=here * 3 * expert,
-        largest=max(*matrices, 2 * expert, vocabulary * (begins or ends)),
+        experts=here * experts * 3 * one,
+        updated_experts=here * ceil(experts / copies) * 3 * one,
+        largest=max(*matrices, 2 * experts * one, vocabulary * (begins or ends)),
     )
 
 
@@ -174,10 +178,12 @@ def changes(
         ("pipeline_parallel", "pipelineParallelDegree"),
         ("expert_parallel", "expertParallelDegree"),
     ):
+        # A job may ask for a quarter of a million processes: only what divides them is looked at.
+        degrees = range(getattr(plan, field) + 1, min(MOST, plan.processes) + 1)
         wider = [
             _spread(spec, plan, field, degree)
-            for degree in range(getattr(plan, field) + 1, plan.processes + 1)
-            if _possible(spec, plan, shape, field, degree)
+            for degree in degrees
+            if not plan.processes % degree and _possible(spec, plan, shape, field, degree)
         ]
         if wider:
             chosen = next((each for each in wider if fits(*each)), wider[-1])
@@ -269,7 +275,7 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
 def _states(held: Held, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     """Weights, with those in fp32 that are updated where they are computed with in bf16; sums of gradients in fp32."""
     copies = plan.data_parallel * plan.sequence_parallel
-    rows = ceil(held.dense / copies) + held.experts
+    rows = ceil(held.dense / copies) + held.updated_experts
     whole = held.dense + held.experts
     dimensions = (plan.tensor_parallel, plan.pipeline_parallel, plan.expert_parallel, plan.sequence_parallel, copies)
     groups = (plan.processes > 1) + sum(degree > 1 for degree in dimensions)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .adapters import AdapterError, adapted, of_experts
+from .batch import with_batch_of
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
 from .megatron import model_problem
@@ -312,17 +313,8 @@ def _changes(
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
     if fsdp and spec.lora is None:
         yield "lora", spec.model_copy(update={"lora": LoraSpec()}), plan
-    longest = spec.data.max_length
-    tokens = plan.max_tokens_per_micro_batch
-    if tokens is not None and tokens > longest:
-        fewer = plan.model_copy(update={"max_tokens_per_micro_batch": longest})
-        yield f"training.maxTokensPerMicroBatch: {longest}", spec, fewer
-    elif tokens is None and spec.training.micro_batch_size > 1:
-        yield "training.microBatchSize: 1", _with(spec, "training", micro_batch_size=1), plan
-    else:
-        half = max(8, longest // 2)
-        fewer = plan.model_copy(update={"max_tokens_per_micro_batch": half if tokens else None})
-        yield f"data.maxLength: {half}", _with(spec, "data", max_length=half), fewer
+    for words, smaller in _smaller_micro_batches(spec):
+        yield words, smaller, with_batch_of(smaller, plan)
     if not fsdp:
         return
     if spec.training.optimizer.state_dtype == "fp32":
@@ -333,6 +325,25 @@ def _changes(
         without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""
         offloaded = StrategySpec(fsdp=given.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
         yield f"strategy.fsdp.cpuOffload: true{without}", spec.model_copy(update={"strategy": offloaded}), shares
+
+
+def _smaller_micro_batches(spec: SFTJobSpec) -> Iterator[tuple[str, SFTJobSpec]]:
+    """Fewer tokens at a time, in words and as a spec."""
+    longest, tokens = spec.data.max_length, spec.training.max_tokens_per_micro_batch
+    half = max(8, longest // 2)
+    shorter = _with(spec, "data", max_length=half)
+    if spec.data.packing == "none":
+        if spec.training.micro_batch_size > 1:
+            yield "training.microBatchSize: 1", _with(spec, "training", micro_batch_size=1)
+        else:
+            yield f"data.maxLength: {half}", shorter
+    elif tokens is None:
+        yield f"data.maxLength: {half}", shorter
+    elif tokens > longest:
+        yield f"training.maxTokensPerMicroBatch: {longest}", _with(spec, "training", max_tokens_per_micro_batch=longest)
+    else:
+        both = _with(shorter, "training", max_tokens_per_micro_batch=half)
+        yield f"data.maxLength and training.maxTokensPerMicroBatch: {half}", both
 
 
 def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> int | None:

@@ -1,5 +1,6 @@
 """Pure planning: from a spec to the numbers the run uses where the spec leaves them open."""
 
+from .batch import batch_of
 from .goodput import Devices
 from .gpus import declared_gpu_memory
 from .gradient_reduction import reduces_once
@@ -12,20 +13,9 @@ from .v1alpha1.status import PlanStatus
 DEFAULT_LEARNING_RATE = 1e-5
 DEFAULT_LORA_LEARNING_RATE = 1e-4
 """Adapters begin at 0 and are small: they want larger steps than weights that were trained for long."""
-DEFAULT_GLOBAL_BATCH_TOKENS = 65_536
-DEFAULT_GLOBAL_BATCH_SIZE = 32
 DEFAULT_WARMUP_RATIO = 0.03
 
 Plan = PlanStatus
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def declared_shares(spec: SFTJobSpec) -> int:
-    """Shares of a step that ``spec`` asks for: processes that compute on the same micro-batches have one together."""
-    return spec.compute.processes // spec.processes_a_share
 
 
 def devices_of(spec: SFTJobSpec) -> Devices:
@@ -58,28 +48,10 @@ def make_plan(
     processes = processes or declared
     if processes % (together := spec.processes_a_share):
         raise ValueError(f"{together} processes have a share of a step together: {processes} are no multiple of that")
-    shares, at_a_time = processes // spec.processes_a_share, declared_shares(spec)
+    shares, batch = processes // spec.processes_a_share, batch_of(spec)
     training = spec.training
     steps = training.dummy_run.steps if training.dummy_run else training.steps
-    packing = spec.data.packing == "ffd"
     fsdp, megatron = (spec.strategy.fsdp, spec.strategy.megatron) if spec.strategy else (None, None)
-
-    micro_batch_tokens = (training.max_tokens_per_micro_batch or spec.data.max_length) if packing else None
-    global_batch_size = training.global_batch_size
-    global_batch_tokens = None
-    micro_batches = None
-    if packing and micro_batch_tokens and global_batch_size is None:
-        at_once = at_a_time * micro_batch_tokens
-        if training.global_batch_tokens is None:
-            global_batch_tokens = _round_up(DEFAULT_GLOBAL_BATCH_TOKENS, at_once)
-        else:
-            # The rule of the API makes sure that at least one micro-batch a process fits.
-            global_batch_tokens = training.global_batch_tokens // at_once * at_once
-        micro_batches = global_batch_tokens // micro_batch_tokens
-    elif not packing:
-        if global_batch_size is None:
-            global_batch_size = _round_up(DEFAULT_GLOBAL_BATCH_SIZE, at_a_time * training.micro_batch_size)
-        micro_batches = global_batch_size // training.micro_batch_size
 
     plan = Plan(
         processes=processes,
@@ -92,10 +64,10 @@ def make_plan(
         precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
         learning_rate=training.optimizer.learning_rate
         or (DEFAULT_LORA_LEARNING_RATE if spec.lora else DEFAULT_LEARNING_RATE),
-        global_batch_size=global_batch_size,
-        global_batch_tokens=global_batch_tokens,
-        max_tokens_per_micro_batch=micro_batch_tokens,
-        gradient_accumulation=_round_up(micro_batches, shares) // shares if micro_batches else None,
+        global_batch_size=batch.examples,
+        global_batch_tokens=batch.tokens,
+        max_tokens_per_micro_batch=batch.micro_batch_tokens,
+        gradient_accumulation=batch.each(shares),
         total_steps=steps,
         epochs=None if steps else (training.epochs or 1),
     )

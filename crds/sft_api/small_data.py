@@ -1,6 +1,6 @@
 """Pure: data that is small beside a step. Then a run is a few steps, each with every row many times."""
 
-from .plan import declared_shares
+from .batch import declared_shares
 from .v1alpha1.job import SFTJobSpec
 
 _STEPS_A_PASS = 10

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from sft_api.known_models import known_shape
-from sft_api.memory_plan import Fit, staging_warning
+from sft_api.megatron import config_problem
+from sft_api.memory_plan import Fit, judge, staging_warning
 from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, wrong_sizes
 from sft_api.v1alpha1.job import SFTJobSpec
+from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
+from sft_api.v1alpha1.status import PlanStatus
 
 _FILE, _HUB = "file://", "hf://"
 
@@ -18,6 +21,14 @@ def model_shape(spec: SFTJobSpec) -> ModelShape | None:
     """The shape of the model of ``spec``: as its config says it, where that is here, or by the table; else None."""
     config = _config(spec.model.uri)
     return known_shape(spec.model.uri) if config is None else shape_of(_content(config))
+
+
+def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
+    """``judge``, and what it cannot see where the model's config.json is here, of a model without a shape."""
+    config = _config(spec.model.uri) if megatron_of(spec) else None
+    content = {} if config is None else _content(config)
+    problem = config_problem(content) if content.get("model_type") else ""
+    return Fit(refused=problem) if problem else judge(spec, plan, shape=shape)
 
 
 def _content(config: Path) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import click
 import yaml
 from pydantic import BaseModel
 
+from sft_api.batch import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS
 from sft_api.failures import ExitCode
 from sft_api.megatron import given_in_words, stages_in_words
-from sft_api.memory_plan import judge
-from sft_api.plan import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS, DEFAULT_WARMUP_RATIO, Plan, make_plan
+from sft_api.plan import DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import surprises
@@ -23,7 +23,7 @@ from sft_api.v1alpha1.workload import DummyRunSpec
 from .adapters import Trained, measure_adapters
 from .console import result, say
 from .data_size import measure
-from .local_model import memory_warnings, model_shape
+from .local_model import fit_of, memory_warnings, model_shape
 from .words import counted
 
 
@@ -447,7 +447,7 @@ def show_plan(job: SFTJob, output: str) -> int:
     shape = model_shape(job.spec)
     plan = make_plan(job.spec, shape=shape)
     found = measure_adapters(job.spec)
-    fit = judge(job.spec, plan, shape=shape)
+    fit = fit_of(job.spec, plan, shape)
     if isinstance(found, str) and not fit.refused:
         say(f"Warning: {found}", fg="yellow")
     if fit.refused:

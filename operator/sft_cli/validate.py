@@ -7,13 +7,12 @@ from pathlib import Path
 
 from sft_api.deletion import deletion_warnings
 from sft_api.failures import ExitCode
-from sft_api.memory_plan import judge
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
 from .adapters import measure_adapters
 from .console import result
-from .local_model import memory_warnings, model_shape
+from .local_model import fit_of, memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
 
 
@@ -36,7 +35,7 @@ def verdict_on(path: Path) -> Verdict:
     problems, warnings = [], []
     for job in jobs:
         shape = model_shape(job.spec)
-        fit = judge(job.spec, make_plan(job.spec, shape=shape), shape=shape)
+        fit = fit_of(job.spec, make_plan(job.spec, shape=shape), shape)
         adapters = measure_adapters(job.spec)
         told = [
             *deletion_warnings(job.spec),

@@ -116,7 +116,13 @@ OF_TWO = (
     Case("qwen3_tied", pipeline=2, chunks=2, activations="full"),
     Case("qwen3_moe", pipeline=2, chunks=2),
     Case("qwen3_deep", pipeline=2, chunks=2, overrides={FIRST: 6, "batch_p2p_comm": False}),
+    Case("qwen3_moe_window"),
 )
+OF_THREE = (
+    Case("qwen3_moe"),
+    Case("qwen3_tied", pipeline=3, overrides={FIRST: 1, LAST: 1}),
+)
+"""Over which neither rows nor experts divide, and a stage that has no copy of the embedding."""
 OF_FOUR = (
     Case("qwen3", tensor=2, pipeline=2, tokens_too=True),
     Case("qwen3_tied", tensor=2, pipeline=2, overrides={FIRST: 3, LAST: 1}),
@@ -130,6 +136,8 @@ OF_FOUR = (
     Case("qwen3_tied", context=2, pipeline=2, activations="full"),
     Case("qwen3_tied", context=2, pipeline=2, chunks=2),
     Case("mistral", context=2),
+    Case("qwen3_moe_raw", expert=2),
+    Case("qwen3_moe", tensor=2, context=2, expert=2, tokens_too=True),
 )
 TRAINED = (
     Case("qwen3_tied", tensor=2),
@@ -142,6 +150,7 @@ TRAINED = (
     Case("qwen3_tied", tensor=2, tokens_too=True, precision="bf16"),
     Case("qwen3_tied", context=2),
     Case("qwen3_moe", context=2, expert=2),
+    Case("qwen3_moe"),
 )
 """By two processes, beside FSDP in fp32."""
 
@@ -217,8 +226,10 @@ class Expected:
 
     logits: list[torch.Tensor]
     """Of each bin at its targets."""
+    weights: dict[str, torch.Tensor]
+    """By canonical name."""
     gradients: dict[str, torch.Tensor]
-    """By canonical name, of the mean loss."""
+    """As those, of the mean loss."""
     loss: float
     """Summed."""
     right: int
@@ -238,15 +249,21 @@ def expected(path: Path, bins: Sequence[BinTensors]) -> Expected:
         right += int((each.argmax(-1) == bin_.labels).sum())
         logits.append(each.detach())
     (loss / counted(bins)).backward()
+    weights = _canonical(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    gradients = _canonical(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+    return Expected(logits, weights, gradients, float(loss.detach()), right)
+
+
+def _canonical(model: Any, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """``tensors`` of transformers' ``model``, by name of a parameter."""
     names = Names.of(model.config)
-    gradients = {
+    return {
         box.name: box.read()
-        for name, parameter in model.named_parameters()
+        for name, tensor in tensors.items()
         for box in boxes_in(
-            names.parts(name, tuple(parameter.shape)), WEIGHT, Rectangle.whole(tuple(parameter.shape)), parameter.grad
+            names.parts(name, tuple(tensor.shape)), WEIGHT, Rectangle.whole(tuple(tensor.shape)), tensor
         )
     }
-    return Expected(logits, gradients, float(loss.detach()), right)
 
 
 def error(value: torch.Tensor, wanted: torch.Tensor, most: torch.Tensor | None = None) -> float:
@@ -255,7 +272,10 @@ def error(value: torch.Tensor, wanted: torch.Tensor, most: torch.Tensor | None =
 
 
 def against_huggingface(models: Path, case: Case) -> dict[str, float]:
-    """Relative errors of loss, logits, gradients and their norm, and of an evaluation; a collective call."""
+    """Relative errors of loss, logits, gradients and their norm, and of an evaluation; a collective call.
+
+    And how many weights are not what the files have, to the last bit.
+    """
     from transformers import AutoConfig
 
     from sft_trainer.strategies.megatron import strategy as module
@@ -264,6 +284,8 @@ def against_huggingface(models: Path, case: Case) -> dict[str, float]:
     bins = bins_of(0)
     wanted = expected(models / case.model, bins)
     strategy, topology = built(models, case)
+    weights = {name: whole for (name, kind), whole in everything(strategy).items() if kind == WEIGHT}
+    assert weights.keys() == wanted.weights.keys()
     seen: list[torch.Tensor] = []
     plain = module.linear_cross_entropy
 
@@ -293,6 +315,7 @@ def against_huggingface(models: Path, case: Case) -> dict[str, float]:
     rounds = case.pipeline if case.chunks > 1 else 1
     assert len(seen) == (-(-len(share(bins, topology)) // rounds) * rounds if last else 0)
     here = {
+        "weights": float(sum(not torch.equal(whole, wanted.weights[name]) for name, whole in weights.items())),
         "loss": abs(loss - wanted.loss) / wanted.loss,
         "eval_loss": abs(evaluated - wanted.loss) / wanted.loss,
         "norm": abs(norm - wanted_norm) / wanted_norm,
@@ -443,7 +466,7 @@ def compared(models: Path, cases: Sequence[Case]) -> dict[str, dict[str, float]]
 def trained(models: Path, folder: Path) -> dict[str, Any]:
     """By two processes: curves beside those of FSDP, and what checkpoints change."""
     shim.install()
-    dense, experts, (uneven, chunks, bf16, tokens, tokens_of_experts) = TRAINED[:3], TRAINED[3:5], TRAINED[5:]
+    dense, experts, (uneven, chunks, bf16, tokens, *copies) = TRAINED[:3], TRAINED[3:5], TRAINED[5:]
     fsdp = Case("qwen3_tied", fsdp=True)
     return {
         "steps": beside_fsdp(models, TRAINED, 20),
@@ -455,7 +478,7 @@ def trained(models: Path, folder: Path) -> dict[str, Any]:
         + resharded(
             models,
             folder / "experts",
-            [tokens_of_experts, experts[1], Case("qwen3_moe", fsdp=True), experts[0], tokens_of_experts],
+            [*copies, experts[1], Case("qwen3_moe", fsdp=True), copies[1], experts[0], copies[0]],
         ),
         "resume_mismatch": sum(resumed(models, folder / case.name, case) for case in TRAINED),
     }

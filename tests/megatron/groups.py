@@ -57,6 +57,7 @@ def _both(topology: Topology) -> dict[str, tuple[list[int], list[int]]]:
     found = {name: (dist.get_process_group_ranks(group), list(ours)) for name, (group, ours) in groups.items()}
     # Rows are gathered in the order of who holds them.
     found["holder"] = ([found["holders"][0].index(topology.rank)], [topology.holder])
+    found["expert copy"] = ([found["the same experts"][0].index(topology.rank)], [topology.place("expert copy")])
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return found

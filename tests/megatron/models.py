@@ -33,10 +33,14 @@ def save_models(folder: Path) -> None:
         "qwen3_window": transformers.Qwen3Config(
             **common, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=3
         ),
-        "llama": transformers.LlamaConfig(**common, rope_parameters=scaled | bends),
+        # A field that models of this type do not read.
+        "llama": transformers.LlamaConfig(**common, rope_parameters=scaled | bends, sliding_window=8),
         "qwen2_tied": transformers.Qwen2Config(**common | {"tie_word_embeddings": True}),
         "mistral": transformers.MistralConfig(**common, head_dim=16, sliding_window=16),
         "qwen3_moe": transformers.Qwen3MoeConfig(**common, **experts, norm_topk_prob=True),
+        "qwen3_moe_window": transformers.Qwen3MoeConfig(
+            **common, **experts, use_sliding_window=True, sliding_window=8, max_window_layers=3
+        ),
         "qwen3_moe_raw": transformers.Qwen3MoeConfig(**common, **experts, norm_topk_prob=False),
     }
     for name, config in configs.items():

@@ -1,12 +1,14 @@
 """Token-weighted mean loss and accuracy over the evaluation sets."""
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from sft_api.megatron import ENOUGH_A_STAGE
 
 from .data.batches import Bin, Examples, empty_micro_batch, micro_batch
 from .data.feed import BinTensors, Feed
@@ -47,6 +49,11 @@ class EvaluationBins:
         """Of the set that each bin is of."""
         return [name for name, _ in self._places]
 
+    def together(self, most: int) -> Iterator[tuple[str, int]]:
+        """Of one set after the other its name, and how many bins go through the model in turn: ``most`` at once."""
+        for name, bins in Counter(self.names).items():
+            yield from ((name, min(most, bins - first)) for first in range(0, bins, most))
+
     def share(self, index: int) -> BinTensors:
         """The bin with the given index, counted from 0; an empty one where only others have one more."""
         name, rows = self._places[index]
@@ -55,6 +62,11 @@ class EvaluationBins:
         examples = self._sets[name]
         bin_ = Bin(np.zeros(len(rows), dtype=np.int32), rows, examples.lengths[rows])
         return BinTensors.of(micro_batch(bin_, [examples]))
+
+
+def _at_once(topology: Topology) -> int:
+    """Bins that are handed to a strategy together: stages of one alone would wait for one another."""
+    return ENOUGH_A_STAGE * topology.pipeline if topology.pipeline > 1 else 1
 
 
 def evaluate(
@@ -70,19 +82,21 @@ def evaluate(
 ) -> EvaluationResult | None:
     """Evaluate all sets, their examples packed into bins of ``bin_tokens``; a collective call.
 
-    ``on_batch(batches done, batches in all)`` is called after each batch of all processes; ``adding_up()`` is entered
-    while this one has no more to do and waits for the others. ``leaving()``, collective as well, is called after each
-    batch and says how many processes want to leave: the evaluation ends then on all of them, and gives None.
+    ``on_batch(batches done, batches in all)`` is called after each batch of all processes, with stages after several;
+    ``adding_up()`` is entered while this one has no more to do and waits for the others. ``leaving()``, collective as
+    well, is called as often and says how many processes want to leave: the evaluation ends then on all of them, and
+    gives None.
     """
     bins = EvaluationBins(sets, bin_tokens, topology)
     sums = {name: torch.zeros((2,), dtype=torch.float64, device=device) for name in sets}
-    names = bins.names
+    batches, done = len(bins.names), 0
     left: deque[LateFigures] = deque()
-    with closing(Feed(bins, first=0, total=len(names), device=device)) as feed:
+    with closing(Feed(bins, first=0, total=batches, device=device)) as feed:
         # Every process runs as many forward passes as the others: they share collectives.
-        for done, (name, bin_) in enumerate(zip(names, feed, strict=True), 1):
-            sums[name] += strategy.forward_sums([bin_])
-            on_batch(done, len(names))
+        for name, count in bins.together(_at_once(topology)):
+            sums[name] += strategy.forward_sums([next(feed) for _ in range(count)])
+            done += count
+            on_batch(done, batches)
             if leaving is not None:
                 left.append(leaving())
                 # Read on all processes after the same batch, and on a GPU once it has another one to compute.

@@ -101,7 +101,8 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
             "compute.launcher is ray, and this image has no Ray: take the trainer image as it is built here, install "
             "ray[train] in your own, or leave compute.launcher out"
         )
-    if megatron_of(config.spec) is not None and not is_installed():
+    megatron = megatron_of(config.spec)
+    if megatron is not None and not is_installed():
         raise ValueError(MISSING)
     ours = options.preload is None and _is_ours(options.worker_module)
     return Settings(
@@ -129,6 +130,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         host=os.environ.get(identity.HOST_VARIABLE, ""),
         judged_first=options.judged_first,
         launcher=compute.launcher,
+        splits_matrices=megatron is not None and megatron.tensor_parallel_degree > 1,
         address=os.environ.get(identity.ADDRESS_VARIABLE) or options.bind or "127.0.0.1",
         progress_deadline_seconds=policy.progress_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,

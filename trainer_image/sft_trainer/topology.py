@@ -127,13 +127,18 @@ class Topology:
         )
 
     def place(self, dimension: str) -> int:
-        """Rank of this process within ``dimension``, one of the names of the sizes: 0 where its size is 1."""
+        """Rank of this process within ``dimension``, one of the names of the sizes: 0 where its size is 1.
+
+        Or within ``expert copy``, those that have the same experts.
+        """
         return self._place_of(self.rank, dimension)
 
     def _place_of(self, rank: int, dimension: str) -> int:
+        # The processes of a layer are neighbours, and divide evenly among the places of experts, again and again.
         if dimension == "expert":
-            # The processes of a layer are neighbours, and divide evenly among the places.
             return rank % self.expert
+        if dimension == "expert copy":
+            return rank // self.expert % self.expert_copies
         inner = DIMENSIONS[DIMENSIONS.index(dimension) + 1 :]
         place: int = rank // prod(getattr(self, name) for name in inner) % getattr(self, dimension)
         return place
@@ -159,6 +164,11 @@ class Topology:
     def holder(self) -> int:
         """Which of the ``holders`` this process is."""
         return self.place("shard") * self.sequence + self.place("sequence")
+
+    @property
+    def expert_copies(self) -> int:
+        """Processes that have the same experts, each in its place among those of their layer."""
+        return self.shard * self.sequence * self.tensor // self.expert
 
     @property
     def counts_loss(self) -> bool:
@@ -205,8 +215,8 @@ class Topology:
     def replica(self, split: frozenset[str]) -> tuple[int, int]:
         """Which of the processes that hold the same part of a tensor this one is, and how many these are.
 
-        ``split`` names the dimensions over which the tensor is split, ``expert`` may be among them: processes that
-        differ in others only hold the same. Stages of a pipeline hold other tensors.
+        ``split`` names the dimensions over which the tensor is split, ``expert`` and ``expert copy`` may be among them:
+        processes that differ in others only hold the same. Stages of a pipeline hold other tensors.
         """
         told_apart = ("pipeline", *split)
         holders = [

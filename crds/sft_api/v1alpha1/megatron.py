@@ -11,7 +11,9 @@ from .transformer_config import OF_STAGES, TransformerConfigOverrides
 if TYPE_CHECKING:
     from .job import SFTJobSpec
 
-Degree = Annotated[int, Field(ge=1, le=1024)]
+MOST = 1024
+"""That a degree may be."""
+Degree = Annotated[int, Field(ge=1, le=MOST)]
 
 
 class MegatronSpec(ApiModel):

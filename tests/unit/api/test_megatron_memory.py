@@ -11,13 +11,13 @@ from sft_api.known_models import known_configs, known_shape
 from sft_api.megatron import across_nodes_warning
 from sft_api.memory import MemoryEstimate
 from sft_api.memory_megatron import changes, estimate_stage, held_by, layer_memory
-from sft_api.memory_plan import Fit, judge
+from sft_api.memory_plan import Fit, gibibytes, judge
 from sft_api.model_shape import ModelShape
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
-from tests.unit.cli.jobs import job
+from tests.unit.cli.jobs import job, manifest
 
 LLAMA, EXPERTS, SMALL = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-0.5B"
 
@@ -130,11 +130,20 @@ def test_heads_of_keys_that_go_to_several_are_kept_by_each() -> None:
     assert kept(8) - kept(2) == 2 * (4 - 1) * 2 * 2 * 128
 
 
-def test_experts_are_updated_by_all_that_have_them() -> None:
-    eight, over_two_nodes = (estimated(EXPERTS, expertParallelDegree=8, nodes=nodes) for nodes in (1, 2))
+def test_copies_of_experts_share_out_what_updates_them_by_whole_experts() -> None:
+    def optimizer(nodes: int, expert: int) -> int:
+        return estimated(EXPERTS, expertParallelDegree=expert, nodes=nodes).optimizer
 
-    of_experts = 8 * 48 * 16 * 3 * 2048 * 768
-    assert eight.optimizer > over_two_nodes.optimizer > of_experts
+    one = 8 * 48 * 3 * 2048 * 768
+    # 16 experts of each process, of one copy, of two, and of three
+    dense = [optimizer(nodes, 8) - experts * one for nodes, experts in ((1, 16), (2, 8), (3, 6))]
+    assert dense == sorted(dense, reverse=True)
+    assert dense[1] == pytest.approx(dense[0] / 2, rel=0.001)
+    assert dense[2] == pytest.approx(dense[0] / 3, rel=0.001)
+    # Half of the processes have twice the experts, in twice the copies
+    assert optimizer(2, 4) == optimizer(2, 8)
+    # Gradients and weights are whole
+    assert estimated(EXPERTS, nodes=2).gradients == estimated(EXPERTS).gradients
 
 
 def test_the_first_stage_keeps_more_micro_batches_and_the_last_one_has_the_loss() -> None:
@@ -217,6 +226,88 @@ def test_what_is_said_of_a_proposal_is_what_its_own_plan_says(asked: SFTJobSpec,
         own = make_plan(other)
         assert (plan.data_parallel, plan.gradient_accumulation) == (own.data_parallel, own.gradient_accumulation), words
         assert estimate_stage(known, other, plan) == estimate_stage(known, other, own), words
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy", "changed"),
+    [
+        (
+            spec(pipelineParallelDegree=4, length=65536, training={"globalBatchTokens": 8 * 65536}),
+            "data.maxLength: 32768",
+            spec(pipelineParallelDegree=4, length=32768, training={"globalBatchTokens": 8 * 65536}),
+        ),
+        (
+            spec(
+                pipelineParallelDegree=4,
+                length=65536,
+                training={"globalBatchTokens": 8 * 65536, "maxTokensPerMicroBatch": 65536},
+            ),
+            "data.maxLength and training.maxTokensPerMicroBatch: 32768",
+            spec(
+                pipelineParallelDegree=4,
+                length=32768,
+                training={"globalBatchTokens": 8 * 65536, "maxTokensPerMicroBatch": 32768},
+            ),
+        ),
+        (
+            spec(
+                pipelineParallelDegree=4,
+                training={"globalBatchTokens": 2 * 65536, "maxTokensPerMicroBatch": 65536},
+            ),
+            "training.maxTokensPerMicroBatch: 8192",
+            spec(
+                pipelineParallelDegree=4,
+                training={"globalBatchTokens": 2 * 65536, "maxTokensPerMicroBatch": 8192},
+            ),
+        ),
+        (
+            spec(
+                pipelineParallelDegree=4,
+                data={"packing": "none"},
+                training={"globalBatchSize": 32, "microBatchSize": 16},
+            ),
+            "training.microBatchSize: 1",
+            spec(
+                pipelineParallelDegree=4,
+                data={"packing": "none"},
+                training={"globalBatchSize": 32, "microBatchSize": 1},
+            ),
+        ),
+    ],
+)
+def test_smaller_micro_batches_are_more_of_which_stages_keep_some(
+    asked: SFTJobSpec, remedy: str, changed: SFTJobSpec
+) -> None:
+    fit = verdict(asked)
+
+    own = estimate_stage(shape(LLAMA), changed, make_plan(changed)).total
+    assert f"{remedy} ({gibibytes(own)})" in fit.refused + fit.warning
+
+
+def test_shorter_examples_are_no_remedy_where_stages_keep_more_of_them() -> None:
+    asked = spec(pipelineParallelDegree=4, length=65536, training={"globalBatchTokens": 4 * 65536})
+
+    assert make_plan(asked).gradient_accumulation == 2
+    assert "data.maxLength" not in verdict(asked).refused
+
+
+def test_remedies_for_the_largest_job_are_looked_for_among_degrees_that_there_are() -> None:
+    """The operator judges what any tenant applies: of 262,144 processes, four times, it would stand still for long."""
+    document = manifest(
+        model={"uri": f"hf://{LLAMA}"},
+        compute={"nodes": 4096, "gpusPerNode": 64, "gpuMemory": "16Gi"},
+        data={"train": [{"uri": "hf://a/b"}], "maxLength": 8},
+        strategy={"megatron": {}},
+    )["spec"]
+    tried: list[int] = []
+    asked = SFTJobSpec.model_validate(document)
+
+    found = [*changes(asked, make_plan(asked), shape(LLAMA), lambda _, plan: bool(tried.append(plan.processes)))]
+
+    assert found
+    assert len(tried) < 100
+    for _, other, _ in found:
+        SFTJobSpec.model_validate(other.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True))
 
 
 def test_of_a_mixture_experts_can_be_spread_further() -> None:

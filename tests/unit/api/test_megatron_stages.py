@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,36 @@ def test_uneven_stages_are_named_where_chunks_divide_them(layers: int, asked: Me
     if ends:
         fixed = megatron(4, asked.virtual_pipeline_parallel_degree, **ends)
         assert model_problem(fixed, replace(shape(LLAMA), layers=layers)) == ""
+
+
+@pytest.mark.parametrize(
+    ("layers", "asked", "words"),
+    [
+        (32, megatron(6, 2), f"set it to 2, 4, 8 or 16, or strategy.megatron.transformerConfigOverrides to {FIRST}: 4"),
+        (31, megatron(4, 2), "leave virtualPipelineParallelDegree out and set it to 1 or 31"),
+        (
+            36,
+            megatron(8, 3),
+            f"set it to 2, 3, 4, 6 or 12, or strategy.megatron.transformerConfigOverrides to {FIRST}:",
+        ),
+    ],
+)
+def test_stages_that_are_named_have_whole_chunks(layers: int, asked: MegatronSpec, words: str) -> None:
+    model = replace(shape(LLAMA), layers=layers)
+
+    problem = model_problem(asked, model)
+
+    assert words in problem
+    chunks = 1 if "Degree out" in problem else asked.virtual_pipeline_parallel_degree
+    named = re.split(", | or ", problem.partition("set it to ")[2].partition(", or ")[0])
+    assert [model_problem(megatron(int(stages), chunks), model) for stages in named] == [""] * len(named)
+
+
+def test_a_config_with_absurd_numbers_is_refused_as_soon_as_others() -> None:
+    """Remedies are looked for among what a degree may be: a config.json may say 2^31 layers."""
+    assert "which it does not divide: set it to 1" in model_problem(
+        megatron(2), replace(shape(LLAMA), layers=2**31 - 1)
+    )
 
 
 def test_chunks_of_one_stage_are_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field, create_model
 
+from sft_api import batch
 from sft_api import plan as planning
 from sft_api.numbers import NOT_NUMBERS, NUMBERS, Numbers, NumbersError
 from sft_api.plan import make_plan, warmup_steps
@@ -142,8 +143,9 @@ def test_a_field_that_is_not_on_a_list_is_noticed() -> None:
 
 
 def test_another_planner_changes_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LEARNING_RATE", 1.0), ("GLOBAL_BATCH_TOKENS", 1), ("GLOBAL_BATCH_SIZE", 1)):
-        monkeypatch.setattr(planning, f"DEFAULT_{name}", value)
+    monkeypatch.setattr(planning, "DEFAULT_LEARNING_RATE", 1.0)
+    for name in ("TOKENS", "SIZE"):
+        monkeypatch.setattr(batch, f"DEFAULT_GLOBAL_BATCH_{name}", 1)
     assert {name: Numbers.of(golden(name)).digest for name in DIGESTS} == DIGESTS
 
 

@@ -1,5 +1,6 @@
 """What a worker finds in its environment."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,9 @@ SETTINGS = Settings(
 )
 
 
-def environment(inherited: dict[str, str], *, cpus: int = 16) -> dict[str, str]:
+def environment(inherited: dict[str, str], *, cpus: int = 16, settings: Settings = SETTINGS) -> dict[str, str]:
     return worker_environment(
-        SETTINGS,
+        settings,
         inherited,
         local_rank=1,
         generation=17,
@@ -54,6 +55,14 @@ def test_the_place_of_a_worker_is_static_and_cannot_be_inherited() -> None:
         "HOME": "/root",
     }
     assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("12", "4")
+
+
+def test_gpus_that_share_matrices_have_one_queue_unless_the_user_says_otherwise() -> None:
+    queues, sharing = "CUDA_DEVICE_MAX_CONNECTIONS", replace(SETTINGS, splits_matrices=True)
+
+    assert queues not in environment({})
+    assert environment({}, settings=sharing)[queues] == "1"
+    assert environment({queues: "8"}, settings=sharing)[queues] == "8"
 
 
 @pytest.mark.parametrize(

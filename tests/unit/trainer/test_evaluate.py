@@ -90,6 +90,37 @@ def test_bins_are_prepared_by_a_thread_no_more_than_two_ahead(
     assert not any(thread.name == "feed" for thread in threading.enumerate())
 
 
+def test_stages_are_given_several_bins_of_a_set_at_a_time(
+    process_group: None,  # noqa: F811
+) -> None:
+    """One alone goes through stages of which all but one wait."""
+    given: list[int] = []
+
+    class Stages(Computes):
+        def forward_sums(self, bins: Any) -> torch.Tensor:
+            given.append(len(bins))
+            return torch.stack([super(Stages, self).forward_sums([bin_]) for bin_ in bins]).sum(dim=0)
+
+    sets = {"a": Numbers(50), "b": Numbers(7)}
+    one = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, pipeline=2)
+    told: list[tuple[int, int]] = []
+
+    evaluate(
+        Stages(),  # type: ignore[arg-type]
+        sets,
+        bin_tokens=16,
+        topology=one,
+        device=CPU,
+        on_batch=lambda done, batches: told.append((done, batches)),
+    )
+
+    counts = [EvaluationBins(sets, 16, one).names.count(name) for name in sets]
+    assert given == [min(8, count - first) for count in counts for first in range(0, count, 8)]
+    assert max(given) == 8
+    assert told[-1] == (sum(counts), sum(counts))
+    assert len(told) == len(given)
+
+
 @pytest.mark.parametrize(("device", "batches"), [("cpu", 3), ("cuda", 4)])
 def test_who_is_asked_to_stop_leaves_after_a_batch_and_its_thread_ends(
     monkeypatch: pytest.MonkeyPatch, device: str, batches: int

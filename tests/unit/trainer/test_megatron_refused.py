@@ -47,6 +47,7 @@ SPLIT = MegatronSpec(tensor_parallel_degree=2, sequence_parallel=False)
         ({"kind": "granite", "model": {"logits_scaling": 6.0}}, "scaled or capped"),
         ({"model": {"hidden_act": "gelu"}}, "other than silu"),
         ({"kind": "qwen3_moe", "megatron": SPLIT}, "experts under tensorParallelDegree"),
+        ({"kind": "qwen3_moe", "model": {"norm_topk_prob": True, "num_experts_per_tok": 1}}, "weighs 1"),
     ],
 )
 def test_what_it_does_not_compute_is_refused_in_words(tmp_path: Path, options: dict[str, Any], words: str) -> None:

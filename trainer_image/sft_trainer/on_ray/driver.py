@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from .places import (
     HEAD_VARIABLE,
     JOIN_SECONDS,
     NODES_VARIABLE,
-    PLACE_SECONDS,
+    PLACE_SECONDS_VARIABLE,
     POD_RESOURCE,
     PROCESSES_VARIABLE,
     RANK_RESOURCE,
@@ -99,10 +100,22 @@ def _fit(ray: Any) -> None:
         trainer.fit()
     except ControllerError as error:
         free = {name: ray.available_resources().get(name, 0.0) for name in resources}
-        message = (
-            f"Ray found no places for {ranks} ranks of {resources} within {PLACE_SECONDS:.0f} s (free: {free}): {error}"
-        )
+        message = _unplaced(error.controller_failure, ranks, resources, free)
         raise NotFormedError(FailureClass.UNKNOWN, message) from error
+
+
+def _unplaced(failure: Exception, ranks: int, resources: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """Why Ray started none of the ``ranks``, each of which takes ``resources``."""
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+
+    asked = f"{ranks} ranks of {resources} each (free: {free})"
+    if isinstance(failure, WorkerGroupStartupTimeoutError):
+        seconds = float(os.environ[PLACE_SECONDS_VARIABLE])
+        return (
+            f"no places were found for {asked} within {seconds:.0f} s: a raylet has gone, or tasks of a callback hold "
+            "what ranks need"
+        )
+    return f"could not start {asked}: {failure}"
 
 
 def main() -> int:

@@ -25,7 +25,8 @@ DRIVER_ERROR = "driver-error.json"
 JOIN_SECONDS = 180.0
 """For the raylets of all pods to meet."""
 PLACE_SECONDS = 180.0
-"""For Ray to find a place for every rank."""
+"""For Ray to find a place for every rank, where the user does not say otherwise by the variable."""
+PLACE_SECONDS_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 
 class Place(ReportModel):

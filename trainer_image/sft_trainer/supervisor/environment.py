@@ -17,7 +17,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """``inherited``, the worker's place in the group, and threads so that its processes share ``cpus`` processors.
 
-    SFT_THREADS, then OMP_NUM_THREADS of ``inherited`` overrule the number of threads.
+    SFT_THREADS, then OMP_NUM_THREADS of ``inherited`` overrule the number of threads. Where matrices are split a GPU
+    has one queue: Megatron-Core launches what is sent before the product that it shall go on beside.
     """
     share = str(max(1, cpus // settings.processes))
     environment = {
@@ -28,6 +29,7 @@ def worker_environment(
         "OMP_NUM_THREADS": share,
         # Read when the compiler is imported, by the process that forks workers too. Its own: one for each processor.
         "TORCHINDUCTOR_COMPILE_THREADS": share,
+        **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if settings.splits_matrices else {}),
         **inherited,
         "SFT_CONFIG": str(settings.config),
         "SFT_RUN_DIR": str(settings.run_dir),

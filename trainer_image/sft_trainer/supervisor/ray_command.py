@@ -78,7 +78,7 @@ def lasting_environment(settings: Settings, inherited: Mapping[str, str], *, hom
         "RAY_prestart_worker_first_driver": "0",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{places.PLACE_SECONDS:.0f}",
+        places.PLACE_SECONDS_VARIABLE: f"{places.PLACE_SECONDS:.0f}",
         # GPUs are divided by rank, by the supervisor.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         **inherited,

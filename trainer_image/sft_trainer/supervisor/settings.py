@@ -41,6 +41,8 @@ class Settings:
     """Seconds without a word of any worker, outside of training, after which they hang."""
     gpus: int = 0
     """Of each pod."""
+    splits_matrices: bool = False
+    """Whether workers share matrices: they send while they compute."""
     place: str = ""
     """Where the run saves; empty where nothing of it may be kept."""
     launcher: Literal["supervisor", "ray"] = "supervisor"

@@ -1,6 +1,6 @@
 """What processes exchange in a step: sums of gradients, each for the rows that it updates, and then these rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from sft_trainer.topology import Topology
 
 from . import buckets
 from .held import Held
-from .layout import is_split_over_holders
+from .layout import is_of_experts
 
 _OWN_HEADS = ("q_layernorm", "k_layernorm")
 _OWN_TOKENS = ("norm", "router")
@@ -20,14 +20,12 @@ _COPIED = ("embedding.weight", "head")
 def add_up(held: Iterable[Held], topology: Topology, *, sequence_parallel: bool, tied: bool) -> None:
     """Give ``held`` the gradients of all tokens, summed and never averaged; a collective call.
 
-    Over those who hold the same each gets its rows only, of experts all. What then differs between parts of matrices,
-    and between copies of an embedding, is of the same rows on these.
+    Over those who hold the same each gets its rows only. What then differs between parts of matrices, and between
+    copies of an embedding, is of the same rows on these.
     """
     held = list(held)
-    split = (each.shared(each.gradient) for each in held if is_split_over_holders(each.name))
-    buckets.scatter_sums(split, _holders())
-    experts = (each.gradient for each in held if not is_split_over_holders(each.name))
-    buckets.add_up(experts, parallel_state.get_expert_data_parallel_group())
+    for those, group in _with_the_same(held):
+        buckets.scatter_sums((each.shared(each.gradient) for each in those), group)
     for each in held:
         each.hand_over()
     if topology.tensor > 1:
@@ -49,14 +47,18 @@ def publish(held: Iterable[Held]) -> None:
     held = list(held)
     for each in held:
         each.take()
-    split = (each.shared(each.parameter.detach()) for each in held if is_split_over_holders(each.name))
-    buckets.gather(split, _holders())
+    for those, group in _with_the_same(held):
+        buckets.gather((each.shared(each.parameter.detach()) for each in those), group)
 
 
-def _holders() -> dist.ProcessGroup:
-    """Those who hold the same of all but experts, in the order of their rows."""
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
+def _with_the_same(held: Iterable[Held]) -> Iterator[tuple[list[Held], dist.ProcessGroup]]:
+    """Of all but experts, and of these, what this process has, and who has the same, in the order of their rows."""
+    held = list(held)
+    yield (
+        [each for each in held if not is_of_experts(each.name)],
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    yield [each for each in held if is_of_experts(each.name)], parallel_state.get_expert_data_parallel_group()
 
 
 def _is_partial(name: str, sequence_parallel: bool) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from sft_trainer.topology import Topology
 
 from .buckets import Shared
-from .layout import Sizes, held_pieces, is_split_over_holders, rows_of
+from .layout import Sizes, held_pieces, rows_each, rows_of
 
 
 class Held:
@@ -16,8 +16,7 @@ class Held:
 
     def __init__(self, name: str, parameter: nn.Parameter, topology: Topology, sizes: Sizes) -> None:
         self.name, self.parameter = name, parameter
-        owners = topology.holders if is_split_over_holders(name) else 1
-        self._each = -(-parameter.shape[0] // owners) * parameter[0].numel()
+        self._each = rows_each(name, parameter.shape[0], topology) * parameter[0].numel()
         self._first, self._rows = rows_of(name, parameter.shape[0], topology)
         here = self._here(parameter.detach())
         self._copies = parameter.dtype != torch.float32

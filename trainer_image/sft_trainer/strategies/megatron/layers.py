@@ -196,7 +196,11 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def windows(huggingface: Any) -> list[int | None]:
-    """How many tokens each layer of the model sees at most; None where all of a document."""
-    window = getattr(huggingface, "sliding_window", None)
-    kinds = getattr(huggingface, "layer_types", None) or ["sliding_attention"] * huggingface.num_hidden_layers
+    """How many tokens each layer of the model sees at most; None where all of a document.
+
+    As transformers' own module of the family reads its config: fields that it does not read may be there as well.
+    """
+    family, layers = FAMILIES[huggingface.model_type], huggingface.num_hidden_layers
+    window = huggingface.sliding_window if family.windows else None
+    kinds = huggingface.layer_types if family.windows == "some" else ["sliding_attention"] * layers
     return [window if kind == "sliding_attention" else None for kind in kinds]

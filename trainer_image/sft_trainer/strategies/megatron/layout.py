@@ -7,7 +7,7 @@ the beginning, the last those at the end, a tied head on the last stage being a 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +30,7 @@ _NOWHERE: frozenset[str] = frozenset()
 _TENSOR = frozenset({"tensor"})
 _EXPERT = frozenset({"expert"})
 _HOLDERS = frozenset({"shard", "sequence"})
+_COPIES = frozenset({"expert copy"})
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,15 @@ class Family:
     """Of queries and keys, head by head."""
     experts: bool = False
     """In every layer."""
+    windows: Literal["", "all", "some"] = ""
+    """Layers that attend within a window, where the config gives one."""
 
 
 _OTHER = {
-    "qwen2": Family(biases=True),
-    "qwen3": Family(head_norms=True),
-    "qwen3_moe": Family(head_norms=True, experts=True),
+    "mistral": Family(windows="all"),
+    "qwen2": Family(biases=True, windows="some"),
+    "qwen3": Family(head_norms=True, windows="some"),
+    "qwen3_moe": Family(head_norms=True, experts=True, windows="all"),
 }
 FAMILIES: Mapping[str, Family] = {name: _OTHER.get(name, Family()) for name in MODELS}
 
@@ -211,24 +215,27 @@ def pieces(name: str, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
         yield from _layer(f"model.layers.{number}.", rest, sizes, topology)
 
 
-def is_split_over_holders(name: str) -> bool:
-    """Whether the rows of the parameter ``name`` are updated by one process each of those that have the same ones."""
-    return ".experts." not in name
+def is_of_experts(name: str) -> bool:
+    """Whether the parameter ``name`` is one of experts, which other processes have the same of than of all the rest."""
+    return ".experts." in name
+
+
+def rows_each(name: str, rows: int, topology: Topology) -> int:
+    """How many of the ``rows`` of the parameter ``name`` a process updates of those that have the same: at the most."""
+    return -(-rows // (topology.expert_copies if is_of_experts(name) else topology.holders))
 
 
 def rows_of(name: str, rows: int, topology: Topology) -> tuple[int, int]:
     """Which of the ``rows`` of the parameter ``name`` this process updates: the first one, and how many."""
-    if not is_split_over_holders(name):
-        return 0, rows
-    each = -(-rows // topology.holders)
-    first = min(rows, each * topology.holder)
+    each = rows_each(name, rows, topology)
+    first = min(rows, each * (topology.place("expert copy") if is_of_experts(name) else topology.holder))
     return first, min(each, rows - first)
 
 
 def held_pieces(name: str, rows: int, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
     """What the rows of ``rows_of`` of the parameter ``name`` hold; pieces start so far from the first of these."""
     first, count = rows_of(name, rows, topology)
-    split = _HOLDERS if is_split_over_holders(name) else _NOWHERE
+    split = _COPIES if is_of_experts(name) else _HOLDERS
     for piece in pieces(name, sizes, topology):
         held = piece.of_rows(first, count)
         if held is not None:

@@ -3,13 +3,12 @@
 What the API can see is refused there: see ``sft_api.v1alpha1.megatron``.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from sft_api.megatron import MISSING, is_installed, no_gpu_problem, no_rules_for
+from sft_api.megatron import MISSING, config_problem, is_installed, no_gpu_problem
 from sft_api.v1alpha1.megatron import MegatronSpec
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
@@ -18,9 +17,6 @@ from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.trainable import Trainable
 
 from . import layout
-
-_USUAL = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
-"""Fields of a config by which a model gets other tensors than its type is known for, and their values where not."""
 
 
 def check(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) -> None:
@@ -34,9 +30,8 @@ def check(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) -> 
         raise ConfigError(f"strategy.megatron does not know {what}: {change}, or choose strategy.fsdp")
     huggingface: Any = blueprint.huggingface
     sizes = layout.Sizes.of(huggingface.config)
-    for name, usual in _USUAL.items():
-        if (value := getattr(huggingface.config, name, usual) or usual) != usual:
-            raise ConfigError(no_rules_for(f"{name}: {json.dumps(value)}"))
+    if problem := config_problem(vars(huggingface.config) | {"model_type": sizes.kind}):
+        raise ConfigError(problem)
     layout.check_model({box.name: box.shape for box in whole_boxes(blueprint)}, sizes)
     layout.check(sizes, megatron)
 
@@ -64,6 +59,8 @@ def _refused(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) 
         yield "dropout", "set it to 0 in model.configOverrides"
     if blueprint.logits != PRODUCTS or getattr(huggingface.config, "hidden_act", "silu") != "silu":
         yield "logits that are scaled or capped, nor activations other than silu", "choose another model"
+    if getattr(huggingface.config, "norm_topk_prob", False) and huggingface.config.num_experts_per_tok == 1:
+        yield "a router whose only choice always weighs 1 (num_experts_per_tok: 1)", "choose another model"
     if (
         megatron.tensor_parallel_degree > 1
         and hasattr(huggingface.config, "num_experts")
