@@ -87,8 +87,8 @@ e2e-ray: setup ## Jobs with compute.launcher: ray on a real node, disturbed in e
 	$(PYTHON) -m tests.e2e.on_ray $(SCENARIOS)
 
 .PHONY: e2e-megatron
-e2e-megatron: setup ## Jobs with strategy.megatron on a real node, on the CPU: one waits for its image, one is killed, one has the wrong image
-	$(PYTHON) -m tests.e2e.on_megatron
+e2e-megatron: setup ## Jobs with strategy.megatron on a real node, on the CPU, in every layout, disturbed; one has the wrong image (SCENARIOS="stages ...")
+	$(PYTHON) -m tests.e2e.on_megatron $(SCENARIOS)
 
 .PHONY: chaos
 chaos: setup ## Something at random happens to a job on the real node every 20 to 40 seconds (SEED="1 2 3", MINUTES=5 for each)

@@ -118,7 +118,7 @@ def run_undisturbed(
         raise AssertionError(f"status.progress.step did not rise while the job ran, seen: {sorted(seen)}")
     records = step_records(stage.folder(name))
     # What all others are compared with: a curve that lacks steps would find nothing to differ.
-    if lacking := sorted({*range(1, STEPS + 1)} - set(records)):
+    if lacking := sorted({*range(1, steps + 1)} - set(records)):
         raise AssertionError(f"the undisturbed run has no records of {len(lacking)} steps, the first is {lacking[0]}")
     return records
 
@@ -131,9 +131,9 @@ def first_step_seconds(stage: Stage, name: str) -> float:
 
 
 def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str, Any]]) -> Result:
-    """Start a job, do to it what the scenario says, and compare it with the undisturbed one."""
+    """Start a job of as many steps, do to it what the scenario says, and compare it with the undisturbed one."""
     name = scenario.name
-    scenario.begin(stage, quickstart(stage, name))
+    scenario.begin(stage, quickstart(stage, name, training={"steps": len(expected)}))
     stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
     scenario.disturb(stage, name)
     state = stage.wait_for_end(name, seconds=900)

@@ -1,5 +1,7 @@
 """``make e2e-ray``: jobs with ``compute.launcher: ray`` on a real node, disturbed, beside one without.
 
+The last one has ``strategy.megatron``, a stage in either pod, and is compared with one of the default launcher.
+
 failed            jobs that did not end Complete, or ended wrong
 curve_mismatch    steps whose numbers differ from those of the default launcher
 start_s           from kubectl apply to the first step of the undisturbed job with Ray
@@ -8,14 +10,17 @@ pod_to_step_s     from a deleted pod to the next new step, the longest
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tests.chosen import chosen
+from tests.cluster import images
 
-from . import campaign, disturbances
-from .campaign import Scenario
+from . import campaign, disturbances, on_megatron
+from .campaign import Result, Scenario
 from .stage import Stage, merge, open_stage
 
+_ON_RAY = {"spec": {"compute": {"launcher": "ray"}}}
 _KILL_THE_RAYLET = """
 import os, signal
 for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -34,7 +39,15 @@ else:
 
 def begin(stage: Stage, job: dict[str, Any]) -> None:
     """The same job, its ranks placed by Ray."""
-    stage.apply(merge(job, {"spec": {"compute": {"launcher": "ray"}}}))
+    stage.apply(merge(job, _ON_RAY))
+
+
+STAGES = on_megatron.Layout("stages", {"pipelineParallelDegree": 2})
+
+
+def begin_stages(stage: Stage, job: dict[str, Any]) -> None:
+    """The same job on Megatron-Core, its stages placed by Ray."""
+    STAGES.begin(stage, merge(job, _ON_RAY))
 
 
 def kill_raylet(stage: Stage, name: str) -> None:
@@ -55,23 +68,41 @@ SCENARIOS = (
     Scenario("ray-head-deleted", delete_first_pod, begin, loses_pod=True, saves_first=True),
     Scenario("ray-suspended", disturbances.suspend_and_resume, begin, saves_first=True),
 )
+ON_MEGATRON = (Scenario("ray-megatron-killed", disturbances.kill_worker, begin_stages, failures=1),)
+
+
+def run_all(stage: Stage, scenarios: Sequence[Scenario], expected: dict[int, dict[str, Any]]) -> list[Result]:
+    """What became of each, beside a curve of the default launcher."""
+    results = []
+    for scenario in scenarios:
+        result = campaign.run_disturbed(stage, scenario, expected)
+        results.append(result)
+        print(
+            f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} "
+            f"start_s={result.start_seconds:.0f} lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} "
+            f"{' '.join(result.problems)}",
+            flush=True,
+        )
+    return results
+
+
+def run_on_megatron(stage: Stage, scenarios: Sequence[Scenario]) -> list[Result]:
+    """The same, of jobs over stages."""
+    on_megatron.set_image(stage)
+    expected = campaign.run_undisturbed(stage, "stages-undisturbed", on_megatron.STEPS, STAGES.begin)
+    return run_all(stage, scenarios, expected)
 
 
 def main() -> int:
-    names = chosen(__doc__, [one.name for one in SCENARIOS])
-    scenarios = [one for one in SCENARIOS if one.name in names]
-    with open_stage() as stage:
-        expected = campaign.run_undisturbed(stage)
-        results = []
-        for scenario in scenarios:
-            result = campaign.run_disturbed(stage, scenario, expected)
-            results.append(result)
-            print(
-                f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} "
-                f"start_s={result.start_seconds:.0f} lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} "
-                f"{' '.join(result.problems)}",
-                flush=True,
-            )
+    every = (*SCENARIOS, *ON_MEGATRON)
+    names = chosen(__doc__, [one.name for one in every])
+    scenarios = [one for one in every if one.name in names]
+    results: list[Result] = []
+    with open_stage(images.build_megatron_on_cpu) as stage:
+        if usual := [one for one in scenarios if one in SCENARIOS]:
+            results += run_all(stage, usual, campaign.run_undisturbed(stage))
+        if spread := [one for one in scenarios if one in ON_MEGATRON]:
+            results += run_on_megatron(stage, spread)
     killed = [result.away_seconds for result in results if result.name.endswith("-killed")]
     pods = [result.away_seconds for result, one in zip(results, scenarios, strict=True) if one.loses_pod]
     print(f"failed={sum(result.failed for result in results)}")

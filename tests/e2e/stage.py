@@ -180,10 +180,15 @@ def _furnished(cluster: Cluster) -> Iterator[Stage]:
 def _fill_bucket(store: ObjectStore, inputs: Path) -> None:
     """Data, tokenizer and model of examples/make_inputs.py, uploaded as a user would."""
     make_inputs(inputs, size="tiny")
+    store.client().create_bucket(Bucket=BUCKET)
+    upload(store, inputs, "quickstart")
+
+
+def upload(store: ObjectStore, folder: Path, prefix: str) -> None:
+    """All files below ``folder``, into the bucket."""
     client = store.client()
-    client.create_bucket(Bucket=BUCKET)
-    for file in sorted(path for path in inputs.rglob("*") if path.is_file()):
-        client.upload_file(str(file), BUCKET, f"quickstart/{file.relative_to(inputs)}")
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        client.upload_file(str(file), BUCKET, f"{prefix}/{file.relative_to(folder)}")
 
 
 def _make_namespace(stage: Stage) -> None:

@@ -95,6 +95,25 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(split: Place, place: Place
     assert step_numbers(place.store()) == step_numbers(split.store())
 
 
+def test_stages_that_ray_places_are_killed_and_end_as_they_do_without_ray(
+    make_place: Callable[[str], Place], place: Place, shim: dict[str, str]
+) -> None:
+    # Given a run over stages that nothing happened to
+    stages = make_place("stages")
+    expected = stages.run(job(stages, megatron=STAGES), **shim)
+
+    # When a worker of the same run is killed whose stages Ray has placed
+    process = place.start_standing(job(place, megatron=STAGES), 25, "--launcher", "ray", **shim)
+    os.kill(workers(place)[1], signal.SIGKILL)
+    ended = place.finish(process)
+
+    # Then every figure of every step is the same to the last bit
+    assert (expected.code, ended.code) == (0, 0), expected.said + ended.said
+    assert ended.status["restarts"]["failures"] == 1
+    assert "Connected to Ray cluster" in (place.store() / "run" / "ray" / "driver.log").read_text()
+    assert step_numbers(place.store()) == step_numbers(stages.store())
+
+
 def test_a_run_goes_from_one_strategy_to_the_other_and_exports_what_it_trained(
     split: Place, place: Place, shim: dict[str, str]
 ) -> None:
