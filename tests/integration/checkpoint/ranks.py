@@ -43,6 +43,8 @@ def _child(
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
+    # Whatever makes a semaphore here (a bar of progress) lets its name go at once: nothing is cleaned up at the end.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
     import torch.distributed as dist
 
