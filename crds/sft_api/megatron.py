@@ -5,12 +5,12 @@ The trainer refuses by the same words what it sees of a model itself.
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import Any
 
 from .model_shape import FAMILIES, ModelShape
-from .sequence_parallel import either, unshared_heads
+from .sequence_parallel import either, possible, unshared_heads
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MOST, MegatronSpec, megatron_of
 from .v1alpha1.status import PlanStatus
@@ -39,8 +39,11 @@ def is_installed() -> bool:
         return False
 
 
-def model_problem(megatron: MegatronSpec, shape: ModelShape) -> str:
-    """Why a model of ``shape`` cannot be trained as ``megatron`` says, and what to change; else empty."""
+def model_problem(megatron: MegatronSpec, shape: ModelShape, processes: int = 0) -> str:
+    """Why a model of ``shape`` cannot be trained as ``megatron`` says, and what to change; else empty.
+
+    Degrees that are named are such that ``processes`` can have, where it is given.
+    """
     if shape.family not in [FAMILIES[name] for name in MODELS]:
         return unknown_model("this type of model")
     if shape.output_bias:
@@ -55,6 +58,7 @@ def model_problem(megatron: MegatronSpec, shape: ModelShape) -> str:
         layers=shape.layers,
         experts=shape.experts,
         vocabulary=shape.vocabulary,
+        processes=processes,
     )
 
 
@@ -134,29 +138,46 @@ def no_gpu_problem(megatron: MegatronSpec, experts: int) -> str:
 
 
 def spread_problem(
-    megatron: MegatronSpec, *, heads: int, kv_heads: int, inner: int, layers: int, experts: int, vocabulary: int
+    megatron: MegatronSpec,
+    *,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    layers: int,
+    experts: int,
+    vocabulary: int,
+    processes: int = 0,
 ) -> str:
     """Why a model of these sizes cannot be spread evenly, and what to change; else empty.
 
-    ``inner`` is how wide an MLP is, or one expert of ``experts``, where there are any.
+    ``inner`` is how wide an MLP is, or one expert of ``experts``, where there are any; ``processes`` are those that
+    degrees have to be of, where it is given.
     """
+
+    def of_processes(name: str, degrees: Iterable[int]) -> list[int]:
+        changed = ((each, megatron.model_copy(update={name: each})) for each in degrees)
+        return [
+            each for each, other in changed if not (processes % other.with_the_same_data or processes % other.apart)
+        ]
+
     tensor, stages = megatron.tensor_parallel_degree, megatron.pipeline_parallel_degree
     counted = [
-        ("tensorParallelDegree", tensor, heads, "attention heads"),
-        ("tensorParallelDegree", tensor, kv_heads, "heads of keys and values"),
-        ("tensorParallelDegree", tensor, 0 if experts else inner, "rows of up_proj"),
-        ("pipelineParallelDegree", 1 if any(ends_of(megatron)) else stages, layers, "layers"),
-        ("expertParallelDegree", megatron.expert_parallel_degree, experts, "experts"),
+        ("tensor_parallel_degree", tensor, heads, "attention heads"),
+        ("tensor_parallel_degree", tensor, kv_heads, "heads of keys and values"),
+        ("tensor_parallel_degree", tensor, 0 if experts else inner, "rows of up_proj"),
+        ("pipeline_parallel_degree", 1 if any(ends_of(megatron)) else stages, layers, "layers"),
+        ("expert_parallel_degree", megatron.expert_parallel_degree, experts, "experts"),
     ]
     for name, degree, number, what in counted:
         if not number % degree:
             continue
         numbers = [each for field, _, each, _ in counted if field == name]
-        fitting = [each for each in range(1, min(number, MOST) + 1) if not any(other % each for other in numbers)]
+        dividing = (each for each in range(1, min(number, MOST) + 1) if not any(other % each for other in numbers))
+        fitting, field = of_processes(name, dividing), MegatronSpec.model_fields[name].alias
         remedy = f"set it to {either(fitting)}"
-        if name == "pipelineParallelDegree":
+        if name == "pipeline_parallel_degree":
             remedy = _stages_remedy(fitting, stages, layers, megatron.virtual_pipeline_parallel_degree)
-        return f"{_FIELD}.{name} is {degree}, but the model has {number} {what}, which it does not divide: {remedy}"
+        return f"{_FIELD}.{field} is {degree}, but the model has {number} {what}, which it does not divide: {remedy}"
     if problem := _uneven_problem(megatron, layers) or _chunks_problem(megatron, layers):
         return problem
     if -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
@@ -173,8 +194,10 @@ def spread_problem(
         return f"{_FIELD}.transformerConfigOverrides has moe_router_dtype, but the model has no routers: leave it out"
     whose = f"a process of tensorParallelDegree: {tensor}" if tensor > 1 else "the model"
     here, keys = heads // tensor, kv_heads // tensor
-    context = megatron.context_parallel_degree
-    return unshared_heads(f"{_FIELD}.contextParallelDegree", whose, here, keys, context, range(1, here + 1))
+    if possible(here, keys, context := megatron.context_parallel_degree):
+        return ""
+    tried = of_processes("context_parallel_degree", range(1, min(here, MOST) + 1))
+    return unshared_heads(f"{_FIELD}.contextParallelDegree", whose, here, keys, context, tried)
 
 
 def _stages_remedy(fitting: Sequence[int], stages: int, layers: int, chunks: int) -> str:

@@ -195,11 +195,10 @@ def _possible(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, fiel
     spec, plan = _spread(spec, plan, field, degree)
     megatron = megatron_of(spec)
     here = spec.compute.effective_processes_per_node
-    of_experts = plan.pipeline_parallel * plan.expert_parallel
     return (
         megatron is not None
         and not plan.processes % megatron.with_the_same_data
-        and not plan.processes % of_experts
+        and not plan.processes % megatron.apart
         and (field not in _WITHIN_A_NODE or not here % (plan.tensor_parallel * plan.sequence_parallel))
         and (field != "expert_parallel" or (shape is not None and shape.experts > 0))
         and (shape is None or not model_problem(megatron, shape))

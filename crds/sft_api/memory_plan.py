@@ -198,7 +198,7 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
         return Fit(refused=problem)
     if shape and (problem := _adapters_problem(spec, shape)):
         return Fit(refused=problem)
-    if shape and (megatron := megatron_of(spec)) and (problem := model_problem(megatron, shape)):
+    if shape and (megatron := megatron_of(spec)) and (problem := model_problem(megatron, shape, plan.processes)):
         return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
     if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:

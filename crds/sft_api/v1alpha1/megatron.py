@@ -101,6 +101,11 @@ class MegatronSpec(ApiModel):
         """Processes that compute on the same micro-batches together."""
         return self.tensor_parallel_degree * self.context_parallel_degree * self.pipeline_parallel_degree
 
+    @property
+    def apart(self) -> int:
+        """Processes that have other layers, or other experts of one."""
+        return self.pipeline_parallel_degree * self.expert_parallel_degree
+
 
 _MEGATRON = "self.strategy.megatron"
 WITH_THE_SAME_DATA = (
@@ -129,10 +134,7 @@ def _spread(spec: "SFTJobSpec") -> bool:
 
 def _experts(spec: "SFTJobSpec") -> bool:
     megatron = megatron_of(spec)
-    return (
-        megatron is None
-        or spec.compute.processes % (megatron.pipeline_parallel_degree * megatron.expert_parallel_degree) == 0
-    )
+    return megatron is None or spec.compute.processes % megatron.apart == 0
 
 
 def megatron_rules(processes: str) -> tuple[Rule, ...]:

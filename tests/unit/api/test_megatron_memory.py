@@ -378,7 +378,7 @@ def test_the_worked_examples_of_the_page_fit(asked: SFTJobSpec) -> None:
         (
             spec(SMALL, tensorParallelDegree=2, contextParallelDegree=2),
             "contextParallelDegree is 2, which does not divide the 7 attention heads of a process of "
-            "tensorParallelDegree: 2: set it to 1 or 7",
+            "tensorParallelDegree: 2: set it to 1",
         ),
         (spec("microsoft/phi-4", tensorParallelDegree=2), "no rules for the weights"),
     ],

@@ -10,7 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from sft_api.megatron import even_enough, given_in_words, layers_of, layers_of_stages, model_problem, stages_in_words
+from sft_api.memory_plan import judge
 from sft_api.numbers import Numbers
+from sft_api.plan import make_plan
 from sft_api.suggestions import suggestions
 from sft_api.v1alpha1.megatron import MegatronSpec
 from tests.unit.api.test_megatron_memory import EXPERTS, LLAMA, estimated, overrides, shape, spec
@@ -162,6 +164,28 @@ def test_stages_that_are_named_have_whole_chunks(layers: int, asked: MegatronSpe
     chunks = 1 if "Degree out" in problem else asked.virtual_pipeline_parallel_degree
     named = re.split(", | or ", problem.partition("set it to ")[2].partition(", or ")[0])
     assert [model_problem(megatron(int(stages), chunks), model) for stages in named] == [""] * len(named)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "words"),
+    [
+        (
+            "Qwen/Qwen3-8B",
+            {"pipelineParallelDegree": 8},
+            "36 layers, which it does not divide: set it to 1, 2 or 4, or",
+        ),
+        ("Qwen/Qwen2.5-7B", {"contextParallelDegree": 8}, "28 attention heads of the model: set it to 1, 2 or 4$"),
+        (
+            "Qwen/Qwen2.5-7B",
+            {"tensorParallelDegree": 8},
+            "28 attention heads, which it does not .*: set it to 1, 2 or 4$",
+        ),
+    ],
+)
+def test_degrees_that_are_named_are_such_that_the_job_can_have(model: str, degrees: dict[str, int], words: str) -> None:
+    asked = spec(model, **degrees)
+
+    assert re.search(words, judge(asked, make_plan(asked)).refused)
 
 
 def test_a_config_with_absurd_numbers_is_refused_as_soon_as_others() -> None:
