@@ -8,9 +8,10 @@ folder, on the same processors.
 
 ``stall_ratio``: the seconds by which steps with one asynchronous save among them take longer than as many without, from
 the call until the save is committed, by the seconds of a synchronous save. Windows of steps alternate (without, with,
-with, without), and each one with is compared with those beside it. Here the server competes with the steps for the
-processors; ``stall_ratio_server_yields`` is the same while it has the lowest priority, as if it were elsewhere, and
-``stall_ratio_core_free`` while the steps leave one processor to save and server, as those of a GPU do.
+with, without), and each one with is compared with those beside it. The steps take one processor, as those of a GPU do,
+and leave the others to the save, which digests and sends, and to the server. ``stall_ratio_none_free`` is the same for
+steps that take all processors: what save and server take of them is then lost to the steps, however it is spread;
+``stall_ratio_server_yields`` while the server has the lowest priority besides, as if it were elsewhere.
 ``upload_ratio``: bytes a second of a synchronous save, by those of its bytes put by as many threads in the same parts,
 with nothing hashed and nothing signed but the headers. ``resume_read_ratio``: of a load that verifies, by those of
 parallel GETs of the same bytes in ranges of as much as a piece may have. Alternating as well (bare, ours, ours, bare).
@@ -48,6 +49,7 @@ from sft_trainer.checkpoint.pieces import FILES_PER_RANK, MAX_PIECE_BYTES
 from sft_trainer.checkpoint.reading import READ_THREADS
 from sft_trainer.checkpoint.s3 import part_size
 from sft_trainer.checkpoint.store import S3Settings, Store
+from sft_trainer.checkpoint.turns import beside_training
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
@@ -241,16 +243,16 @@ class Bench:
         return steps, seconds
 
     def stalls(self, steps: int) -> None:
-        """Windows of saves: with the server as it is, with one that yields, with a processor that steps leave free."""
+        """Windows of saves: with processors that steps leave free, with none, and with a server that yields as well."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         self.stall(steps, "")
+        torch.set_num_threads(threads)
+        self.stall(steps, "_none_free")
         if self.server is not None:
             weigh(self.server, 19)
             self.stall(steps, "_server_yields")
             weigh(self.server, 0)
-        if (threads := torch.get_num_threads()) > 1:
-            torch.set_num_threads(threads - 1)
-            self.stall(steps, "_core_free")
-            torch.set_num_threads(threads)
 
     def stall(self, steps: int, how: str) -> None:
         """Windows of at least ``steps`` steps without, with, with, and without a save."""
@@ -302,7 +304,8 @@ def main() -> None:
         training = Training(Path(name) / "model", options.hidden, options.layers, options.tokens)
         training.steps(2)
         size = sum(box.local.nbytes for box in training.boxes())
-        manager = CheckpointManager(store, here())
+        beside = beside_training(len(os.sched_getaffinity(0)), 1)
+        manager = CheckpointManager(store, here(), threads_beside_training=beside)
         manager.claim_attempt("bench")
         bench = Bench(training, manager, server)
         print(f"store={options.store}")
@@ -324,7 +327,7 @@ def main() -> None:
             if "stalls" in options.parts:
                 bench.stalls(steps)
     sync = bench.median("save_sync_seconds")
-    for how in ("", "_server_yields", "_core_free"):
+    for how in ("", "_none_free", "_server_yields"):
         for lost in bench.figures.get(f"stall_seconds{how}", []):
             bench.note(f"stall_ratio{how}", lost / sync)
     if "bare_put_seconds" in bench.figures:

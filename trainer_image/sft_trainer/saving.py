@@ -18,11 +18,12 @@ from .checkpoint.catalog import KeepPolicy
 from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome, call_each
 from .checkpoint.store import Store
+from .checkpoint.turns import beside_training
 from .errors import TrainingError
 from .outage import Outage, is_outage
 from .place import check_same_run, nothing_saved
 from .reporting import Reporter
-from .supervisor.cgroup import Cgroup
+from .supervisor.cgroup import Cgroup, available_cpus
 from .topology import Topology
 
 
@@ -44,6 +45,7 @@ class Saving:
         self._reporter = reporter
         self._on_commit = on_commit
         self._store = store
+        cgroup = Cgroup()
         self._manager = CheckpointManager(
             store,
             topology,
@@ -51,7 +53,8 @@ class Saving:
             on_bytes=self._count,
             on_wait=self._note_wait,
             on_warning=reporter.warn,
-            available_memory=Cgroup().available_memory,
+            available_memory=cgroup.available_memory,
+            threads_beside_training=beside_training(available_cpus(cgroup), topology.local_world_size),
         )
         self._waiting: tuple[Phase, str] | None = None
         """What training waits for now: only then a byte more is a sign of life."""

@@ -81,7 +81,7 @@ class _FileStream(WriteStream):
             self._file = self._temporary.open("wb", buffering=0)
 
     def _send(self, data: memoryview) -> None:
-        with _storage_errors(self._path):
+        with self._turns, _storage_errors(self._path):
             while data.nbytes:
                 data = data[self._file.write(data) :]
 

@@ -36,6 +36,7 @@ from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.reading import load_boxes
 from sft_trainer.checkpoint.staging import HostStaging, Room, no_room
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.turns import Turns
 from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import TrainingError
 from sft_trainer.names.canonical import VERSION
@@ -80,7 +81,8 @@ class CheckpointManager:
     comes first. Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
     ``timeout`` bounds how long ranks wait for the slowest one's upload. ``on_bytes`` is told, by any thread, how many
     bytes of this rank's tensors were written or read since it was called last. ``on_wait`` is told, by any thread, when
-    this rank begins (True) and ends (False) to wait for what others do.
+    this rank begins (True) and ends (False) to wait for what others do. ``threads_beside_training``: how many threads
+    of a save work at once while training goes on (None: all).
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class CheckpointManager:
         on_wait: Callable[[bool], None] = lambda waits: None,
         on_warning: Callable[[str], None] = lambda message: None,
         available_memory: Callable[[], int | None] = lambda: None,
+        threads_beside_training: int | None = None,
     ) -> None:
         self.store = store
         self.attempt = 0
@@ -108,6 +111,9 @@ class CheckpointManager:
         self._on_warning = on_warning
         self._available_memory = available_memory
         self._told_no_room = False
+        self._threads_beside_training = threads_beside_training
+        self._turns = Turns()
+        """Of the save in flight."""
         self._in_flight: InFlight[SaveOutcome] | None = None
         self._unreported: SaveOutcome | None = None
         self._superseded: AttemptSupersededError | None = None
@@ -263,9 +269,10 @@ class CheckpointManager:
         pieces = cut(written, self._staging.copy(values) if asynchronous else values)
         tensors = [stored_tensor(box) for box in written]
         stall = time.monotonic() - started
+        self._turns = turns = Turns(self._threads_beside_training if asynchronous else None)
 
         def work() -> SaveOutcome:
-            size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy(), beside)
+            size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy(), beside, turns)
             seconds = time.monotonic() - started
             return SaveOutcome(step, error, size, seconds, stall if asynchronous else seconds)
 
@@ -319,6 +326,7 @@ class CheckpointManager:
     def _join(self) -> None:
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
+            self._turns.lift()
             self._unreported = flight.result()
             self._note(self._unreported)
 
@@ -338,6 +346,7 @@ class CheckpointManager:
         run: RunState,
         keep: KeepPolicy,
         beside: Sequence[Callable[[], None]],
+        turns: Turns,
     ) -> tuple[int, TrainingError | None]:
         """Write, commit, prune; runs in the background or not. Returns the bytes written, or the error."""
         identity = CheckpointId(self.attempt, step)
@@ -360,7 +369,7 @@ class CheckpointManager:
             )
 
         try:
-            size = save_pieces(tensors, pieces, self.store, identity.prefix, self._group, commit, self._on_bytes)
+            size = save_pieces(tensors, pieces, self.store, identity.prefix, self._group, commit, self._on_bytes, turns)
         except Exception as raised:
             error = (
                 raised

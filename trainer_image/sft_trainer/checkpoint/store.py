@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
+from sft_trainer.checkpoint.turns import Turns
 from sft_trainer.errors import ConfigError, StorageNotFoundError
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class WriteStream(ABC):
     def __init__(self) -> None:
         self._size = 0
         self._open = True
+        self._turns = Turns()
+
+    def take_turns(self, turns: Turns) -> None:
+        """Send only in a turn of these; before anything is written."""
+        self._turns = turns
 
     @property
     def size(self) -> int:

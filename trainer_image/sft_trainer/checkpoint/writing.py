@@ -15,6 +15,7 @@ from sft_trainer.checkpoint.group import CheckpointGroup, Failure, raise_first
 from sft_trainer.checkpoint.index import DIGEST_BYTES, Index, StoredTensor, encode_index, merged, padded
 from sft_trainer.checkpoint.pieces import Piece, shared_out
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.turns import Turns
 
 _BLOCK = 8 * 2**20
 
@@ -42,13 +43,15 @@ def save_pieces(
     group: CheckpointGroup,
     commit: Commit,
     on_bytes: OnBytes = lambda count: None,
+    turns: Turns | None = None,
 ) -> int:
     """Write this rank's ``pieces``; ``commit`` runs on the leader once every rank is done. Collective.
 
-    ``tensors`` are those that this rank writes anything of. Returns the bytes of the whole checkpoint. Raises the same
-    TrainingError on every rank.
+    ``tensors`` are those that this rank writes anything of; ``turns`` bounds how many threads work at once. Returns the
+    bytes of the whole checkpoint. Raises the same TrainingError on every rank.
     """
-    written = group.tried(lambda: write_pieces(tensors, pieces, store, f"{prefix}r{group.topology.rank:05d}", on_bytes))
+    stem = f"{prefix}r{group.topology.rank:05d}"
+    written = group.tried(lambda: write_pieces(tensors, pieces, store, stem, on_bytes, turns or Turns()))
     parts = group.to_leader(written)  # and the barrier: every file is there
     return group.on_leader(lambda: _finish(parts, store, prefix, commit))
 
@@ -78,7 +81,8 @@ def write_pieces(
     pieces: Sequence[Piece],
     store: Store,
     stem: str,
-    on_bytes: OnBytes = lambda count: None,
+    on_bytes: OnBytes,
+    turns: Turns,
 ) -> Index:
     """Stream ``pieces`` into a few files whose keys begin with ``stem``; returns where everything is."""
     # A name of its own for every try: an upload left over from a failed one can never replace a file.
@@ -89,7 +93,7 @@ def write_pieces(
 
     def write(number: int) -> list[bytes]:
         try:
-            return _write_file(store, keys[number], files[number], lambda: bool(failures), on_bytes)
+            return _write_file(store, keys[number], files[number], lambda: bool(failures), on_bytes, turns)
         except BaseException as error:
             failures.append(error)
             return []
@@ -105,16 +109,23 @@ def write_pieces(
 
 
 def _write_file(
-    store: Store, key: str, pieces: Sequence[Piece], given_up: Callable[[], bool], on_bytes: OnBytes
+    store: Store,
+    key: str,
+    pieces: Sequence[Piece],
+    given_up: Callable[[], bool],
+    on_bytes: OnBytes,
+    turns: Turns,
 ) -> list[bytes]:
     digests = []
     with store.open_write(key, sum(piece.values.nbytes for piece in pieces)) as stream:
+        stream.take_turns(turns)
         for piece in pieces:
             if given_up():
                 raise CheckpointSaveError(f"{key}: given up because another file of this rank failed")
             digest = hashlib.sha256()
             for block in _blocks(piece.values):
-                digest.update(block)
+                with turns:
+                    digest.update(block)
                 stream.lend(block)
                 on_bytes(block.nbytes)
             digests.append(digest.digest())

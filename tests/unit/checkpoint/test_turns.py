@@ -1,0 +1,176 @@
+"""How much of a save works at once: little beside training, all of it when training waits."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft_api.checkpoints import RunState
+from sft_trainer import saving
+from sft_trainer.checkpoint import pieces
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.manager import CheckpointManager
+from sft_trainer.checkpoint.s3_upload import MultipartStream
+from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.checkpoint.turns import Turns, beside_training
+from sft_trainer.reporting import Reporter
+from sft_trainer.saving import Saving
+from sft_trainer.topology import Topology
+from tests.parity.runs import manifest, resolve
+from tests.topologies import here
+from tests.unit.checkpoint.boxed import whole
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+
+@pytest.mark.parametrize(
+    ("processors", "processes", "threads"), [(2, 1, 1), (1, 1, 1), (16, 1, 15), (64, 8, 7), (4, 8, 1), (9, 4, 1)]
+)
+def test_each_process_keeps_one_processor_for_its_steps(processors: int, processes: int, threads: int) -> None:
+    assert beside_training(processors, processes) == threads
+
+
+class Crowd:
+    """Threads that take turns and leave when they are told."""
+
+    def __init__(self, turns: Turns, count: int) -> None:
+        self.turns = turns
+        self.working = 0
+        self.leave = threading.Event()
+        self.threads = [threading.Thread(target=self._work) for _ in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def _work(self) -> None:
+        with self.turns:
+            self.working += 1
+            self.leave.wait(PATIENCE_SECONDS)
+
+    def end(self) -> None:
+        self.leave.set()
+        for thread in self.threads:
+            thread.join(PATIENCE_SECONDS)
+
+
+def test_no_more_than_so_many_work_at_once_until_the_limit_is_lifted() -> None:
+    crowd = Crowd(Turns(2), 5)
+    wait_until(lambda: crowd.working == 2)
+    assert not any(crowd.threads[number].join(0.02) for number in range(5))
+    assert crowd.working == 2
+
+    crowd.turns.lift()
+    wait_until(lambda: crowd.working == 5)
+    crowd.end()
+
+
+def test_a_turn_that_ends_with_an_error_is_given_back() -> None:
+    turns = Turns(1)
+    with pytest.raises(OSError, match="full"), turns:
+        raise OSError("full")
+    with turns:
+        pass
+
+
+class MeetingStore(LocalStore):
+    """Takes bytes of a checkpoint's files once two of them are sent at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.arrived = threading.Semaphore(0)
+        self.met = threading.Barrier(2, timeout=PATIENCE_SECONDS)
+
+    def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+        stream = super().open_write(key, size_hint)
+        if key.endswith(".bin"):
+            send = stream._send
+
+            def meet(data: memoryview) -> None:
+                with stream._turns:
+                    self.arrived.release()
+                    self.met.wait()
+                stream.take_turns(Turns())
+                send(data)
+
+            stream._send = meet  # type: ignore[method-assign]
+        return stream
+
+
+def test_a_save_beside_training_sends_one_after_the_other_until_training_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a save in two files of a store that takes only two at once
+    monkeypatch.setattr(pieces, "_BYTES_FOR_ANOTHER_FILE", 32 * 32 * 4)
+    store = MeetingStore(tmp_path)
+    manager = CheckpointManager(store, here(), threads_beside_training=1)
+    manager.claim_attempt("job")
+    manager.save(1, whole({"a": torch.randn(32, 32), "b": torch.randn(32, 8)}), RunState(), asynchronous=True)
+
+    # Then one waits alone, while training goes on
+    assert store.arrived.acquire(timeout=PATIENCE_SECONDS)
+    assert not store.arrived.acquire(timeout=0.2)
+    assert manager.in_flight
+
+    # When training waits, they meet
+    assert manager.wait() is not None
+    assert not store.met.broken
+
+
+def test_a_save_that_training_waits_for_from_the_beginning_sends_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_BYTES_FOR_ANOTHER_FILE", 32 * 32 * 4)
+    manager = CheckpointManager(MeetingStore(tmp_path), here(), threads_beside_training=1)
+    manager.claim_attempt("job")
+    boxes = whole({"a": torch.randn(32, 32), "b": torch.randn(32, 8)})
+    assert manager.save(1, boxes, RunState(), asynchronous=False) is not None
+
+
+def test_parts_of_an_object_take_turns_too() -> None:
+    turns = Turns(1)
+    sent: list[str] = []
+
+    class Bucket:
+        """Every request that it answers is made in a turn."""
+
+        class settings:
+            checksum = "when_required"
+
+        def create_upload(self, key: str) -> str:
+            return "upload"
+
+        def request(self, name: str, key: str, **_: object) -> dict[str, str]:
+            assert turns._taken == 1
+            sent.append(name)
+            return {"ETag": "e"}
+
+        def put(self, key: str, data: bytes) -> None:
+            assert turns._taken == 1
+            sent.append("put")
+
+    for size in (100, 10):
+        stream = MultipartStream(Bucket(), "key", 40)  # type: ignore[arg-type]
+        stream.take_turns(turns)
+        stream.lend(bytes(size))
+        stream.close()
+    assert sent == ["upload_part"] * 3 + ["complete_multipart_upload", "put"]
+
+
+def test_a_run_counts_the_processors_of_its_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Manager(CheckpointManager):
+        def __init__(self, *arguments: object, threads_beside_training: int, **options: object) -> None:
+            made.append(threads_beside_training)
+
+    monkeypatch.setattr(saving, "CheckpointManager", Manager)
+    monkeypatch.setattr(saving, "available_cpus", lambda cgroup: 12)
+    config = resolve(manifest(tmp_path, tmp_path / "store"))
+    one_of_two = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, shard=2)
+    Saving(
+        config,
+        LocalStore(tmp_path),
+        Reporter(tmp_path, writes=True),
+        device=torch.device("cpu"),
+        topology=one_of_two,
+    )
+    assert made == [5]

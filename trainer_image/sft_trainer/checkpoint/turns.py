@@ -1,0 +1,41 @@
+"""How many threads of a save work at once, so that those beside training leave it its processor."""
+
+import threading
+from types import TracebackType
+
+
+class Turns:
+    """At most ``most`` threads of a save hold one at once: while they digest a block, send or write one."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """``None``: as many as come."""
+        self._most = most
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def lift(self) -> None:
+        """From now on as many as come: training waits for the save."""
+        with self._changed:
+            self._most = None
+            self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._most is None or self._taken < self._most)
+            self._taken += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._taken -= 1
+            self._changed.notify()
+
+
+def beside_training(processors: int, processes: int) -> int:
+    """Threads of a save that goes on beside training, of each of ``processes`` that share ``processors``.
+
+    One processor of each is its steps': a thread that digests or sends, and a server or a network driver that takes
+    what is sent, keep as many busy as there are turns.
+    """
+    return max(1, processors // processes - 1)
