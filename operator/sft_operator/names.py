@@ -29,9 +29,6 @@ it tries again, as in ``decisions/gangs.py``."""
 AVOIDED_ANNOTATION = f"{GROUP}/avoided-nodes"
 """On a Job: the nodes that its template keeps its pods off, and since when, as in ``decisions/avoidance.py``."""
 
-WAIT_ENDED_ANNOTATION = f"{GROUP}/wait-ended"
-"""On a lost pod: so many losses of its index before it do not count for the wait before its replacement any more."""
-
 CHECKPOINT_URI_ANNOTATION = f"{GROUP}/checkpoint-uri"
 EXPORT_URI_ANNOTATION = f"{GROUP}/export-uri"
 """On ConfigMap and Job: where this run saves and exports, which later settings of the operator do not change."""

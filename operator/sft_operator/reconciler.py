@@ -253,7 +253,9 @@ class Reconciler:
     async def _end_wait(self, key: Key, action: EndWait) -> None:
         pod = action.pod
         try:
-            await self._cluster.patch("Pod", key.namespace, pod.name, action.patch, subresource="status")
+            await self._cluster.patch(
+                "Pod", key.namespace, pod.name, action.patch, subresource="status", strategic=True
+            )
         except ApiError as error:
             # The Job controller replaces it all the same, later.
             logger.warning("%s: the replacement of pod %s cannot be hurried: %s", key, pod.name, error)

@@ -66,7 +66,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [list, watch, delete]  # delete: pods that a lost node cannot end
 - apiGroups: [""]
   resources: [pods/status]
-  verbs: [patch]  # the same: their replacement waits until they have failed, and longer each time
+  verbs: [patch]  # the same: their replacement waits until they have failed; it waits longer unless they are let go of
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]  # pods whose supervisors stand still

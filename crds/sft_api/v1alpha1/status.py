@@ -139,7 +139,9 @@ class RestartsStatus(ApiModel):
     nodes: Annotated[list[NodeFailures], Field(max_length=20)] = Field(
         default_factory=list, description="Nodes against which failures of the last day speak, the latest first."
     )
-    replaced_pods: int = Field(default=0, description="Pods of the present Job that are counted in here.")
+    replaced_pods: int = Field(
+        default=0, description="Lost pods that the Job controller tells of and that are counted in here."
+    )
     counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=5000)] = Field(
         default_factory=list, description="Incidents and pods already counted, so that none is counted twice."
     )

@@ -2,17 +2,18 @@
 
 With limits per index it waits 10 s after the end of the first pod that an index loses, and twice as long after each
 further one, at most ten minutes; losses that are free (``Ignore``) count as well. (kubernetes/pkg/controller/job,
-``getRemainingTimePerIndex``.)
+``getRemainingTimePerIndex``.) It waits for pods alone that have its finalizer.
 """
 
 import math
 from collections.abc import Container
 from datetime import datetime, timedelta
 
-from ..names import WAIT_ENDED_ANNOTATION
 from ..picture.observed import Manifest, Observed, Pod
 from .failures import loss, pod_key
 
+TRACKED = "batch.kubernetes.io/job-tracking"
+"""The finalizer by which the Job controller knows pods that it has to count."""
 _FIRST = timedelta(seconds=10)
 _LONGEST = timedelta(minutes=10)
 _MOST_DOUBLINGS = 10
@@ -52,11 +53,11 @@ def _waiting(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
 
 
 def waits_to_end(observed: Observed, counted: Container[str], now: datetime) -> list[tuple[Pod, Manifest]]:
-    """Lost pods whose index need not wait as long as it would, with the patch of their status that says so.
+    """Lost pods whose index need not wait, with the strategic merge patch of their status that lets go of them.
 
     Whatever ended such a pod does not lie in the run, and the pod had run for longer than its index would wait: that
-    slows no loop of pods that end as soon as they begin. The first wait of 10 s remains. What its annotations tell of
-    losses before it has to be ``counted`` first, as the status has it.
+    slows no loop of pods that end as soon as they begin. It has to be ``counted`` first, as the status has it, with
+    what its annotations tell of losses before it: the Job controller forgets them.
     """
     child = observed.job
     if child is None or child.suspended or child.deleting or child.complete or child.failed:
@@ -64,11 +65,11 @@ def waits_to_end(observed: Observed, counted: Container[str], now: datetime) -> 
     return [
         (pod, _wait_ended_patch(pod))
         for left, pod in _waiting(observed, now)
-        if pod.replaced and left > _WORTH_SECONDS and pod_key(pod) in counted and _is_worth_it(pod)
+        if left > _WORTH_SECONDS and pod_key(pod) in counted and _is_hurried(pod)
     ]
 
 
-def _is_worth_it(pod: Pod) -> bool:
+def _is_hurried(pod: Pod) -> bool:
     item = loss(pod, gone=False)
     from_outside = item is not None and (item.disruption or item.outside)
     return from_outside and _ran_seconds(pod) >= _wait(pod).total_seconds()
@@ -81,14 +82,12 @@ def _ran_seconds(pod: Pod) -> float:
 
 
 def _wait_ended_patch(pod: Pod) -> Manifest:
-    names = (f"batch.kubernetes.io/job-index-{counter}-count" for counter in ("failure", "ignored-failure"))
-    counts = {**dict.fromkeys(names, "0"), WAIT_ENDED_ANNOTATION: str(pod.replaced + pod.uncounted)}
-    return {"metadata": {"uid": pod.uid, "annotations": counts}}
+    return {"metadata": {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKED]}}
 
 
 def waits(observed: Observed, now: datetime) -> str:
-    """What the Job controller waits for, as a sentence; empty when it does not."""
-    if not (waiting := _waiting(observed, now)):
+    """What the Job controller waits for and may wait for, as a sentence; empty when it does not."""
+    if not (waiting := _worded(observed, now)):
         return ""
     seconds, longest = waiting[0]
     shown = math.ceil(seconds / _SHOWN_SECONDS) * _SHOWN_SECONDS
@@ -102,7 +101,11 @@ def waits(observed: Observed, now: datetime) -> str:
     return f"{sentence}; less before index {names}"
 
 
+def _worded(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
+    return [(left, pod) for left, pod in _waiting(observed, now) if not _is_hurried(pod)]
+
+
 def seconds_to_next_word(observed: Observed, now: datetime) -> float | None:
     """Seconds until ``waits`` says something else, None when it says nothing."""
-    waiting = _waiting(observed, now)
+    waiting = _worded(observed, now)
     return (waiting[0][0] % _SHOWN_SECONDS or float(_SHOWN_SECONDS)) if waiting else None

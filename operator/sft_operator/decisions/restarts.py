@@ -42,12 +42,7 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
                 restarts = restarts.model_copy(update={"replaced_pods": restarts.replaced_pods + 1})
                 if _meant_to_run(job, item):
                     restarts = _with_loss(restarts, item, reached, now)
-            if item.pod.uncounted and (key := f"{key}/wait-ended") not in counted:
-                # As many as its annotations do not tell of any more, nor those of its replacement.
-                counted[key] = None
-                told = max(0, restarts.replaced_pods - item.pod.uncounted)
-                restarts = restarts.model_copy(update={"replaced_pods": told})
-        restarts = _with_unseen(restarts, observed.pods, now)
+        restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
     return restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
 
 
@@ -85,11 +80,14 @@ def _meant_to_run(job: ChildJob, item: Loss) -> bool:
     return resumed is None or pod.deletion_began >= resumed
 
 
-def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], now: datetime) -> RestartsStatus:
+def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], nodes: int, now: datetime) -> RestartsStatus:
     """Pods that were lost and replaced while nobody looked, by the annotations of the newest pod of each index."""
     newest = {pod.index: pod for pod in pods if pod.index is not None}  # they come sorted by age
     told = sum(pod.replaced + (pod.phase == "Failed") for pod in newest.values())
     unseen = told - restarts.replaced_pods
+    if unseen < 0 and len(newest) == nodes:
+        # Of pods that were let go of (``backoff``) neither their annotations nor those of their replacements tell.
+        return restarts.model_copy(update={"replaced_pods": told})
     if unseen <= 0:
         return restarts
     message = f"{unseen} pod(s) were lost and replaced while the operator was away"
@@ -99,7 +97,6 @@ def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], now: datetime) -
 
 def _kept_keys(keys: Iterable[str], observed: Observed) -> list[str]:
     """Keys that can still be met: of incidents the newest, of pods those that are still there."""
-    pods = [pod_key(pod) for pod in (*observed.pods, *observed.gone_pods)]
-    present = {*pods, *(f"{key}/wait-ended" for key in pods)}
+    present = {pod_key(pod) for pod in (*observed.pods, *observed.gone_pods)}
     incidents = [key for key in keys if not key.startswith("pod/")]
     return incidents[-KEPT_INCIDENT_KEYS:] + [key for key in keys if key in present]

@@ -52,7 +52,7 @@ class RenewJob:
 
 @dataclass(frozen=True)
 class EndWait:
-    """Have an index wait for its next pod as after its first loss: a patch of the status of the one that was lost."""
+    """Have an index not wait for its next pod: a strategic merge patch of the status of the one that was lost."""
 
     pod: Pod
     patch: Manifest

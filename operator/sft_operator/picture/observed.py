@@ -25,7 +25,6 @@ from ..names import (
     RELEASED_ANNOTATION,
     SUSPENDED_ANNOTATION,
     TRAINER_CONTAINER,
-    WAIT_ENDED_ANNOTATION,
 )
 from . import untrusted
 from .conditions import Condition, conditions_of
@@ -94,8 +93,6 @@ class Pod:
     terminated: Terminated | None = None
     replaced: int = 0
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
-    uncounted: int = 0
-    """So many more, for which its replacement does not have to wait: ``WAIT_ENDED_ANNOTATION``."""
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "Pod":
@@ -134,7 +131,6 @@ class Pod:
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
                 for counter in ("failure", "ignored-failure")
             ),
-            uncounted=integer(annotations.get(WAIT_ENDED_ANNOTATION)) or 0,
         )
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from sft_api.failures import FailureClass
 from sft_api.progress import Incident, Progress
-from tests.integration.operator.scene import OperatorProcess, Scene, checkpoint, last_words, saved_at, training
+from tests.integration.operator.scene import Object, OperatorProcess, Scene, checkpoint, last_words, saved_at, training
 
 
 def test_a_job_runs_and_completes(scene: Scene) -> None:
@@ -95,6 +97,35 @@ def test_an_evicted_pod_is_replaced_for_free(scene: Scene) -> None:
     # The report may be heard before the pod is seen to have found its node.
     status = scene.until(lambda: (s := scene.status("evicted"))["attempt"] == 2 and s["state"] == "Running" and s)
     assert status["restarts"]["disruptions"] == 1
+
+
+@pytest.mark.parametrize("deleted", [True, False], ids=["deleted", "evicted-in-place"])
+def test_an_index_does_not_wait_for_what_was_lost_from_outside_after_a_while(scene: Scene, deleted: bool) -> None:
+    scene.submit("hurried")
+    pods = scene.start("hurried")
+    scene.supervisors.report(scene.namespace, "hurried", Progress(training=training(5, checkpoints=checkpoint(4))))
+    scene.until_state("hurried", "Running")
+    replaced = pods[1]
+    for lost in range(1, 4):
+        if deleted:
+            scene.delete("pods", replaced["metadata"]["name"])
+        words = last_words(FailureClass.INTERRUPTED, 5)
+        scene.end_pod(replaced, 30, message=words, disruption="EvictionByEvictionAPI", ran_seconds=3600)
+
+        def fresh(old: str = replaced["metadata"]["uid"]) -> Object | None:
+            pods = [pod for pod in scene.pods("hurried") if not pod["status"].get("containerStatuses")]
+            return next((pod for pod in pods if pod["metadata"]["uid"] != old), None)
+
+        # The Job controller knows of none: it has not waited for this one, and will not wait longer for the next.
+        replaced = scene.until(fresh)
+        told = replaced["metadata"]["annotations"]
+        assert told["batch.kubernetes.io/job-index-failure-count"] == "0"
+        assert told.get("batch.kubernetes.io/job-index-ignored-failure-count", "0") == "0"
+        assert "batch.kubernetes.io/job-tracking" in replaced["metadata"]["finalizers"]
+        scene.run_pod(replaced)
+        scene.until(lambda lost=lost: scene.status("hurried")["restarts"]["disruptions"] == lost)
+    status = scene.until(lambda: (s := scene.status("hurried"))["restarts"].get("replacedPods", 0) == 0 and s)
+    assert (status["restarts"]["disruptions"], status["restarts"]["failures"]) == (3, 0)
 
 
 def test_a_pod_that_a_lost_node_cannot_end_is_given_up_and_replaced(scene: Scene) -> None:

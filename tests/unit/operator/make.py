@@ -107,7 +107,11 @@ def child_manifest(
             },
             "ownerReferences": [_owner("sftjob.dev/v1alpha1", "SFTJob", owner)],
         },
-        "spec": {"suspend": suspend, **({"completions": pods[0], "parallelism": pods[1]} if pods else {})},
+        "spec": {
+            "suspend": suspend,
+            "completions": 2,
+            **({"completions": pods[0], "parallelism": pods[1]} if pods else {}),
+        },
         "status": status,
     }
 

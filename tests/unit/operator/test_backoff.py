@@ -10,7 +10,7 @@ import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
-from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits, waits_to_end
+from sft_operator.decisions.backoff import TRACKED, remaining, seconds_to_next_word, waits, waits_to_end
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
 from sft_operator.decisions.result import EndWait
@@ -116,13 +116,14 @@ def evicted(*, ran: float = 3600, **fields: Any) -> Any:
         (evicted(), 0, True),
         (evicted(ran=80), 0, True),
         (evicted(ran=79), 0, False),
-        (evicted(before=0), 0, False),
+        (evicted(before=0), 0, True),
+        (evicted(before=0, ran=9), 0, False),
         (evicted(), 79, False),
         (evicted(conditions=[], exit_code=137), 0, True),
         (evicted(conditions=[], exit_code=137, ended_reason="OOMKilled"), 0, False),
         (evicted(conditions=[], exit_code=139), 0, False),
     ],
-    ids=["evicted", "as-long", "shorter", "first-wait", "nearly-over", "killed", "oom", "crashed"],
+    ids=["evicted", "as-long", "shorter", "first", "first-shorter", "nearly-over", "killed", "oom", "crashed"],
 )
 def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
     pod: Any, seconds: float, ended: bool
@@ -131,9 +132,7 @@ def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
 
     assert [item.uid for item, _ in found] == ([pod.uid] if ended else [])
     for _, patch in found:
-        told = patch["metadata"]["annotations"]
-        assert told == {FAILURES: "0", IGNORED: "0", "sftjob.dev/wait-ended": "3"}
-        assert patch["metadata"]["uid"] == pod.uid
+        assert patch["metadata"] == {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKED]}
     assert waits_to_end(running(pods=(make_pod(0), pod)), set(), at(seconds)) == []
     assert waits_to_end(running(job=make_child(suspend=True), pods=(pod,)), {f"pod/{pod.uid}"}, NOW) == []
 
@@ -150,20 +149,34 @@ def test_a_wait_is_ended_once_and_what_is_refused_is_left() -> None:
         memory = result.memory
 
 
-def test_what_the_job_controller_forgets_is_no_loss_that_nobody_saw() -> None:
-    pod = evicted()
-    status = compute_status(make_job(), SFTJobStatus(), running(pods=(make_pod(0), pod)), NOW)
-    ended = replace(pod, replaced=0, uncounted=3)
-    for pods in ((make_pod(0), ended), (make_pod(0), ended, make_pod(1, uid="new", replaced=(0, 1), created=10))):
-        status = compute_status(make_job(), status, running(pods=pods), NOW)
+def test_what_is_let_go_of_is_not_waited_for_in_words() -> None:
+    observed = running(pods=(make_pod(0), evicted()))
+
+    assert (waits(observed, NOW), seconds_to_next_word(observed, NOW)) == ("", None)
+
+
+def test_what_the_job_controller_forgets_hides_no_loss_that_nobody_saw() -> None:
+    def status_of(before: SFTJobStatus, *pods: Any) -> tuple[SFTJobStatus, int, int]:
+        status = compute_status(make_job(), before, running(pods=(make_pod(0), *pods)), NOW)
         assert status.restarts is not None
-        assert (status.restarts.disruptions, status.restarts.replaced_pods) == (4, 1)
-    # A further one, while nobody looked, is seen.
-    newest = make_pod(1, uid="newer", replaced=(0, 2), created=20)
-    status = compute_status(make_job(), status, running(pods=(make_pod(0), newest)), NOW)
-    assert status.restarts is not None
-    assert status.restarts.disruptions == 5
+        return status, status.restarts.disruptions, status.restarts.replaced_pods
+
+    # Given an index that has lost three pods while nobody looked, and a fourth, which is let go of
+    status, disruptions, told = status_of(SFTJobStatus(), evicted())
+    assert (disruptions, told) == (4, 4)
+    # When it is gone, and then replaced by one of which no loss is told
+    status, disruptions, told = status_of(status)
+    assert (disruptions, told) == (4, 4)
+    status, disruptions, told = status_of(status, make_pod(1, uid="new", replaced=(0, 0), created=10))
+    assert (disruptions, told) == (4, 0)
+    # Then a further one, while nobody looks, is seen all the same
+    _, disruptions, told = status_of(status, make_pod(1, uid="newer", replaced=(0, 1), created=20))
+    assert (disruptions, told) == (5, 1)
 
 
-FAILURES = "batch.kubernetes.io/job-index-failure-count"
-IGNORED = "batch.kubernetes.io/job-index-ignored-failure-count"
+def test_what_stays_when_it_is_let_go_of_is_counted_once() -> None:
+    status = compute_status(make_job(), SFTJobStatus(), running(pods=(make_pod(0), evicted(before=0))), NOW)
+    for new in ((), (make_pod(1, uid="new", created=10),), (make_pod(1, uid="new", created=10),)):
+        status = compute_status(make_job(), status, running(pods=(make_pod(0), evicted(before=0), *new)), NOW)
+        assert status.restarts is not None
+        assert status.restarts.disruptions == 1

@@ -132,7 +132,12 @@ def test_finished_jobs_live_for_as_long_as_asked(
         # The Job is complete, its pods seem to run: their end is on another watch, and on its way.
         ({"conditions": {"Complete": ("", "")}}, (make_pod(0),), 1, True),
         ({"conditions": {"Complete": ("", "")}}, (make_pod(0),), 30, False),
-        ({"conditions": {"Complete": ("", "")}}, (make_pod(0, phase="Succeeded", exit_code=0),), 1, False),
+        (
+            {"pods": (1, 1), "conditions": {"Complete": ("", "")}},
+            (make_pod(0, phase="Succeeded", exit_code=0),),
+            1,
+            False,
+        ),
         # A pod of which nothing was seen yet.
         ({"conditions": {"Complete": ("", "")}}, (), 1, True),
         ({"conditions": {"Complete": ("", "")}}, (), 30, False),

@@ -398,7 +398,8 @@ def test_figures_wait_and_transitions_do_not() -> None:
 
     figures = decided(seen(running(), report=report(training(2)), **lately))
     ended = Observed(
-        job=make_child(conditions={"Complete": ("", "")}), pods=(make_pod(0, phase="Succeeded", exit_code=0),)
+        job=make_child(pods=(1, 1), conditions={"Complete": ("", "")}),
+        pods=(make_pod(0, phase="Succeeded", exit_code=0),),
     )
     transition = decided(seen(ended, **lately))
     later = decided(
