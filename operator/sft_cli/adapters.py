@@ -57,6 +57,11 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
     return Trained(adapter_parameters(chosen, spec.lora.rank), frozen, len(layers))
 
 
+def adapters_warning(found: Trained | str | None, refused: str) -> str:
+    """What is wrong with names of adapters, by what was ``found``; empty where the run is ``refused`` for them."""
+    return found if isinstance(found, str) and not refused.startswith("lora.") else ""
+
+
 def _numbers(name: str, shape: list[int]) -> int:
     """Of the model, in the tensor ``name``: of experts in MXFP4 a byte of blocks holds two, scales are none."""
     packed = _PACKED.fullmatch(name)

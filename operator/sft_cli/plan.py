@@ -20,7 +20,7 @@ from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_api.v1alpha1.workload import DummyRunSpec
 
-from .adapters import Trained, measure_adapters
+from .adapters import Trained, adapters_warning, measure_adapters
 from .console import result, say
 from .data_size import measure
 from .local_model import fit_of, memory_warnings, model_shape
@@ -448,8 +448,8 @@ def show_plan(job: SFTJob, output: str) -> int:
     plan = make_plan(job.spec, shape=shape)
     found = measure_adapters(job.spec)
     fit = fit_of(job.spec, plan, shape)
-    if isinstance(found, str) and not fit.refused:
-        say(f"Warning: {found}", fg="yellow")
+    if names := adapters_warning(found, fit.refused):
+        say(f"Warning: {names}", fg="yellow")
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
     for text in (*surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape)):

@@ -10,7 +10,7 @@ from sft_api.failures import ExitCode
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
-from .adapters import measure_adapters
+from .adapters import adapters_warning, measure_adapters
 from .console import result
 from .local_model import fit_of, memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
@@ -36,10 +36,9 @@ def verdict_on(path: Path) -> Verdict:
     for job in jobs:
         shape = model_shape(job.spec)
         fit = fit_of(job.spec, make_plan(job.spec, shape=shape), shape)
-        adapters = measure_adapters(job.spec)
         told = [
             *deletion_warnings(job.spec),
-            *([adapters] if isinstance(adapters, str) and not fit.refused else []),
+            *filter(None, [adapters_warning(measure_adapters(job.spec), fit.refused)]),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
         ]

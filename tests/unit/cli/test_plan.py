@@ -139,6 +139,17 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     assert len(refused.problems) == 1
     assert "its linear layers are q_proj, k_proj" in refused.problems[0]
     assert not any("query" in text for text in refused.warnings)
+    # Refused for something else it is warned of
+    shared = {"compute": {"gpusPerNode": 2}, "strategy": {"fsdp": {"sequenceParallelDegree": 2}}}
+    asked = manifest(model={"uri": f"file://{tmp_path}"}, lora={"targetModules": ["query"]}, **shared)
+    (tmp_path / "job.yaml").write_text(json.dumps(asked))
+    refused = verdict_on(tmp_path / "job.yaml")
+    assert "sequenceParallelDegree" in refused.problems[0]
+    assert any("lora.targetModules names 'query'" in text for text in refused.warnings)
+    capsys.readouterr()
+    show_plan(load_manifest(tmp_path / "job.yaml"), "table")
+    told = capsys.readouterr()
+    assert "Warning: lora.targetModules names 'query'" in told.err + told.out
     (tmp_path / "config.json").unlink()
     # The head is a linear layer, also where it is tied and in no file: to except it says nothing wrong
     tied = job(model={"uri": f"file://{tmp_path}"}, lora={"excludeModules": ["lm_head"]})
