@@ -33,6 +33,8 @@ from .places import (
 from .worker import hold_place
 
 _POLL_SECONDS = 0.2
+_NO_PLACES = "WorkerGroupStartupTimeoutError"
+"""What Ray Train calls it; the class is one of its private ones."""
 
 
 class NotFormedError(Exception):
@@ -106,10 +108,8 @@ def _fit(ray: Any) -> None:
 
 def _unplaced(failure: Exception, ranks: int, resources: Mapping[str, float], free: Mapping[str, float]) -> str:
     """Why Ray started none of the ``ranks``, each of which takes ``resources``."""
-    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-
     asked = f"{ranks} ranks of {resources} each (free: {free})"
-    if isinstance(failure, WorkerGroupStartupTimeoutError):
+    if type(failure).__name__ == _NO_PLACES:
         seconds = float(os.environ[PLACE_SECONDS_VARIABLE])
         return (
             f"no places were found for {asked} within {seconds:.0f} s: a raylet has gone, or tasks of a callback hold "
