@@ -37,6 +37,8 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid_once": (4, {"strategy": {"shardDegree": 2, **_ONCE}}),
     "shared_once": (4, {"strategy": {"sequenceParallelDegree": 2, **_ONCE}}),
     "compiled_once": (2, {"compile": True, "activationCheckpointing": "selective", "strategy": _ONCE}),
+    # Gradients as they are: none are clipped.
+    "unclipped": (2, {"optimizer": {"learningRate": 1e-3, "eps": 1e-4, "maxGradNorm": 0}}),
     "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
 }
 """Runs that are compared with the plain loop too: processes, and what is chosen for them."""

@@ -4,6 +4,7 @@ One example at a time, no packing, no sharding, transformers as it comes, torch'
 without fusion, all in fp32. Only the choice of examples of a step is taken from the product (it has tests of its own).
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def reference_steps(
                 loss.backward()
                 total += loss.item()
         gradients = {plain_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
         steps.append(ReferenceStep(total, gradients, norm.item(), total_aux))
         for group in optimizer.param_groups:
             group["lr"] = rate
