@@ -102,11 +102,11 @@ def _fit(ray: Any) -> None:
         trainer.fit()
     except ControllerError as error:
         free = {name: ray.available_resources().get(name, 0.0) for name in resources}
-        message = _unplaced(error.controller_failure, ranks, resources, free)
+        message = why_unplaced(error.controller_failure, ranks, resources, free)
         raise NotFormedError(FailureClass.UNKNOWN, message) from error
 
 
-def _unplaced(failure: Exception, ranks: int, resources: Mapping[str, float], free: Mapping[str, float]) -> str:
+def why_unplaced(failure: Exception, ranks: int, resources: Mapping[str, float], free: Mapping[str, float]) -> str:
     """Why Ray started none of the ``ranks``, each of which takes ``resources``."""
     asked = f"{ranks} ranks of {resources} each (free: {free})"
     if type(failure).__name__ == _NO_PLACES:
