@@ -29,6 +29,9 @@ it tries again, as in ``decisions/gangs.py``."""
 AVOIDED_ANNOTATION = f"{GROUP}/avoided-nodes"
 """On a Job: the nodes that its template keeps its pods off, and since when, as in ``decisions/avoidance.py``."""
 
+TRACKING_FINALIZER = "batch.kubernetes.io/job-tracking"
+"""On a pod: the Job controller has not counted its end, or has, and did not replace it yet."""
+
 CHECKPOINT_URI_ANNOTATION = f"{GROUP}/checkpoint-uri"
 EXPORT_URI_ANNOTATION = f"{GROUP}/export-uri"
 """On ConfigMap and Job: where this run saves and exports, which later settings of the operator do not change."""

@@ -16,7 +16,15 @@ from .cluster.asking import Asking
 from .cluster.children import ChildError, Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
 from .cluster.client import ApiError, Cluster
 from .config import Settings
-from .decisions.deeds import children_made, giving_up_refused, healed, job_changed, refused, status_written
+from .decisions.deeds import (
+    children_made,
+    giving_up_refused,
+    healed,
+    job_changed,
+    refused,
+    status_written,
+    wait_ended,
+)
 from .decisions.gangs import Rivals, half_placed_since, rivals_of
 from .decisions.look import look
 from .decisions.news import News, build_event
@@ -257,8 +265,11 @@ class Reconciler:
                 "Pod", key.namespace, pod.name, action.patch, subresource="status", strategic=True
             )
         except ApiError as error:
-            # The Job controller replaces it all the same, later.
-            logger.warning("%s: the replacement of pod %s cannot be hurried: %s", key, pod.name, error)
+            if error.passing and not error.of_webhook:
+                raise
+            if error.code != 404:  # the Job controller replaces it all the same, later
+                logger.warning("%s: the replacement of pod %s cannot be hurried: %s", key, pod.name, error)
+        self._remember(key, lambda memory: wait_ended(memory, pod.uid))
 
     def _refused(self, key: Key, error: ChildError) -> None:
         going = isinstance(error, RefusedError) and "being terminated" in error.error.message

@@ -25,6 +25,7 @@ class _Metadata(TypedDict, total=False):
     deletionGracePeriodSeconds: Any
     labels: Any
     annotations: Any
+    finalizers: Any
     ownerReferences: Any
 
 

@@ -9,16 +9,21 @@ import math
 from collections.abc import Container
 from datetime import datetime, timedelta
 
+from sft_api.failures import NO_RETRY_EXIT_CODES
+
+from ..names import TRACKING_FINALIZER
 from ..picture.observed import Manifest, Observed, Pod
 from .failures import loss, pod_key
 
-TRACKED = "batch.kubernetes.io/job-tracking"
-"""The finalizer by which the Job controller knows pods that it has to count."""
 _FIRST = timedelta(seconds=10)
 _LONGEST = timedelta(minutes=10)
 _MOST_DOUBLINGS = 10
 _WORTH_SECONDS = 2.0
 """Of a wait that is left: less is not worth a request."""
+_HURRIED = timedelta(seconds=30)
+"""What has run for less is not hurried: a pod that is ended again and again is not made as fast as it is ended."""
+_UNTOLD = timedelta(seconds=5)
+"""Of a wait that is about to be ended."""
 _SHOWN_SECONDS = 10
 """The wait is told in steps of so many seconds: each is a write of the status."""
 _SHOWN_INDEXES = 5
@@ -47,7 +52,7 @@ def _wait(pod: Pod) -> timedelta:
 def _waiting(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
     """The last pod of each index that has no other, and the seconds that are left of its wait; the longest first."""
     newest = {pod.index: pod for pod in observed.pods}  # they come sorted by age
-    lost = [pod for pod in newest.values() if pod.phase == "Failed"]
+    lost = [pod for pod in newest.values() if pod.phase == "Failed" and pod.tracked]
     waiting = [(left, pod) for pod in lost if (left := remaining(pod, now)) > 0]
     return sorted(waiting, key=lambda item: item[0], reverse=True)
 
@@ -55,9 +60,10 @@ def _waiting(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
 def waits_to_end(observed: Observed, counted: Container[str], now: datetime) -> list[tuple[Pod, Manifest]]:
     """Lost pods whose index need not wait, with the strategic merge patch of their status that lets go of them.
 
-    Whatever ended such a pod does not lie in the run, and the pod had run for longer than its index would wait: that
-    slows no loop of pods that end as soon as they begin. It has to be ``counted`` first, as the status has it, with
-    what its annotations tell of losses before it: the Job controller forgets them.
+    Whatever ended such a pod does not lie in the run, and the pod had run for longer than its index would wait, and for
+    half a minute: a loop of pods that end soon after they begin is slowed by the Job controller. It has to be
+    ``counted`` first, as the status has it, with what its annotations tell of losses before it: the Job controller
+    forgets them.
     """
     child = observed.job
     if child is None or child.suspended or child.deleting or child.complete or child.failed:
@@ -70,9 +76,11 @@ def waits_to_end(observed: Observed, counted: Container[str], now: datetime) -> 
 
 
 def _is_hurried(pod: Pod) -> bool:
+    if pod.terminated and pod.terminated.exit_code in NO_RETRY_EXIT_CODES:
+        return False  # the Job fails by it
     item = loss(pod, gone=False)
     from_outside = item is not None and (item.disruption or item.outside)
-    return from_outside and _ran_seconds(pod) >= _wait(pod).total_seconds()
+    return from_outside and _ran_seconds(pod) >= max(_wait(pod), _HURRIED).total_seconds()
 
 
 def _ran_seconds(pod: Pod) -> float:
@@ -82,11 +90,11 @@ def _ran_seconds(pod: Pod) -> float:
 
 
 def _wait_ended_patch(pod: Pod) -> Manifest:
-    return {"metadata": {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKED]}}
+    return {"metadata": {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKING_FINALIZER]}}
 
 
 def waits(observed: Observed, now: datetime) -> str:
-    """What the Job controller waits for and may wait for, as a sentence; empty when it does not."""
+    """What the Job controller waits for, as a sentence; empty when it does not, or is about to be told not to."""
     if not (waiting := _worded(observed, now)):
         return ""
     seconds, longest = waiting[0]
@@ -102,7 +110,10 @@ def waits(observed: Observed, now: datetime) -> str:
 
 
 def _worded(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
-    return [(left, pod) for left, pod in _waiting(observed, now) if not _is_hurried(pod)]
+    def ends_soon(left: float, pod: Pod) -> bool:
+        return _is_hurried(pod) and _wait(pod) - timedelta(seconds=left) < _UNTOLD
+
+    return [(left, pod) for left, pod in _waiting(observed, now) if not ends_soon(left, pod)]
 
 
 def seconds_to_next_word(observed: Observed, now: datetime) -> float | None:

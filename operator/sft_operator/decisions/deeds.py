@@ -85,6 +85,11 @@ def _weighed(refusal: Refusal, before: Refusal | None, times: int, pause_asked: 
     return replace(refusal, time=since, passing=lasted < _SERVER_PATIENCE, untold=untold), times + 1, again
 
 
+def wait_ended(memory: Memory, uid: str) -> Memory:
+    """The index of this lost pod was told not to wait, or may not be."""
+    return changed(memory, waits_ended=(*memory.waits_ended, uid))
+
+
 def giving_up_refused(memory: Memory, *, clock: float) -> Memory:
     """A stuck pod may not be given up."""
     return changed(memory, next_give_up=clock + _GIVE_UP_AGAIN_SECONDS)

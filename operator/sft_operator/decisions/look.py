@@ -317,14 +317,12 @@ class _Look(Notes):
 
     def _end_waits(self) -> None:
         """Once for each lost pod: where that is refused, its index waits as long as the Job controller has it."""
-        ended = dict.fromkeys(self._memory.waits_ended)
-        counted = self._previous.restarts.counted if self._previous.restarts else ()
-        for pod, patch in waits_to_end(self._observed, counted, self._now):
-            if pod.uid not in ended:
-                self._actions.append(EndWait(pod, patch))
-                ended[pod.uid] = None
         present = {pod.uid for pod in self._observed.pods}
-        self._remember(waits_ended=tuple(uid for uid in ended if uid in present))
+        ended = tuple(uid for uid in self._memory.waits_ended if uid in present)
+        counted = self._previous.restarts.counted if self._previous.restarts else ()
+        found = waits_to_end(self._observed, counted, self._now)
+        self._actions += [EndWait(pod, patch) for pod, patch in found if pod.uid not in ended]
+        self._remember(waits_ended=ended)
 
     def _give_up_stuck(self) -> None:
         observed, now, clock = self._observed, self._now, self._clock

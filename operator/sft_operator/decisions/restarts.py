@@ -82,11 +82,14 @@ def _meant_to_run(job: ChildJob, item: Loss) -> bool:
 
 def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], nodes: int, now: datetime) -> RestartsStatus:
     """Pods that were lost and replaced while nobody looked, by the annotations of the newest pod of each index."""
-    newest = {pod.index: pod for pod in pods if pod.index is not None}  # they come sorted by age
+    # They come sorted by age. One that has failed and is not tracked was replaced, or let go of (``backoff``): what it
+    # tells is over.
+    telling = [pod for pod in pods if pod.index is not None and (pod.tracked or pod.phase != "Failed")]
+    newest = {pod.index: pod for pod in telling}
     told = sum(pod.replaced + (pod.phase == "Failed") for pod in newest.values())
     unseen = told - restarts.replaced_pods
     if unseen < 0 and len(newest) == nodes:
-        # Of pods that were let go of (``backoff``) neither their annotations nor those of their replacements tell.
+        # Of pods that were let go of the annotations of their replacements do not tell.
         return restarts.model_copy(update={"replaced_pods": told})
     if unseen <= 0:
         return restarts

@@ -191,7 +191,7 @@ class Memory:
     removals: Mapping[str, Removal] = field(default_factory=dict)
     """Of pods that are to go, by uid."""
     waits_ended: tuple[str, ...] = ()
-    """Uids of lost pods whose index was told not to wait."""
+    """Uids of lost pods whose index was told not to wait, or which may not be."""
     removal: PlaceRemoval | None = None
     next_search: float = 0.0
     """When a Job that is not seen may be looked for again."""

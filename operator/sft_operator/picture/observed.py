@@ -24,6 +24,7 @@ from ..names import (
     QUEUE_LABEL,
     RELEASED_ANNOTATION,
     SUSPENDED_ANNOTATION,
+    TRACKING_FINALIZER,
     TRAINER_CONTAINER,
 )
 from . import untrusted
@@ -93,6 +94,8 @@ class Pod:
     terminated: Terminated | None = None
     replaced: int = 0
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
+    tracked: bool = False
+    """Whether the Job controller looks at it: ``TRACKING_FINALIZER``."""
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "Pod":
@@ -106,6 +109,7 @@ class Pod:
         deletion = deletion_time(metadata)
         grace = integer(metadata.get("deletionGracePeriodSeconds")) or 0
         conditions = conditions_of(manifest, _CONDITIONS)
+        finalizers = metadata.get("finalizers")
         return cls(
             name=text(metadata.get("name")),
             uid=text(metadata.get("uid")),
@@ -131,6 +135,7 @@ class Pod:
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
                 for counter in ("failure", "ignored-failure")
             ),
+            tracked=isinstance(finalizers, list) and TRACKING_FINALIZER in finalizers,
         )
 
     @property

@@ -14,6 +14,7 @@ from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.s3_upload import MultipartStream
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.checkpoint.turns import Turns, beside_training
+from sft_trainer.errors import StorageUnavailableError
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from sft_trainer.topology import Topology
@@ -55,12 +56,34 @@ class Crowd:
 def test_no_more_than_so_many_work_at_once_until_the_limit_is_lifted() -> None:
     crowd = Crowd(Turns(2), 5)
     wait_until(lambda: crowd.working == 2)
-    assert not any(crowd.threads[number].join(0.02) for number in range(5))
+    crowd.threads[0].join(0.1)
     assert crowd.working == 2
 
     crowd.turns.lift()
     wait_until(lambda: crowd.working == 5)
     crowd.end()
+
+
+def test_who_waits_for_a_turn_when_the_save_fails_raises_what_it_failed_with() -> None:
+    turns = Turns(1)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            with turns:
+                pass
+        except OSError as error:
+            raised.append(error)
+
+    with turns:
+        waiting = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in waiting:
+            thread.start()
+        turns.stop(OSError("away"))
+        turns.stop(OSError("of another"))
+        for thread in waiting:
+            thread.join(PATIENCE_SECONDS)
+    assert [str(error) for error in raised] == ["away"] * 3
 
 
 def test_a_turn_that_ends_with_an_error_is_given_back() -> None:
@@ -153,6 +176,31 @@ def test_parts_of_an_object_take_turns_too() -> None:
         stream.lend(bytes(size))
         stream.close()
     assert sent == ["upload_part"] * 3 + ["complete_multipart_upload", "put"]
+
+
+def test_a_store_that_is_away_is_tried_once_not_by_one_part_after_the_other() -> None:
+    turns = Turns(1)
+    asked: list[str] = []
+
+    class Bucket:
+        class settings:
+            checksum = "when_required"
+
+        def create_upload(self, key: str) -> str:
+            return "upload"
+
+        def abort_upload(self, key: str, upload: str) -> None:
+            asked.append("abort")
+
+        def request(self, name: str, key: str, **_: object) -> dict[str, str]:
+            asked.append(name)
+            raise StorageUnavailableError("it does not answer")
+
+    stream = MultipartStream(Bucket(), "key", 10)  # type: ignore[arg-type]
+    stream.take_turns(turns)
+    with pytest.raises(StorageUnavailableError), stream:
+        stream.lend(bytes(200))
+    assert asked == ["upload_part", "abort"]
 
 
 def test_a_run_counts_the_processors_of_its_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

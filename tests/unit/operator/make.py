@@ -179,6 +179,7 @@ def pod_manifest(
     reason: str = "",
     message: str = "",
     replaced: tuple[int, int] = (0, 0),
+    tracked: bool = True,
     created: float = -500,
     finished: float = -1,
     node: str | None = "node-a",
@@ -208,6 +209,7 @@ def pod_manifest(
         "resourceVersion": version,
         "creationTimestamp": stamp(created),
         "labels": {"sftjob.dev/job": "tulu"},
+        "finalizers": ["batch.kubernetes.io/job-tracking"] if tracked else [],
         "annotations": {
             "batch.kubernetes.io/job-completion-index": str(index),
             "batch.kubernetes.io/job-index-failure-count": str(replaced[0]),

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from sft_api.failures import ExitCode
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
-from sft_operator.decisions.backoff import TRACKED, remaining, seconds_to_next_word, waits, waits_to_end
+from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits, waits_to_end
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
 from sft_operator.decisions.result import EndWait
 from sft_operator.decisions.status import compute_status
+from sft_operator.names import TRACKING_FINALIZER
 from sft_operator.picture.memory import Memory
 from sft_operator.picture.picture import Key
 from tests.unit.operator.make import (
@@ -117,13 +119,29 @@ def evicted(*, ran: float = 3600, **fields: Any) -> Any:
         (evicted(ran=80), 0, True),
         (evicted(ran=79), 0, False),
         (evicted(before=0), 0, True),
-        (evicted(before=0, ran=9), 0, False),
+        (evicted(before=0, ran=30), 0, True),
+        (evicted(before=0, ran=29), 0, False),
+        (evicted(exit_code=ExitCode.DATA_ERROR), 0, False),
+        (evicted(tracked=False), 0, False),
         (evicted(), 79, False),
         (evicted(conditions=[], exit_code=137), 0, True),
         (evicted(conditions=[], exit_code=137, ended_reason="OOMKilled"), 0, False),
         (evicted(conditions=[], exit_code=139), 0, False),
     ],
-    ids=["evicted", "as-long", "shorter", "first", "first-shorter", "nearly-over", "killed", "oom", "crashed"],
+    ids=[
+        "evicted",
+        "as-long",
+        "shorter",
+        "first",
+        "half-a-minute",
+        "less",
+        "fails-the-job",
+        "let-go",
+        "nearly-over",
+        "killed",
+        "oom",
+        "crashed",
+    ],
 )
 def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
     pod: Any, seconds: float, ended: bool
@@ -132,7 +150,7 @@ def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
 
     assert [item.uid for item, _ in found] == ([pod.uid] if ended else [])
     for _, patch in found:
-        assert patch["metadata"] == {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKED]}
+        assert patch["metadata"] == {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKING_FINALIZER]}
     assert waits_to_end(running(pods=(make_pod(0), pod)), set(), at(seconds)) == []
     assert waits_to_end(running(job=make_child(suspend=True), pods=(pod,)), {f"pod/{pod.uid}"}, NOW) == []
 
@@ -146,13 +164,16 @@ def test_a_wait_is_ended_once_and_what_is_refused_is_left() -> None:
         seen = Snapshot(Key("team", "tulu"), manifest, observed, memory, now=NOW, clock=1000.0)
         result = look(seen, Settings(pods=PodSettings(image="trainer:1")))
         assert sum(isinstance(action, EndWait) for action in result.actions) == wanted
-        memory = result.memory
+        memory = replace(result.memory, waits_ended=("pod-1",))
 
 
-def test_what_is_let_go_of_is_not_waited_for_in_words() -> None:
+def test_a_wait_is_told_only_when_it_was_not_ended_soon() -> None:
     observed = running(pods=(make_pod(0), evicted()))
 
-    assert (waits(observed, NOW), seconds_to_next_word(observed, NOW)) == ("", None)
+    assert (waits(observed, at(4)), seconds_to_next_word(observed, at(4))) == ("", None)
+    assert waits(observed, at(6)).startswith("the Job controller waits another 80 s before it replaces index 1")
+    let_go = running(pods=(make_pod(0), evicted(tracked=False)))
+    assert waits(let_go, at(6)) == ""
 
 
 def test_what_the_job_controller_forgets_hides_no_loss_that_nobody_saw() -> None:
@@ -177,6 +198,30 @@ def test_what_the_job_controller_forgets_hides_no_loss_that_nobody_saw() -> None
 def test_what_stays_when_it_is_let_go_of_is_counted_once() -> None:
     status = compute_status(make_job(), SFTJobStatus(), running(pods=(make_pod(0), evicted(before=0))), NOW)
     for new in ((), (make_pod(1, uid="new", created=10),), (make_pod(1, uid="new", created=10),)):
-        status = compute_status(make_job(), status, running(pods=(make_pod(0), evicted(before=0), *new)), NOW)
+        kept = evicted(before=0, tracked=False)
+        status = compute_status(make_job(), status, running(pods=(make_pod(0), kept, *new)), NOW)
         assert status.restarts is not None
         assert status.restarts.disruptions == 1
+
+
+@pytest.mark.parametrize("before", [0, 2, 3])
+def test_losses_before_one_that_is_let_go_of_are_not_counted_again(before: int) -> None:
+    # Given one that was evicted in its place, is kept, and was let go of
+    kept = evicted(before=before, uid="a", created=-500)
+    status = compute_status(make_job(), SFTJobStatus(), running(pods=(make_pod(0), kept)), NOW)
+    kept = evicted(before=before, uid="a", created=-500, tracked=False)
+
+    # When others of its index are deleted, let go of, and go
+    for turn in range(1, 4):
+        uid = f"b{turn}"
+        found = []
+        for pods in (
+            (make_pod(1, uid=uid, created=turn),),
+            (evicted(before=0, uid=uid, created=turn, deletion=turn),),
+            (),
+        ):
+            status = compute_status(make_job(), status, running(pods=(make_pod(0), kept, *pods)), NOW)
+            assert status.restarts is not None
+            found.append(status.restarts.disruptions)
+        # Then each is one more
+        assert found == [before + turn, before + 1 + turn, before + 1 + turn]

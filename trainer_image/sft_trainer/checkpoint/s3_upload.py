@@ -121,6 +121,14 @@ class MultipartStream(WriteStream):
             self._parts.append(self._in_flight.popleft().result())
 
     def _upload_part(self, number: int, body: Body) -> dict[str, Any]:
+        try:
+            return self._sent(number, body)
+        except BaseException as error:
+            # Its future is looked at in its turn only, and the parts before it would try for as long, one by one.
+            self._turns.stop(error)
+            raise
+
+    def _sent(self, number: int, body: Body) -> dict[str, Any]:
         with self._turns:
             checked = {"ChecksumCRC32": body.crc32()} if self._store.settings.checksum == "when_supported" else {}
             answer = self._store.request(

@@ -11,6 +11,7 @@ class Turns:
         """``None``: as many as come."""
         self._most = most
         self._taken = 0
+        self._stopped: BaseException | None = None
         self._changed = threading.Condition()
 
     def lift(self) -> None:
@@ -19,9 +20,17 @@ class Turns:
             self._most = None
             self._changed.notify_all()
 
+    def stop(self, error: BaseException) -> None:
+        """Have who waits, or comes later, raise ``error``: the save has failed, and each would find out for itself."""
+        with self._changed:
+            self._stopped = self._stopped or error
+            self._changed.notify_all()
+
     def __enter__(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._most is None or self._taken < self._most)
+            self._changed.wait_for(lambda: self._stopped or self._most is None or self._taken < self._most)
+            if self._stopped:
+                raise self._stopped
             self._taken += 1
 
     def __exit__(

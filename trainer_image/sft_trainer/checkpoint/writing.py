@@ -96,6 +96,7 @@ def write_pieces(
             return _write_file(store, keys[number], files[number], lambda: bool(failures), on_bytes, turns)
         except BaseException as error:
             failures.append(error)
+            turns.stop(error)
             return []
 
     digests: list[bytes] = []
