@@ -147,6 +147,11 @@ def linear_product(inputs: "torch.Tensor", weight: "torch.Tensor") -> "torch.Ten
     return product
 
 
+def is_linear_product(operator: Any) -> bool:
+    """Whether ``operator`` is the one of ``linear_product``."""
+    return str(operator) == "mkldnn._linear_pointwise.default"
+
+
 def router_of(model: Any) -> tuple[type, int] | None:
     """The class of the routers of the Hugging Face ``model``, and where in what they return their logits are."""
     known: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")

@@ -121,7 +121,7 @@ class _Calls(TorchDispatchMode):
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The operator of the products of linear layers, whatever the processor."""
     monkeypatch.setattr(sharding, "onednn_wins", lambda _: request.param)
-    return "sft.linear_product.default" if request.param else "aten.mm.default"
+    return "mkldnn._linear_pointwise.default" if request.param else "aten.mm.default"
 
 
 def test_products_and_attention_are_computed_once(tmp_path: Path, product: str) -> None:

@@ -45,22 +45,6 @@ def test_output_and_gradients_are_those_of_torch(tokens: int) -> None:
         torch.testing.assert_close(same, one, rtol=1e-5, atol=1e-4)
 
 
-def test_it_compiles_as_one_region_for_any_number_of_tokens() -> None:
-    plain, other = _both()
-    torch._dynamo.reset()
-    compiled = torch.compile(other, fullgraph=True, dynamic=True)
-    for tokens in (5, 77):
-        inputs = torch.randn(1, tokens, 24)
-        found = []
-        for block in (plain, compiled):
-            plain.zero_grad()
-            other.zero_grad()
-            block(inputs).square().sum().backward()
-            found.append([parameter.grad for parameter in block.parameters()])
-        for one, same in zip(*found, strict=True):
-            torch.testing.assert_close(same, one, rtol=1e-5, atol=1e-4)
-
-
 def test_layers_of_another_precision_are_left_to_torch() -> None:
     plain, other = (block.to(torch.bfloat16) for block in _both())
     inputs = torch.randn(1, 5, 24, dtype=torch.bfloat16)

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels
+from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels, is_linear_product
 
 from .causal_lm import CausalLM
-from .products import PRODUCT
 
 _LOW_RANK = 8
 """A product of matrices that share fewer numbers than a part of its columns takes less time than reading it: the
@@ -60,7 +59,7 @@ def _factors(operator: Any, arguments: Any) -> tuple[torch.Tensor, torch.Tensor]
         return arguments[0], arguments[1]
     if operator == torch.ops.aten.addmm.default:
         return arguments[1], arguments[2]
-    if operator == PRODUCT:
+    if is_linear_product(operator):
         return arguments[0].flatten(0, -2), arguments[1].T
     if str(operator) in GROUPED_PRODUCTS:
         # One product for each expert, (rows, columns) of all their tokens and (experts, columns, outputs).

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import library, nn
+from torch import nn
 from torch.nn.functional import linear
 
 from sft_trainer.versions import linear_product
@@ -51,42 +51,25 @@ def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     return output if module.bias is None else output + module.bias
 
 
-def _product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return linear_product(inputs, weight)
-
-
-# An operator of its own: the compiler calls it as it is, where it would take torch's apart, and fail.
-product_operator = library.custom_op("sft::linear_product", _product, mutates_args=())
-"""``inputs`` (…, width) times the transposed ``weight`` (outputs, width), of any strides."""
-PRODUCT: Any = torch.ops.sft.linear_product.default
-"""What a policy for checkpointing meets of it."""
-
-
-@product_operator.register_fake
-def _shape_of_product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], weight.shape[0]))
-
-
 class _Product(torch.autograd.Function):
     """``inputs`` (…, width) times the transposed ``weight`` (outputs, width)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        output: torch.Tensor = product_operator(inputs, weight)
-        return output
+        return linear_product(inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         of_inputs = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_inputs = product_operator(gradients[0], weight.T)
+            of_inputs = linear_product(gradients[0], weight.T)
         if ctx.needs_input_grad[1]:
             # The first factor is copied by rows: the smaller one goes there.
             left, right = (each.reshape(-1, each.shape[-1]).T for each in (gradients[0], inputs))
             if left.shape[0] <= right.shape[0]:
-                of_weight = product_operator(left, right)
+                of_weight = linear_product(left, right)
             else:
-                of_weight = product_operator(right, left).T
+                of_weight = linear_product(right, left).T
         return of_inputs, of_weight
