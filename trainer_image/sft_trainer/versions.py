@@ -139,19 +139,6 @@ GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallbac
 that does not take that one."""
 
 
-def linear_product(inputs: "torch.Tensor", weight: "torch.Tensor") -> "torch.Tensor":
-    """``inputs`` (…, width) times the transposed ``weight`` (outputs, width), any strides, in fp32 by oneDNN."""
-    import torch
-
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, None, "none", [], "")
-    return product
-
-
-def is_linear_product(operator: Any) -> bool:
-    """Whether ``operator`` is the one of ``linear_product``."""
-    return str(operator) == "mkldnn._linear_pointwise.default"
-
-
 def router_of(model: Any) -> tuple[type, int] | None:
     """The class of the routers of the Hugging Face ``model``, and where in what they return their logits are."""
     known: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")

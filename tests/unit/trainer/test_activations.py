@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.weights import load_weights
-from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
+from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
@@ -117,14 +117,7 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(params=[False, True], ids=["torch", "onednn"])
-def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The operator of the products of linear layers, whatever the processor."""
-    monkeypatch.setattr(sharding, "onednn_wins", lambda _: request.param)
-    return "mkldnn._linear_pointwise.default" if request.param else "aten.mm.default"
-
-
-def test_products_and_attention_are_computed_once(tmp_path: Path, product: str) -> None:
+def test_products_and_attention_are_computed_once(tmp_path: Path) -> None:
     save_model("llama", tmp_path, **WIDE)
     calls = {}
     for how in HOW:
@@ -133,12 +126,12 @@ def test_products_and_attention_are_computed_once(tmp_path: Path, product: str) 
             forward(built).backward()
         calls[how] = seen.of
     attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-    for operator in (product, attention):
+    for operator in ("aten.mm.default", attention):
         assert calls["none"][operator] == calls["selective"][operator] < calls["full"][operator]
     assert calls["none"]["aten.silu.default"] == 2 < calls["selective"]["aten.silu.default"]
 
 
-def test_the_second_product_of_an_adapter_is_made_again(tmp_path: Path, product: str) -> None:
+def test_the_second_product_of_an_adapter_is_made_again(tmp_path: Path) -> None:
     # Given adapters whose output is as large as that of the layer, and takes hardly any time
     save_model("llama", tmp_path, **WIDE)
     calls = {}
@@ -146,5 +139,5 @@ def test_the_second_product_of_an_adapter_is_made_again(tmp_path: Path, product:
         built = strategy(tmp_path, how, lora={"rank": 2, "targetModules": ["up_proj"]})
         with _Calls() as seen:
             forward(built).backward()
-        calls[how] = seen.of[product]
+        calls[how] = seen.of["aten.mm.default"]
     assert calls["selective"] == calls["none"] + 2

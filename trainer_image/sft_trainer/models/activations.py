@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels, is_linear_product
+from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels
 
 from .causal_lm import CausalLM
 
@@ -59,8 +59,6 @@ def _factors(operator: Any, arguments: Any) -> tuple[torch.Tensor, torch.Tensor]
         return arguments[0], arguments[1]
     if operator == torch.ops.aten.addmm.default:
         return arguments[1], arguments[2]
-    if is_linear_product(operator):
-        return arguments[0].flatten(0, -2), arguments[1].T
     if str(operator) in GROUPED_PRODUCTS:
         # One product for each expert, (rows, columns) of all their tokens and (experts, columns, outputs).
         return arguments[0], arguments[1][0]

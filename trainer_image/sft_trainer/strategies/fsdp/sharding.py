@@ -14,7 +14,6 @@ from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.compiling import compile_layers
 from sft_trainer.models.exchange import shared_tokens
-from sft_trainer.models.products import multiply_by_onednn, onednn_wins
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import TRAINED_DTYPE, Trainable
@@ -36,8 +35,6 @@ def build_model(
     if topology.sequence > 1:
         model.shared_tokens = shared_tokens(topology.process_group("sequence"), topology.place("sequence"))
     trainable.mark(model.huggingface)
-    if onednn_wins(device):
-        multiply_by_onednn(model.blocks)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
     if config.spec.training.compile:
         # With what is recomputed, and within what FSDP does before and after.
