@@ -156,9 +156,17 @@ def spread_problem(
 
     def of_processes(name: str, degrees: Iterable[int]) -> list[int]:
         changed = ((each, megatron.model_copy(update={name: each})) for each in degrees)
-        return [
-            each for each, other in changed if not (processes % other.with_the_same_data or processes % other.apart)
-        ]
+        return [each for each, other in changed if can_be(other)]
+
+    def can_be(other: MegatronSpec) -> bool:
+        if processes % other.with_the_same_data or processes % other.apart:
+            return False
+        split = other.tensor_parallel_degree
+        if split != tensor and not possible(heads // split, kv_heads // split, other.context_parallel_degree):
+            return False
+        # With chunks a single stage is another remedy's.
+        whole = other.model_copy(update={"virtual_pipeline_parallel_degree": 1})
+        return all(rule.check(whole) for rule in MegatronSpec.rules)
 
     tensor, stages = megatron.tensor_parallel_degree, megatron.pipeline_parallel_degree
     counted = [
@@ -174,7 +182,7 @@ def spread_problem(
         numbers = [each for field, _, each, _ in counted if field == name]
         dividing = (each for each in range(1, min(number, MOST) + 1) if not any(other % each for other in numbers))
         fitting, field = of_processes(name, dividing), MegatronSpec.model_fields[name].alias
-        remedy = f"set it to {either(fitting)}"
+        remedy = f"set it to {either(fitting)}" if fitting else "leave it out, and sequenceParallel"
         if name == "pipeline_parallel_degree":
             remedy = _stages_remedy(fitting, stages, layers, megatron.virtual_pipeline_parallel_degree)
         return f"{_FIELD}.{field} is {degree}, but the model has {number} {what}, which it does not divide: {remedy}"
@@ -205,8 +213,10 @@ def _stages_remedy(fitting: Sequence[int], stages: int, layers: int, chunks: int
     uneven = even_enough(layers, stages, chunks)
     # Of these with chunks only those whose stages have whole ones; of a single stage there are none.
     whole = [each for each in fitting if chunks == 1 or (each > 1 and layers // each % chunks == 0)]
+    if not fitting and not uneven:
+        return "leave it out, and what transformerConfigOverrides has of stages"
     if not whole and not uneven:
-        return f"leave virtualPipelineParallelDegree out and set it to {either(fitting)}"
+        return f"leave virtualPipelineParallelDegree out and set pipelineParallelDegree to {either(fitting)}"
     degrees = f"it to {either(whole)}" if whole else ""
     ends = f"{_FIELD}.transformerConfigOverrides to {_in_words(uneven)}" if uneven else ""
     return f"set {', or '.join(filter(None, (degrees, ends)))}"

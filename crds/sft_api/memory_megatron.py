@@ -237,7 +237,7 @@ def layer_memory(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, computed
     projected = queries + 2 * keys
     attention = computed * (projected + 2 * queries + keys) + 4 * shape.heads
     if plan.sequence_parallel > 1:
-        repeats = key_repeats(shape.kv_heads // tensor, plan.sequence_parallel)
+        repeats = key_repeats(max(1, shape.kv_heads // tensor), plan.sequence_parallel)
         # Of what the projection gave nothing is kept but what norms came from.
         given = projected if shape.family.query_key_norm else 0
         attention = computed * (given + 3 * queries + 2 * keys * repeats) + 4 * shape.heads

@@ -147,7 +147,7 @@ def test_uneven_stages_are_named_where_chunks_divide_them(layers: int, asked: Me
     ("layers", "asked", "words"),
     [
         (32, megatron(6, 2), f"set it to 2, 4, 8 or 16, or strategy.megatron.transformerConfigOverrides to {FIRST}: 4"),
-        (31, megatron(4, 2), "leave virtualPipelineParallelDegree out and set it to 1 or 31"),
+        (31, megatron(4, 2), "leave virtualPipelineParallelDegree out and set pipelineParallelDegree to 1 or 31"),
         (
             36,
             megatron(8, 3),
@@ -162,7 +162,7 @@ def test_stages_that_are_named_have_whole_chunks(layers: int, asked: MegatronSpe
 
     assert words in problem
     chunks = 1 if "Degree out" in problem else asked.virtual_pipeline_parallel_degree
-    named = re.split(", | or ", problem.partition("set it to ")[2].partition(", or ")[0])
+    named = re.split(", | or ", re.split("set (?:it|pipelineParallelDegree) to ", problem)[1].partition(", or ")[0])
     assert [model_problem(megatron(int(stages), chunks), model) for stages in named] == [""] * len(named)
 
 
@@ -180,12 +180,35 @@ def test_stages_that_are_named_have_whole_chunks(layers: int, asked: MegatronSpe
             {"tensorParallelDegree": 8},
             "28 attention heads, which it does not .*: set it to 1, 2 or 4$",
         ),
+        (
+            "Qwen/Qwen2.5-7B",
+            {"tensorParallelDegree": 8, "contextParallelDegree": 2, "nodes": 2},
+            "28 attention heads, which it does not .*: set it to 1 or 2$",
+        ),
+        (
+            "Qwen/Qwen2.5-7B",
+            {"tensorParallelDegree": 8, "sequenceParallel": True},
+            "28 attention heads, which it does not .*: set it to 2 or 4$",
+        ),
+        (
+            "Qwen/Qwen2.5-7B",
+            {"pipelineParallelDegree": 8, "transformerConfigOverrides": {"batch_p2p_comm": False}},
+            "28 layers, which it does not divide: set it to 2 or 4, or ",
+        ),
     ],
 )
-def test_degrees_that_are_named_are_such_that_the_job_can_have(model: str, degrees: dict[str, int], words: str) -> None:
+def test_degrees_that_are_named_are_such_that_the_job_can_have(model: str, degrees: dict[str, Any], words: str) -> None:
     asked = spec(model, **degrees)
 
     assert re.search(words, judge(asked, make_plan(asked)).refused)
+
+
+def test_where_no_degree_will_do_what_asks_for_one_is_named_too() -> None:
+    odd = replace(shape(LLAMA), heads=31, kv_heads=31)
+    asked = MegatronSpec(tensor_parallel_degree=2, sequence_parallel=True)
+    assert model_problem(asked, odd).endswith(
+        "31 attention heads, which it does not divide: leave it out, and sequenceParallel"
+    )
 
 
 def test_a_config_with_absurd_numbers_is_refused_as_soon_as_others() -> None:
