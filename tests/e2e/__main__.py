@@ -26,15 +26,7 @@ def main() -> int:
         difference = exported.loss_difference(stage, "undisturbed")
         print(f"undisturbed: Complete, {len(expected)} steps, export_loss_difference={difference:.2e}", flush=True)
         first_step = campaign.first_step_seconds(stage, "undisturbed")
-        results = []
-        for scenario in scenarios:
-            result = campaign.run_disturbed(stage, scenario, expected)
-            results.append(result)
-            print(
-                f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} "
-                f"lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} {' '.join(result.problems)}",
-                flush=True,
-            )
+        results = campaign.run_all(stage, scenarios, expected)
         refused = bad_jobs.run_all(stage) if BAD_JOBS in names else []
         for bad in refused:
             print(f"bad job {bad.name}: {bad.seconds:.1f} s {bad.problem or 'ok'}: {bad.message}", flush=True)

@@ -1,7 +1,7 @@
 """The disturbances, one job each, against an undisturbed run: which steps were lost, and is the curve the same?"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -154,6 +154,21 @@ def curve_mismatch(records: dict[int, dict[str, Any]], expected: dict[int, dict[
     return sum(
         any(records.get(step, {}).get(key) != wanted.get(key) for key in keys) for step, wanted in expected.items()
     ) + len(set(records) - set(expected))
+
+
+def run_all(stage: Stage, scenarios: Sequence[Scenario], expected: dict[int, dict[str, Any]]) -> list[Result]:
+    """What became of each, beside the curve of an undisturbed one; each is told."""
+    results = []
+    for scenario in scenarios:
+        result = run_disturbed(stage, scenario, expected)
+        results.append(result)
+        print(
+            f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} "
+            f"start_s={result.start_seconds:.0f} lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} "
+            f"{' '.join(result.problems)}",
+            flush=True,
+        )
+    return results
 
 
 def _judge_restarts(stage: Stage, scenario: Scenario, result: Result) -> None:

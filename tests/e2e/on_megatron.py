@@ -137,13 +137,7 @@ def run_layout(stage: Stage, layout: Layout, first: bool) -> Result:
     begin = after_there_is_an_image(layout.begin) if first else layout.begin
     expected = campaign.run_undisturbed(stage, f"{layout.name}-undisturbed", STEPS, begin)
     print(f"{layout.name}-undisturbed: Complete", flush=True)
-    result = campaign.run_disturbed(stage, layout.scenario, expected)
-    print(
-        f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} start_s={result.start_seconds:.0f} "
-        f"lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} {' '.join(result.problems)}",
-        flush=True,
-    )
-    return result
+    return campaign.run_all(stage, [layout.scenario], expected)[0]
 
 
 def main() -> int:

@@ -71,26 +71,11 @@ SCENARIOS = (
 ON_MEGATRON = (Scenario("ray-megatron-killed", disturbances.kill_worker, begin_stages, failures=1),)
 
 
-def run_all(stage: Stage, scenarios: Sequence[Scenario], expected: dict[int, dict[str, Any]]) -> list[Result]:
-    """What became of each, beside a curve of the default launcher."""
-    results = []
-    for scenario in scenarios:
-        result = campaign.run_disturbed(stage, scenario, expected)
-        results.append(result)
-        print(
-            f"{result.name}: {result.state} curve_mismatch={result.curve_mismatch} "
-            f"start_s={result.start_seconds:.0f} lost_steps={result.lost_steps} away_s={result.away_seconds:.1f} "
-            f"{' '.join(result.problems)}",
-            flush=True,
-        )
-    return results
-
-
 def run_on_megatron(stage: Stage, scenarios: Sequence[Scenario]) -> list[Result]:
     """The same, of jobs over stages."""
     on_megatron.set_image(stage)
     expected = campaign.run_undisturbed(stage, "stages-undisturbed", on_megatron.STEPS, STAGES.begin)
-    return run_all(stage, scenarios, expected)
+    return campaign.run_all(stage, scenarios, expected)
 
 
 def main() -> int:
@@ -100,7 +85,7 @@ def main() -> int:
     results: list[Result] = []
     with open_stage(images.build_megatron_on_cpu) as stage:
         if usual := [one for one in scenarios if one in SCENARIOS]:
-            results += run_all(stage, usual, campaign.run_undisturbed(stage))
+            results += campaign.run_all(stage, usual, campaign.run_undisturbed(stage))
         if spread := [one for one in scenarios if one in ON_MEGATRON]:
             results += run_on_megatron(stage, spread)
     killed = [result.away_seconds for result in results if result.name.endswith("-killed")]

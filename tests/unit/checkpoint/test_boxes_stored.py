@@ -28,6 +28,7 @@ from sft_trainer.checkpoint.reading import load_boxes, open_index, read_boxes
 from sft_trainer.checkpoint.runs import Buffers
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import RangeStream
+from sft_trainer.checkpoint.turns import Turns
 from sft_trainer.checkpoint.writing import Contents, save_pieces
 from sft_trainer.errors import ConfigError
 from tests.topologies import here
@@ -64,7 +65,14 @@ def save(store: LocalStore, boxes: Sequence[Box], stage: Any = None) -> Manifest
     pieces = cut(written, stage(values) if stage else values)
     tensors = [stored_tensor(box) for box in written]
     size = save_pieces(
-        tensors, pieces, store, IDENTITY.prefix, CheckpointGroup(here(), timedelta(minutes=1)), commit, lambda _: None
+        tensors,
+        pieces,
+        store,
+        IDENTITY.prefix,
+        CheckpointGroup(here(), timedelta(minutes=1)),
+        commit,
+        lambda _: None,
+        Turns(),
     )
     assert size == made[0].bytes == sum(made[0].kinds.values())
     return made[0]

@@ -42,8 +42,8 @@ def save_pieces(
     prefix: str,
     group: CheckpointGroup,
     commit: Commit,
-    on_bytes: OnBytes = lambda count: None,
-    turns: Turns | None = None,
+    on_bytes: OnBytes,
+    turns: Turns,
 ) -> int:
     """Write this rank's ``pieces``; ``commit`` runs on the leader once every rank is done. Collective.
 
@@ -51,7 +51,7 @@ def save_pieces(
     bytes of the whole checkpoint. Raises the same TrainingError on every rank.
     """
     stem = f"{prefix}r{group.topology.rank:05d}"
-    written = group.tried(lambda: write_pieces(tensors, pieces, store, stem, on_bytes, turns or Turns()))
+    written = group.tried(lambda: write_pieces(tensors, pieces, store, stem, on_bytes, turns))
     parts = group.to_leader(written)  # and the barrier: every file is there
     return group.on_leader(lambda: _finish(parts, store, prefix, commit))
 
@@ -93,10 +93,10 @@ def write_pieces(
 
     def write(number: int) -> list[bytes]:
         try:
-            return _write_file(store, keys[number], files[number], lambda: bool(failures), on_bytes, turns)
+            return _write_file(store, keys[number], files[number], on_bytes, turns)
         except BaseException as error:
             failures.append(error)
-            turns.stop(error)
+            turns.stop(error)  # the other files are given up
             return []
 
     digests: list[bytes] = []
@@ -109,20 +109,11 @@ def write_pieces(
     return _index(tensors, keys, files, digests)
 
 
-def _write_file(
-    store: Store,
-    key: str,
-    pieces: Sequence[Piece],
-    given_up: Callable[[], bool],
-    on_bytes: OnBytes,
-    turns: Turns,
-) -> list[bytes]:
+def _write_file(store: Store, key: str, pieces: Sequence[Piece], on_bytes: OnBytes, turns: Turns) -> list[bytes]:
     digests = []
     with store.open_write(key, sum(piece.values.nbytes for piece in pieces)) as stream:
         stream.take_turns(turns)
         for piece in pieces:
-            if given_up():
-                raise CheckpointSaveError(f"{key}: given up because another file of this rank failed")
             digest = hashlib.sha256()
             for block in _blocks(piece.values):
                 with turns:
