@@ -113,12 +113,12 @@ soak-informer: setup ## The picture of the cluster under watches that are cut, s
 
 .PHONY: bench
 bench: setup .venv-bench/.installed ## Tokens/s beside TRL, time of a checkpoint, cost of a job to the operator: each in its short form
-	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python --rounds 1 --steps 5 --sizes 128x4
+	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python --steps 5 --sizes 128x4
 	$(PYTHON) -m tests.bench.checkpoint --rounds 1
 	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
 
 .PHONY: bench-trainer
-bench-trainer: setup .venv-bench/.installed ## Tokens/s beside TRL in all its modes, compiled, with adapters, beside a bare loop: half an hour (ARGUMENTS="--rounds 1 --steps 5 --sizes 128x4")
+bench-trainer: setup .venv-bench/.installed ## Tokens/s beside TRL in all its modes, compiled, with adapters, beside a bare loop: twenty minutes (ARGUMENTS="--steps 5 --sizes 128x4")
 	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python $(ARGUMENTS)
 
 .PHONY: bench-checkpoint

@@ -1,18 +1,16 @@
-"""One run of our trainer, or of a bare loop beside it, for the benchmark: prints one JSON line.
+"""One run of our trainer, or of a bare loop beside it, for the benchmark: step by step, as it is told.
 
     python -m tests.bench.own_run trainer|bare
 
-Started with the environment of a worker. Times are of this process on the processor: what else the machine does does
-not count. ``bare`` is the model of the trainer with its attention and its loss over the same bins, without sharding,
-checkpoints, reports, and all else that a trainer does.
+Started with the environment of a worker. Waits for a line before every step, and prints one after it
+(``taking_turns``). Times are of this process on the processor: what else the machine does does not count. ``bare`` is
+the model of the trainer with its attention and its loss over the same bins, without sharding, checkpoints, reports, and
+all else that a trainer does.
 """
 
-import json
 import os
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,34 +26,23 @@ from sft_trainer.preparation import prepare
 from sft_trainer.reporting import Reporter
 from sft_trainer.trainer import Trainer
 
+from .taking_turns import Turn
 
-class Stamps(Listener):
-    """Tokens, loss and the time at the end of every step."""
+
+class Turns(Listener):
+    """Tells of every step, and waits until the next one may begin."""
 
     def __init__(self) -> None:
-        self.times = [0.0]
-        self.tokens: list[int] = []
-        self.losses: list[float] = []
+        self._turn = Turn()
 
     def on_start(self, event: Started, control: Control) -> None:
-        self.times = [time.process_time()]
-
-    def step(self, tokens: int, loss: float) -> None:
-        """One has ended."""
-        self.times.append(time.process_time())
-        self.tokens.append(tokens)
-        self.losses.append(loss)
+        self._turn.begin()
 
     def on_step(self, event: StepDone, control: Control) -> None:
-        self.step(event.tokens, event.loss)
-
-    def told(self) -> dict[str, Any]:
-        """What the benchmark reads."""
-        seconds = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        return {"ready": self.times[0], "seconds": seconds, "tokens": self.tokens, "losses": self.losses}
+        self._turn.end(event.tokens, event.loss)
 
 
-def bare(config: TrainerConfig, run_dir: Path) -> Stamps:
+def bare(config: TrainerConfig, run_dir: Path) -> None:
     """The same steps by a loop of a few lines."""
     from transformers import AutoModelForCausalLM
 
@@ -69,8 +56,8 @@ def bare(config: TrainerConfig, run_dir: Path) -> Stamps:
     rate = config.plan.learning_rate
     optimizer = build_optimizer(model.named_parameters(), config.spec, rate)
     shares = Shares(prepared.steps, prepared.train, data_rank=0, data_parallel=1, seed=config.spec.training.seed)
-    stamps = Stamps()
-    stamps.times = [time.process_time()]
+    turn = Turn()
+    turn.begin()
     for index in range(prepared.total_steps):
         share, total = shares.share(index), 0.0
         for bin_ in share.bins:
@@ -83,8 +70,7 @@ def bare(config: TrainerConfig, run_dir: Path) -> Stamps:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        stamps.step(share.step.tokens, total / share.step.trained_tokens)
-    return stamps
+        turn.end(share.step.tokens, total / share.step.trained_tokens)
 
 
 def main() -> None:
@@ -93,11 +79,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1] == "bare":
         run_dir.mkdir(parents=True, exist_ok=True)
-        stamps = bare(config, run_dir)
+        bare(config, run_dir)
     else:
-        stamps = Stamps()
-        Trainer(config, Ranks.from_environment(), run_dir, [stamps]).run()
-    print(json.dumps(stamps.told()))
+        Trainer(config, Ranks.from_environment(), run_dir, [Turns()]).run()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,13 +1,15 @@
-"""Our trainer beside TRL's and beside a bare loop, in turn, on one thread: ratios of tokens a second.
+"""Our trainer beside TRL's and beside a bare loop, step by step in turn, on one thread: ratios of tokens a second.
 
-    python -m tests.bench.trainer PYTHON_WITH_TRL [--rounds 2] [--steps 8] [--sizes 128x4 256x6]
+    python -m tests.bench.trainer PYTHON_WITH_TRL [--steps 19] [--sizes 128x4 256x6]
 
-Both train the same Qwen3 in fp32 on the same conversations with AdamW at a constant rate, 32 of them a step in the same
-order (rows that TRL packs hold as many on average). Time is that of the process on the processor, from the end of the
-third step on: what is compiled, and what else the machine does, does not count. Of every pair of runs, A/B/B/A, the
+All train the same Qwen3 in fp32 on the same conversations with AdamW at a constant rate, 32 of them a step in the same
+order (rows that TRL packs hold as many on average). Runs that are compared live at the same time, each in a process of
+its own, and take turns: a step of each, then a step of each the other way round (A, B, B, A), so that whatever slows
+the machine, for seconds or for minutes, slows all alike. Time is that of the process on the processor, from the end of
+the third step on: what is compiled, and what else the machine does, does not count. Of every such pair of steps the
 ratio; printed is the lower quartile (of ``overhead`` the upper one), the worse of the sizes. Our runs and TRL's are
 without gradient checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded; ours: packed,
-without it). ``--rounds 1 --steps 5 --sizes 128x4`` is the short form, of ten minutes at most.
+without it). ``--steps 5 --sizes 128x4`` is the short form, of five minutes at most.
 """
 
 import argparse
@@ -17,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,9 @@ from sft_trainer.data.packing import first_fit_decreasing
 from tests.parity.runs import manifest, resolve, worker_environment
 
 from .bench_inputs import LENGTHS, SIZES, make_bench_inputs
+from .taking_turns import MARK
 
 EXAMPLES, WARM_UP_STEPS = 32, 3
-Run = dict[str, Any]
 _LORA = {"lora": {"rank": 16, "alpha": 32}}
 OURS: dict[str, dict[str, Any]] = {
     "packed": {"data": {"packing": "ffd"}, "training": {"maxTokensPerMicroBatch": 2048}},
@@ -38,28 +42,93 @@ OURS: dict[str, dict[str, Any]] = {
     "default": {},
     "lora": {"data": {"packing": "none"}, "training": {"microBatchSize": 8}, **_LORA},
 }
-PAIRS = {
-    "ratio_packed": ("packed", "trl packed"),
-    "ratio_unpacked": ("unpacked", "trl padded"),
-    "ratio_default": ("default", "trl default"),
-    "ratio_compiled": ("compiled", "packed"),
-    "ratio_lora": ("lora", "trl lora"),
-    "overhead": ("bare", "packed"),
-}
-"""Tokens a second of the first by those of the second."""
-TRL_MODES = ("trl packed", "trl padded", "trl single", "trl flattened")
-SAME_STEPS = (
-    "packed",
-    "unpacked",
-    "compiled",
-    "default",
-    "bare",
-    "trl padded",
-    "trl single",
-    "trl flattened",
-    "trl default",
+TRL_MODES = ("trl packed", "trl padded", "trl single", "trl flattened", "trl wrapped")
+TOGETHER = (
+    ("packed", "compiled", "bare"),
+    ("packed", "unpacked", *TRL_MODES),
+    ("default", "trl default"),
+    ("lora", "trl lora"),
 )
-"""Runs whose steps have the same tokens, and whose losses must be equal."""
+"""Runs that take turns: no more at once than fit into the memory of a small machine."""
+BESIDE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "ratio_packed": (["packed"], ["trl packed"]),
+    "ratio_unpacked": (["unpacked"], ["trl padded"]),
+    "ratio_best": (["packed", "unpacked"], TRL_MODES),
+    "ratio_default": (["default"], ["trl default"]),
+    "ratio_compiled": (["compiled"], ["packed"]),
+    "ratio_lora": (["lora"], ["trl lora"]),
+    "overhead": (["bare"], ["packed"]),
+}
+"""Tokens a second of the fastest of the first by those of the fastest of the second."""
+OTHER_STEPS = ("trl packed", "trl wrapped")
+"""Runs whose steps have about as many tokens as those of the others: which ones, is for TRL to choose."""
+ADAPTERS = ("lora", "trl lora")
+"""Runs whose losses are those of the others until adapters differ from nothing, that is in the first step."""
+
+
+@dataclass
+class Run:
+    """What a process told of its steps."""
+
+    ready: float
+    """Seconds on the processor until its first step could begin."""
+    tokens: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def rates(self) -> list[float]:
+        """Tokens a second on the processor of every two steps, the first ones left out."""
+        pairs = range(WARM_UP_STEPS, len(self.tokens) - 1, 2)
+        return [sum(self.tokens[at : at + 2]) / sum(self.seconds[at : at + 2]) for at in pairs]
+
+
+class Process:
+    """A run that takes its turns."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self.name, self._log = name, log
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment
+        )
+        self.run = Run(self._told()["ready"])
+        print(f"# {name}: ready after {self.run.ready:.0f} s", flush=True)
+
+    def step(self) -> None:
+        """The next one."""
+        self._go_on()
+        told = self._told()
+        self.run.tokens.append(int(told["tokens"]))
+        self.run.losses.append(told["loss"])
+        self.run.seconds.append(told["seconds"])
+
+    def end(self) -> None:
+        """After its last step; raises RuntimeError when it fails then."""
+        self._go_on()
+        assert self._process.stdout is not None
+        self._process.stdout.read()
+        if self._process.wait() != 0:
+            raise self._failure()
+
+    def stop(self) -> None:
+        """Whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+    def _go_on(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def _told(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                told: dict[str, float] = json.loads(line.removeprefix(MARK))
+                return told
+        raise self._failure()
+
+    def _failure(self) -> RuntimeError:
+        return RuntimeError(f"{self.name} ended with {self._process.wait()}: {self._log.read_text()[-3000:]}")
 
 
 class Bench:
@@ -69,18 +138,28 @@ class Bench:
         self._python, self._work, self._steps, self._count = python, work / size, steps, 0
         make_bench_inputs(self._work / "inputs", size, rows=EXAMPLES * steps)
 
-    def run(self, name: str) -> Run:
-        """One run by its name."""
+    def runs(self, names: Sequence[str]) -> dict[str, Run]:
+        """Those of these names, step by step in turn."""
+        with ExitStack() as stack:
+            processes = [stack.enter_context(self._process(name)) for name in names]
+            for number in range(self._steps):
+                for process in processes if number % 2 == 0 else reversed(processes):
+                    process.step()
+            for process in processes:
+                process.end()
+        return {process.name: process.run for process in processes}
+
+    @contextmanager
+    def _process(self, name: str) -> Iterator[Process]:
+        self._count += 1
         command, environment = self._theirs(name[4:]) if name.startswith("trl ") else self._ours(name)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-3000:]}")
-        run: Run = json.loads(done.stdout.splitlines()[-1])
-        print(f"# {name}: {rate(run):.0f} tokens a second, ready after {run['ready']:.0f} s", flush=True)
-        return run
+        process = Process(name, command, environment, self._work / f"log-{self._count}")
+        try:
+            yield process
+        finally:
+            process.stop()
 
     def _ours(self, name: str) -> tuple[list[str], dict[str, str]]:
-        self._count += 1
         folder = self._work / f"run-{self._count}"
         sections = OURS["packed" if name == "bare" else name]
         training = {
@@ -109,38 +188,32 @@ class Bench:
         return [*command, str(self._steps)], {**environment, "PATH": os.environ["PATH"]}
 
 
-def rate(run: Run) -> float:
-    """Tokens a second on the processor, the first steps left out."""
-    tokens: float = sum(run["tokens"][WARM_UP_STEPS:])
-    return tokens / sum(run["seconds"][WARM_UP_STEPS:])
+def check_alike(size: str, expected: Run, runs: dict[str, Run]) -> None:
+    """Raise where ``runs`` did not train the same tokens as ``expected``, or had other losses."""
+    for name, run in runs.items():
+        if name in OTHER_STEPS:
+            share = statistics.mean(run.tokens) / statistics.mean(expected.tokens)
+            if abs(share - 1) > 0.05:
+                raise AssertionError(f"{size}, {name}: steps of {share:.2f} of the tokens of the others")
+            continue
+        if run.tokens != expected.tokens:
+            raise AssertionError(f"{size}, {name}: steps of {run.tokens}, not {expected.tokens} tokens")
+        losses = list(zip(run.losses, expected.losses, strict=True))[: 1 if name in ADAPTERS else None]
+        if max(abs(one / other - 1) for one, other in losses) > 2e-3:
+            raise AssertionError(f"{size}, {name}: losses {run.losses}, not {expected.losses}")
 
 
-def check_alike(size: str, runs: dict[str, list[Run]]) -> None:
-    """Raise where runs that are compared did not train the same tokens, or had other losses."""
-    expected = runs["packed"][0]
-    for name, of_name in runs.items():
-        for run in of_name:
-            if name in SAME_STEPS:
-                if run["tokens"] != expected["tokens"]:
-                    raise AssertionError(f"{size}, {name}: steps of {run['tokens']}, not {expected['tokens']} tokens")
-                worst = max(abs(a / b - 1) for a, b in zip(run["losses"], expected["losses"], strict=True))
-                if worst > 2e-3:
-                    raise AssertionError(f"{size}, {name}: losses {run['losses']}, not {expected['losses']}")
-            else:
-                share = statistics.mean(run["tokens"]) / statistics.mean(expected["tokens"])
-                if abs(share - 1) > 0.05:
-                    raise AssertionError(f"{size}, {name}: steps of {share:.2f} of the tokens of the others")
+def ratios(runs: dict[str, Run], one: Sequence[str], other: Sequence[str]) -> list[float]:
+    """Of every two steps: the rate of the fastest of ``one`` by that of the fastest of ``other``."""
+    fastest = [
+        [max(rates) for rates in zip(*(runs[name].rates() for name in names), strict=True)] for names in (one, other)
+    ]
+    return [a / b for a, b in zip(*fastest, strict=True)]
 
 
-def in_turn(names: tuple[str, ...], rounds: int) -> Iterable[str]:
-    """All names, forwards and backwards in turn."""
-    for number in range(rounds):
-        yield from names if number % 2 == 0 else names[::-1]
-
-
-def quartile(ratios: list[float], which: float = 0.25) -> float:
+def quartile(of_steps: list[float], which: float = 0.25) -> float:
     """The lower one, or another."""
-    return float(np.quantile(ratios, which))
+    return float(np.quantile(of_steps, which))
 
 
 def packer_fill() -> float:
@@ -153,37 +226,32 @@ def packer_fill() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.trainer")
     parser.add_argument("python", help="with TRL and peft installed")
-    parser.add_argument("--rounds", type=int, default=2, help="every second one backwards")
-    parser.add_argument("--steps", type=int, default=8, help="of each run, three to warm up included")
+    parser.add_argument("--steps", type=int, default=19, help="of each run, three to warm up included")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
-    names = tuple(dict.fromkeys([*(name for pair in PAIRS.values() for name in pair), *TRL_MODES]))
     figures: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="sft-bench-") as scratch:
         for size in options.sizes:
             bench = Bench(options.python, Path(scratch), size, options.steps)
-            runs: dict[str, list[Run]] = {name: [] for name in names}
-            for name in in_turn(names, options.rounds):
-                runs[name].append(bench.run(name))
-            check_alike(size, runs)
-            for figure, (one, other) in PAIRS.items():
-                ratios = [rate(a) / rate(b) for a, b in zip(runs[one], runs[other], strict=True)]
-                figures.setdefault(figure, []).append(quartile(ratios, 0.75 if figure == "overhead" else 0.25))
-            best = [
-                max(rate(a) for a in ours) / max(rate(b) for b in theirs)
-                for ours, theirs in zip(
-                    zip(*(runs[name] for name in ("packed", "unpacked")), strict=True),
-                    zip(*(runs[name] for name in TRL_MODES), strict=True),
-                    strict=True,
-                )
-            ]
-            figures.setdefault("ratio_best", []).append(quartile(best))
-            for name, of_name in runs.items():
-                print(f"{size}_{name.replace(' ', '_')}_tokens_per_second={statistics.median(map(rate, of_name)):.0f}")
-            first = runs["compiled"][0]["ready"] - runs["packed"][0]["ready"]
-            print(f"{size}_compile_seconds={first:.1f}")
-            for name in ("packed", "trl padded"):
-                print(f"{size}_{name.replace(' ', '_')}_last_loss={runs[name][0]['losses'][-1]:.4f}")
+            expected: Run | None = None
+            for names in TOGETHER:
+                runs = bench.runs(names)
+                expected = expected or runs["packed"]
+                check_alike(size, expected, runs)
+                for figure, (one, other) in BESIDE.items():
+                    if {*one, *other} <= {*runs}:
+                        which = 0.75 if figure == "overhead" else 0.25
+                        of_steps = ratios(runs, one, other)
+                        figures.setdefault(figure, []).append(quartile(of_steps, which))
+                        print(
+                            f"{size}_{figure}={quartile(of_steps, which):.3f}  # median {quartile(of_steps, 0.5):.3f}"
+                        )
+                for name, run in runs.items():
+                    key = f"{size}_{name.replace(' ', '_')}"
+                    print(f"{key}_tokens_per_second={statistics.median(run.rates()):.0f}")
+                    print(f"{key}_last_loss={run.losses[-1]:.4f}", flush=True)
+                if "compiled" in runs:
+                    print(f"{size}_compile_seconds={runs['compiled'].ready - runs['packed'].ready:.1f}")
     for figure, of_sizes in figures.items():
         # Of an overhead the larger one counts.
         print(f"{figure}={max(of_sizes) if figure == 'overhead' else min(of_sizes):.2f}")

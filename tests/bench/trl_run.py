@@ -1,47 +1,46 @@
-"""One run of TRL's SFTTrainer, in an environment of its own: prints one JSON line, as ``own_run`` does.
+"""One run of TRL's SFTTrainer, in an environment of its own: step by step as it is told, as ``own_run`` does.
 
     python trl_run.py MODEL DATA MODE STEPS
 
-MODE is what TRL is asked for: ``padded`` (8 examples at once), ``packed`` (bfd, 512 tokens at once), ``single`` (one
-example at once), ``flattened`` (padding-free), each without gradient checkpointing; ``default``, as TRL comes, with
-it; ``lora``, padded with peft's adapters. A step has 32 examples, or as many packed rows as hold about them.
+MODE is what TRL is asked for: ``padded`` (8 examples at once), ``packed`` (bfd, 512 tokens at once), ``wrapped`` (512
+tokens at once, whose documents are cut anywhere and see one another), ``single`` (one example at once), ``flattened``
+(padding-free), each without gradient checkpointing; ``default``, as TRL comes, with it; ``lora``, padded with peft's
+adapters. A step has 32 examples, or as many packed rows as hold about them.
 """
 
-import json
 import math
 import sys
 import tempfile
-import time
+from pathlib import Path
 from typing import Any
+
+# Started by its path: the package of tests needs what this environment does not have. At the end, as other names there
+# are those of the standard library.
+sys.path.append(str(Path(__file__).parent))
 
 import torch
 from datasets import load_dataset
+from taking_turns import Turn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 EXAMPLES = 32
-AT_ONCE = {"padded": 8, "packed": 1, "single": 1, "flattened": 8, "default": 8, "lora": 8}
-
-
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """Time on the processor at the end of every step."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.process_time())
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.process_time())
+AT_ONCE = {"padded": 8, "packed": 1, "wrapped": 1, "single": 1, "flattened": 8, "default": 8, "lora": 8}
+PACKING = {"packed": "bfd", "wrapped": "wrapped"}
 
 
 class CountingTrainer(SFTTrainer):  # type: ignore[misc]
-    """Counts the real tokens of every step: no padding."""
+    """Counts the real tokens of every step (no padding), and takes its turns."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.real_tokens: dict[int, int] = {}
+        self.turn = Turn()
+
+    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        super().log(logs, *rest, **named)
+        if "loss" in logs:  # after each step, and nothing of it comes later
+            self.turn.end(self.real_tokens[self.state.global_step - 1], logs["loss"])
 
     def training_step(self, model: Any, inputs: Any, *rest: Any) -> Any:
         mask = inputs.get("attention_mask")
@@ -49,6 +48,16 @@ class CountingTrainer(SFTTrainer):  # type: ignore[misc]
         step = self.state.global_step
         self.real_tokens[step] = self.real_tokens.get(step, 0) + count
         return super().training_step(model, inputs, *rest)
+
+
+class Beginning(TrainerCallback):  # type: ignore[misc]
+    """The first turn."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._turn.begin()
 
 
 def main() -> None:
@@ -62,7 +71,7 @@ def main() -> None:
 
         options["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
-    def trainer(accumulated: int, clock: Clock) -> CountingTrainer:
+    def trainer(accumulated: int) -> CountingTrainer:
         config = SFTConfig(
             output_dir=tempfile.mkdtemp(prefix="trl-bench-"),
             max_steps=steps,
@@ -70,8 +79,8 @@ def main() -> None:
             gradient_accumulation_steps=accumulated,
             # It refuses to flatten what it might have to cut; nothing here is longer than 512.
             max_length=None if mode == "flattened" else 512,
-            packing=mode == "packed",
-            packing_strategy="bfd",
+            packing=mode in PACKING,
+            packing_strategy=PACKING.get(mode, "bfd"),
             padding_free=mode == "flattened",
             assistant_only_loss=True,
             learning_rate=1e-3,
@@ -93,20 +102,15 @@ def main() -> None:
             args=config,
             train_dataset=rows,
             processing_class=tokenizer,
-            callbacks=[clock],
             **options,
         )
 
-    clock = Clock()
-    running = trainer(EXAMPLES // AT_ONCE[mode], clock)
-    if mode == "packed":
+    running = trainer(EXAMPLES // AT_ONCE[mode])
+    running.add_callback(Beginning(running.turn))
+    if mode in PACKING:
         # As many rows of a step as spread all of them over the steps.
         running.args.gradient_accumulation_steps = math.ceil(len(running.train_dataset) / steps)
     running.train()
-    losses = [entry["loss"] for entry in running.state.log_history if "loss" in entry]
-    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    tokens = [running.real_tokens[step] for step in sorted(running.real_tokens)]
-    print(json.dumps({"ready": clock.times[0], "seconds": seconds, "tokens": tokens, "losses": losses}))
 
 
 if __name__ == "__main__":

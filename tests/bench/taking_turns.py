@@ -1,0 +1,31 @@
+"""Steps of several processes in turn: the side of a process that trains, which TRL's environment imports as well."""
+
+import json
+import sys
+import time
+
+MARK = "turn "
+"""What a line about a turn begins with: others print as well."""
+
+
+class Turn:
+    """Tells who started this process of each step, and waits for the word to go on.
+
+    A turn lasts from the end of the one before: what is prepared between them counts, waiting takes no processor.
+    """
+
+    def __init__(self) -> None:
+        self._ended = 0.0
+
+    def begin(self) -> None:
+        """Everything is ready; returns when the first step may begin."""
+        self._tell({"ready": time.process_time()})
+
+    def end(self, tokens: int, loss: float) -> None:
+        """A step of so many tokens has ended; returns when the next one may begin."""
+        self._tell({"tokens": tokens, "loss": loss, "seconds": time.process_time() - self._ended})
+
+    def _tell(self, what: dict[str, float]) -> None:
+        self._ended = time.process_time()
+        print(MARK + json.dumps(what), flush=True)
+        sys.stdin.readline()
