@@ -22,7 +22,7 @@ from pathlib import Path
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 RUN_DIR = Path(os.environ["SFT_RUN_DIR"])
 SCRIPT = json.loads(Path(os.environ["FAKE_SCRIPT"]).read_text())
-RECORDED = ("SFT_", "MASTER_", "OMP_", "RANK", "LOCAL_", "WORLD_", "GROUP_", "TORCH_")
+RECORDED = ("SFT_", "MASTER_", "OMP_", "RANK", "LOCAL_", "WORLD_", "GROUP_", "TORCH_", "CUDA_")
 FOLDER = Path(SCRIPT["folder"])
 """Stands for the object store: shared by all pods."""
 

@@ -86,6 +86,8 @@ class Group:
     port: int
     nodes: int = 1
     processes: int = 1
+    gpus: int = 0
+    launcher: str = "supervisor"
     run_policy: dict[str, Any] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 5
@@ -105,7 +107,12 @@ class Group:
             "spec": {
                 "model": {"uri": "file:///nowhere"},
                 "data": {"train": [{"uri": "file:///nowhere.jsonl"}]},
-                "compute": {"nodes": self.nodes, "gpusPerNode": 0, "processesPerNode": self.processes},
+                "compute": {
+                    "nodes": self.nodes,
+                    "gpusPerNode": self.gpus,
+                    "processesPerNode": self.processes,
+                    "launcher": self.launcher,
+                },
                 "checkpoint": {"uri": f"file://{self.folder}/checkpoints"},
                 "runPolicy": self.run_policy,
             },

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft_trainer.on_ray import fork_me
-from sft_trainer.on_ray.driver import missing_pods, why_unplaced
-from sft_trainer.on_ray.places import PLACE_SECONDS_VARIABLE, local_rank
+from sft_trainer.on_ray.places import local_rank
 from tests.waiting import wait_until
 
 PYTHON = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps({'env_vars': {'A': 'b'}})}"]
@@ -32,30 +31,6 @@ def test_a_rank_is_the_place_of_its_gpu_in_the_pod(
     gpus: list[str], visible: str | None, counted: int, expected: int
 ) -> None:
     assert local_rank(gpus, visible, counted) == expected
-
-
-def test_the_pods_whose_raylets_are_missing_are_named() -> None:
-    alive = [{"CPU": 4.0, "sft_pod_0": 1.0, "sft_rank": 8.0}, {"sft_pod_10": 1.0}]
-
-    assert missing_pods(alive, 3) == [1, 2]
-    assert missing_pods([*alive, {"sft_pod_1": 1.0}, {"sft_pod_2": 1.0}], 3) == []
-
-
-def test_places_that_do_not_come_are_told_with_the_deadline_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.train.v2._internal import constants, exceptions
-
-    assert constants.WORKER_GROUP_START_TIMEOUT_S_ENV_VAR == PLACE_SECONDS_VARIABLE
-    monkeypatch.setenv(PLACE_SECONDS_VARIABLE, "600")
-    each, free = {"sft_rank": 1.0, "GPU": 1.0}, {"sft_rank": 1.0, "GPU": 0.0}
-
-    waited = why_unplaced(exceptions.WorkerGroupStartupTimeoutError(2), 2, each, free)
-    other = why_unplaced(exceptions.WorkerGroupStartupFailedError("a worker has died"), 2, each, free)
-
-    asked = f"2 ranks of {each} each (free: {free})"
-    assert waited == (
-        f"no places were found for {asked} within 600 s: a raylet has gone, or tasks of a callback hold what ranks need"
-    )
-    assert other == f"could not start {asked}: a worker has died"
 
 
 def test_a_worker_of_ours_is_forked_with_its_own_environment() -> None:

@@ -25,7 +25,6 @@ from .places import (
     HEAD_VARIABLE,
     JOIN_SECONDS,
     NODES_VARIABLE,
-    PLACE_SECONDS_VARIABLE,
     POD_RESOURCE,
     PROCESSES_VARIABLE,
     RANK_RESOURCE,
@@ -35,6 +34,8 @@ from .worker import hold_place
 _POLL_SECONDS = 0.2
 _NO_PLACES = "WorkerGroupStartupTimeoutError"
 """What Ray Train calls it; the class is one of its private ones."""
+_OWN_ERROR = "UserExceptionWithTraceback"
+"""As that: what the function of a worker has raised."""
 
 
 class NotFormedError(Exception):
@@ -79,43 +80,89 @@ def _wait_for_pods(ray: Any, nodes: int, deadline: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _fit(ray: Any) -> None:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+def configuration(ranks: int, gpus: int, files: Path) -> dict[str, Any]:
+    """What Ray Train is told besides the function: a place for each of ``ranks``, ``gpus`` of a pod, and no retries.
+
+    It keeps what it writes below ``files``.
+    """
     from ray.train.backend import BackendConfig
+    from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+
+    resources = {RANK_RESOURCE: 1.0, **({"GPU": 1.0} if gpus else {})}
+    return {
+        # Its backend does nothing: the processes form their group themselves.
+        "backend_config": BackendConfig(),
+        # Ray takes GPUs among the resources for a mistake where it is not told that they are used.
+        "scaling_config": ScalingConfig(num_workers=ranks, use_gpu=gpus > 0, resources_per_worker=resources),
+        "run_config": RunConfig(
+            name="fit",
+            storage_path=str(files / "results"),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
+        ),
+    }
+
+
+def _fit(ray: Any) -> None:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.train.v2.api.exceptions import ControllerError
 
     ranks = int(os.environ[NODES_VARIABLE]) * int(os.environ[PROCESSES_VARIABLE])
-    resources = {RANK_RESOURCE: 1.0, **({"GPU": 1.0} if int(os.environ[GPUS_VARIABLE]) else {})}
-    trainer = DataParallelTrainer(
-        hold_place,
-        # Its backend does nothing: the processes form their group themselves.
-        backend_config=BackendConfig(),
-        scaling_config=ScalingConfig(num_workers=ranks, resources_per_worker=resources),
-        run_config=RunConfig(
-            name="fit",
-            storage_path=str(Path(os.environ[FILES_VARIABLE]) / "results"),
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-        ),
-    )
+    told = configuration(ranks, int(os.environ[GPUS_VARIABLE]), Path(os.environ[FILES_VARIABLE]))
+    trainer = DataParallelTrainer(hold_place, **told)
+    began = time.monotonic()
     try:
         trainer.fit()
     except ControllerError as error:
+        seconds = time.monotonic() - began
+        resources = told["scaling_config"].resources_per_worker
         free = {name: ray.available_resources().get(name, 0.0) for name in resources}
-        message = why_unplaced(error.controller_failure, ranks, resources, free)
+        message = why_unplaced(error.controller_failure, ranks, resources, free, seconds)
         raise NotFormedError(FailureClass.UNKNOWN, message) from error
 
 
-def why_unplaced(failure: Exception, ranks: int, resources: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Why Ray started none of the ``ranks``, each of which takes ``resources``."""
+def why_unplaced(
+    failure: Exception, ranks: int, resources: Mapping[str, float], free: Mapping[str, float], seconds: float
+) -> str:
+    """Why Ray started none of the ``ranks``, each of which takes ``resources``, ``seconds`` after it was asked to."""
     asked = f"{ranks} ranks of {resources} each (free: {free})"
     if type(failure).__name__ == _NO_PLACES:
-        seconds = float(os.environ[PLACE_SECONDS_VARIABLE])
+        # Which may be sooner than its deadline: Ray takes an error while it waits for a place that is not there.
         return (
-            f"no places were found for {asked} within {seconds:.0f} s: a raylet has gone, or tasks of a callback hold "
+            f"no places were found for {asked} in {seconds:.0f} s: a raylet has gone, or tasks of a callback hold "
             "what ranks need"
         )
     return f"could not start {asked}: {failure}"
+
+
+def failure_of(error: Exception) -> FailureClass:
+    """What ``error`` of the driver is: mostly the pod or Ray worker at the other end is gone, and this is its echo.
+
+    Its own supervisor or the group knows that better. What is no word of Ray's or the network's is nobody's echo.
+    """
+    if isinstance(error, NotFormedError):
+        return error.failure
+    return FailureClass.PEER_LOST if _is_echo(error) else FailureClass.UNKNOWN
+
+
+def _is_echo(error: BaseException) -> bool:
+    try:
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+    except ImportError:
+        return False
+    if isinstance(error, RayTaskError):
+        return _is_echo(error.cause)
+    if isinstance(error, RayActorError):
+        # With an error of its own at its start it is not gone: it never was.
+        return not error.actor_init_failed
+    if failures := getattr(error, "worker_failures", None):
+        # Ray Train's, by rank: errors of the function, and words of Ray Train on workers that do not answer.
+        return not any(type(failure).__name__ == _OWN_ERROR for failure in failures.values())
+    return isinstance(error, RayError | ConnectionError | TimeoutError)
+
+
+def _say(what: str) -> None:
+    """In driver.log, of which the supervisor tells the last lines when this takes too long."""
+    print(what, flush=True)
 
 
 def main() -> int:
@@ -125,14 +172,16 @@ def main() -> int:
         import ray.train  # slow: while the raylets start
 
         deadline = time.monotonic() + JOIN_SECONDS
+        _say("waiting for index 0's own raylet")
         _connect(ray, deadline)
+        _say("waiting for the raylets of all pods")
         _wait_for_pods(ray, int(os.environ[NODES_VARIABLE]), deadline)
+        _say("waiting for Ray to place the ranks")
         _fit(ray)
     except Exception as error:
         traceback.print_exc()
-        # Most often the pod or Ray worker at the other end is gone, which its own supervisor or the group knows better.
-        failure = error.failure if isinstance(error, NotFormedError) else FailureClass.PEER_LOST
-        words = str(error).strip() or type(error).__name__
+        failure = failure_of(error)
+        words = str(error) if isinstance(error, NotFormedError) else f"{type(error).__name__}: {error}"
         report = WorkerError(failure=failure, message=f"Ray: {words}"[:2000], rank=0)
         write_atomically(Path(os.environ["SFT_RUN_DIR"]) / FOLDER / DRIVER_ERROR, report)
         return 1
