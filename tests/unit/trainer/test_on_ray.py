@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from sft_trainer.on_ray import fork_me
 from sft_trainer.on_ray.places import local_rank
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 PYTHON = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps({'env_vars': {'A': 'b'}})}"]
 OURS = {fork_me.JOB_VARIABLE: fork_me.FIRST_JOB}
@@ -56,15 +59,26 @@ def test_what_is_not_of_ours_starts_as_ray_starts_it(arguments: list[str], envir
     assert fork_me.to_fork(arguments, environment) is None
 
 
+@contextmanager
+def forking(tmp_path: Path, changed: str = "forks.IMPORTS = ()") -> Iterator[dict[str, str]]:
+    """The environment of who asks a process that forks, ``changed``; SERVER is its pid."""
+    program = f"import os, sys; from sft_trainer.on_ray import forks; {changed}; forks.main(sys.argv[1])"
+    with open(tmp_path / "forks.log", "wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "forks")], stderr=log)
+    wait_until((tmp_path / "forks").exists)
+    asked = {fork_me.SOCKET_VARIABLE: str(tmp_path / "forks"), "PYTHONPATH": str(tmp_path), "SERVER": str(process.pid)}
+    try:
+        yield {**os.environ, **asked}
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture
 def forks(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of who asks a process that forks and has imported nothing."""
-    program = "import sys; from sft_trainer.on_ray import forks; forks.IMPORTS = (); forks.main(sys.argv[1])"
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "forks")])
-    wait_until((tmp_path / "forks").exists)
-    yield {**os.environ, fork_me.SOCKET_VARIABLE: str(tmp_path / "forks"), "PYTHONPATH": str(tmp_path)}
-    process.kill()
-    process.wait()
+    """Of one that has imported nothing."""
+    with forking(tmp_path) as environment:
+        yield environment
 
 
 def as_module(tmp_path: Path, text: str) -> list[str]:
@@ -105,3 +119,93 @@ def test_a_fork_ends_with_who_asked_for_it_and_the_other_way_round(forks: dict[s
     asking, pid = start()
     os.kill(pid, signal.SIGKILL)
     assert asking.wait() == -signal.SIGKILL
+
+
+TELLS_WHOSE_IT_IS = "import os, sys; print(str(os.getppid()) == os.environ.get('SERVER')); sys.exit(7)"
+
+
+def asked_for(tmp_path: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code of a module that is asked for, and whether it was a fork."""
+    command = as_module(tmp_path, TELLS_WHOSE_IT_IS)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.strip()
+
+
+def test_an_import_that_is_not_there_is_left_to_who_needs_it(tmp_path: Path) -> None:
+    with forking(tmp_path, "forks.IMPORTS = ('no_such_module', 'ssl')") as environment:
+        assert asked_for(tmp_path, environment) == (7, "True")
+
+    assert "No module named 'no_such_module'" in (tmp_path / "forks.log").read_text()
+
+
+def test_where_no_process_can_be_made_who_asks_imports_for_itself_and_the_others_live(tmp_path: Path) -> None:
+    # Given a process that cannot fork the second time
+    fails_once = (
+        "forks.IMPORTS = (); fork = os.fork; calls = iter((fork, lambda: os.open('/nowhere/at/all', 0), fork)); "
+        "forks.os.fork = lambda: next(calls)()"
+    )
+    with forking(tmp_path, fails_once) as environment:
+        sleeps = "import time, pathlib; pathlib.Path('there').touch(); time.sleep(1000)"
+        first = subprocess.Popen(as_module(tmp_path, sleeps), env=environment, cwd=tmp_path)
+        wait_until((tmp_path / "there").exists)
+
+        # When it is asked to, and once more
+        second, third = (asked_for(tmp_path, environment) for _ in range(2))
+
+        # Then who asked has begun by itself, the first fork lives, and the third is one again
+        assert (second, third) == ((7, "False"), (7, "True"))
+        assert first.poll() is None
+        first.kill()
+        first.wait()
+    assert "no fork could be made: [Errno 2]" in (tmp_path / "forks.log").read_text()
+
+
+def test_who_asks_for_nothing_or_for_nonsense_keeps_nobody_waiting(forks: dict[str, str], tmp_path: Path) -> None:
+    silent, gone, mad = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3))
+    with silent, gone, mad:
+        for connection in (silent, gone, mad):
+            connection.connect(forks[fork_me.SOCKET_VARIABLE])
+        gone.close()
+        socket.send_fds(mad, [b"no JSON"], [0, 1, 2])
+
+        assert asked_for(tmp_path, forks) == (7, "True")
+        assert mad.recv(1) == b""
+
+
+@contextmanager
+def ends_when_asked(path: Path, answer: bytes, *, reads: bool) -> Iterator[None]:
+    """Who listens as if it would fork, and ends when it is asked: the other end is reset where nothing was read."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def end() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                # Until it has asked.
+                socket.socket.recv(connection, 1, 0 if reads else socket.MSG_PEEK)
+                if answer:
+                    connection.send(answer)
+
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        yield
+        thread.join(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reads", "code", "said"),
+    [
+        pytest.param(b"", True, 7, "False", id="no fork yet, closed"),
+        pytest.param(b"", False, 7, "False", id="no fork yet, reset"),
+        pytest.param(fork_me.FORKED, True, 1, "", id="the fork has ended with it"),
+    ],
+)
+def test_who_forks_may_end_before_the_fork_or_after(
+    tmp_path: Path, answer: bytes, reads: bool, code: int, said: str
+) -> None:
+    with ends_when_asked(tmp_path / "forks", answer, reads=reads):
+        environment = {**os.environ, fork_me.SOCKET_VARIABLE: str(tmp_path / "forks"), "PYTHONPATH": str(tmp_path)}
+
+        assert asked_for(tmp_path, environment) == (code, said)

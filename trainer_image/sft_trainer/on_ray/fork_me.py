@@ -4,6 +4,7 @@ Imports nothing but the standard library: it is to be up at once. Lives for as l
 exit code; a signal that ends it ends the fork.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SOCKET_VARIABLE = "SFT_RAY_FORKS"
+FORKED = b"+"
+"""The first word of who forks: from here on there is a fork, and nobody else may do its work."""
 JOB_VARIABLE = "RAY_JOB_ID"
 FIRST_JOB = "01000000"
 """The job of a cluster's first driver, which is ours. Callbacks that join make others."""
@@ -49,16 +52,22 @@ def _worker(words: list[str], environment: dict[str, str]) -> tuple[list[str], d
 
 def _fork(arguments: list[str], environment: dict[str, str]) -> int | None:
     """The exit code of the fork; None when nobody forks."""
+    request = json.dumps({"argv": arguments, "env": environment, "cwd": os.getcwd()}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
             connection.connect(environment[SOCKET_VARIABLE])
+            socket.send_fds(connection, [request], [0, 1, 2])
+            forked = connection.recv(len(FORKED))
         except (KeyError, OSError):
             return None
-        request = {"argv": arguments, "env": environment, "cwd": os.getcwd()}
-        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
-        answer = connection.recv(64)
-    # Without an answer who forks has ended, and its forks with it.
-    return int(answer) if answer else 1
+        if not forked:
+            # Who forks has ended over its imports, or can make no process: there is no fork.
+            return None
+        with contextlib.suppress(OSError):
+            if answer := connection.recv(64):
+                return int(answer)
+    # Who forks has ended, and its forks with it.
+    return 1
 
 
 def main(arguments: list[str]) -> int:

@@ -3,7 +3,10 @@
 ``python -m sft_trainer.on_ray.forks SOCKET``, started by the supervisor, once for all generations. A start of Ray is a
 dozen processes of Python, and a worker of it is two in a row: each import costs 2 s of a processor. ``fork_me.py`` asks
 on SOCKET, which nobody but this user can reach: ``{"argv": ..., "env": ..., "cwd": ...}`` as JSON, with its standard
-input, output and error. It gets the exit code in the end; when its own end closes the connection, the fork is killed.
+input, output and error. It gets one byte when there is a fork, and the exit code in the end; when its own end closes
+the connection, the fork is killed. Where it gets nothing there is no fork, and it imports for itself.
+
+All forks end with this process: nothing that somebody asks may end it.
 
 Ray reads two variables when it is imported, and never again: which job a worker is of, and which process it should see
 live. They are known before: the first driver's job has always the same name, and workers of a raylet that has died go
@@ -22,9 +25,11 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sft_trainer.on_ray.fork_me import FORKED
 from sft_trainer.supervisor.preload import show_as, why_unfit
 
 IMPORTS = (
@@ -47,7 +52,10 @@ class Forks:
         self._selector.register(listener, selectors.EVENT_READ)
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._asking: set[socket.socket] = set()
+        """Connections of those who have said nothing yet."""
         self._connections: dict[int, socket.socket] = {}
+        """Of the forks, by pid."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
 
@@ -56,8 +64,12 @@ class Forks:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    if work := self._fork(connection):
+                    with contextlib.suppress(OSError):
+                        connection, _ = self._listener.accept()
+                        self._selector.register(connection, selectors.EVENT_READ)
+                        self._asking.add(connection)
+                elif key.fileobj in self._asking:
+                    if work := self._answer(key.fileobj):
                         return work
                 elif key.fileobj == self._woken:
                     with contextlib.suppress(BlockingIOError):
@@ -66,20 +78,30 @@ class Forks:
                 else:
                     self._hung_up(key.fileobj)
 
-    def _fork(self, connection: socket.socket) -> Callable[[], None] | None:
-        request, streams, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
-        if len(streams) == 3:
-            pid = os.fork()
-            if pid == 0:
-                connection.close()
-                self._leave()
-                return lambda: _become(json.loads(request), streams)
-            self._connections[pid] = connection
-            self._selector.register(connection, selectors.EVENT_READ)
-        else:
+    def _answer(self, connection: socket.socket) -> Callable[[], None] | None:
+        """Fork for who asks, or hang up; returns in the fork only, what that is to do."""
+        self._asking.remove(connection)
+        request, streams = _asked(connection)
+        server, pid = os.getpid(), None
+        if request is not None:
+            try:
+                pid = os.fork()
+            except OSError as problem:
+                _say(f"no fork could be made: {problem}")
+        if pid == 0 and request is not None:
             connection.close()
+            self._leave()
+            return lambda: _become(request, streams, server)
         for stream in streams:
             os.close(stream)
+        if pid is None:
+            self._selector.unregister(connection)
+            connection.close()
+        else:
+            self._connections[pid] = connection
+            # When nobody hears it, that is seen next.
+            with contextlib.suppress(OSError):
+                connection.send(FORKED)
         return None
 
     def _leave(self) -> None:
@@ -89,7 +111,7 @@ class Forks:
         self._listener.close()
         for end in (self._woken, self._wake):
             os.close(end)
-        for connection in self._connections.values():
+        for connection in (*self._asking, *self._connections.values()):
             connection.close()
 
     def _reap(self) -> None:
@@ -113,10 +135,28 @@ class Forks:
                 return
 
 
-def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
-    """In the fork: be what ``python *argv`` would be."""
+def _asked(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What is asked for on ``connection``, None when it is nothing, and the descriptors that came with it."""
+    streams: list[int] = []
+    try:
+        words, streams, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+        return (json.loads(words) if len(streams) == 3 else None), streams
+    except (OSError, ValueError) as problem:
+        _say(f"what was asked for is not known: {problem}")
+        return None, streams
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _become(request: dict[str, Any], streams: Sequence[int], server: int) -> None:
+    """In the fork of the process ``server``: be what ``python *argv`` would be."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:
+        # It ended before that, and who asked may have begun by itself.
+        os._exit(1)
     for stream, target in zip(streams, (0, 1, 2), strict=True):
         os.dup2(stream, target)
         os.close(stream)
@@ -142,7 +182,11 @@ def main(path: str) -> None:
         listener.listen(512)
         gc.disable()
         for name in IMPORTS:
-            importlib.import_module(name)
+            # Private modules of one version of Ray: who needs one that is not there will complain of it.
+            try:
+                importlib.import_module(name)
+            except Exception:
+                traceback.print_exc()
         gc.collect()
         gc.freeze()
         gc.enable()
