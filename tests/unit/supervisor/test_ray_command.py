@@ -11,6 +11,7 @@ from sft_trainer.supervisor.protocol import RayHead
 from sft_trainer.supervisor.ray_command import (
     lasting_environment,
     own_address,
+    place_seconds,
     ray_environment,
     raylet_command,
     user_environment,
@@ -69,6 +70,30 @@ def test_what_guards_ray_is_not_the_users_to_change() -> None:
 
     assert (lasting["RAY_AUTH_MODE"], lasting["RAY_USAGE_STATS_ENABLED"]) == ("token", "0")
     assert lasting["RAY_health_check_timeout_ms"] == "1000"
+
+
+def test_how_long_ray_waits_is_the_users_to_say() -> None:
+    usual = lasting_environment(SETTINGS, {}, home=FILES.parent)
+    given = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "900", "RAY_worker_register_timeout_seconds": "30"}
+    changed = lasting_environment(SETTINGS, given, home=FILES.parent)
+
+    assert {name: usual[name] for name in given} == {
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
+        "RAY_worker_register_timeout_seconds": "600",
+    }
+    assert {name: changed[name] for name in given} == given
+    assert (place_seconds(usual), place_seconds(changed)) == (180.0, 900.0)
+    assert place_seconds({"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3 minutes"}) == 180.0
+
+
+def test_which_gpu_a_rank_has_is_not_the_users_to_change() -> None:
+    given = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0", "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "1"}
+
+    lasting = lasting_environment(SETTINGS, {**given, "CUDA_VISIBLE_DEVICES": "2,3"}, home=FILES.parent)
+
+    assert lasting["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+    assert lasting["TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"] == "0"
+    assert lasting["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,34 @@ FORKS, RAYLET, DRIVER = 4_100_001, 4_100_002, 4_100_003
 GENERATION = Generation(id=17, number=1, master_port=20_001, ray=RayHead(port=20_002, token="secret"))
 
 
+class Clock:
+    """Whose time the test says."""
+
+    seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayLauncher]:
-    """Of index 0, with two ranks, once it has begun; its processes are none."""
+def clock() -> Clock:
+    return Clock()
+
+
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, *, node: int = 0) -> RayLauncher:
+    """Of index ``node``, with two ranks, once it has begun; its processes are none."""
     pids = iter((FORKS, RAYLET, DRIVER, FORKS + 10, RAYLET + 10, DRIVER + 10))
     monkeypatch.setattr(ray_launcher, "start_process", lambda *_, **__: next(pids))
-    settings = dataclasses.replace(SETTINGS, node=0, processes=2, run_dir=tmp_path, launcher="ray")
-    made = RayLauncher(settings, cpus=2, memory=None)
+    settings = dataclasses.replace(SETTINGS, node=node, processes=2, run_dir=tmp_path, launcher="ray")
+    made = RayLauncher(settings, cpus=2, memory=None, clock=clock)
     made.begin(GENERATION, master_address="127.0.0.1")
+    return made
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[RayLauncher]:
+    """Of index 0."""
+    made = begun(tmp_path, monkeypatch, clock)
     yield made
     made.close()
 
@@ -119,6 +139,99 @@ def test_a_rank_whose_ray_worker_is_gone_has_lost_its_place(launcher: RayLaunche
     (failure,) = launcher.failures
     assert failure.rank == 1
     assert "Ray worker" in failure.message
+
+
+def test_a_start_of_ray_that_never_ends_is_a_failure_in_words(
+    launcher: RayLauncher, tmp_path: Path, clock: Clock
+) -> None:
+    # Given a start in which one of two ranks has a place when the deadlines for joining and placing are over
+    (tmp_path / "ray" / "driver.log").write_text("Connected to Ray cluster\nwaiting for Ray to place the ranks\n")
+    (tmp_path / "ray" / "raylet.log").write_text("Ray runtime started.\n")
+    give(tmp_path, 0, os.getpid())
+    clock.seconds += 180 + 180 + 60
+    look(launcher, forming=True)
+    assert launcher.failures == ()
+
+    # When a second more has passed
+    clock.seconds += 1
+    look(launcher, forming=True)
+    look(launcher, forming=True)
+
+    # Then it is told once, and who said what last
+    (failure,) = launcher.failures
+    assert (failure.failure, failure.outside, failure.rank) == (FailureClass.UNKNOWN, False, None)
+    assert failure.message == (
+        "Ray: 1 of the 2 ranks of pod 0 wait for a place after 421 s. Raylets may take 180 s to meet, places 180 s "
+        "(RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S of compute.env), Ray's own processes 60 s to start: some of them do "
+        "not start or do not answer. driver.log: Connected to Ray cluster | waiting for Ray to place the ranks; "
+        "raylet.log: Ray runtime started.; forks.log: nothing"
+    )
+
+
+def test_ranks_that_have_places_may_take_their_time(launcher: RayLauncher, tmp_path: Path, clock: Clock) -> None:
+    for local_rank in (0, 1):
+        give(tmp_path, local_rank, os.getpid())
+    clock.seconds += 10_000
+    look(launcher, forming=True)
+
+    assert launcher.failures == ()
+
+
+def test_a_group_that_trains_has_no_deadline(launcher: RayLauncher, clock: Clock) -> None:
+    clock.seconds += 10_000
+    look(launcher, forming=False)
+
+    assert launcher.failures == ()
+
+
+def test_the_deadline_of_a_start_is_the_users_to_move_and_is_in_each_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setenv(places.PLACE_SECONDS_VARIABLE, "900")
+    launcher = begun(tmp_path, monkeypatch, clock, node=1)
+    clock.seconds += 180 + 900 + 60
+    look(launcher, forming=True)
+    assert launcher.failures == ()
+
+    clock.seconds += 1
+    look(launcher, forming=True)
+    launcher.close()
+
+    (failure,) = launcher.failures
+    assert "2 of the 2 ranks of pod 1 wait for a place after 1141 s" in failure.message
+    # There is no driver here.
+    assert failure.message.endswith("raylet.log: nothing; forks.log: nothing")
+
+
+def test_each_start_of_ray_has_the_whole_deadline(launcher: RayLauncher, clock: Clock) -> None:
+    clock.seconds += 421
+    look(launcher, forming=True)
+    look(launcher, over=True, raylet=-9, driver=-9)
+    launcher.clear()
+    launcher.begin(GENERATION.model_copy(update={"number": 2}), master_address="127.0.0.1")
+    clock.seconds += 420
+    look(launcher, forming=True)
+    assert launcher.failures == ()
+
+    clock.seconds += 1
+    look(launcher, forming=True)
+    assert len(launcher.failures) == 1
+
+
+def test_what_the_process_that_forks_says_outlives_generations_and_not_the_run(
+    launcher: RayLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    (tmp_path / "ray" / "forks.log").write_text("ModuleNotFoundError: ray.scripts\n")
+    (tmp_path / "ray" / "driver.log").write_text("of the first generation")
+    look(launcher, over=True, raylet=-9, driver=-9)
+    launcher.clear()
+    launcher.begin(GENERATION.model_copy(update={"number": 2}), master_address="127.0.0.1")
+
+    assert (tmp_path / "ray" / "forks.log").read_text() == "ModuleNotFoundError: ray.scripts\n"
+    assert (tmp_path / "ray" / "driver.log").read_text() == ""
+
+    begun(tmp_path, monkeypatch, clock).close()
+    assert (tmp_path / "ray" / "forks.log").read_text() == ""
 
 
 def test_what_ends_with_the_generation_is_no_failure(launcher: RayLauncher, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from .settings import Settings
 OBJECT_STORE_BYTES = 96 * 2**20
 """Ranks keep nothing in it; tasks of callbacks spill to disk beyond it."""
 LEAST_MEMORY_BYTES = 2**30
+STARTS_SECONDS = 60.0
+"""For Ray's own processes to start, besides the time in which raylets join and that in which places are found."""
 RAYLET = "sft_trainer.on_ray.raylet"
 DRIVER = "sft_trainer.on_ray.driver"
 FORKS = "sft_trainer.on_ray.forks"
@@ -79,9 +81,13 @@ def lasting_environment(settings: Settings, inherited: Mapping[str, str], *, hom
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
         places.PLACE_SECONDS_VARIABLE: f"{places.PLACE_SECONDS:.0f}",
-        # GPUs are divided by rank, by the supervisor.
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        # A worker that is slow to start is not killed, to be started once more on the same busy processors: whether
+        # all takes too long is for the supervisor to judge.
+        "RAY_worker_register_timeout_seconds": "600",
         **inherited,
+        # GPUs are divided by rank, by the supervisor: which rank a Ray worker stands for is read from those of the pod.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
@@ -92,6 +98,15 @@ def lasting_environment(settings: Settings, inherited: Mapping[str, str], *, hom
         places.GPUS_VARIABLE: str(_gpus(settings)),
         fork_me.SOCKET_VARIABLE: str(forks_socket(home)),
     }
+
+
+def place_seconds(environment: Mapping[str, str]) -> float:
+    """How long Ray may look for places."""
+    try:
+        return float(environment[places.PLACE_SECONDS_VARIABLE])
+    except ValueError:
+        # Ray says so itself.
+        return places.PLACE_SECONDS
 
 
 def forks_environment(pid: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,14 +19,17 @@ from sft_api.progress import WorkerError
 from sft_trainer.on_ray import places
 
 from .causes import HOST_OUT_OF_MEMORY
+from .clock import AwakeClock
 from .protocol import Failure, Generation
 from .ray_command import (
     DRIVER,
     FORKS,
+    STARTS_SECONDS,
     forked,
     forks_environment,
     forks_socket,
     lasting_environment,
+    place_seconds,
     ray_environment,
     raylet_command,
     token_file,
@@ -43,14 +46,27 @@ _KILLED_PART = re.compile(r"exit code(\(s\))?=-9\b")
 class RayLauncher:
     """Ray's part of one pod, new in every generation."""
 
-    def __init__(self, settings: Settings, *, cpus: int, memory: int | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        cpus: int,
+        memory: int | None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """``clock`` tells seconds; without one those in which this process was awake."""
         self._settings = settings
+        self._clock = clock or AwakeClock().now
         self._cpus = cpus
         self._memory = memory
         self._home = Path(tempfile.mkdtemp(prefix="sft-ray-", dir="/tmp"))
         """For names of sockets, which must be short."""
         self._environment = lasting_environment(settings, os.environ, home=self._home)
+        self._began = 0.0
+        self._overdue = False
+        """Whether it was said that not all ranks have places."""
         self._forks: int | None = None
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._fork_ahead()
         self._files: Path | None = None
         """Of this generation: Ray's sessions, logs and sockets, and the token."""
@@ -80,9 +96,12 @@ class RayLauncher:
         if head is None:
             raise OSError("index 0 named no place for the raylets to meet")
         self.failures, self._places, self._given_back = (), {}, set()
-        folder = settings.run_dir / places.FOLDER
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        self._began, self._overdue = self._clock(), False
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.iterdir():
+            # The process that forks is of no generation.
+            if file != self._log("forks"):
+                file.unlink()
         self._fork_ahead()
         self._files = files = self._home / f"g{generation.number}"
         files.mkdir()
@@ -99,7 +118,7 @@ class RayLauncher:
             self._driver = self._start(forked(DRIVER), environment, "driver")
 
     def granted(self) -> set[int]:
-        for file in (self._settings.run_dir / places.FOLDER).glob("place-*.json"):
+        for file in self._folder.glob("place-*.json"):
             place = places.Place.model_validate_json(file.read_bytes())
             self._places.setdefault(place.local_rank, place.pid)
         return set(self._places)
@@ -126,6 +145,9 @@ class RayLauncher:
                 self._given_back.add(local_rank)
                 rank = self._settings.node * self._settings.processes + local_rank
                 found.append(_failure("the Ray worker that held the place of this rank has ended", rank=rank))
+        if forming and not self._overdue and (failure := self._too_late()):
+            self._overdue = True
+            found.append(failure)
         if not over:
             self.failures = (*self.failures, *found)
 
@@ -143,25 +165,31 @@ class RayLauncher:
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
 
+    @property
+    def _folder(self) -> Path:
+        return self._settings.run_dir / places.FOLDER
+
     def _fork_ahead(self) -> None:
         """Start the process that imports Ray for all others, unless it lives. Without it each imports for itself."""
         if self._forks is None:
             socket = forks_socket(self._home)
             socket.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                self._forks = start_process(
-                    [sys.executable, "-m", FORKS, str(socket)],
-                    {**self._environment, **NOTHING_STARTS, **forks_environment(os.getpid())},
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with open(self._log("forks"), "ab") as log:
+                    self._forks = start_process(
+                        [sys.executable, "-m", FORKS, str(socket)],
+                        {**self._environment, **NOTHING_STARTS, **forks_environment(os.getpid())},
+                        stdout=subprocess.DEVNULL,
+                        stderr=log.fileno(),
+                    )
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], name: str) -> int:
         with open(self._log(name), "wb") as log:
             return start_process(command, environment, stdout=log.fileno(), stderr=log.fileno())
 
     def _log(self, name: str) -> Path:
-        return self._settings.run_dir / places.FOLDER / f"{name}.log"
+        return self._folder / f"{name}.log"
 
     def _said(self, name: str) -> str:
         """All that it said."""
@@ -169,6 +197,22 @@ class RayLauncher:
             return self._log(name).read_text(errors="replace")
         except OSError:
             return ""
+
+    def _too_late(self) -> Failure | None:
+        """Whatever Ray waits for, and however: not every wait of its own has an end."""
+        seconds, placing = self._clock() - self._began, place_seconds(self._environment)
+        late = seconds > places.JOIN_SECONDS + placing + STARTS_SECONDS
+        if not late or not (lacking := self._settings.processes - len(self.granted())):
+            return None
+        logs = ("raylet", "forks") if self._driver is None else ("driver", "raylet", "forks")
+        said = "; ".join(f"{name}.log: {_last_lines(self._said(name)) or 'nothing'}" for name in logs)
+        message = (
+            f"Ray: {lacking} of the {self._settings.processes} ranks of pod {self._settings.node} wait for a place "
+            f"after {seconds:.0f} s. Raylets may take {places.JOIN_SECONDS:.0f} s to meet, places {placing:.0f} s "
+            f"({places.PLACE_SECONDS_VARIABLE} of compute.env), Ray's own processes {STARTS_SECONDS:.0f} s to start: "
+            f"some of them do not start or do not answer. {said}"
+        )
+        return _failure(message, FailureClass.UNKNOWN)
 
     def _raylet_failure(self, code: int, *, memory_ran_out: bool) -> Failure:
         pod, said = f"Ray in pod {self._settings.node}", self._said("raylet")
@@ -180,9 +224,7 @@ class RayLauncher:
 
     def _driver_failure(self, code: int) -> Failure:
         try:
-            report = WorkerError.model_validate_json(
-                (self._settings.run_dir / places.FOLDER / places.DRIVER_ERROR).read_bytes()
-            )
+            report = WorkerError.model_validate_json((self._folder / places.DRIVER_ERROR).read_bytes())
         except (OSError, ValidationError):
             killed = code == -signal.SIGKILL
             return _failure(f"Ray's driver ended with code {code}: {_last_lines(self._said('driver'))}", outside=killed)
