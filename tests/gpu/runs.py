@@ -1,6 +1,7 @@
 """Checks of whole runs on the device: the trainer through its front door, a configuration and a worker process."""
 
 import hashlib
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.parity.runs import manifest, resolve, step_records
 
 from .figures import Figure
 from .forked import run_worker
+from .isolated import Skipped
 from .kernels import require
 from .plain import read_examples
 
@@ -129,6 +131,24 @@ def resumed(place: Place, steps: int, every: int, kill_after: int) -> dict[str, 
     return {"resumed_loss_error": soon, "resumed_loss_error_at_end": errors[-1]}
 
 
+def placed_by_ray(place: Place, steps: int) -> dict[str, Figure]:
+    """``sft run`` whose process Ray places, on its GPU where there is one, against the same without Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise Skipped("no_ray")
+    losses = []
+    for launcher in ("supervisor", "ray"):
+        compute = {**place.compute, "launcher": launcher}
+        sections = {"compute": compute, "export": {"atEnd": False}}
+        sft_run(place.inputs, place.folder / launcher, 1, steps, every=steps, sections=sections)
+        records = step_records(place.folder / launcher / "store")
+        losses.append([records[step]["loss"] for step in range(1, steps + 1)])
+    if not list((place.folder / "ray").glob("sft-runs/*/run/ray/place-0.json")):
+        raise AssertionError("the process had no place of Ray's")
+    error = worst(abs(a / b - 1) for a, b in zip(*losses, strict=True))
+    require("losses of the run that Ray placed: error", error, 0 if place.device.type == "cpu" else 1e-2)
+    return {"ray_loss_error": error}
+
+
 def saved_and_exported(place: Place) -> dict[str, Figure]:
     """A run that saves, evaluates and exports; resumed when it is complete, it exports the same bytes again.
 
@@ -206,6 +226,7 @@ def checks(inputs: Path, folder: Path, device: torch.device) -> list[tuple[str, 
     """All checks of whole runs, by name; each has a folder of that name below ``folder``."""
     # Steps of a GPU take milliseconds: many of them, so that a kill comes between the first save and the end.
     steps, every, kill_after = (9, 2, 4) if device.type == "cpu" else (400, 20, 50)
+    placed_steps = 3 if device.type == "cpu" else 10
 
     def at(name: str) -> Place:
         return Place(inputs, folder / name, device)
@@ -215,5 +236,6 @@ def checks(inputs: Path, folder: Path, device: torch.device) -> list[tuple[str, 
         ("compiled", lambda: compiled(at("compiled"))),
         ("launched", lambda: launched(at("launched"))),
         ("resumed", lambda: resumed(at("resumed"), steps, every, kill_after)),
+        ("placed_by_ray", lambda: placed_by_ray(at("placed_by_ray"), placed_steps)),
         ("saved_and_exported", lambda: saved_and_exported(at("saved_and_exported"))),
     ]

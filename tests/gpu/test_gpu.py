@@ -16,7 +16,7 @@ import torch
 
 from sft_api.generate import ROOT
 from tests.gpu import __main__ as command
-from tests.gpu import megatron
+from tests.gpu import megatron, runs
 from tests.gpu.figures import Figures
 from tests.gpu.inputs import SMALL
 from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
@@ -118,6 +118,14 @@ def test_without_megatron_it_is_said_and_the_rest_is_measured(
     assert measured == [False, False]
     assert figures.with_value("skipped=no_megatron_core") == ["qwen3_1.7b_megatron"]
     assert "lacks megatron-core" in capsys.readouterr().out
+
+
+def test_without_ray_that_check_is_skipped_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    checks = dict(runs.checks(tmp_path, tmp_path, torch.device("cpu")))
+
+    with pytest.raises(Skipped, match="no_ray"):
+        checks["placed_by_ray"]()
 
 
 @pytest.mark.parametrize(

@@ -255,10 +255,14 @@ def sft_run(
     )
     (folder / "job.yaml").write_text(json.dumps(job))
     environment = {**os.environ, "SFT_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    if sources := os.environ.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(each).resolve()) for each in sources.split(os.pathsep))
     with (folder / "sft.log").open("w") as log:
         run = subprocess.Popen(
             [sys.executable, "-m", "sft_cli.main", "run", str(folder / "job.yaml"), "--output", "json", "--verbose"],
             env=environment,
+            # What a run leaves besides its store is below sft-runs, by the name that all have.
+            cwd=folder,
             stdout=subprocess.DEVNULL,
             stderr=log,
         )
