@@ -1,6 +1,7 @@
 """The disturbances, one job each, against an undisturbed run: which steps were lost, and is the curve the same?"""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,6 +39,8 @@ class Scenario:
     """The workers are asked to stop, and save the step they are at: nothing at all may be lost."""
     failures: int | None = None
     """So many are counted in the end; None when it is not looked at."""
+    resumes: bool = False
+    """The disturbance ends with a new start, of which no incident tells: the next new step is watched for."""
 
 
 SCENARIOS = (
@@ -136,6 +139,7 @@ def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str
     scenario.begin(stage, quickstart(stage, name, training={"steps": len(expected)}))
     stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
     scenario.disturb(stage, name)
+    resumed = _seconds_to_a_step(stage, name) if scenario.resumes else 0.0
     state = stage.wait_for_end(name, seconds=900)
     records = step_records(stage.folder(name))
     result = Result(name, state, curve_mismatch(records, expected))
@@ -144,8 +148,16 @@ def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str
     if state != "Complete":
         result.problems.append(stage.explain(name))
     _judge_restarts(stage, scenario, result)
+    result.away_seconds = max(result.away_seconds, resumed)
     stage.delete(name)
     return result
+
+
+def _seconds_to_a_step(stage: Stage, name: str) -> float:
+    """From now until the status tells of a step that it has not told of yet."""
+    step, began = stage.step(name), time.monotonic()
+    stage.wait_for(name, f"step after {step}", lambda: stage.step(name) > step, seconds=300)
+    return time.monotonic() - began
 
 
 def curve_mismatch(records: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> int:
