@@ -13,7 +13,7 @@ bf16_stages       the first step's distance where stages alone are added, and no
                   rounded otherwise, and sums are made in fp32; at most 1e-5
 reshard_mismatch  tensors that change on the way of a checkpoint: TP2, PP2, uneven and interleaved stages, FSDP, CP2,
                   both again, DP2, TP2 in bf16, TP2; and of a mixture of experts: CP2 with EP2, two copies, PP2, FSDP,
-                  two copies, EP2, CP2 with EP2
+                  two copies, EP2, CP2 with EP2. And through one process: TP2, it alone, PP2; EP2, it alone, PP2
 resume_mismatch   figures and tensors of runs that go on from a checkpoint that differ from those not disturbed
 """
 
@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 from tests.integration.checkpoint import ranks
+from tests.megatron.alone import ALONE, resharded_through_one
 from tests.megatron.cases import OF_FOUR, OF_THREE, OF_TWO, TRAINED, compared, trained
 from tests.megatron.models import save_models
 from tests.megatron.rounding import BF16_OF_FOUR, BF16_OF_TWO, EXACT, rounded
@@ -48,6 +49,7 @@ def main() -> int:
                 errors |= {f"{name}-on{processes}": max(figures.values())}
         in_bf16 = _in_bf16(work)
         found = ranks.run(2, work, trained, work / "models", work, seconds=_SECONDS)[0]
+        found["reshard_mismatch"] += sum(resharded_through_one(work, shapes, _SECONDS) for shapes in ALONE)
     steps = found.pop("steps")
     print(" ".join(f"steps_{name}={value:.1e}" for name, value in steps.items()))
     rounded_steps = {case.name for case in TRAINED if case.precision == "bf16"}
