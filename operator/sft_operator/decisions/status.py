@@ -31,7 +31,13 @@ from .situation import Situation, find_situation
 from .spec import Terms, run_terms
 
 _NO_SETTINGS = PodSettings()
-_NOTHING_AGAINST_IT: dict[str, Any] = {"failures": 0, "repeated": None, "recovery_seconds": None, "nodes": []}
+_NOTHING_AGAINST_IT: dict[str, Any] = {
+    "failures": 0,
+    "repeated": None,
+    "recovery_seconds": None,
+    "nodes": [],
+    "hurried": None,
+}
 INVALID_SPEC = "InvalidSpec"
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
 
@@ -300,6 +306,7 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
         status.observed_generation,
         restarts.failures,
         restarts.disruptions,
+        restarts.hurried,  # what is lost waits for the word
         status.export,
         status.avoided_nodes,
         status.job_ref,
