@@ -1,17 +1,20 @@
 """Pure: from what the trainer reports to what the status shows; the same in the cluster and with ``sft run``."""
 
 import math
+import re
 from collections.abc import Sequence
 from datetime import datetime
 
 from .checkpoints import CheckpointId, checkpoint_id
-from .progress import CommittedCheckpoint, TerminationMessage, TrainingProgress
+from .progress import MOST_WARNINGS, CommittedCheckpoint, TerminationMessage, TrainingProgress
 from .times import timestamp
 from .v1alpha1.status import CheckpointsStatus, CheckpointStatus, ProgressStatus
 
 _STOPPED_EARLY = "StoppedEarly"
 _DUMMY_RUN = "DummyRunComplete"
 _SHOWN_CHECKPOINTS = 10
+_WARNING_CHARACTERS = 1000
+_FIGURES = re.compile(r"\d[\d:.]*[smhd]?")
 
 
 def duration(seconds: float | None) -> str:
@@ -47,6 +50,23 @@ def what_is_complete(progress: ProgressStatus | None, reason: str, message: str)
         said = f"the run was stopped early, {progress.stopped_early}"
         return _STOPPED_EARLY, f"{message}; {said}" if message else said
     return reason, message
+
+
+def with_told(known: Sequence[str], told: Sequence[str]) -> list[str]:
+    """``known`` with what is ``told`` now, the newest last; of more than a status shows the oldest are left out.
+
+    A sentence that is told no longer stays, unless one is told that differs from it in figures alone: whoever counts
+    tells the last count. The same again changes nothing, so what was left out is no news in the next look.
+    """
+    new = dict.fromkeys(text[:_WARNING_CHARACTERS] for text in told)
+    kinds = {_kind(text) for text in new}
+    others = [text for text in known if text not in new and _kind(text) not in kinds]
+    return [*others, *new][-MOST_WARNINGS:]
+
+
+def _kind(warning: str) -> str:
+    """``warning`` without its numbers, times and durations."""
+    return _FIGURES.sub("", warning)
 
 
 def percent(step: int, total: int | None) -> int | None:

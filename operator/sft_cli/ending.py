@@ -7,12 +7,11 @@ from datetime import datetime
 from sft_api.failures import ExitCode, FailureClass, exit_code, failure_class, is_retryable
 from sft_api.goodput import Devices, account
 from sft_api.plan import Plan
-from sft_api.progress import Incident, Phase, Progress, TerminationMessage
+from sft_api.progress import MOST_WARNINGS, Incident, Phase, Progress, TerminationMessage
 from sft_api.report import progress_status, what_is_complete
 from sft_api.times import timestamp
 from sft_api.v1alpha1.status import Condition, ConditionType, RestartsStatus, SFTJobStatus, State
 
-MAX_WARNINGS = 20
 _MAX_MESSAGE = 4096
 
 _ADVICE = {
@@ -124,7 +123,7 @@ def run_status(
         plan=plan,
         export=training.export,
         exports=training.exports,
-        warnings=training.warnings[:MAX_WARNINGS],
+        warnings=training.warnings[-MOST_WARNINGS:],
         start_time=timestamp(times.start),
         first_step_time=timestamp(times.first_step) if times.first_step else None,
         completion_time=timestamp(times.end) if state != "Suspended" else None,

@@ -37,6 +37,7 @@ def summary(
             ("Loss", loss or "no step was made"),
             ("Model", _model(status)),
             ("Exports", _exports(status)),
+            ("Restarts", _restarts(status, ending)),
             ("Time", _time(status)),
             ("Next", f"{_use(status)}-o yaml says more"),
         ]
@@ -46,6 +47,7 @@ def summary(
             ("Loss", loss),
             ("Checkpoint", _checkpoint(status)),
             ("Next", f"the same command {_goes_on(status)}:\n  {command}"),
+            ("Restarts", _restarts(status, ending)),
             ("Time", _time(status)),
         ]
     else:
@@ -56,6 +58,7 @@ def summary(
             ("Checkpoint", _checkpoint(status)),
             ("Next", f"{advice(status, ending)}\n  {command}"),
             ("Log", str(log)),
+            ("Restarts", _restarts(status, ending)),
             ("Time", _time(status)),
         ]
     return tuple(f"{label:<{_LABEL_COLUMNS}}{text}" for label, text in lines if text)
@@ -85,6 +88,20 @@ def _loss(progress: ProgressStatus | None) -> str:
 
 def _change(subject: str, before: float | None, after: float) -> str:
     return f"{subject}{before:.4f} → {after:.4f}" if before is not None else f"{subject}{after:.4f}"
+
+
+def _restarts(status: SFTJobStatus, ending: Ending) -> str:
+    """How often the run began again after a failure, and how long it then took to get on; empty when it never did."""
+    restarts = status.restarts
+    if restarts is None:
+        return ""
+    # What is one too many ends the run.
+    count = restarts.failures - (ending.failure is FailureClass.RESTARTS_EXHAUSTED)
+    if count <= 0:
+        return ""
+    seconds = restarts.total_recovery_seconds
+    took = f", {seconds:,.1f} s {'in all ' if count > 1 else ''}to the next new step" if seconds else ""
+    return f"{count}{took}"
 
 
 def _time(status: SFTJobStatus) -> str:

@@ -106,7 +106,7 @@ class Reconciler:
         for action in result.actions:
             try:
                 looks.append(await self._act(key, action))
-            except (ApiError, TimeoutError) as error:
+            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
                 # Perhaps a policy or a webhook for just that: what else there is to do and to say waits for neither.
                 faults.append(error)
         again = await self._say(key, seen, result, looks)

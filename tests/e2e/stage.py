@@ -91,8 +91,21 @@ class Stage:
             self.cluster.kubectl(
                 "logs", f"--namespace={OPERATOR_NAMESPACE}", "deployment/sft-operator", "--tail=60", check=False
             ).stdout[-5000:],
+            self.progress_reads(),
         ]
         return "\n----\n".join(parts)
+
+    def progress_reads(self) -> str:
+        """How many progress reports each operator pod has read, and asked for in vain, as its metrics say."""
+        told = []
+        names = self.cluster.kubectl("get", "pods", f"--namespace={OPERATOR_NAMESPACE}", "-o", "name", check=False)
+        for pod in names.stdout.split():
+            name = pod.removeprefix("pod/")
+            path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{name}:8080/proxy/metrics"
+            metrics = self.cluster.kubectl("get", f"--raw={path}", check=False)
+            lines = metrics.stdout.splitlines() or [metrics.stderr.strip()]
+            told += [f"{name}: {line}" for line in lines if "progress_reads_total{" in line or not metrics.stdout]
+        return "\n".join(told)
 
     def wait_for(self, name: str, what: str, look: Callable[[], T | None], *, seconds: float = 240) -> T:
         """Poll ``look`` until it returns something true; an AssertionError says all about the job otherwise."""
@@ -269,6 +282,7 @@ def install_operator(cluster: Cluster, *values: str) -> None:
         "pods.imagePullPolicy=IfNotPresent",
         # Short runs: what is disturbed must not be over before the status says that it has begun.
         "settings.pollSeconds=2",
+        "settings.pollSecondsStarting=1",
         "settings.statusSeconds=2",
         "settings.statusSecondsStarting=2",
         # The tag stays the same when the image changes: new pods all the same.

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sft_api.progress import Activity, EarlierIncidents, Incident, Phase, TrainingProgress
+from sft_api.progress import MOST_WARNINGS, Activity, EarlierIncidents, Incident, Phase, TrainingProgress
 from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_atomically
 from sft_api.v1alpha1 import ExportStatus, SpentSeconds
@@ -175,12 +175,15 @@ class Reporter:
             log.info(message, *values)
 
     def warn(self, message: str, *, instead_of: str = "") -> None:
-        """Tell the user something worth acting on, once; ``instead_of`` is the earlier warning that it replaces."""
+        """Tell the user something worth acting on, once; ``instead_of`` is the earlier warning that it replaces.
+
+        No more are kept than a status shows: all of them are in every report.
+        """
         if message not in self.progress.warnings:
             if self._writes:
                 log.warning(message)
             kept = [warning for warning in self.progress.warnings if warning != instead_of]
-            self.update(warnings=[*kept, message])
+            self.update(warnings=[*kept, message][-MOST_WARNINGS:])
 
     def step(self, done: StepDone) -> None:
         """Publish one step."""

@@ -68,6 +68,8 @@ class Saving:
         self._outcome: SaveOutcome | None = None
         """How the last save failed, until that was acted on."""
         self.outage = Outage(config.spec.run_policy.storage_deadline_seconds)
+        self._last_outage = ""
+        """What was told of it when it was over."""
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
         self._needed: Callable[[CheckpointStatus], bool] = lambda checkpoint: False
@@ -359,5 +361,7 @@ class Saving:
         if (lasted := self.outage.ended()) is None or why is None:
             return
         self._reporter.update(storage_outage=None)
-        since = timestamp(why.since)
-        self._reporter.warn(f"for {duration(lasted)}, from {since}, nothing could be saved: {why.message}")
+        before, since = self._last_outage, timestamp(why.since)
+        self._last_outage = f"for {duration(lasted)}, from {since}, nothing could be saved: {why.message}"
+        # A store that comes and goes must not hide what else there is to tell.
+        self._reporter.warn(self._last_outage, instead_of=before)

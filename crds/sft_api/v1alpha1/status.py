@@ -122,6 +122,16 @@ class NodeFailures(ApiModel):
     last_time: Timestamp = Field(description="When it happened.")
 
 
+class HurriedLoss(ApiModel):
+    """The last loss from outside for whose pods the Job controller did not have to wait."""
+
+    step: int = Field(default=0, description="Furthest step of the run then.")
+    checkpoint_step: int = Field(default=0, description="Step of the newest checkpoint then.")
+    newest_pod: Timestamp = Field(
+        description="When the newest of its pods was made; younger ones wait until the run has got further."
+    )
+
+
 class RestartsStatus(ApiModel):
     """What went wrong so far, and what it cost."""
 
@@ -138,6 +148,9 @@ class RestartsStatus(ApiModel):
     )
     nodes: Annotated[list[NodeFailures], Field(max_length=20)] = Field(
         default_factory=list, description="Nodes against which failures of the last day speak, the latest first."
+    )
+    hurried: HurriedLoss | None = Field(
+        default=None, description="The last loss whose pods were replaced without the Job controller's wait."
     )
     replaced_pods: int = Field(
         default=0, description="Lost pods that the Job controller tells of and that are counted in here."
@@ -232,7 +245,7 @@ class SFTJobStatus(ApiModel):
         default_factory=list, description="Models of export.everySteps, newest first, at most 10."
     )
     warnings: Annotated[list[Text], Field(max_length=20)] = Field(
-        default_factory=list, description="What the user should know about data and settings."
+        default_factory=list, description="What the user should know about data, settings and losses, the newest last."
     )
     retried: Annotated[str, Field(max_length=256)] = Field(
         default="", description="Value of the annotation sftjob.dev/retry for which the job began again last."

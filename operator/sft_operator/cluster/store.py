@@ -37,7 +37,7 @@ from sft_api.place import (
     decode_done,
     decode_record,
 )
-from sft_api.progress import TrainingProgress
+from sft_api.progress import MOST_WARNINGS, TrainingProgress
 from sft_api.report import checkpoint_status, checkpoints_status, finite
 from sft_api.v1alpha1 import CheckpointStatus, ExportStatus
 
@@ -53,7 +53,7 @@ READ_SECONDS = 60.0
 COMPLETE_SECONDS = 20.0
 """The same, to find out whether it is complete."""
 CONCURRENCY = 4
-_WARNINGS, _WARNING_CHARACTERS = 20, 1000
+_WARNING_CHARACTERS = 1000
 """As a status shows them."""
 _Found = TypeVar("_Found")
 
@@ -229,5 +229,5 @@ def _progress(raw: bytes | None) -> TrainingProgress | None:
         told = with_clean_checkpoints(TrainingProgress.model_validate(untrusted.loads(raw)))
     except (ValidationError, ValueError):
         return None
-    warnings = [warning[:_WARNING_CHARACTERS] for warning in told.warnings[:_WARNINGS]]
+    warnings = [warning[:_WARNING_CHARACTERS] for warning in told.warnings[-MOST_WARNINGS:]]
     return told.model_copy(update={"warnings": warnings, "eval_losses": {}, "eval_accuracies": {}})

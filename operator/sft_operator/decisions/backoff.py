@@ -6,10 +6,13 @@ further one, at most ten minutes; losses that are free (``Ignore``) count as wel
 """
 
 import math
-from collections.abc import Container
 from datetime import datetime, timedelta
 
 from sft_api.failures import NO_RETRY_EXIT_CODES
+from sft_api.restarts import Reached
+from sft_api.times import parse_time, timestamp
+from sft_api.v1alpha1 import RestartsStatus
+from sft_api.v1alpha1.status import HurriedLoss
 
 from ..names import TRACKING_FINALIZER
 from ..picture.observed import Manifest, Observed, Pod
@@ -57,25 +60,54 @@ def _waiting(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
     return sorted(waiting, key=lambda item: item[0], reverse=True)
 
 
-def waits_to_end(observed: Observed, counted: Container[str], now: datetime) -> list[tuple[Pod, Manifest]]:
+def with_hurry(restarts: RestartsStatus, observed: Observed, reached: Reached, now: datetime) -> RestartsStatus:
+    """``restarts``, and that there is hurry for what is lost now, if the run has got further since there last was.
+
+    Else whatever ends its pods again and again, for free, would do so as fast as they come.
+    """
+    last = restarts.hurried
+    if not _hurriable(observed, now):
+        return restarts
+    if last is not None:
+        before = Reached(last.step, last.checkpoint_step)
+        if not reached.is_beyond(before):
+            return restarts
+        reached = reached.or_further(before)
+    newest = timestamp(max((pod.created for pod in observed.pods if pod.created), default=now))
+    hurried = HurriedLoss(step=reached.step, checkpoint_step=reached.checkpoint_step, newest_pod=newest)
+    return restarts.model_copy(update={"hurried": hurried})
+
+
+def waits_to_end(observed: Observed, restarts: RestartsStatus, now: datetime) -> list[tuple[Pod, Manifest]]:
     """Lost pods whose index need not wait, with the strategic merge patch of their status that lets go of them.
 
-    Whatever ended such a pod does not lie in the run, and the pod had run for longer than its index would wait, and for
-    half a minute: a loop of pods that end soon after they begin is slowed by the Job controller. It has to be
-    ``counted`` first, as the status has it, with what its annotations tell of losses before it: the Job controller
-    forgets them.
+    By ``restarts``, as the status has them, there is hurry, and the pod is counted, with what its annotations tell of
+    losses before it: the Job controller forgets them.
     """
-    child = observed.job
-    if child is None or child.suspended or child.deleting or child.complete or child.failed:
-        return []
     return [
         (pod, _wait_ended_patch(pod))
-        for left, pod in _waiting(observed, now)
-        if left > _WORTH_SECONDS and pod_key(pod) in counted and _is_hurried(pod)
+        for pod in _hurriable(observed, now)
+        if pod_key(pod) in restarts.counted and _is_in_time(pod, restarts)
     ]
 
 
-def _is_hurried(pod: Pod) -> bool:
+def _is_in_time(pod: Pod, restarts: RestartsStatus) -> bool:
+    """Whether ``pod`` was there when there was hurry last: what came after it waits until the run gets further."""
+    newest = parse_time(restarts.hurried.newest_pod) if restarts.hurried else None
+    return newest is not None and pod.created is not None and pod.created <= newest
+
+
+def _hurriable(observed: Observed, now: datetime) -> list[Pod]:
+    """Lost pods that wait, though what ended them does not lie in the run."""
+    child = observed.job
+    if child is None or child.suspended or child.deleting or child.complete or child.failed:
+        return []
+    return [pod for left, pod in _waiting(observed, now) if left > _WORTH_SECONDS and _may_be_hurried(pod)]
+
+
+def _may_be_hurried(pod: Pod) -> bool:
+    """Whether it was ended from outside, after it had run for longer than its index would wait, and for half a minute:
+    a loop of pods that end soon after they begin is slowed by the Job controller."""
     if pod.terminated and pod.terminated.exit_code in NO_RETRY_EXIT_CODES:
         return False  # the Job fails by it
     item = loss(pod, gone=False)
@@ -93,9 +125,9 @@ def _wait_ended_patch(pod: Pod) -> Manifest:
     return {"metadata": {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKING_FINALIZER]}}
 
 
-def waits(observed: Observed, now: datetime) -> str:
+def waits(observed: Observed, restarts: RestartsStatus, now: datetime) -> str:
     """What the Job controller waits for, as a sentence; empty when it does not, or is about to be told not to."""
-    if not (waiting := _worded(observed, now)):
+    if not (waiting := _worded(observed, restarts, now)):
         return ""
     seconds, longest = waiting[0]
     shown = math.ceil(seconds / _SHOWN_SECONDS) * _SHOWN_SECONDS
@@ -109,14 +141,15 @@ def waits(observed: Observed, now: datetime) -> str:
     return f"{sentence}; less before index {names}"
 
 
-def _worded(observed: Observed, now: datetime) -> list[tuple[float, Pod]]:
+def _worded(observed: Observed, restarts: RestartsStatus, now: datetime) -> list[tuple[float, Pod]]:
     def ends_soon(left: float, pod: Pod) -> bool:
-        return _is_hurried(pod) and _wait(pod) - timedelta(seconds=left) < _UNTOLD
+        ends = _may_be_hurried(pod) and _is_in_time(pod, restarts)
+        return ends and _wait(pod) - timedelta(seconds=left) < _UNTOLD
 
     return [(left, pod) for left, pod in _waiting(observed, now) if not ends_soon(left, pod)]
 
 
-def seconds_to_next_word(observed: Observed, now: datetime) -> float | None:
+def seconds_to_next_word(observed: Observed, restarts: RestartsStatus, now: datetime) -> float | None:
     """Seconds until ``waits`` says something else, None when it says nothing."""
-    waiting = _worded(observed, now)
+    waiting = _worded(observed, restarts, now)
     return (waiting[0][0] % _SHOWN_SECONDS or float(_SHOWN_SECONDS)) if waiting else None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sft_api.deletion import DELETES
 from sft_api.numbers import Numbers
+from sft_api.progress import MOST_WARNINGS
 from sft_api.times import parse_time
 from sft_api.v1alpha1 import S3Spec, SFTJob, SFTJobStatus
 
@@ -27,7 +28,6 @@ GIVE_UP_SECONDS = 600.0
 _LONGEST = timedelta(days=1)
 """The same, however well its removal gets on: somebody may write there all the time. By the time in the object, so
 that no number of operators begins it anew."""
-_MOST_WARNINGS = 20
 _LOOK_SECONDS = 10.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -70,7 +70,7 @@ def why_not_removable(uri: str | None, s3: S3Spec | None, store: StoreSettings |
 def with_warnings(status: SFTJobStatus, warnings: list[str]) -> SFTJobStatus:
     """``status`` with just these warnings about the policy, which may change at any time."""
     others = [text for text in status.warnings if not text.startswith(DELETES)]
-    wanted = [*others[: _MOST_WARNINGS - len(warnings)], *warnings]
+    wanted = [*others, *warnings][-MOST_WARNINGS:]
     return status if wanted == status.warnings else status.model_copy(update={"warnings": wanted})
 
 

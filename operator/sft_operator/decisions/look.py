@@ -217,13 +217,15 @@ class _Look(Notes):
         """Of a run that is under way, or about to be."""
         now = self._now
         self._look_in(seconds_to_complete(observed, now), later=1.0)
-        self._look_in(seconds_to_next_word(observed, now))
         _, export_uri = self._places(job)
         # What stands there before the run fails does not ask that it begins again.
         previous = self._previous.model_copy(update={"retried": retry_word(self._manifest)})
         if job is None:
-            return follow(terms, previous, observed, now, export_uri=export_uri)
-        return compute_status(job, previous, observed, now, export_uri=export_uri, pods=self._settings.pods)
+            status = follow(terms, previous, observed, now, export_uri=export_uri)
+        else:
+            status = compute_status(job, previous, observed, now, export_uri=export_uri, pods=self._settings.pods)
+        self._look_in(seconds_to_next_word(observed, status.restarts or RestartsStatus(), now))
+        return status
 
     # What to ask
 
@@ -319,8 +321,7 @@ class _Look(Notes):
         """Once for each lost pod: where that is refused, its index waits as long as the Job controller has it."""
         present = {pod.uid for pod in self._observed.pods}
         ended = tuple(uid for uid in self._memory.waits_ended if uid in present)
-        counted = self._previous.restarts.counted if self._previous.restarts else ()
-        found = waits_to_end(self._observed, counted, self._now)
+        found = waits_to_end(self._observed, self._previous.restarts or RestartsStatus(), self._now)
         self._actions += [EndWait(pod, patch) for pod, patch in found if pod.uid not in ended]
         self._remember(waits_ended=ended)
 

@@ -17,6 +17,7 @@ from ..picture.memory import FIRST_EVENTS_SECONDS, KueuePace, Memory, changed
 from ..picture.observed import ChildJob, CompleteRun, Observed, Report, Stored, Unanswered, Warning
 from ..picture.workload import Queueing
 from .gangs import half_placed_since
+from .pauses import doubled
 from .places import is_readable
 from .problems import wants_events
 from .queue import asks_kueue, wants_stop
@@ -24,6 +25,7 @@ from .result import AskKueue, AskTrainer, Question, ReadComplete, ReadEvents, Re
 from .spec import Terms
 
 _LONGEST_POLL_SECONDS = 25.0
+_FIRST_POLL_AGAIN_SECONDS = 1.0
 _LAST_EVENTS_SECONDS = 30.0
 _LONGEST_WITHHELD_SECONDS = 10.0
 _NAMESPACE_SECONDS = 5.0
@@ -77,6 +79,10 @@ def ask_trainer(
     # Who does not answer its kubelet is asked at once whether it answers at all.
     at_ease = previous.state == "Running" and not pod.silent
     pause = settings.poll_seconds if at_ease else settings.poll_seconds_starting
+    unanswered, report = memory.unanswered, memory.report
+    if unanswered and unanswered.pod_uid == pod.uid and (report is None or report.pod_uid != pod.uid):
+        # It has only just begun to listen, or is busy: a short run may be over before it is asked at ease.
+        pause = doubled(_FIRST_POLL_AGAIN_SECONDS, unanswered.times - 1, longest=pause)
     # Many jobs share what one operator can read, but no report gets older than half a minute.
     pause = max(pause, min(followed / settings.polls_per_second, _LONGEST_POLL_SECONDS))
     due = clock if memory.polled_at is None else memory.polled_at + pause
@@ -92,9 +98,10 @@ def trainer_answered(
     memory = changed(memory, polled_at=clock, poll_due=None)
     if progress is not None:
         return changed(memory, report=Report(progress, now, question.pod_uid), unanswered=None)
-    if memory.unanswered is None or memory.unanswered.pod_uid != question.pod_uid:
+    known = memory.unanswered
+    if known is None or known.pod_uid != question.pod_uid:
         return changed(memory, unanswered=Unanswered(question.pod_uid, now))
-    return memory
+    return changed(memory, unanswered=replace(known, times=known.times + 1))
 
 
 # Kueue

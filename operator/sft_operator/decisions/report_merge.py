@@ -4,7 +4,7 @@ from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
 from sft_api.progress import BEFORE_TRAINING, MOST_EXPORTS, Phase, TerminationMessage, TrainingProgress
-from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown
+from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown, with_told
 from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import (
     CheckpointsStatus,
@@ -18,7 +18,6 @@ from sft_api.v1alpha1.status import State
 from ..picture.observed import Observed
 
 _AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
-_KEPT_WARNINGS = 20
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
 """Container end times are whole seconds, and the trainer's last report may come just after."""
 _LAST_PHASE = {None: Phase.COMPLETE, FailureClass.INTERRUPTED: Phase.WAITING}
@@ -30,7 +29,7 @@ def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     if report is None or all(pod.uid != report.pod_uid for pod in observed.active_pods):
         return status
     training = report.progress.training
-    status = status.model_copy(update={"warnings": _warnings(status, training)})
+    status = status.model_copy(update={"warnings": with_told(status.warnings, training.warnings)})
     known = status.progress
     if known is None:
         return _adopt(status, training)
@@ -105,11 +104,6 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
         update["recovery_seconds"] = seconds
         update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + seconds, 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
-
-
-def _warnings(status: SFTJobStatus, training: TrainingProgress) -> list[str]:
-    merged = dict.fromkeys([*status.warnings, *(warning[:1000] for warning in training.warnings)])
-    return list(merged)[:_KEPT_WARNINGS]
 
 
 def merge_complete(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
@@ -191,11 +185,10 @@ def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     stored = observed.stored
     if stored is None:
         return status
-    warnings = list(dict.fromkeys([*status.warnings, *(problem[:1000] for problem in stored.problems)]))
     # What the operator did not check itself the trainer may have.
     told = {item.uri: item for item in (status.checkpoints.kept if status.checkpoints else ())}
     kept = [item if item.verified else told.get(item.uri, item) for item in stored.checkpoints.kept]
-    update = {"checkpoints": checkpoints_status(kept), "warnings": warnings[:_KEPT_WARNINGS]}
+    update = {"checkpoints": checkpoints_status(kept), "warnings": with_told(status.warnings, stored.problems)}
     return status.model_copy(update=update)
 
 

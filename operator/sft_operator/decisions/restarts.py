@@ -16,6 +16,7 @@ from sft_api.v1alpha1 import RestartsStatus
 
 from ..picture.observed import ChildJob, Observed, Pod
 from . import suspects
+from .backoff import with_hurry
 from .failures import Loss, loss, pod_key, with_advice
 from .gangs import release_of
 
@@ -43,7 +44,8 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
                 if _meant_to_run(job, item):
                     restarts = _with_loss(restarts, item, reached, now)
         restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
-    return restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
+    restarts = restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
+    return with_hurry(restarts, observed, reached, now)
 
 
 def _losses(observed: Observed) -> list[Loss]:

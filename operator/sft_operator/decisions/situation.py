@@ -125,7 +125,7 @@ def _find(
         return Situation("Suspending" if observed.active_pods else "Queued", "HalfPlaced", words)
     if child.suspended:
         return _held_back(previous, observed)
-    return _active(terms, previous, observed, now)
+    return _active(terms, previous, observed, restarts, now)
 
 
 def _why_not_running(previous: SFTJobStatus, restarts: RestartsStatus, now: datetime) -> str:
@@ -217,7 +217,9 @@ def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:
     return Situation("Queued", problem.reason, problem.message, problem.stalled)
 
 
-def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datetime) -> Situation:
+def _active(
+    terms: Terms, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
+) -> Situation:
     wanted = terms.nodes
     before = _before(previous)
     complete = sum(pod.phase == "Succeeded" for pod in observed.pods)
@@ -237,7 +239,7 @@ def _active(terms: Terms, previous: SFTJobStatus, observed: Observed, now: datet
     if len(live) < wanted and _has_just_begun(observed, now):
         return Situation(before, "PodsNotReady", f"{ready} of {wanted} pods are ready")
     if len(live) < wanted:
-        return Situation(before, "PodsMissing", _missing(observed, len(live), wanted, now))
+        return Situation(before, "PodsMissing", _missing(observed, restarts, len(live), wanted, now))
     report = fresh_report(observed, now)
     if report and report.version_mismatch:
         return Situation(before, "VersionMismatch", report.version_mismatch, stalled=True)
@@ -301,9 +303,9 @@ def _has_just_begun(observed: Observed, now: datetime) -> bool:
     return began is not None and now - began < _JUST_BEGUN and not lost
 
 
-def _missing(observed: Observed, live: int, wanted: int, now: datetime) -> str:
+def _missing(observed: Observed, restarts: RestartsStatus, live: int, wanted: int, now: datetime) -> str:
     ending = len(observed.active_pods) - live
-    message = waits(observed, now) or f"{live} of {wanted} pods exist"
+    message = waits(observed, restarts, now) or f"{live} of {wanted} pods exist"
     return f"{message}; {ending} still end(s), and a replacement waits for that" if ending else message
 
 

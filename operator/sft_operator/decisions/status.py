@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from sft_api.fitting import fit_status
 from sft_api.known_models import known_shape
 from sft_api.progress import Phase
-from sft_api.report import what_is_complete
+from sft_api.report import what_is_complete, with_told
 from sft_api.restarts import Reached, as_phase
 from sft_api.surprises import surprises
 from sft_api.times import timestamp
@@ -31,7 +31,13 @@ from .situation import Situation, find_situation
 from .spec import Terms, run_terms
 
 _NO_SETTINGS = PodSettings()
-_NOTHING_AGAINST_IT: dict[str, Any] = {"failures": 0, "repeated": None, "recovery_seconds": None, "nodes": []}
+_NOTHING_AGAINST_IT: dict[str, Any] = {
+    "failures": 0,
+    "repeated": None,
+    "recovery_seconds": None,
+    "nodes": [],
+    "hurried": None,
+}
 INVALID_SPEC = "InvalidSpec"
 _MOVING: tuple[State, ...] = ("Preparing", "Queued", "Starting", "Suspending", "Recovering")
 
@@ -78,8 +84,8 @@ def compute_status(
     status = follow(run_terms(job), previous, observed, now, export_uri=export_uri)
     if status.plan is None and not is_finished(previous):
         known = surprises(job.spec, known_shape(job.spec.model.uri))
-        warnings = [*status.warnings, *known, *memory_warnings(job.spec, pods)]
-        status = status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings[:20]})
+        warnings = with_told(status.warnings, [*known, *memory_warnings(job.spec, pods)])
+        status = status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings})
     return status
 
 
@@ -300,6 +306,7 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
         status.observed_generation,
         restarts.failures,
         restarts.disruptions,
+        restarts.hurried,  # what is lost waits for the word
         status.export,
         status.avoided_nodes,
         status.job_ref,

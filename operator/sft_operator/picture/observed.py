@@ -306,6 +306,7 @@ class Unanswered:
 
     pod_uid: str
     since: datetime
+    times: int = 1
 
 
 @dataclass(frozen=True)

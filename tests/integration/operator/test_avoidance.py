@@ -1,4 +1,4 @@
-"""Nodes on which a run fails, and waits that grow: on a real control plane, where the test plays nodes and pods."""
+"""Nodes on which a run fails: on a real control plane, where the test plays nodes and pods."""
 
 from __future__ import annotations
 
@@ -168,31 +168,3 @@ def annotation(scene: Scene, name: str, key: str) -> str:
     job = scene.get("jobs", name)
     assert job is not None
     return str(job["metadata"].get("annotations", {}).get(f"sftjob.dev/{key}", ""))
-
-
-def test_an_index_that_loses_pods_which_had_run_for_long_does_not_wait(scene: Scene) -> None:
-    scene.submit("often", runPolicy=FOR_EVER)
-    pods = scene.start("often")
-    # It has lost six before, as the Job controller writes it, and its next pod would come after ten minutes.
-    scene.patch("pods", pods[1]["metadata"]["name"], {"metadata": {"annotations": {IGNORED: "6"}}})
-    scene.end_pod(pods[1], 137, disruption="PreemptionByScheduler", ran_seconds=3600)
-
-    again = scene.until_pods("often", 2)
-    # The Job controller has begun to count anew, and so does the operator.
-    replacement = annotations_of(scene, again[1])
-    assert (replacement[FAILURES], replacement.get(IGNORED, "0")) == ("0", "0")
-    run_all(scene, "often", again)
-    status = scene.until_state("often", "Running")
-    scene.until(lambda: scene.status("often")["restarts"].get("replacedPods", 0) == 0)
-    assert (status["restarts"]["disruptions"], status["restarts"]["failures"]) == (7, 0)
-
-
-FAILURES = "batch.kubernetes.io/job-index-failure-count"
-IGNORED = "batch.kubernetes.io/job-index-ignored-failure-count"
-
-
-def annotations_of(scene: Scene, pod: Object) -> dict[str, str]:
-    found = scene.get("pods", pod["metadata"]["name"])
-    assert found is not None
-    given: dict[str, str] = found["metadata"]["annotations"]
-    return given

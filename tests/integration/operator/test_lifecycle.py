@@ -107,6 +107,11 @@ def test_an_index_does_not_wait_for_what_was_lost_from_outside_after_a_while(sce
     scene.until_state("hurried", "Running")
     replaced = pods[1]
     for lost in range(1, 4):
+        # It has got further since the last one was lost, and the next is younger (in whole seconds).
+        made = datetime.fromisoformat(replaced["metadata"]["creationTimestamp"])
+        scene.until(lambda made=made: datetime.now(UTC) - made > timedelta(seconds=1))  # type: ignore[misc]
+        scene.supervisors.report(scene.namespace, "hurried", Progress(training=training(5 + lost)))
+        scene.until(lambda step=5 + lost: scene.status("hurried")["progress"]["step"] == step)  # type: ignore[misc]
         # It has lost six before, as the Job controller writes it, and its next pod would come after ten minutes.
         told = {"batch.kubernetes.io/job-index-ignored-failure-count": "6"}
         scene.patch("pods", replaced["metadata"]["name"], {"metadata": {"annotations": told}})
@@ -115,12 +120,8 @@ def test_an_index_does_not_wait_for_what_was_lost_from_outside_after_a_while(sce
         words = last_words(FailureClass.INTERRUPTED, 5)
         scene.end_pod(replaced, 30, message=words, disruption="EvictionByEvictionAPI", ran_seconds=3600)
 
-        def fresh(old: str = replaced["metadata"]["uid"]) -> Object | None:
-            pods = [pod for pod in scene.pods("hurried") if not pod["status"].get("containerStatuses")]
-            return next((pod for pod in pods if pod["metadata"]["uid"] != old), None)
-
         # The Job controller knows of none: it has not waited for this one, and will not wait longer for the next.
-        replaced = scene.until(fresh)
+        replaced = replacement(scene, replaced)
         told = replaced["metadata"]["annotations"]
         assert told["batch.kubernetes.io/job-index-failure-count"] == "0"
         assert told.get("batch.kubernetes.io/job-index-ignored-failure-count", "0") == "0"
@@ -128,6 +129,26 @@ def test_an_index_does_not_wait_for_what_was_lost_from_outside_after_a_while(sce
         scene.run_pod(replaced)
         restarts = scene.until(lambda: (s := scene.status("hurried")["restarts"]).get("replacedPods", 0) == 0 and s)
         assert (restarts["disruptions"], restarts["failures"]) == (7 * lost, 0)
+
+    # What has come since, and made no new step, the Job controller lets wait as it does by itself.
+    scene.end_pod(replaced, 30, disruption="EvictionByEvictionAPI", ran_seconds=3600)
+    message = "the Job controller waits another 10 s before it replaces index 1"
+    scene.until(lambda: message in scene.status("hurried").get("message", ""))
+    held = scene.get("pods", replaced["metadata"]["name"])
+    assert held is not None
+    assert "batch.kubernetes.io/job-tracking" in held["metadata"]["finalizers"]
+    told = replacement(scene, replaced)["metadata"]["annotations"]
+    assert told["batch.kubernetes.io/job-index-ignored-failure-count"] == "1"
+
+
+def replacement(scene: Scene, lost: Object) -> Object:
+    """The pod that comes instead of ``lost``, of the job ``hurried``."""
+
+    def found() -> Object | None:
+        pods = [pod for pod in scene.pods("hurried") if not pod["status"].get("containerStatuses")]
+        return next((pod for pod in pods if pod["metadata"]["uid"] != lost["metadata"]["uid"]), None)
+
+    return scene.until(found)
 
 
 def test_a_pod_that_a_lost_node_cannot_end_is_given_up_and_replaced(scene: Scene) -> None:

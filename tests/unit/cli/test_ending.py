@@ -60,7 +60,7 @@ def test_a_complete_run() -> None:
     assert shown.progress.summary == "10/20"
     assert shown.export is not None
     assert shown.steps_at_risk == 2
-    assert len(shown.warnings) == 20
+    assert shown.warnings == [f"warning {number}" for number in range(10, 30)], "the newest are news"
     assert (shown.start_time, shown.first_step_time, shown.completion_time) == (
         "2026-11-21T12:00:00Z",
         "2026-11-21T12:00:05Z",

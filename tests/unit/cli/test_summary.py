@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sft_api.failures import FailureClass
 from sft_api.v1alpha1 import GoodputStatus, LostGpuSeconds
 from sft_api.v1alpha1.status import (
@@ -10,6 +12,7 @@ from sft_api.v1alpha1.status import (
     CheckpointStatus,
     ExportStatus,
     ProgressStatus,
+    RestartsStatus,
     SFTJobStatus,
 )
 from sft_cli.ending import Ending
@@ -97,6 +100,28 @@ def test_without_an_export_the_checkpoint_is_named() -> None:
 
     assert following == "Next        sft export with this manifest makes a model of it; -o yaml says more"
     assert model == "Model       none was exported; the last checkpoint is /c/step-20"
+
+
+@pytest.mark.parametrize(
+    ("failure", "restarts", "said"),
+    [
+        (None, RestartsStatus(failures=2, total_recovery_seconds=5.1), ["2, 5.1 s in all to the next new step"]),
+        (None, RestartsStatus(failures=1, total_recovery_seconds=1234.56), ["1, 1,234.6 s to the next new step"]),
+        (FailureClass.INTERRUPTED, RestartsStatus(failures=1), ["1"]),
+        (FailureClass.HANG, RestartsStatus(failures=1, total_recovery_seconds=2), ["1, 2.0 s to the next new step"]),
+        # The last one was not followed by a start.
+        (FailureClass.RESTARTS_EXHAUSTED, RestartsStatus(failures=3), ["2"]),
+        (FailureClass.RESTARTS_EXHAUSTED, RestartsStatus(failures=1), []),
+        (None, RestartsStatus(), []),
+        (None, None, []),
+    ],
+)
+def test_restarts_and_what_they_took_are_said_when_there_were_any(
+    failure: FailureClass | None, restarts: RestartsStatus | None, said: list[str]
+) -> None:
+    ended = lines(Ending(failure, "why"), progress=progress(loss=1.0), restarts=restarts)
+
+    assert [line for line in ended if line.startswith("Restarts")] == [f"Restarts    {text}" for text in said]
 
 
 def test_a_stopped_run_says_how_to_go_on() -> None:

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from sft_api.failures import ExitCode
-from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.restarts import Reached
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1.status import HurriedLoss
 from sft_operator.config import PodSettings, Settings
-from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits, waits_to_end
+from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits, waits_to_end, with_hurry
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
 from sft_operator.decisions.result import EndWait
-from sft_operator.decisions.status import compute_status
+from sft_operator.decisions.status import compute_status, is_transition, retried_status
 from sft_operator.names import TRACKING_FINALIZER
 from sft_operator.picture.memory import Memory
+from sft_operator.picture.observed import Observed, Pod
 from sft_operator.picture.picture import Key
 from tests.unit.operator.make import (
     NOW,
@@ -27,9 +30,16 @@ from tests.unit.operator.make import (
     make_child,
     make_job,
     make_pod,
+    make_terms,
+    report,
     running,
     stamp,
+    training,
 )
+from tests.unit.operator.statuses import checkpoints
+
+FRESH = RestartsStatus()
+HURRIED = RestartsStatus(hurried=HurriedLoss(newest_pod=stamp(0)))
 
 
 def lost(index: int = 1, *, before: int = 0, finished: float = 0, **fields: Any) -> Any:
@@ -83,13 +93,13 @@ def test_it_counts_from_the_end_of_the_pod(pod: Any, seconds: int) -> None:
     ],
 )
 def test_it_is_told(pods: tuple[Any, ...], seconds: float, sentence: str) -> None:
-    assert waits(running(pods=pods), at(seconds)) == sentence
+    assert waits(running(pods=pods), FRESH, at(seconds)) == sentence
 
 
 def test_the_next_word_is_due_after_ten_seconds_at_most() -> None:
     observed = running(pods=(make_pod(0), lost(before=3)))
 
-    assert [seconds_to_next_word(observed, at(seconds)) for seconds in (0, 3, 75, 80)] == [10, 7, 5, None]
+    assert [seconds_to_next_word(observed, FRESH, at(seconds)) for seconds in (0, 3, 75, 80)] == [10, 7, 5, None]
 
 
 def test_the_status_says_how_long_instead_of_how_many_pods_there_are() -> None:
@@ -146,19 +156,24 @@ def evicted(*, ran: float = 3600, **fields: Any) -> Any:
 def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
     pod: Any, seconds: float, ended: bool
 ) -> None:
-    found = waits_to_end(running(pods=(make_pod(0), pod)), {f"pod/{pod.uid}"}, at(seconds))
+    def found_in(observed: Observed, counted: tuple[str, ...]) -> list[tuple[Pod, dict[str, Any]]]:
+        restarts = with_hurry(RestartsStatus(counted=[*counted]), observed, Reached(5, 4), at(seconds))
+        return waits_to_end(observed, restarts, at(seconds))
+
+    counted = (f"pod/{pod.uid}",)
+    found = found_in(running(pods=(make_pod(0), pod)), counted)
 
     assert [item.uid for item, _ in found] == ([pod.uid] if ended else [])
     for _, patch in found:
         assert patch["metadata"] == {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKING_FINALIZER]}
-    assert waits_to_end(running(pods=(make_pod(0), pod)), set(), at(seconds)) == []
-    assert waits_to_end(running(job=make_child(suspend=True), pods=(pod,)), {f"pod/{pod.uid}"}, NOW) == []
+    assert found_in(running(pods=(make_pod(0), pod)), ()) == []
+    assert found_in(running(job=make_child(suspend=True), pods=(pod,)), counted) == []
 
 
 def test_a_wait_is_ended_once_and_what_is_refused_is_left() -> None:
     memory = Memory("sft-uid")
     manifest = job_manifest()
-    manifest["status"] = {"restarts": {"counted": ["pod/pod-1"]}}
+    manifest["status"] = {"restarts": {"counted": ["pod/pod-1"], "hurried": {"newestPod": stamp(0)}}}
     for wanted in (1, 0):
         observed = running(pods=(make_pod(0), evicted()))
         seen = Snapshot(Key("team", "tulu"), manifest, observed, memory, now=NOW, clock=1000.0)
@@ -170,10 +185,80 @@ def test_a_wait_is_ended_once_and_what_is_refused_is_left() -> None:
 def test_a_wait_is_told_only_when_it_was_not_ended_soon() -> None:
     observed = running(pods=(make_pod(0), evicted()))
 
-    assert (waits(observed, at(4)), seconds_to_next_word(observed, at(4))) == ("", None)
-    assert waits(observed, at(6)).startswith("the Job controller waits another 80 s before it replaces index 1")
+    assert (waits(observed, HURRIED, at(4)), seconds_to_next_word(observed, HURRIED, at(4))) == ("", None)
+    sentence = "the Job controller waits another 80 s before it replaces index 1"
+    assert waits(observed, HURRIED, at(6)).startswith(sentence)
+    assert waits(observed, FRESH, at(4)).startswith(sentence)
     let_go = running(pods=(make_pod(0), evicted(tracked=False)))
-    assert waits(let_go, at(6)) == ""
+    assert waits(let_go, HURRIED, at(6)) == ""
+
+
+def look_at(before: SFTJobStatus, *pods: Pod, seconds: float, step: int = 100) -> tuple[SFTJobStatus, list[str]]:
+    """The status after a look at ``pods``, a report of ``step`` heard, and the pods of which the next look lets go."""
+    observed = running(pods=pods, report=report(training(step)))
+    status = compute_status(make_job(), before, observed, at(seconds))
+    assert status.restarts is not None
+    return status, [pod.uid for pod, _ in waits_to_end(observed, status.restarts, at(seconds))]
+
+
+def test_a_pod_that_is_lost_again_before_the_run_has_got_further_waits_and_longer_each_time() -> None:
+    # Given one of which the Job controller was let go, and a node that evicts its replacements after some minutes
+    status, ended = look_at(SFTJobStatus(), make_pod(0), evicted(before=5, uid="a"), seconds=0)
+    assert ended == ["a"]
+    found = []
+    for turn, uid in enumerate("bcdefghij"):
+        lost_at = 1000.0 * (turn + 1)
+        # It tells of those that were lost since that one.
+        pod = evicted(before=turn, uid=uid, created=lost_at - 900, finished=lost_at, ran=800)
+        seen, ended = look_at(status, make_pod(0), pod, seconds=lost_at)
+        assert ended == []
+        assert seen.restarts is not None
+        assert status.restarts is not None
+        assert seen.restarts.hurried == status.restarts.hurried, "what does not change is not written"
+        found.append(remaining(pod, at(lost_at)))
+        status = seen
+    assert found == [10, 20, 40, 80, 160, 320, 600, 600, 600]
+    # When it has made a new step at last
+    pod = evicted(before=9, uid="z", created=10_000, finished=11_000, ran=800)
+    status, ended = look_at(status, make_pod(0), pod, seconds=11_000, step=101)
+    # Then the next one waits for nothing
+    assert ended == ["z"]
+
+
+def test_further_means_a_new_step_or_a_newer_checkpoint_and_one_heard_of_late_counts() -> None:
+    status, ended = look_at(SFTJobStatus(checkpoints=checkpoints(90)), make_pod(0), evicted(uid="a"), seconds=0)
+    assert ended == ["a"]
+    again = evicted(before=0, uid="b", created=10, finished=500, ran=400)
+    # Steps that are made again are none.
+    for step, expected in ((95, []), (100, []), (101, ["b"])):
+        assert look_at(status, make_pod(0), again, seconds=501, step=step)[1] == expected
+    saved = status.model_copy(update={"checkpoints": checkpoints(91)})
+    further, ended = look_at(saved, make_pod(0), again, seconds=501, step=95)
+    assert ended == ["b"]
+    assert further.restarts is not None
+    assert further.restarts.hurried == HurriedLoss(step=100, checkpoint_step=91, newest_pod=stamp(10))
+    # The report of what was made before the loss comes after it.
+    waiting, ended = look_at(status, make_pod(0), again, seconds=501)
+    assert ended == []
+    heard, ended = look_at(waiting, make_pod(0), again, seconds=503, step=101)
+    assert ended == ["b"]
+    assert is_transition(waiting, heard), "it is written at once: what is lost waits for it"
+
+
+def test_pods_that_are_lost_one_after_the_other_have_one_hurry() -> None:
+    # Given two nodes that are drained, the second while the group comes back
+    status, ended = look_at(SFTJobStatus(), make_pod(0), evicted(uid="a"), seconds=0)
+    assert ended == ["a"]
+    first = evicted(before=0, uid="pod-0", finished=40)
+    status, ended = look_at(status, replace(first, index=0), make_pod(1, uid="b", created=1), seconds=41)
+    # Then the pod that was there all the time does not wait either
+    assert ended == ["pod-0"]
+
+
+def test_a_run_that_begins_again_as_asked_has_its_first_hurry_again() -> None:
+    failed = SFTJobStatus(state="Failed", restarts=HURRIED)
+
+    assert retried_status(make_terms(), failed, "1", NOW).restarts == RestartsStatus()
 
 
 def test_what_the_job_controller_forgets_hides_no_loss_that_nobody_saw() -> None:

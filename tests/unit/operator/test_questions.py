@@ -13,6 +13,7 @@ import pytest
 from sft_api.numbers import Numbers
 from sft_api.progress import Progress
 from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1.status import State
 from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
@@ -163,12 +164,38 @@ def test_a_pod_that_does_not_answer_is_known_since_it_was_first_asked_in_vain() 
     twice = trainer_answered(once, question, None, at(50), clock=100)
     other = trainer_answered(twice, replace(question, pod_uid="another"), None, at(60), clock=100)
 
-    assert twice.unanswered == once.unanswered
     assert twice.unanswered is not None
     assert twice.unanswered.since == at(5)
     assert other.unanswered is not None
     assert other.unanswered.since == at(60)
     assert trainer_answered(other, question, Progress(), at(70), clock=100).unanswered is None
+
+
+@pytest.mark.parametrize(("followed", "pauses"), [(1, [1, 2, 4, 4]), (1000, [25, 25, 25, 25])])
+def test_a_pod_that_has_not_reported_yet_is_asked_again_soon_and_ever_more_rarely(
+    followed: int, pauses: list[float]
+) -> None:
+    memory, clock, found = Memory("u"), 100.0, []
+
+    def asked(state: State = "Starting") -> AskTrainer:
+        question = ask_trainer(
+            memory, running(), SFTJobStatus(state=state), SETTINGS, clock=clock, followed=followed
+        ).question
+        assert isinstance(question, AskTrainer)
+        return question
+
+    for _ in pauses:
+        memory = trainer_answered(memory, asked(), None, at(clock), clock=clock)
+        found.append(asked().due - clock)
+        clock = asked().due
+    assert found == pauses
+    # One that trains, as an operator hears that has just begun, and one that has reported before.
+    once = memory = trainer_answered(Memory("u"), asked("Running"), None, NOW, clock=clock)
+    assert asked("Running").due - clock == pauses[0]
+    memory = trainer_answered(
+        trainer_answered(once, asked(), Progress(), NOW, clock=clock), asked(), None, NOW, clock=clock
+    )
+    assert asked().due - clock == max(SETTINGS.poll_seconds_starting, pauses[0])
 
 
 @pytest.mark.parametrize("pods", [(), (make_pod(0, waiting=("ContainerCreating", ""), phase="Pending"),)])

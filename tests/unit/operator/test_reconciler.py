@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 
+import aiohttp
 import pytest
 
 from sft_api.progress import Progress
@@ -372,7 +373,11 @@ def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
     assert world.api.done("delete", "Pod") == 0
 
 
-@pytest.mark.parametrize("error", [ApiError(403, "Forbidden", "no"), TimeoutError()], ids=["refused", "no answer"])
+@pytest.mark.parametrize(
+    "error",
+    [ApiError(403, "Forbidden", "no"), TimeoutError(), aiohttp.ServerDisconnectedError()],
+    ids=["refused", "no answer", "reset"],
+)
 @pytest.mark.parametrize("past_its_time", [False, True])
 def test_what_cannot_be_done_keeps_nothing_else_from_being_done_and_said(error: Exception, past_its_time: bool) -> None:
     # Given a run that has ended, and whose Job, which runs still, may not be deleted

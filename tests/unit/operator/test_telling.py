@@ -8,10 +8,12 @@ import pytest
 from prometheus_client import generate_latest
 from pydantic import ValidationError
 
+from sft_api.deletion import DELETES
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1 import CheckpointStatus, Condition, ExportStatus, RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 from sft_operator.config import Settings, load_settings
+from sft_operator.decisions.deletion import with_warnings
 from sft_operator.decisions.news import build_event, news
 from sft_operator.decisions.spec import InvalidSpec, read_spec
 from sft_operator.decisions.status import compute_status
@@ -79,6 +81,52 @@ def test_a_warning_of_the_trainer_is_an_event_once() -> None:
 
     assert news(before, first) == [("Warning", "TrainerWarning", skipped)]
     assert news(first, second) == []
+
+
+def told(
+    before: SFTJobStatus, *warnings: str, attempt: int = 1, policy: tuple[str, ...] = ()
+) -> tuple[SFTJobStatus, list[str]]:
+    """The status after a report with these warnings, and those of which an event tells."""
+    said = report(training(7, attempt=attempt, warnings=[*warnings]))
+    after = with_warnings(compute_status(make_job(), before, running(report=said), NOW), [*policy])
+    return after, [item.note for item in news(before, after) if item.reason == "TrainerWarning"]
+
+
+WORDS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def test_the_newest_warnings_stay_and_what_they_displace_is_no_news_in_any_later_look() -> None:
+    # Given a run that has told of more than a status holds, each as an event
+    status = told(SFTJobStatus())[0]
+    for count in range(1, 27):
+        status, new = told(status, *WORDS[:count])
+        assert new == [WORDS[count - 1]]
+    assert status.warnings == [*WORDS[6:]]
+
+    # When the same is told again, by a trainer that begins anew, and with what the policy says beside it
+    for attempt in (1, 2):
+        for _ in range(2):
+            status, new = told(status, *WORDS, attempt=attempt)
+            assert (new, status.warnings) == ([], [*WORDS[6:]])
+    deletes = f"{DELETES} all"
+    for expected in ([deletes], [], []):
+        status, new = told(status, *WORDS, policy=(deletes,))
+        assert (new, status.warnings) == (expected, [*WORDS[7:], deletes])
+    # Then what is new comes last, and what is told no longer stays as long as there is room
+    status, new = told(status, "A", "B", attempt=3, policy=(deletes,))
+    assert (new, status.warnings) == (["A", "B"], [*WORDS[9:], "A", "B", deletes])
+
+
+def test_of_what_only_counts_the_last_word_stays_and_each_is_an_event() -> None:
+    status = told(SFTJobStatus(), "the data is short")[0]
+    for hour in range(10, 40):
+        sentence = f"for {hour}m7s, from 2026-01-01T{hour % 24}:00:00Z, nothing could be saved: the store is away"
+        status, new = told(status, "the data is short", sentence)
+        assert new == [sentence]
+        assert status.warnings == ["the data is short", sentence]
+    # Several that one report tells all stay
+    skipped = [f"checkpoint step-{step:08d}-a00001 is not used: its manifest is gone" for step in (30, 60)]
+    assert told(status, *skipped)[0].warnings == ["the data is short", sentence, *skipped]
 
 
 def test_restarts_and_disruptions_are_news() -> None:

@@ -203,6 +203,22 @@ def test_training_goes_on_and_the_newest_step_is_saved_when_the_store_takes_it(
 
 
 @pytest.mark.usefixtures("short_pauses")
+def test_of_outages_the_last_one_is_told_beside_what_else_there_is_to_tell(tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=False)
+    run.reporter.warn("the data is short")
+    for step, why in ((1, "the key was revoked"), (3, "the bucket is closed")):
+        run.store.refusal = AccessDeniedError(why)
+        run.save(step)
+        wait_until(lambda: run.saving.outage.wants_a_try)
+        run.store.refusal = None
+        run.save(step + 1)
+
+    data, outage = run.reporter.progress.warnings
+    assert data == "the data is short"
+    assert outage.endswith("nothing could be saved: the bucket is closed")
+
+
+@pytest.mark.usefixtures("short_pauses")
 def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path) -> None:
     run = Run(tmp_path, asynchronous=True)
     run.store.refusal = DENIED

@@ -58,6 +58,14 @@ def test_signs_of_life_are_published_at_most_once_a_second(tmp_path: Path, monke
     assert list(dict.fromkeys(details)) == [f"{done}/30 tensors" for done in range(0, 30, 4)]
 
 
+def test_no_more_warnings_are_in_a_report_than_a_status_shows(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, writes=True)
+    for number in range(25):
+        reporter.warn(f"warning {number}")
+
+    assert reporter.progress.warnings == [f"warning {number}" for number in range(5, 25)]
+
+
 def test_what_happens_in_the_loop_is_in_the_progress(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, writes=True)
     listeners = Listeners([Reporting(reporter)], Control())
