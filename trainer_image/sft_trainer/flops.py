@@ -1,20 +1,26 @@
 """Model FLOPs of a step and the peak of the device, for the model-FLOPs utilisation."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .models.causal_lm import CausalLM
+from .models.windows import windows
 
-# Dense bf16 peak without sparsity, from the vendors' data sheets, by a word of the device's name.
+# Dense bf16 peak without sparsity, from the vendors' data sheets, by a whole word of the device's name.
 _PEAK_BF16_FLOPS = {
     "H200": 989e12,
+    "GH200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
     "B200": 2250e12,
+    "GB200": 2500e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
 }
 
@@ -23,8 +29,8 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of ``device``; None when it is not known (and on the CPU)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for word, flops in _PEAK_BF16_FLOPS.items() if word in name), None)
+    words = re.findall(r"[A-Za-z0-9]+", torch.cuda.get_device_name(device))
+    return next((flops for word, flops in _PEAK_BF16_FLOPS.items() if word in words), None)
 
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
@@ -47,22 +53,36 @@ def active_parameters(model: nn.Module, config: Any, counts: Callable[[str], boo
 
 
 def training_flops(
-    config: Any, parameters: int, embedding_parameters: int, document_lengths: Iterable[int], frozen: int = 0
+    config: Any,
+    layers: Mapping[int | None, int],
+    parameters: int,
+    embedding_parameters: int,
+    document_lengths: Iterable[int],
+    frozen: int = 0,
 ) -> float:
     """FLOPs of forward and backward over documents of the given lengths; ``parameters`` are the active ones.
 
     6 per parameter and token (the input embedding is a look-up and does not count, a head that is tied to it does),
     but 4 for those of them that are ``frozen``, which have no gradient of their own,
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
-    appendix B.
+    appendix B. ``layers`` says how many have which sliding window (None: none): there the pairs of tokens farther
+    apart are left out, (length - window)^2 of length^2.
     """
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
-    attention: float = 6.0 * config.num_hidden_layers * heads * head_size * sum(length * length for length in lengths)
+    # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
+    attention = 6 * heads * head_size * sum(count * _pairs(lengths, window) for window, count in layers.items())
     still = frozen if config.tie_word_embeddings else max(0, frozen - embedding_parameters)
     return (6.0 * matrices - 2.0 * still) * sum(lengths) + attention
+
+
+def _pairs(lengths: Sequence[int], window: int | None) -> int:
+    """Twice the pairs of tokens of a document of which one sees the other, of all documents."""
+    if window is None:
+        return sum(length * length for length in lengths)
+    return sum(length * length - max(0, length - window) ** 2 for length in lengths)
 
 
 class ModelFlops:
@@ -74,13 +94,16 @@ class ModelFlops:
         self._config = huggingface.config
         self._parameters = active_parameters(huggingface, self._config)
         self._frozen = active_parameters(huggingface, self._config, lambda name: not trains(name))
+        self._layers = Counter(windows(huggingface))
         self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
         self._peak = peak_flops(device)
 
     def training(self, bins: Iterable[Sequence[int]]) -> float:
         """Of forward and backward over the documents of all ``bins``, given by their lengths."""
         return sum(
-            training_flops(self._config, self._parameters, self._embedding_parameters, lengths, self._frozen)
+            training_flops(
+                self._config, self._layers, self._parameters, self._embedding_parameters, lengths, self._frozen
+            )
             for lengths in bins
         )
 

@@ -1,11 +1,17 @@
 """Model FLOPs: what a token is computed with, not what the model holds."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from sft_trainer.flops import active_parameters, training_flops
+from sft_trainer.data.dealing import dealt
+from sft_trainer.flops import ModelFlops, active_parameters, peak_flops, training_flops
+from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.experts import kernel_options
+from sft_trainer.models.windows import windows
+from tests.architectures import accepted, small_config
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -53,7 +59,121 @@ def test_more_experts_that_no_token_is_sent_to_take_no_more_work() -> None:
     few, many = (model("mixtral", num_local_experts=count, num_experts_per_tok=2) for count in (2, 8))
     routers = 2 * 32 * 6
     work = [
-        training_flops(made.config, active_parameters(made, made.config) - extra, 64 * 32, [10, 20])
+        training_flops(made.config, {None: 6}, active_parameters(made, made.config) - extra, 64 * 32, [10, 20])
         for made, extra in ((few, 0), (many, routers))
     ]
     assert work[0] == work[1]
+
+
+# As a config has it, in some layers, and where no layer reads it.
+SLIDING: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 4},
+    {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
+    {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+]
+
+
+@pytest.mark.parametrize("kind", accepted())
+def test_windows_are_those_that_attention_is_asked_for(kind: str) -> None:
+    import transformers
+
+    asked: dict[int, int | None] = {}
+
+    def noted(module: Any, query: torch.Tensor, *given: Any, sliding_window: int | None = None, **_: Any) -> Any:
+        asked[id(module)] = sliding_window
+        value = given[1]
+        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+    transformers.AttentionInterface.register("noted", noted)
+    tried = 0
+    for options in SLIDING:
+        try:
+            config = small_config(kind, **options)
+        except Exception:  # a type may have rules about them
+            continue
+        asked.clear()
+        with torch.device("meta"), torch.no_grad():
+            made: Any = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="noted", **kernel_options(config)
+            )
+            numbers = torch.zeros((1, 1), dtype=torch.long)
+            made.base_model(input_ids=numbers, position_ids=numbers, use_cache=False)
+
+        assert windows(made) == [*asked.values()], options
+        tried += 1
+    assert tried >= 3
+
+
+def cost(layers: dict[int | None, int], lengths: list[int]) -> float:
+    """Of attention alone, of one head of 1/6."""
+    made = model("qwen3", head_dim=1, num_attention_heads=1, num_key_value_heads=1)
+    return training_flops(made.config, layers, 0, 0, lengths) / 6
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (5, 1), (5, 4), (5, 5), (5, 9), (300, 17)])
+def test_in_a_window_those_pairs_count_that_are_attended(length: int, window: int) -> None:
+    attended = sum(1 for token in range(length) for seen in range(token + 1) if token - seen < window)
+    # Of a token and itself half, as length^2 / 2 has it of causal attention.
+    assert cost({window: 1}, [length]) == 2 * attended - min(length, window)
+    assert cost({None: 1}, [length]) == length**2
+
+
+def test_layers_count_by_their_windows_and_documents_by_themselves() -> None:
+    assert cost({None: 2, 4: 3}, [3, 10]) == 2 * (9 + 100) + 3 * (9 + 100 - 36)
+
+
+def test_a_long_document_of_gemma_3_costs_what_its_layers_see() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sft_api.known_models import known_configs
+
+    known = {**known_configs()["google/gemma-3-1b-pt"], "sliding_window": 512}
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(known.pop("model_type"), **known))
+    assert Counter(windows(made)) == {512: 22, None: 4}
+
+    flops = ModelFlops(CausalLM(made), lambda name: True, torch.device("cpu")).training([[32768]])
+    parameters = sum(parameter.numel() for parameter in made.parameters())
+    full, near = 4 * 32768**2, 22 * (32768**2 - (32768 - 512) ** 2)
+    assert flops == pytest.approx(6 * parameters * 32768 + 6 * 4 * 256 * (full + near), rel=1e-12)
+    # Were all layers to see all of it
+    assert (6 * parameters * 32768 + 6 * 4 * 256 * 26 * 32768**2) / flops == pytest.approx(1.62, abs=0.01)
+
+
+def test_bins_without_windows_are_dealt_out_as_they_always_were() -> None:
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    made = model("llama", num_hidden_layers=80, hidden_size=64, **heads)
+    drawn = torch.Generator().manual_seed(0)
+    bins = [torch.randint(1, 40_000, (9,), generator=drawn).tolist() for _ in range(64)]
+    new = [training_flops(made.config, Counter(windows(made)), 7 * 10**10, 10**9, lengths) for lengths in bins]
+
+    old = [
+        6.0 * (7 * 10**10 - 10**9) * sum(lengths) + 6.0 * 80 * 64 * 128 * sum(length * length for length in lengths)
+        for lengths in bins
+    ]
+    assert new == old
+    assert dealt(new, 8) == dealt(old, 8)
+    # Nor does a window that holds all of a document change its cost, to the last bit
+    assert [training_flops(made.config, {None: 13, 40_000: 67}, 7 * 10**10, 10**9, each) for each in bins] == old
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA L400", None),
+    ],
+)
+def test_a_device_is_known_by_a_whole_word_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, expected: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    assert peak_flops(torch.device("cuda")) == expected
