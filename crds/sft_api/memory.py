@@ -4,7 +4,7 @@ What a formula here says of one block is what torch keeps of it, operator by ope
 seen on tensors without memory, and the whole estimate with the strategy itself on such (docs/memory.md).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from math import ceil
 
@@ -79,7 +79,6 @@ class Sizes:
 
     hidden_size: int
     vocabulary: int
-    layers: int
     block: int
     """Parameters of a block, the largest where they differ."""
     trained_block: int
@@ -104,7 +103,6 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
-        layers=shape.layers,
         block=block,
         trained_block=trained_block,
         root=root,
@@ -119,17 +117,20 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
-    return estimate_of(sizes_of(shape, spec), block_memory(shape, spec, BYTES[plan.precision]), spec, plan)
+    kinds = {block_memory(shape, spec, BYTES[plan.precision]): shape.layers}
+    return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
 
 
-def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
-    """Memory of one process of ``plan`` that trains a model of ``sizes``, whose blocks take what ``block`` says.
+def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
+    """Memory of one process of ``plan`` that trains a model of ``sizes``; ``kinds`` says how many blocks take what.
 
     One micro-batch goes through the model at a time, as in the first steps: several do only where there is room.
+    Where blocks differ, the largest are gathered, and all keep what they do, while the one is computed that takes
+    most besides: a most, above the truth by a part of what one block takes.
     """
     computed = BYTES[plan.precision]
     tokens = micro_batch_tokens(spec, plan)
-    layers = sizes.layers * block.kept * tokens
+    layers = tokens * sum(count * block.kept for block, count in kinds.items())
     # Of the last norm, and of its output where it is trained.
     top = tokens * sizes.hidden_size * (4 + 3 * computed)
 
@@ -137,7 +138,7 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
     block_bytes, root = (computed * sizes.block, computed * sizes.root) if copies else (0, 0)
     fsdp = spec.strategy.fsdp if spec.strategy else None
     whole = fsdp is not None and not fsdp.reshard_after_forward
-    blocks = sizes.layers * block_bytes if whole else 2 * block_bytes
+    blocks = computed * (sizes.parameters - sizes.root) if whole and copies else 2 * block_bytes
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
     summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
 
@@ -154,7 +155,8 @@ def estimate_of(sizes: Sizes, block: BlockMemory, spec: SFTJobSpec, plan: PlanSt
     loss = tokens * sizes.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
     # What is gathered, kept by layers, and held by the loss, at the moments when most is held: at the loss, in the
     # backward pass of blocks, and at the end of all.
-    alone, working, earlier = blocks if whole else block_bytes, tokens * block.working, layers - block.kept * tokens
+    alone, working = blocks if whole else block_bytes, tokens * max(block.working for block in kinds)
+    earlier = layers - tokens * min(block.kept for block in kinds)
     backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
     if sizes.experts:
         # Blocks are large beside what they compute: not all of that is there at once. In the last block there are no

@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from sft_api.known_models import known_configs, known_shape
-from sft_api.memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, sizes_of, staging_bytes
+from sft_api.memory import (
+    BlockMemory,
+    MemoryEstimate,
+    estimate,
+    estimate_of,
+    estimate_states,
+    offloaded_bytes,
+    sizes_of,
+    staging_bytes,
+)
 from sft_api.model_shape import FAMILIES, ModelShape, shape_of
 from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
@@ -135,6 +144,26 @@ def test_what_no_formula_counts_has_no_shape(change: dict[str, Any]) -> None:
     assert shape_of({**known, **change}) is None
     assert shape_of({}) is None
     assert "mamba" not in FAMILIES
+
+
+@pytest.mark.parametrize("change", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_nor_has_a_model_whose_blocks_differ(change: dict[str, Any]) -> None:
+    known = dict(known_configs()["Qwen/Qwen3-30B-A3B"])
+    assert shape_of({**known, "mlp_only_layers": [], "decoder_sparse_step": 1}) == shape_of(known)
+
+    assert shape_of({**known, **change}) is None
+    assert "glm4_moe" not in FAMILIES
+
+
+def test_of_blocks_that_differ_each_kind_is_counted() -> None:
+    asked = job(compute={"nodes": 1, "gpusPerNode": 8}).spec
+    plan, sizes = make_plan(asked), sizes_of(shape(), asked)
+    tokens = plan.max_tokens_per_micro_batch or asked.data.max_length
+    small, large = BlockMemory(kept=10_000, working=500_000), BlockMemory(kept=400_000, working=20_000)
+
+    taken = estimate_of(sizes, {small: 3, large: 29}, asked, plan)
+
+    assert taken.activations == tokens * (3 * 10_000 + 29 * 400_000 + 500_000)
 
 
 def test_states_take_16_bytes_a_parameter_shared_out() -> None:

@@ -1,4 +1,4 @@
-"""What `sft validate` and `sft plan` refuse of a model by its config.json alone."""
+"""What `sft validate` and `sft plan` say of a model by its config.json alone."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from sft_api.known_models import known_configs
+from sft_api.plan import make_plan
 from sft_cli.plan import show_plan
 from sft_cli.validate import verdict_on
 
@@ -39,3 +41,28 @@ def test_a_model_without_rules_for_megatron_is_refused(
     assert problems(where) == ""
     assert show_plan(job(**asked), "text") == (10 if words else 0)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "differing", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"model_type": "glm4_moe"}], ids=str
+)
+def test_memory_of_a_model_whose_blocks_differ_is_unknown_here_as_to_the_operator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], differing: dict[str, Any]
+) -> None:
+    def told(config: dict[str, Any]) -> tuple[int, str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        status = show_plan(asked, "text")
+        return status, next(line for line in capsys.readouterr().out.splitlines() if "memory of a GPU" in line)
+
+    asked = job(model={"uri": f"file://{tmp_path}"}, compute={"gpusPerNode": 1, "gpuMemory": "80Gi"})
+    equal = dict(known_configs()["Qwen/Qwen3-30B-A3B"])
+    assert told(equal)[0] == 10
+
+    status, line = told({**equal, **differing})
+
+    assert status == 0
+    assert line.split()[4] == "unknown"
+    memory = make_plan(asked.spec).memory
+    assert memory is not None
+    assert memory.total is None
+    assert memory.unknown in line

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from sft_api.memory import block_memory
+from sft_api.memory import BlockMemory, block_memory
 from sft_api.model_shape import shape_of
 from sft_trainer.models import tracking
 from sft_trainer.models.activations import checkpoint_activations
@@ -15,7 +16,7 @@ from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
-from sft_trainer.models.tracking import track_block
+from sft_trainer.models.tracking import track_blocks
 from tests.unit.cli.jobs import job
 
 TOKENS = 512
@@ -32,7 +33,7 @@ OF_EXPERTS = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "gemma3_text", *OF_EXPERTS]
 
 
-def model_of(kind: str) -> CausalLM:
+def model_of(kind: str, **options: Any) -> CausalLM:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
@@ -41,12 +42,19 @@ def model_of(kind: str) -> CausalLM:
     if kind == "gpt_oss":
         # As wide as the model, as all that are published: in its attention less is held than in its experts.
         mixture["intermediate_size"] = SIZES["hidden_size"]
-    given = {**SIZES, **head, **mixture, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    given = {**SIZES, **head, **mixture, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **options}
     config = AutoConfig.for_model(kind, **given)
     with torch.device("meta"):
         return CausalLM(
             AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
         )
+
+
+def one_kind(*arguments: Any) -> BlockMemory:
+    """What each block of a model takes, whose blocks are all alike."""
+    ((seen, count),) = track_blocks(*arguments).items()
+    assert count == SIZES["num_hidden_layers"]
+    return seen
 
 
 def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tuple[Any, Any]:
@@ -59,7 +67,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
     if asked.lora:
         add_adapters(huggingface, asked.lora)
     how = asked.training.activation_checkpointing
-    seen = track_block(
+    seen = one_kind(
         model,
         computed,
         is_adapter if asked.lora else lambda name: True,
@@ -123,18 +131,92 @@ def test_the_model_that_is_looked_at_stays_as_it_is() -> None:
     huggingface: Any = model.huggingface
     before = {name: (tensor.device, tensor.dtype) for name, tensor in model.named_parameters()}
 
-    track_block(model, torch.bfloat16, lambda name: True, 16)
+    track_blocks(model, torch.bfloat16, lambda name: True, 16)
 
     assert {name: (tensor.device, tensor.dtype) for name, tensor in model.named_parameters()} == before
     assert huggingface.config._attn_implementation == IMPLEMENTATION
 
 
 def test_an_architecture_without_a_formula_is_seen_all_the_same() -> None:
-    granite = track_block(model_of("granite"), torch.bfloat16, lambda name: True, TOKENS)
+    granite = one_kind(model_of("granite"), torch.bfloat16, lambda name: True, TOKENS)
 
     assert shape_of({**SIZES, "model_type": "granite"}) is None
-    llama = track_block(model_of("llama"), torch.bfloat16, lambda name: True, TOKENS)
+    llama = one_kind(model_of("llama"), torch.bfloat16, lambda name: True, TOKENS)
     assert granite.kept == pytest.approx(llama.kept, rel=0.02)
+
+
+# Which blocks have experts in place of one MLP, as configs say it
+UNEQUAL: dict[str, tuple[str, dict[str, Any], list[bool]]] = {
+    "glm4_moe": ("glm4_moe", {"first_k_dense_replace": 1, "n_routed_experts": 32}, [False, True, True, True]),
+    "every second": ("qwen3_moe", {"decoder_sparse_step": 2}, [False, True, False, True]),
+    "all but some": ("qwen3_moe", {"mlp_only_layers": [2]}, [True, True, False, True]),
+    "beside one for all": (
+        "qwen2_moe",
+        {"mlp_only_layers": [0, 1], "shared_expert_intermediate_size": 512},
+        [False, False, True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_blocks_that_differ_are_each_counted_as_they_are(case: str, how: str) -> None:
+    kind, options, expected = UNEQUAL[case]
+
+    def seen_of(options: dict[str, Any]) -> Counter[BlockMemory]:
+        return track_blocks(
+            model_of(kind, **{**EXPERTS, **options, "num_hidden_layers": 4}),
+            torch.bfloat16,
+            lambda name: True,
+            TOKENS,
+            lambda copied: checkpoint_activations(copied, how),
+        )
+
+    dense, experts = (
+        next(
+            iter(seen_of({**options, "mlp_only_layers": layers, "decoder_sparse_step": 1, "first_k_dense_replace": k}))
+        )
+        for layers, k in (([0, 1, 2, 3], 4), ([], 0))
+    )
+    assert dense != experts
+    assert seen_of(options) == {dense: expected.count(False), experts: expected.count(True)}
+
+
+def test_blocks_with_adapters_differ_from_those_without() -> None:
+    asked = job(lora={"rank": 8, "targetModules": ["layers.1.mlp.down_proj"]}).spec
+    model, plain = model_of("llama"), model_of("llama")
+    huggingface: Any = model.huggingface
+    assert asked.lora
+    add_adapters(huggingface, asked.lora)
+
+    seen = track_blocks(model, torch.bfloat16, is_adapter, TOKENS)
+
+    (without,) = track_blocks(plain, torch.bfloat16, is_adapter, TOKENS)
+    assert seen[without] == 1
+    assert seen.total() == len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+    ],
+)
+def test_windows_and_positions_change_nothing_of_what_a_block_keeps(
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    # Each block is looked at by itself
+    monkeypatch.setattr(tracking, "_kind", id)
+    seen = track_blocks(model_of(kind, **options), torch.bfloat16, lambda name: True, TOKENS)
+
+    kept = [block.kept for block in seen.elements()]
+    assert len(kept) == 2
+    assert kept[0] == pytest.approx(kept[1], rel=0.01)
+    working = [block.working for block in seen.elements()]
+    assert working[0] == pytest.approx(working[1], rel=0.01)
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
@@ -142,7 +224,7 @@ def test_scores_that_are_computed_in_blocks_are_seen_while_they_are_held(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     def track(kind: str) -> Any:
-        return track_block(
+        return one_kind(
             model_of(kind),
             torch.bfloat16,
             lambda name: True,

@@ -112,7 +112,7 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
         raise RuntimeError("an operator without a fake")
 
     taken = check(tmp_path, 0.5)
-    monkeypatch.setattr(fitting, "track_block", lost)
+    monkeypatch.setattr(fitting, "track_blocks", lost)
     config = resolve(manifest(tmp_path, tmp_path.with_name("store")))
     with caplog.at_level(logging.INFO, logger="sft_trainer"):
         FsdpStrategy(config, build_on_meta(tmp_path), trainable_of(config), ALONE, CPU, Device(taken // 9))

@@ -1,12 +1,13 @@
-"""What one block of a model takes of memory for each token, seen on tensors that have no memory.
+"""What the blocks of a model take of memory for each token, seen on tensors that have no memory.
 
-A block is computed forwards and backwards on fake tensors (``versions.fake_tensors``), which know shape and dtype and
-hold nothing: so an architecture that no formula knows is counted as it is, in a moment, on any machine.
+One block of each kind is computed forwards and backwards on fake tensors (``versions.fake_tensors``), which know shape
+and dtype and hold nothing: so an architecture that no formula knows is counted as it is, in a moment, on any machine.
 """
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -109,18 +110,19 @@ def count_attention(huggingface: Any) -> None:
 
 
 class _Arrived(Exception):
-    """The first block was called."""
+    """All blocks that are looked at were called."""
 
 
-def track_block(
+def track_blocks(
     blueprint: CausalLM,
     computed: torch.dtype,
     trains: Callable[[str], bool],
     tokens: int,
     prepared: Callable[[CausalLM], None] = lambda model: None,
     degree: int = 1,
-) -> BlockMemory:
-    """Memory of the first block of ``blueprint`` (on the meta device, left as it is) for each of ``tokens``.
+) -> Counter[BlockMemory]:
+    """Memory of the blocks of ``blueprint`` (on the meta device, left as it is) for each of ``tokens``: how many take
+    what. One of each kind is tracked, whatever kinds a model has.
 
     ``computed`` is the dtype of the computation, ``trains`` says by their names which parameters are trained.
     ``prepared`` does to a copy what is done to the blocks of a model before it is sharded. Where ``degree`` processes
@@ -130,26 +132,55 @@ def track_block(
     count_attention(huggingface)
     model = CausalLM(huggingface)
     prepared(model)
-    block = model.blocks[0]
     boundaries = boundary_arguments(Boundaries.of([tokens * degree]))
     if degree > 1:
         boundaries["shared_tokens"] = SharedTokens("", degree, 0)
-    live = LiveBytes()
+    found: Counter[BlockMemory] = Counter()
     with fake_tensors():
         _allocate(huggingface, computed, trains)
-        (hidden, *others), named = _arguments_of(block, huggingface, tokens, boundaries)
-        given = torch.empty_like(hidden).requires_grad_()
-        for tensor in tensors_in(([given, *block.parameters(), *block.buffers()], others, named)):
-            live.add(tensor)
-        with live.watching():
-            before = live.reset()
-            # What comes in is another block's output, and kept if this one keeps it.
-            hidden = given * 1
-            output = block(hidden, *others, **named)
-            del hidden
-            output = output[0] if isinstance(output, tuple) else output
-            kept = live.now() - before - output.nbytes
-            torch.autograd.grad(output, [given], torch.empty_like(output))
+        alike: dict[_Kind, list[torch.nn.Module]] = {}
+        for block in model.blocks:
+            alike.setdefault(_kind(block), []).append(block)
+        firsts = [blocks[0] for blocks in alike.values()]
+        called = _arguments_of(firsts, huggingface, tokens, boundaries)
+        for (block, *others), arguments in zip(alike.values(), called, strict=True):
+            found[_seen(block, arguments, tokens)] += 1 + len(others)
+    return found
+
+
+_Kind = tuple[tuple[type, ...], tuple[tuple[str, torch.Size, bool], ...]]
+
+
+def _kind(block: torch.nn.Module) -> _Kind:
+    """What blocks have in common that take the same: layers of the same types, with the same parameters, alike trained.
+
+    Whether attention slides over a window is no part of it: its kernel keeps the same.
+    """
+    types = tuple(type(module) for module in block.modules())
+    parameters = ((name, parameter.shape, parameter.requires_grad) for name, parameter in block.named_parameters())
+    return types, tuple(parameters)
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""By their places, and by their names."""
+
+
+def _seen(block: torch.nn.Module, arguments: _Arguments, tokens: int) -> BlockMemory:
+    """Of ``block``, called with ``arguments``."""
+    (incoming, *others), named = arguments
+    live = LiveBytes()
+    given = torch.empty_like(incoming).requires_grad_()
+    for tensor in tensors_in(([given, *block.parameters(), *block.buffers()], others, named)):
+        live.add(tensor)
+    with live.watching():
+        before = live.reset()
+        # What comes in is another block's output, and kept if this one keeps it.
+        hidden = given * 1
+        output = block(hidden, *others, **named)
+        del hidden
+        output = output[0] if isinstance(output, tuple) else output
+        kept = live.now() - before - output.nbytes
+        torch.autograd.grad(output, [given], torch.empty_like(output))
     return BlockMemory(kept=kept / tokens, working=(live.most - before - kept) / tokens)
 
 
@@ -166,16 +197,17 @@ def _allocate(huggingface: torch.nn.Module, computed: torch.dtype, trains: Calla
 
 
 def _arguments_of(
-    block: torch.nn.Module, huggingface: Any, tokens: int, boundaries: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With which the model ``huggingface`` calls its first block."""
-    called: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    blocks: Sequence[torch.nn.Module], huggingface: Any, tokens: int, boundaries: dict[str, Any]
+) -> list[_Arguments]:
+    """With which the model ``huggingface`` calls ``blocks``, some of its own in their order."""
+    called: list[_Arguments] = []
 
     def arrive(_: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         called.append((positional, named))
-        raise _Arrived
+        if len(called) == len(blocks):
+            raise _Arrived
 
-    hook = block.register_forward_pre_hook(arrive, with_kwargs=True)
+    hooks = [block.register_forward_pre_hook(arrive, with_kwargs=True) for block in blocks]
     numbers = torch.zeros((1, tokens), dtype=torch.long)
     try:
         with torch.no_grad():
@@ -183,5 +215,6 @@ def _arguments_of(
     except _Arrived:
         pass
     finally:
-        hook.remove()
-    return called[0]
+        for hook in hooks:
+            hook.remove()
+    return called

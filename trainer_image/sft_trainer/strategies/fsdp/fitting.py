@@ -9,14 +9,15 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
-from sft_trainer.models.tracking import track_block
+from sft_trainer.models.tracking import track_blocks
 from sft_trainer.trainable import Trainable
 
 
 def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Trainable) -> MemoryEstimate:
-    """Memory of one process that trains ``blueprint``, whose first block is tracked on tensors without memory."""
+    """Memory of one process that trains ``blueprint``, of whose blocks one of each kind is tracked on tensors without
+    memory."""
     spec, plan = config.spec, config.plan
-    block = track_block(
+    kinds = track_blocks(
         blueprint,
         torch.bfloat16 if plan.precision == "bf16" else torch.float32,
         trainable.trains,
@@ -24,7 +25,7 @@ def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Tr
         lambda model: checkpoint_activations(model, spec.training.activation_checkpointing),
         plan.sequence_parallel,
     )
-    return estimate_of(sizes_seen(blueprint, trainable), block, spec, plan)
+    return estimate_of(sizes_seen(blueprint, trainable), kinds, spec, plan)
 
 
 def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
@@ -49,7 +50,6 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
     return Sizes(
         hidden_size=head.shape[1],
         vocabulary=head.shape[0],
-        layers=len(blueprint.blocks),
         block=largest_block(numbers),
         trained_block=largest_block(trained),
         root=outside(numbers),
