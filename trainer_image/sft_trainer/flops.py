@@ -73,7 +73,7 @@ def training_flops(
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
-    attention = 6 * heads * head_size * sum(count * _pairs(lengths, window) for window, count in layers.items())
+    attention: float = 6 * heads * head_size * sum(count * _pairs(lengths, window) for window, count in layers.items())
     still = frozen if config.tie_word_embeddings else max(0, frozen - embedding_parameters)
     return (6.0 * matrices - 2.0 * still) * sum(lengths) + attention
 
