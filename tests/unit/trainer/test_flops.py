@@ -10,7 +10,7 @@ from sft_trainer.data.dealing import dealt
 from sft_trainer.flops import ModelFlops, active_parameters, peak_flops, training_flops
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
-from sft_trainer.models.windows import windows
+from sft_trainer.models.windows import held, windows
 from tests.architectures import accepted, small_config
 
 SMALL: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_windows_are_those_that_attention_is_asked_for(kind: str) -> None:
     asked: dict[int, int | None] = {}
 
     def noted(module: Any, query: torch.Tensor, *given: Any, sliding_window: int | None = None, **_: Any) -> Any:
-        asked[id(module)] = sliding_window
+        asked[id(module)] = held(module) if sliding_window is None else sliding_window
         value = given[1]
         return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
 

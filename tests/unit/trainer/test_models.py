@@ -1,5 +1,6 @@
 """The sharded model with its own attention and loss against transformers' eager model, by architecture."""
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,15 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from sft_trainer.errors import ModelError
-from sft_trainer.models.attention import Boundaries, document_attention
+from sft_trainer.models.attention import (
+    IMPLEMENTATION,
+    Boundaries,
+    boundary_arguments,
+    document_attention,
+    register,
+)
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
@@ -119,6 +127,45 @@ def test_loss_and_gradients_equal_the_eager_model(
         # Some are sums that nearly cancel, as that of a key's bias does: what rounding leaves is not of their size.
         assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-8 * whole, name
     torch.testing.assert_close(norm, whole, rtol=1e-6, atol=0)
+
+
+# In all layers, in the second alone as two kinds of configs have it, and where no layer may read it.
+SLIDING: list[dict[str, Any]] = [
+    {"sliding_window": 4},
+    {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
+    {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+]
+
+
+# The config of OLMoE has no such field. Where one has it, transformers gives it to kernels and leaves it out of masks.
+@pytest.mark.parametrize("kind", [kind for kind in accepted() if kind != "olmoe"])
+def test_windows_are_those_of_the_eager_model(kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    register()
+    ids, positions = torch.arange(3, 17)[None], torch.arange(14)[None]
+    tried = 0
+    for options in SLIDING:
+        try:
+            config = small_config(kind, **options)
+        except Exception:  # a type may have rules about them
+            continue
+        torch.manual_seed(1)
+        eager: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        ours: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation=IMPLEMENTATION, dtype=torch.float32, **kernel_options(config)
+        ).eval()
+        ours.load_state_dict(eager.state_dict())
+        with torch.no_grad():
+            expected = eager.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            found = ours.base_model(
+                input_ids=ids, position_ids=positions, use_cache=False, **boundary_arguments(Boundaries.of([14]))
+            ).last_hidden_state
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=f"{kind} {options}")
+        tried += 1
+    assert tried
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from sft_trainer.versions import variable_length_attention
 from .documents import attend, window_mask
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly
+from .windows import held
 
 IMPLEMENTATION = "sft_documents"
 """Name under which the function is registered with transformers."""
@@ -115,6 +116,9 @@ def document_attention(
         raise ModelError(f"{type(module).__name__} does not pass document boundaries on to its attention")
     if attention_mask is not None or is_causal is False or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not a plain causal attention")
+    if sliding_window is None:
+        # Some hand it to masks alone, which are not made here.
+        sliding_window = held(module)
     if shared_tokens is not None:
         query, key, value = by_heads(query, key, value, shared_tokens)
         output, _ = document_attention(

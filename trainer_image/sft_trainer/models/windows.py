@@ -9,23 +9,21 @@ A config may say what no layer reads: a test compares this with what the attenti
 """
 
 
-_HELD_ALONE = ("qwen2_moe",)
-"""Types whose attention holds a window and hands it on to nobody."""
-
-
 def windows(huggingface: Any) -> list[int | None]:
     """Tokens that a token sees at most, itself included, in each layer of the model; None where all of its document."""
     config = huggingface.config
-    if config.model_type in _HELD_ALONE:
-        return [None] * len(huggingface.base_model.layers)
     common = getattr(config, "sliding_window", None) if config.model_type in _BY_CONFIG else None
     return [_own(block, common) for block in huggingface.base_model.layers]
+
+
+def held(module: Any) -> int | None:
+    """The window that an attention ``module`` holds, and uses, whether or not it hands it on."""
+    # One type holds it in all layers, and says which use it; another has 0 where there is none.
+    return getattr(module, "sliding_window", None) or None if getattr(module, "is_sliding", True) else None
 
 
 def _own(block: Any, common: int | None) -> int | None:
     for module in block.modules():
         if hasattr(module, "sliding_window"):
-            # One type holds it in all layers, and says which use it.
-            window: int | None = module.sliding_window if getattr(module, "is_sliding", True) else None
-            return window
+            return held(module)
     return common
