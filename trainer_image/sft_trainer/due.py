@@ -48,7 +48,8 @@ class SavesWhenDue(Listener):
         self._total_steps = 0
         self._evaluated_at = -1
         self._skipping = False
-        self._in_flight = False
+        self.in_flight = False
+        """Whether any process still uploads the last save."""
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
@@ -64,7 +65,7 @@ class SavesWhenDue(Listener):
         return outage.wants_a_try or self._saving.seconds_since_save >= self._checkpoint.every_seconds
 
     def on_step(self, event: StepDone, control: Control) -> None:
-        self._skipping, self._in_flight = not event.is_finite, event.save_in_flight
+        self._skipping, self.in_flight = not event.is_finite, event.save_in_flight
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
         self._evaluated_at = event.step
@@ -83,7 +84,7 @@ class SavesWhenDue(Listener):
         best = keep.best > 0 and self._evaluated_at == step
         wanted = (keep.every_steps, self._spec.export.every_steps)
         kept = any(every is not None and step % every == 0 for every in wanted)
-        return best or kept or not self._in_flight
+        return best or kept or not self.in_flight
 
 
 class FinishesWhenNoBetter(Listener):

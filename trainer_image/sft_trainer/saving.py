@@ -156,6 +156,10 @@ class Saving:
         """Whether this process still uploads the last save."""
         return self._manager.in_flight
 
+    def hurry(self) -> None:
+        """Have the last save use all that it can beside training: another one is due, and waits for it."""
+        self._manager.hurry()
+
     @property
     def seconds_since_save(self) -> float:
         return time.monotonic() - self._last_save

@@ -169,9 +169,13 @@ class Trainer:
             self._finish()
         if self.control.takes(Request.STOP):
             self._stop()
-        if not self._is_over() and self._saves_now():
+        if self._is_over():
+            return
+        if self._saves_now():
             self.control.takes(Request.SAVE)
             self._save()
+        elif self.control.wants(Request.SAVE) and self.ours.saves.in_flight:
+            self.saving.hurry()
 
     def _finishes_now(self) -> bool:
         # Of step 0 nothing is saved, and so nothing can be exported.

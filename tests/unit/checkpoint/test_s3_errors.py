@@ -87,6 +87,22 @@ def test_transient_errors_are_tried_again_and_others_not() -> None:
         retrying(answers(*[refusal("SlowDown", 503)] * 9), PLACE, 0.3)
 
 
+def test_whoever_holds_something_others_wait_for_says_how_it_is_waited() -> None:
+    pauses: list[float] = []
+    request = answers(*[refusal("SlowDown", 503)] * 8, "done")
+
+    assert retrying(request, PLACE, 600, pauses.append) == "done"
+    assert len(pauses) == 8
+    assert 0.1 <= pauses[0] <= 0.2
+    assert 5 <= pauses[-1] <= 10
+
+    def ends(seconds: float) -> None:
+        raise AccessDeniedError("the save has failed elsewhere")
+
+    with pytest.raises(AccessDeniedError, match="elsewhere"):
+        retrying(answers(refusal("SlowDown", 503)), PLACE, 600, ends)
+
+
 def test_ambiguous_answers_say_whether_there_was_an_earlier_try() -> None:
     exists, lost = refusal("PreconditionFailed", 412), refusal("InternalError", 500)
     for request, retried in ((answers(exists), False), (answers(lost, exists), True)):

@@ -1,6 +1,7 @@
 """How much of a save works at once: little beside training, all of it when training waits."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_trainer import saving
+from sft_trainer.boxes import Box
 from sft_trainer.checkpoint import pieces
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
@@ -17,7 +19,7 @@ from sft_trainer.checkpoint.turns import Turns, beside_training
 from sft_trainer.errors import StorageUnavailableError
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
-from sft_trainer.topology import Topology
+from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve
 from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
@@ -29,6 +31,11 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 )
 def test_each_process_keeps_one_processor_for_its_steps(processors: int, processes: int, threads: int) -> None:
     assert beside_training(processors, processes) == threads
+
+
+def waiting_for(turns: Turns) -> int:
+    """How many threads wait for something of ``turns``."""
+    return len(turns._changed._waiters)  # type: ignore[attr-defined]
 
 
 class Crowd:
@@ -55,13 +62,61 @@ class Crowd:
 
 def test_no_more_than_so_many_work_at_once_until_the_limit_is_lifted() -> None:
     crowd = Crowd(Turns(2), 5)
-    wait_until(lambda: crowd.working == 2)
-    crowd.threads[0].join(0.1)
+    # All have come: who does not work waits.
+    wait_until(lambda: waiting_for(crowd.turns) == 3)
     assert crowd.working == 2
 
     crowd.turns.lift()
     wait_until(lambda: crowd.working == 5)
     crowd.end()
+
+
+def test_who_waits_to_try_again_gives_its_turn_to_others_and_comes_before_who_is_new() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+    threads: list[threading.Thread] = []
+
+    def begin(name: str, work: Callable[[], object]) -> None:
+        def take() -> None:
+            with turns:
+                order.append(name)
+                work()
+
+        threads.append(threading.Thread(target=take))
+        threads[-1].start()
+
+    def while_one_pauses() -> None:
+        wait_until(lambda: turns._returning == 1)
+        begin("new", lambda: None)
+        wait_until(lambda: waiting_for(turns) == 2)
+
+    with turns:
+        begin("another", while_one_pauses)
+        while not order:
+            turns.pause(0.01)
+        order.append("again")
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert order == ["another", "again", "new"]
+
+
+def test_a_save_that_fails_ends_pauses_too_and_every_turn_is_given_back() -> None:
+    turns = Turns(1)
+
+    def fail() -> None:
+        with turns:
+            turns.stop(OSError("away"))
+
+    def pause() -> None:
+        with turns:
+            failing.start()
+            turns.pause(PATIENCE_SECONDS)
+
+    failing = threading.Thread(target=fail)
+    with pytest.raises(OSError, match="away"):
+        pause()
+    failing.join(PATIENCE_SECONDS)
+    assert (turns._taken, turns._returning) == (0, 0)
 
 
 def test_who_waits_for_a_turn_when_the_save_fails_raises_what_it_failed_with() -> None:
@@ -94,6 +149,12 @@ def test_a_turn_that_ends_with_an_error_is_given_back() -> None:
         pass
 
 
+def saving_of(folder: Path, store: LocalStore, topology: Topology) -> Saving:
+    """The saves of a run in ``folder``."""
+    config = resolve(manifest(folder, folder / "store"))
+    return Saving(config, store, Reporter(folder, writes=True), device=torch.device("cpu"), topology=topology)
+
+
 class MeetingStore(LocalStore):
     """Takes bytes of a checkpoint's files once two of them are sent at the same time."""
 
@@ -118,19 +179,31 @@ class MeetingStore(LocalStore):
         return stream
 
 
+@pytest.fixture
+def two_files(monkeypatch: pytest.MonkeyPatch) -> list[Box]:
+    """Boxes that are saved in two files."""
+    monkeypatch.setattr(pieces, "_BYTES_FOR_ANOTHER_FILE", 32 * 32 * 4)
+    return whole({"a": torch.randn(32, 32), "b": torch.randn(32, 8)})
+
+
+def one_sends_alone(store: MeetingStore, turns: Turns) -> bool:
+    """Once one file is being sent: whether the other one waits for that."""
+    assert store.arrived.acquire(timeout=PATIENCE_SECONDS)
+    wait_until(lambda: waiting_for(turns) == 1)
+    return not store.arrived.acquire(blocking=False)
+
+
 def test_a_save_beside_training_sends_one_after_the_other_until_training_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, two_files: list[Box]
 ) -> None:
     # Given a save in two files of a store that takes only two at once
-    monkeypatch.setattr(pieces, "_BYTES_FOR_ANOTHER_FILE", 32 * 32 * 4)
     store = MeetingStore(tmp_path)
     manager = CheckpointManager(store, here(), threads_beside_training=1)
     manager.claim_attempt("job")
-    manager.save(1, whole({"a": torch.randn(32, 32), "b": torch.randn(32, 8)}), RunState(), asynchronous=True)
+    manager.save(1, two_files, RunState(), asynchronous=True)
 
     # Then one waits alone, while training goes on
-    assert store.arrived.acquire(timeout=PATIENCE_SECONDS)
-    assert not store.arrived.acquire(timeout=0.2)
+    assert one_sends_alone(store, manager._turns)
     assert manager.in_flight
 
     # When training waits, they meet
@@ -138,14 +211,33 @@ def test_a_save_beside_training_sends_one_after_the_other_until_training_waits_f
     assert not store.met.broken
 
 
-def test_a_save_that_training_waits_for_from_the_beginning_sends_all_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_when_the_next_save_is_due_the_one_in_flight_sends_all_at_once_though_nobody_waits_for_it(
+    tmp_path: Path, two_files: list[Box], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "_BYTES_FOR_ANOTHER_FILE", 32 * 32 * 4)
+    # Given a run on two processors, whose save goes out beside training
+    monkeypatch.setattr(saving, "available_cpus", lambda cgroup: 2)
+    store = MeetingStore(tmp_path)
+    run = saving_of(tmp_path, store, ALONE)
+    run.claim_attempt()
+    assert run.save(1, two_files, RunState())
+    assert one_sends_alone(store, run._manager._turns)
+
+    # When it is told that another one is due
+    run.hurry()
+
+    # Then they meet, and training goes on meanwhile
+    wait_until(lambda: not run.in_flight)
+    assert not store.met.broken
+    run.settle()
+    assert run.checkpoints.latest is not None
+
+
+def test_a_save_that_training_waits_for_from_the_beginning_sends_all_at_once(
+    tmp_path: Path, two_files: list[Box]
+) -> None:
     manager = CheckpointManager(MeetingStore(tmp_path), here(), threads_beside_training=1)
     manager.claim_attempt("job")
-    boxes = whole({"a": torch.randn(32, 32), "b": torch.randn(32, 8)})
-    assert manager.save(1, boxes, RunState(), asynchronous=False) is not None
+    assert manager.save(1, two_files, RunState(), asynchronous=False) is not None
 
 
 def test_parts_of_an_object_take_turns_too() -> None:
@@ -161,21 +253,18 @@ def test_parts_of_an_object_take_turns_too() -> None:
         def create_upload(self, key: str) -> str:
             return "upload"
 
-        def request(self, name: str, key: str, **_: object) -> dict[str, str]:
+        def request(self, name: str, key: str, *, pause_for: object, **_: object) -> dict[str, str]:
             assert turns._taken == 1
+            assert pause_for == turns.pause
             sent.append(name)
             return {"ETag": "e"}
-
-        def put(self, key: str, data: bytes) -> None:
-            assert turns._taken == 1
-            sent.append("put")
 
     for size in (100, 10):
         stream = MultipartStream(Bucket(), "key", 40)  # type: ignore[arg-type]
         stream.take_turns(turns)
         stream.lend(bytes(size))
         stream.close()
-    assert sent == ["upload_part"] * 3 + ["complete_multipart_upload", "put"]
+    assert sent == ["upload_part"] * 3 + ["complete_multipart_upload", "put_object"]
 
 
 def test_a_store_that_is_away_is_tried_once_not_by_one_part_after_the_other() -> None:
@@ -212,13 +301,6 @@ def test_a_run_counts_the_processors_of_its_pod(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(saving, "CheckpointManager", Manager)
     monkeypatch.setattr(saving, "available_cpus", lambda cgroup: 12)
-    config = resolve(manifest(tmp_path, tmp_path / "store"))
     one_of_two = Topology(rank=0, local_rank=0, world_size=2, local_world_size=2, shard=2)
-    Saving(
-        config,
-        LocalStore(tmp_path),
-        Reporter(tmp_path, writes=True),
-        device=torch.device("cpu"),
-        topology=one_of_two,
-    )
+    saving_of(tmp_path, LocalStore(tmp_path), one_of_two)
     assert made == [5]

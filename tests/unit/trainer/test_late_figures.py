@@ -61,6 +61,7 @@ class Story(Trainer):
             seconds_since_save=0.0,
             outage=Outage(3600),
             settle=lambda: None,
+            hurry=lambda: None,
             tell=lambda: None,
             checkpoints=CheckpointsStatus(),
             checkpoint_of=lambda step: CheckpointId(1, step),

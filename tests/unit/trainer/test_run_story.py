@@ -71,6 +71,7 @@ class Story(Trainer):
         """By step; 1.0 where there is none."""
         self.saving = SimpleNamespace(  # type: ignore[assignment]
             settle=lambda: self.told.append("settle"),
+            hurry=lambda: self.told.append(f"hurry {self.step}"),
             seconds_since_save=0,
             checkpoints=CheckpointsStatus(),
             checkpoint_of=lambda step: CheckpointId(1, step),
@@ -159,7 +160,9 @@ def test_an_evaluation_is_saved_where_the_best_checkpoints_are_kept(tmp_path: Pa
 
 def test_a_save_is_put_off_while_the_last_one_is_being_uploaded(tmp_path: Path) -> None:
     events = {2: "upload", 3: "upload"}
-    assert told(tmp_path, events, checkpoint={"everySteps": 2}) == ["save 4", "evaluate 6", "save 6 at the end"]
+    # The one that goes on is told to hurry.
+    expected = ["hurry 2", "hurry 3", "save 4", "evaluate 6", "save 6 at the end"]
+    assert told(tmp_path, events, checkpoint={"everySteps": 2}) == expected
     # But not one that is to be kept for ever, nor that of what may be the best, nor the last one.
     kept = {"everySteps": 2, "keep": {"everySteps": 2}}
     assert told(tmp_path, events, checkpoint=kept) == ["save 2", "save 4", "evaluate 6", "save 6 at the end"]

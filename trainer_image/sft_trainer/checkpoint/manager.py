@@ -319,6 +319,10 @@ class CheckpointManager:
             raise outcome.error
         return outcome
 
+    def hurry(self) -> None:
+        """Have the save in flight use all threads from now on: another one waits for it. Not collective."""
+        self._turns.lift()
+
     def status(self) -> CheckpointsStatus:
         """The checkpoints that this rank knows to be committed. The leader knows all of them after its first save."""
         return checkpoints_status(self._known)  # replaced as a whole by the saving thread
@@ -326,7 +330,7 @@ class CheckpointManager:
     def _join(self) -> None:
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            self._turns.lift()
+            self.hurry()
             self._unreported = flight.result()
             self._note(self._unreported)
 

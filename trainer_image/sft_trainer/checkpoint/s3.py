@@ -4,6 +4,7 @@ import functools
 import io
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -137,18 +138,20 @@ class S3Store:
         except Exception as error:  # botocore raises many classes for bad settings
             raise translated(error, self.place("")) from error
 
-    def request(self, operation: str, key: str, **arguments: Any) -> Any:
-        """Call the client's ``operation`` on ``key`` with retries."""
-        return self.retrying(key, lambda client: self.call(client, operation, key, arguments))
+    def request(
+        self, operation: str, key: str, *, pause_for: Callable[[float], None] = time.sleep, **arguments: Any
+    ) -> Any:
+        """Call the client's ``operation`` on ``key`` with retries; ``pause_for`` waits between them."""
+        return self.retrying(key, lambda client: self.call(client, operation, key, arguments), pause_for)
 
     def call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
         """One request, without retries."""
         return getattr(client, operation)(Bucket=self.bucket, Key=f"{self.prefix}{key}", **arguments)
 
-    def retrying(self, key: str, call: Callable[[Any], T]) -> T:
+    def retrying(self, key: str, call: Callable[[Any], T], pause_for: Callable[[float], None] = time.sleep) -> T:
         """The result of ``call`` with the client, which is tried again after transient errors."""
         client, _ = self._connected()
-        return retrying(lambda: call(client), self.place(key), self.retry_seconds)
+        return retrying(lambda: call(client), self.place(key), self.retry_seconds, pause_for)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Run ``call`` on the upload threads."""
@@ -260,7 +263,7 @@ class S3Store:
     def create_upload(self, key: str) -> str:
         """Begin a multipart upload; returns its id."""
         # Stricter servers accept checked parts only for an upload that was announced as checked.
-        algorithm = {"ChecksumAlgorithm": "CRC32"} if self.settings.checksum == "when_supported" else {}
+        algorithm: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self.settings.checksum == "when_supported" else {}
         upload: str = self.request("create_multipart_upload", key, **algorithm)["UploadId"]
         return upload
 

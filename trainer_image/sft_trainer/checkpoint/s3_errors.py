@@ -160,11 +160,14 @@ def translated(error: Exception, place: Place) -> TrainingError:
     return StorageUnavailableError(f"{place}: {type(error).__name__}: {error}")
 
 
-def retrying(request: Callable[[], T], place: Place, seconds: float) -> T:
+def retrying(
+    request: Callable[[], T], place: Place, seconds: float, pause_for: Callable[[float], None] = time.sleep
+) -> T:
     """The answer to ``request``, tried again after transient errors with jittered, growing pauses.
 
-    Gives up after ``seconds`` and raises what the last error means. Raises PreconditionFailed and UploadGone
-    as they are, since only the caller knows whether an earlier try may have succeeded unheard.
+    ``pause_for`` waits so many seconds, and may raise. Gives up after ``seconds`` and raises what the last error means.
+    Raises PreconditionFailed and UploadGone as they are, since only the caller knows whether an earlier try may have
+    succeeded unheard.
     """
     deadline = time.monotonic() + seconds
     pause = _FIRST_PAUSE
@@ -184,5 +187,5 @@ def retrying(request: Callable[[], T], place: Place, seconds: float) -> T:
                 raise translated(error, place) from error
             retried = True
             logger.info("%s: trying again after %s", place, error)
-            time.sleep(min(random.uniform(pause / 2, pause), remaining))  # noqa: S311 - jitter, no secret
+            pause_for(min(random.uniform(pause / 2, pause), remaining))  # noqa: S311 - jitter, no secret
             pause = min(pause * 2, _LONGEST_PAUSE)

@@ -132,14 +132,20 @@ class MultipartStream(WriteStream):
         with self._turns:
             checked = {"ChecksumCRC32": body.crc32()} if self._store.settings.checksum == "when_supported" else {}
             answer = self._store.request(
-                "upload_part", self._key, UploadId=self._upload, PartNumber=number, Body=body, **checked
+                "upload_part",
+                self._key,
+                pause_for=self._turns.pause,
+                UploadId=self._upload,
+                PartNumber=number,
+                Body=body,
+                **checked,
             )
         return {"PartNumber": number, **{name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer}}
 
     def _finish(self) -> None:
         if not self._upload:
             with self._turns:
-                self._store.put(self._key, b"".join(self._views))
+                self._store.request("put_object", self._key, pause_for=self._turns.pause, Body=b"".join(self._views))
             return
         self._send_part()
         while self._in_flight:
@@ -149,6 +155,7 @@ class MultipartStream(WriteStream):
                 self._store.request(
                     "complete_multipart_upload",
                     self._key,
+                    pause_for=self._turns.pause,
                     UploadId=self._upload,
                     MultipartUpload={"Parts": self._parts},
                 )
