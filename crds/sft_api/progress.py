@@ -56,10 +56,12 @@ class Activity(ReportModel):
     detail: str = ""
     step: int = 0
     """Last step done."""
+    attempt: int = 0
+    """That it is part of; 0 before one is claimed."""
 
 
 class StorageOutage(ReportModel):
-    """The store that took checkpoints before takes none now; training goes on."""
+    """The store that took checkpoints before takes none now; training goes on, and a start waits for it."""
 
     since: Time
     """When that was first noticed."""
@@ -232,4 +234,6 @@ class WorkerError(ReportModel):
     rank: int
     step: int = 0
     attempt: int = 0
+    outage: bool = False
+    """Whether a place that the run saves in is away, full or refuses: after a first claim that is no verdict."""
     traceback: str = ""

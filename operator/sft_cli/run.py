@@ -17,7 +17,7 @@ import yaml
 from sft_api.failures import FailureClass
 from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.ports import free_port
-from sft_api.progress import Phase, Progress
+from sft_api.progress import BEFORE_TRAINING, Phase, Progress
 from sft_api.restarts import count_incidents, exhausted
 from sft_api.rundir import write_atomically
 from sft_api.times import timestamp
@@ -192,8 +192,9 @@ class Follower:
             self._say_once(warning, f"Warning: {warning}")
         if (outage := training.storage_outage) is not None:
             since = f"nothing can be saved since {timestamp(outage.since)}"
+            goes_on = "the run waits" if training.phase in BEFORE_TRAINING else "training goes on"
             self._say_once(
-                since, f"Warning: {since}: {outage.message}; training goes on until {timestamp(outage.ends)}"
+                f"{since}: {goes_on}", f"Warning: {since}: {outage.message}; {goes_on} until {timestamp(outage.ends)}"
             )
         for incident in filter(is_retried, progress.incidents):
             self._say_once(incident.id, incident_line(incident))

@@ -258,6 +258,16 @@ def fills_disk(scene: Scene) -> None:
     filler.unlink()
 
 
+def refuses_the_next_start(scene: Scene) -> None:
+    """All ranks are killed, and the store refuses whatever the next ones ask, until the run has said so."""
+    refuses = scene.stage.proxy.add(Says(".*", "", _error(403, "AccessDenied"), count=None))
+    scene.stage.kill("all")
+    scene.stage.wait(
+        lambda: scene.stage.oracles.last_report("endpoint").storage_outage is not None, "the word of an outage"
+    )
+    refuses.stop()
+
+
 def _error(status: int, code: str) -> Answer:
     return Answer.error(status, code)
 
@@ -329,6 +339,7 @@ def _more_kills() -> list[Case]:
             when="end",
             last=True,
         ),
+        Case("403-all-killed", refuses_the_next_start, attempts=1),
         Case("late-manifest", arrives_late, attempts=1, leaves_ruins=True),
     ]
 
@@ -374,6 +385,12 @@ def _faults() -> list[Case]:
         load("500-load", lambda dice: Says("GET", SHARD, _error(500, "InternalError"), count=3)),
         load("503-load-listing", lambda dice: Says("GET", FOLDERS, _error(503, "SlowDown"), count=3)),
         load("503-claim", lambda dice: Says("PUT", CLAIM, _error(503, "SlowDown"), count=2)),
+        load("403-claim", lambda dice: Says("PUT", CLAIM, _error(403, "AccessDenied"))),
+        Case(
+            "403-load",
+            meets_while_loading(lambda dice: Says("GET", SHARD, _error(403, "AccessDenied"))),
+            attempts=2,
+        ),
         load("lost-claim", lambda dice: LostReply("PUT", CLAIM)),
         load("cut-load", lambda dice: CutAnswer("GET", SHARD, dice.randrange(1, 2000))),
         load("cut-load-index", lambda dice: CutAnswer("GET", INDEX, dice.randrange(1, 500))),

@@ -25,6 +25,7 @@ from .data.tokenizer_files import read_codec
 from .errors import StorageUnavailableError
 from .fetch import localise
 from .origin import Origin
+from .outage import of_the_place
 from .place import look, nothing_saved, read_done
 from .process import begin, leave, report_end
 from .reporting import Reporter
@@ -40,9 +41,10 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
         return  # it has no place, and reads no data
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     store = open_store(config.checkpoint_uri, s3)
-    check_storage(config, store, reporter)
-    record = look(config, store)
-    if read_done(store) is not None:
+    with of_the_place():
+        check_storage(config, store, reporter)
+        record, done = look(config, store), read_done(store)
+    if done is not None:
         return  # nothing is trained, and so no data is needed
     recorded = record.revisions if record else {}
     if (origin := Origin.of(config, recorded)) is not None and nothing_saved(store):

@@ -17,6 +17,8 @@ class TrainingError(Exception):
     """Base of all errors with a known failure class."""
 
     failure: ClassVar[FailureClass] = FailureClass.UNKNOWN
+    outage: bool = False
+    """Whether a place that the run saves in is away, full or refuses; see ``outage.of_the_place``."""
 
 
 class ConfigError(TrainingError):

@@ -133,6 +133,7 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         splits_matrices=megatron is not None and megatron.tensor_parallel_degree > 1,
         address=os.environ.get(identity.ADDRESS_VARIABLE) or options.bind or "127.0.0.1",
         progress_deadline_seconds=policy.progress_deadline_seconds,
+        storage_deadline_seconds=policy.storage_deadline_seconds,
         grace_seconds=policy.termination_grace_period_seconds,
     )
 

@@ -2,13 +2,16 @@
 
 At the first start a wrong key or a bucket that is not there is an error of the manifest. Once an attempt is claimed
 the same words mean that something has changed around the run: a key was revoked, a quota filled up, a bucket moved.
-Training goes on, saves are tried again with the newest step, and whoever can mend it is told since when and why.
+Training goes on, saves are tried again with the newest step, and whoever can mend it is told since when and why. A
+start that meets such an answer ends, and the supervisor waits (``supervisor.refusals``).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
+from sft_api.failures import FailureClass
 from sft_api.progress import StorageOutage
 from sft_api.report import duration
 from sft_api.times import timestamp
@@ -45,6 +48,19 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, _OUTAGES) and not isinstance(error, _NO_OUTAGES)
 
 
+@contextmanager
+def of_the_place() -> Iterator[None]:
+    """Mark the outages of this block as those of places that the run saves in: other places refuse with the same words.
+
+    What the mark means is for the supervisor to say, which knows whether an attempt was claimed there before.
+    """
+    try:
+        yield
+    except TrainingError as error:
+        error.outage = is_outage(error)
+        raise
+
+
 class Outage:
     """What this process knows of the store's not taking what it is given; none to begin with."""
 
@@ -66,6 +82,10 @@ class Outage:
 
     def failed(self, error: TrainingError) -> None:
         """Take in that something could not be written, because of ``error``."""
+        self.met(error.failure, str(error))
+
+    def met(self, failure: FailureClass, message: str) -> None:
+        """Take in that it was met with the answer ``message``."""
         clock = self._clock()
         if self.told is None:
             self._began = clock
@@ -73,11 +93,17 @@ class Outage:
         self.told = StorageOutage(
             since=since,
             ends=since + timedelta(seconds=self._deadline),
-            failure=error.failure,
-            message=str(error)[:2000],
+            failure=failure,
+            message=message[:2000],
         )
         # As long again as it has lasted: saves that are due by their step are tried besides, and change nothing of it.
         self._next = clock + min(_LONGEST_PAUSE, max(_FIRST_PAUSE, clock - self._began))
+
+    def begin_as(self, told: StorageOutage) -> None:
+        """Take in that it lasts, as another process has told."""
+        if self.told is None:
+            self._began = self._clock()
+        self.told = told
 
     def ended(self) -> float | None:
         """Take in that something was written; the seconds for which nothing could be, if there was an outage."""
@@ -96,11 +122,22 @@ class Outage:
         """Whether it lasts, and it is time to see whether it still does."""
         return self.told is not None and self.seconds_to_next_try <= 0
 
-    def check(self) -> None:
-        """Raise ``StorageDeadlineError`` when it has lasted for longer than the run waits for it."""
+    @property
+    def seconds_to_deadline(self) -> float:
+        """Until it has lasted for longer than the run waits for it."""
+        return self._deadline if self.told is None else self._began + self._deadline - self._clock()
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the run ends, as a sentence; None while it may wait."""
         if self.told is None or (lasted := self._clock() - self._began) < self._deadline:
-            return
-        raise StorageDeadlineError(
+            return None
+        return (
             f"nothing could be saved for {duration(lasted)}, since {timestamp(self.told.since)}, and "
             f"runPolicy.storageDeadlineSeconds is {self._deadline:g}; the last answer was: {self.told.message}"
         )
+
+    def check(self) -> None:
+        """Raise ``StorageDeadlineError`` when it has lasted for longer than the run waits for it."""
+        if (why := self.verdict) is not None:
+            raise StorageDeadlineError(why)

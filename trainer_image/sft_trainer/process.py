@@ -15,6 +15,7 @@ from sft_api.rundir import ERRORS_FOLDER, write_atomically
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig
 
 from .classify import classify
+from .errors import TrainingError
 
 
 def begin() -> tuple[TrainerConfig, Path]:
@@ -52,6 +53,7 @@ def report_end(error: BaseException, run_dir: Path, *, rank: int, step: int = 0,
         rank=rank,
         step=step,
         attempt=attempt,
+        outage=isinstance(error, TrainingError) and error.outage,
         traceback=traceback.format_exc()[-8000:],
     )
     try:

@@ -114,7 +114,8 @@ class Reporter:
         if doing == self._last_activity and now - self._last_activity_time < _ALIVE_EVERY_SECONDS:
             return
         self._last_activity, self._last_activity_time = doing, now
-        write_atomically(self._activity_path, Activity(phase=doing[0], detail=doing[1], step=progress.step))
+        activity = Activity(phase=doing[0], detail=doing[1], step=progress.step, attempt=progress.attempt)
+        write_atomically(self._activity_path, activity)
 
     def waits(self, what: str) -> None:
         """Say that this process waits for others (``what`` they do), until ``works`` or a word of its own.

@@ -60,6 +60,7 @@ from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .optim import learning_rate
 from .origin import Origin
+from .outage import of_the_place
 from .place import check_record, of_another_start
 from .preparation import prepare
 from .prepared import Prepared
@@ -206,9 +207,10 @@ class Trainer:
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
-        self._place = enter(
-            self.config, self.store, self.reporter, writes=self.topology.writes, take_over=self._take_over
-        )
+        with of_the_place():
+            self._place = enter(
+                self.config, self.store, self.reporter, writes=self.topology.writes, take_over=self._take_over
+            )
 
     def _end_again(self, done: Done) -> None:
         self.step = done.step
@@ -252,9 +254,10 @@ class Trainer:
         )
         self._watch()
         incidents = self.reporter.earlier_incidents()
-        self.attempt = self.saving.claim_attempt(
-            lambda: check_record(self.config, self.store), incidents, self._take_over
-        )
+        with of_the_place():
+            self.attempt = self.saving.claim_attempt(
+                lambda: check_record(self.config, self.store), incidents, self._take_over
+            )
         self.events.emit(Claimed(self.attempt, self.prepared.total_steps, self.saving.incidents))
 
     def _watch(self) -> None:
@@ -287,7 +290,9 @@ class Trainer:
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
-        if (manifest := self.saving.resume(self._boxes(), self._check_base)) is None:
+        with of_the_place():
+            manifest = self.saving.resume(self._boxes(), self._check_base)
+        if manifest is None:
             return False
         self._base_digest = manifest.run.base_digest
         self._go_on_after(manifest, Figures.recorded(manifest), of_another_start(self.config, manifest))

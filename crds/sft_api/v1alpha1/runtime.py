@@ -454,7 +454,7 @@ class RunPolicy(ApiModel):
     storage_deadline_seconds: Seconds = Field(
         default=3600,
         description="The run fails when nothing could be saved for so long, because the store is away, full, or "
-        "refuses what it took before. Training goes on meanwhile; the last save and the export wait.",
+        "refuses what it took before. Training goes on meanwhile; the last save, the export and a new start wait.",
     )
     termination_grace_period_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
         default=300, description="Time to save between SIGTERM and SIGKILL."

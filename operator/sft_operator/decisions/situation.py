@@ -41,6 +41,7 @@ _SHOWN_PODS = 3
 _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
 _PHASES = frozenset({*(phase.value for phase in Phase), "NoProgressReport"})
 """Reasons that came from a report, or from the lack of one."""
+_STARTS = ("Starting", "Recovering")
 _WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
 
 
@@ -70,21 +71,23 @@ def find_situation(
         refused = refusal_problem(observed.refusal)
         why = refused.reason if refused.stalled else ""
         return replace(situation, message=refused.message, stalled=refused.stalled, stalled_reason=why)
-    if situation.state in ("Starting", "Recovering") and (why := _why_not_running(previous, restarts, now)):
+    if situation.state in _STARTS and (why := _why_not_running(previous, restarts, now)):
         return replace(situation, message="; ".join(filter(None, (situation.message, why))))
     return situation
 
 
 def _with_outage(situation: Situation, observed: Observed, now: datetime) -> Situation:
-    """``situation``, and that nothing can be saved: what trains on behind it is at risk."""
+    """``situation``, and that nothing can be saved: what trains on behind it is at risk, and what starts waits."""
     report = fresh_report(observed, now)
     outage = report.training.storage_outage if report else None
-    if situation.state != "Running" or situation.stalled or outage is None:
+    if situation.state not in ("Running", *_STARTS) or situation.stalled or outage is None:
         return situation
     message = (
         f"nothing can be saved since {timestamp(outage.since)}: {outage.message}; the run fails at "
         f"{timestamp(outage.ends)} (spec.runPolicy.storageDeadlineSeconds) if that lasts"
     )
+    if situation.state in _STARTS and situation.reason not in _PHASES:
+        message = f"{situation.message}; {message}"  # pods that are not there
     return replace(situation, message=message, stalled=True, stalled_reason="StorageOutage")
 
 

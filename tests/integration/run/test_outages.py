@@ -1,14 +1,21 @@
 """A store that refuses in the middle of a run what it took before: training goes on, and no number is lost."""
 
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.object_store import ObjectStore
-from tests.fault_proxy import Hold, fault_proxy
+from tests.fault_proxy import Answer, FaultProxy, Hold, Says, fault_proxy
 from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import enlarge, small_disk
 from tests.integration.run.runs import Place, assert_failed, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
+from tests.worker_processes import is_worker
 
 BUCKET = "outages"
 
@@ -101,3 +108,74 @@ def test_a_bucket_that_goes_and_comes_back_costs_two_processes_nothing(
     assert (bucket / "run" / "export" / "model.safetensors").exists()
     losses = {step: numbers["loss"] for step, numbers in step_numbers(bucket / "run").items()}
     assert losses.keys() == step_numbers(undisturbed.store()).keys()
+
+
+@pytest.fixture
+def guarded(versitygw: ObjectStore) -> Iterator[tuple[str, dict[str, Any], FaultProxy]]:
+    """A bucket whose key can be revoked: its URI, ``checkpoint.s3``, and what stands before it."""
+    bucket = "guarded"
+    if bucket not in {one["Name"] for one in versitygw.client().list_buckets()["Buckets"]}:
+        versitygw.client().create_bucket(Bucket=bucket)
+    with fault_proxy(versitygw.endpoint) as proxy:
+        yield f"s3://{bucket}", {**s3_spec(versitygw), "endpoint": proxy.endpoint}, proxy
+
+
+def kill_worker(place: Place, process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the one worker of a run that stands still."""
+    (worker,) = filter(is_worker, place.processes())
+    os.kill(worker, signal.SIGKILL)
+    assert place._goes_on is not None
+    place._goes_on.touch()  # the next one does not stand still
+
+
+def revoked(proxy: FaultProxy) -> Says:
+    """From now on no start may write what shows whether it may; nothing else asks for that."""
+    refusal = Answer.error(403, "AccessDenied", "the key was revoked")
+    return proxy.add(Says("PUT", r"/probe-", refusal, count=None))
+
+
+def test_a_run_that_crashes_while_its_key_is_revoked_starts_again_once_it_is_restored(
+    undisturbed: Place, place: Place, versitygw: ObjectStore, guarded: tuple[str, dict[str, Any], FaultProxy]
+) -> None:
+    uri, s3, proxy = guarded
+    checkpoint = {"everySteps": 20, "uri": f"{uri}/restored", "s3": s3}
+    process = place.start_standing(place.job(**{**LONG, "checkpoint": checkpoint}), 45, **credentials(versitygw))
+
+    # When its worker is killed, and the next start refused
+    refusal = revoked(proxy)
+    kill_worker(place, process)
+    place.wait_until(refusal.met.is_set)
+    refusal.stop()
+    ended = place.finish(process)
+
+    # Then it goes on from what it had saved, and the kill is all that is held against it
+    assert ended.code == 0, ended.said
+    assert "Warning: nothing can be saved since " in ended.said
+    assert "access denied (AccessDenied: the key was revoked)" in ended.said
+    assert "; the run waits until " in ended.said
+    assert (ended.status["attempt"], ended.latest) == (2, LONG["training"]["steps"])
+    assert ended.status["restarts"]["failures"] == 1
+    assert ended.status["restarts"]["lastReason"] == "WorkerCrashed"
+    losses = {step: numbers["loss"] for step, numbers in step_numbers(versitygw.folder / "guarded/restored").items()}
+    assert losses == {step: numbers["loss"] for step, numbers in step_numbers(undisturbed.store()).items()}
+
+
+def test_a_run_that_crashes_while_its_key_is_revoked_ends_at_the_deadline_and_keeps_what_was_saved(
+    place: Place, versitygw: ObjectStore, guarded: tuple[str, dict[str, Any], FaultProxy]
+) -> None:
+    uri, s3, proxy = guarded
+    # In the background the last one might still be on its way when the worker is killed.
+    checkpoint = {"everySteps": 20, "async": False, "uri": f"{uri}/lost", "s3": s3}
+    job = place.job(**{**LONG, "checkpoint": checkpoint}, runPolicy={"storageDeadlineSeconds": 1})
+    process = place.start_standing(job, 45, **credentials(versitygw))
+
+    revoked(proxy)
+    kill_worker(place, process)
+    ended = place.finish(process)
+
+    sentence = (
+        r"nothing could be saved for \d+s, since .*storageDeadlineSeconds is 1; .* denied \(AccessDenied: the key"
+    )
+    assert_failed(ended, 19, "StorageDeadlineExceeded", sentence)
+    assert ended.latest == 40
+    assert "Mend the place of the checkpoints, then run again: it goes on from the last one." in ended.said

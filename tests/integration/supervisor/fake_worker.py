@@ -25,6 +25,8 @@ SCRIPT = json.loads(Path(os.environ["FAKE_SCRIPT"]).read_text())
 RECORDED = ("SFT_", "MASTER_", "OMP_", "RANK", "LOCAL_", "WORLD_", "GROUP_", "TORCH_", "CUDA_")
 FOLDER = Path(SCRIPT["folder"])
 """Stands for the object store: shared by all pods."""
+ATTEMPT = 0
+"""That this process is part of, once the store has let it in."""
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
@@ -34,10 +36,10 @@ def write_json(path: Path, document: dict[str, object]) -> None:
     temporary.replace(path)
 
 
-def fail(failure: str, message: str, code: int, step: int) -> None:
+def fail(failure: str, message: str, code: int, step: int, *, outage: bool = False) -> None:
     write_json(
         RUN_DIR / "errors" / f"rank-{RANK}.json",
-        {"failure": failure, "message": message, "rank": RANK, "step": step},
+        {"failure": failure, "message": message, "rank": RANK, "step": step, "outage": outage},
     )
     sys.exit(code)
 
@@ -90,7 +92,16 @@ def carry_incidents() -> None:
 
 
 def tell(phase: str, detail: str, step: int) -> None:
-    write_json(RUN_DIR / "activity" / f"rank-{RANK}.json", {"phase": phase, "detail": detail, "step": step})
+    activity = {"phase": phase, "detail": detail, "step": step, "attempt": ATTEMPT}
+    write_json(RUN_DIR / "activity" / f"rank-{RANK}.json", activity)
+
+
+def look_at_store() -> None:
+    """End as the file ``refused`` in the store says, if there is one: like a store that refuses before a claim."""
+    refused = FOLDER / "refused"
+    if refused.exists():
+        failure, code = refused.read_text().split(",")
+        fail(failure, f"the store says {failure}", int(code), 0, outage=True)
 
 
 def do(action: str, step: int) -> None:
@@ -143,7 +154,10 @@ def main() -> None:
             )
             + "\n"
         )
+    global ATTEMPT
     start = len(starts.read_text().splitlines())
+    look_at_store()
+    ATTEMPT = start
     saved = FOLDER / "checkpoint"
     step = resumed = int(saved.read_text()) if saved.exists() else 0
     if RANK == 0:

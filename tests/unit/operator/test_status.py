@@ -381,3 +381,29 @@ def test_a_run_whose_store_takes_nothing_trains_on_and_says_since_when_and_why()
 
     again = status_of(running(report=report(training(10))), away)
     assert "Stalled" not in held(again)
+
+
+def test_a_run_that_cannot_start_again_for_its_store_waits_and_says_since_when_and_why() -> None:
+    outage = StorageOutage(since=at(-60), ends=at(3540), failure=FailureClass.ACCESS_DENIED, message="the key is gone")
+    told = training(0, phase=Phase.WAITING, phase_detail="for the store", storage_outage=outage)
+    trained = status_of(running(report=report(training(9))), TRAINED)
+    killed = incident(1, FailureClass.WORKER_CRASHED, step=9)
+
+    waits = status_of(running(report=report(told, killed)), trained)
+
+    assert waits.state == "Recovering"
+    assert held(waits)["Stalled"] == "StorageOutage"
+    assert waits.message.startswith(
+        "nothing can be saved since 2026-01-01T11:59:00Z: the key is gone; the run fails at 2026-01-01T12:59:00Z "
+        "(spec.runPolicy.storageDeadlineSeconds) if that lasts; before that, WorkerCrashed: "
+    )
+    assert waits.restarts is not None
+    assert waits.restarts.failures == 1
+
+    # A pod that is not there is what a start waits for first.
+    missing = status_of(running(pods=(make_pod(0),), report=report(told, killed)), waits)
+    assert held(missing)["Stalled"] == "StorageOutage"
+    assert "; nothing can be saved since " in missing.message
+
+    again = status_of(running(report=report(training(10, attempt=2), killed)), missing)
+    assert "Stalled" not in held(again)

@@ -7,9 +7,11 @@ from sft_api.progress import Phase, TrainingProgress
 from sft_trainer.supervisor.group import Group
 from sft_trainer.supervisor.ledger import Ledger
 from sft_trainer.supervisor.protocol import Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from sft_trainer.supervisor.refusals import Refusals
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = 30.0
+STORAGE_DEADLINE = 600.0
 
 
 class World:
@@ -24,6 +26,7 @@ class World:
             grace_seconds=GRACE,
             lost_after=lost_after,
             ledger=Ledger(run="one", judged_first=judged_first, jitter=lambda: 0.5),
+            refusals=Refusals(STORAGE_DEADLINE, now=lambda: START + timedelta(seconds=self.now)),
             new_generation=self.new_generation,
             wall_clock=lambda: START + timedelta(seconds=self.now),
         )
@@ -57,12 +60,18 @@ class World:
                     running = None
                 self.say(node, received=order.id, running=running)
 
-    def ends(self, node: int, failure: FailureClass | None = None, *, after: float = 0.0) -> Order:
+    def ends(
+        self, node: int, failure: FailureClass | None = None, *, after: float = 0.0, outage: bool = False
+    ) -> Order:
         """The workers of ``node`` end by themselves."""
         generation = self.reports[node].running
         assert generation is not None
         cause = failure and Failure(
-            failure=failure, message=f"{failure} on {node}", time=START + timedelta(seconds=self.now + after), rank=node
+            failure=failure,
+            message=f"{failure} on {node}",
+            time=START + timedelta(seconds=self.now + after),
+            rank=node,
+            outage=outage,
         )
         outcome = Outcome.FAILED if cause else Outcome.COMPLETE
         ended = Ended(generation=generation, outcome=outcome, failure=cause)

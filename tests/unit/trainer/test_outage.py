@@ -1,6 +1,7 @@
 """A store that took a run's checkpoints and then takes none: training goes on, and the end waits, but not for ever."""
 
 import threading
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
-from sft_api.progress import Phase, StorageOutage
+from sft_api.progress import Phase, StorageOutage, WorkerError
+from sft_api.rundir import ERRORS_FOLDER
 from sft_trainer import outage as outages
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.local import LocalStore
@@ -25,7 +27,8 @@ from sft_trainer.errors import (
     StorageUnavailableError,
     TrainingError,
 )
-from sft_trainer.outage import Outage, is_outage
+from sft_trainer.outage import Outage, is_outage, of_the_place
+from sft_trainer.process import report_end
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from sft_trainer.topology import ALONE
@@ -66,6 +69,23 @@ class Clock:
 )
 def test_what_may_end_without_the_runs_doing(error: Exception, expected: bool) -> None:
     assert is_outage(error) is expected
+
+
+@pytest.mark.parametrize(("error", "expected"), [(DENIED, True), (ObjectNotFoundError("x"), False)])
+def test_a_worker_that_a_place_of_the_run_refuses_says_so_in_its_last_words(
+    error: TrainingError, expected: bool, tmp_path: Path
+) -> None:
+    ends = []
+    for place in (of_the_place(), nullcontext()):
+        try:
+            with place:
+                raise type(error)(str(error))
+        except TrainingError as raised:
+            report_end(raised, tmp_path, rank=1)
+        ends.append(WorkerError.model_validate_json((tmp_path / ERRORS_FOLDER / "rank-1.json").read_bytes()).outage)
+
+    # The same words about a model are none of it.
+    assert ends == [expected, False]
 
 
 def test_an_outage_is_told_from_its_beginning_in_the_words_of_its_last_answer() -> None:

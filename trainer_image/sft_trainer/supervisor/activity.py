@@ -35,6 +35,8 @@ class Activities:
         self._said = {rank: Said(rank, Activity(), now, anything=False) for rank in self._files}
         self.step = 0
         """Last step that any of them has told of."""
+        self.claimed = False
+        """Whether any of them is part of an attempt."""
 
     def read(self, now: float) -> None:
         """Look what is new."""
@@ -52,6 +54,7 @@ class Activities:
             further = not before.anything or gets_further(before.activity, activity)
             self._said[rank] = Said(rank, activity, now if further else before.moved)
             self.step = max(self.step, activity.step)
+            self.claimed |= activity.attempt > 0
 
     @property
     def before_training(self) -> bool:

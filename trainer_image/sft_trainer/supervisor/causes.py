@@ -59,6 +59,7 @@ def classify(end: WorkerExit, *, memory_ran_out: bool) -> Failure | None:
             rank=end.rank,
             step=error.step,
             attempt=error.attempt,
+            outage=error.outage,
         )
     if end.code == 0 or (end.killed and end.code == -signal.SIGKILL):
         return None

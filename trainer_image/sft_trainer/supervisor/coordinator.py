@@ -13,6 +13,7 @@ from sft_api.checkpoints import HANGS_PREFIX, CheckpointId
 from sft_api.ports import free_port
 from sft_api.progress import BEFORE_TRAINING, EarlierIncidents, Phase, Progress, TrainingProgress
 from sft_api.rundir import INCIDENTS_FILE, PROGRESS_FILE, REPORT_FILE, write_atomically
+from sft_api.times import timestamp
 
 from .clock import AwakeClock
 from .group import HELD_SECONDS, Group
@@ -22,6 +23,7 @@ from .ledger import Ledger
 from .liveness import PASSIVE, Hang, find_hang
 from .output import Output
 from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, RayHead, Report
+from .refusals import Refusals
 from .settings import Settings
 
 _SHOWN_WARNINGS = 10
@@ -51,6 +53,7 @@ class Coordinator:
             grace_seconds=settings.grace_seconds,
             lost_after=settings.lost_after,
             ledger=Ledger(run=instance, judged_first=settings.judged_first),
+            refusals=Refusals(settings.storage_deadline_seconds, now=lambda: datetime.now(UTC)),
             new_generation=self._new_generation,
             wall_clock=lambda: datetime.now(UTC),
         )
@@ -104,7 +107,7 @@ class Coordinator:
     def progress(self) -> Progress:
         """What ``GET /v1/progress`` answers."""
         group = self.group
-        training = group.training
+        training = group.refusals.seen_in(group.training)
         order = group.order
         misfits = mismatch(group.misfits(self._clock.now()), self._settings.version)
         changes: dict[str, object] = {}
@@ -116,6 +119,8 @@ class Coordinator:
         elif order.kind is OrderKind.IDLE:
             missing = ", ".join(str(node) for node in group.waiting_for[:10])
             detail = f"{len(group.members)}/{group.size} pods" + (f", waiting for {missing}" if missing else "")
+            if group.refusals.told is not None and not missing:
+                detail = "for the store"
             changes = {"phase": Phase.WAITING, "phase_detail": misfits or detail}
         elif self._reported is None:
             changes = {"phase": Phase.STARTING, "phase_detail": ""}
@@ -198,6 +203,7 @@ class Coordinator:
     def _hear(self, report: Report, now: float) -> None:
         self.group.hear(report, now)
         incidents = len(self.group.ledger.incidents)
+        refused = self.group.refusals.told
         while self.group.advance(now):
             self._announce()
             self._changed.set()
@@ -208,6 +214,10 @@ class Coordinator:
             self._output.say(f"{kind}{rank} at step {incident.step}: {incident.failure}: {incident.message}")
             if self.group.held(now):
                 self._output.say(f"the next start waits until that is judged, at most {HELD_SECONDS:.0f} s")
+
+        if (told := self.group.refusals.told) is not None and told != refused:
+            since = timestamp(told.since)
+            self._output.say(f"nothing can be saved since {since}, and the next start waits for that: {told.message}")
 
     def _announce(self) -> None:
         order = self.group.order

@@ -21,6 +21,7 @@ from .ledger import GiveUp, Ledger, termination
 from .liveness import Pod
 from .part import Part
 from .protocol import Failure, Generation, Order, OrderKind, Outcome, Report
+from .refusals import Refusals
 
 TELL_FAILED_SECONDS = 15.0
 """A failed run ends after so long even when a member could not be told: the Job ends all pods anyway."""
@@ -54,6 +55,7 @@ class Group:
         grace_seconds: float,
         lost_after: float,
         ledger: Ledger,
+        refusals: Refusals,
         new_generation: Callable[[], Generation],
         wall_clock: Callable[[], datetime],
     ) -> None:
@@ -65,6 +67,7 @@ class Group:
         self.training = TrainingProgress()
         """Newest report of rank 0."""
         self.ledger = ledger
+        self.refusals = refusals
         self.starts = 0
         self.highest_generation = 0
         """That any member has heard of, from this index 0 or one before it."""
@@ -77,6 +80,8 @@ class Group:
         self._wall_clock = wall_clock
         self._retired: set[str] = set()
         self._part: Part | None = None
+        self._waited_until: float | None = None
+        """Up to when waiting for the store is counted, until the next start."""
         self._not_before = 0.0
         self._held_until = 0.0
         """Or until the last failure was judged."""
@@ -107,6 +112,7 @@ class Group:
             self._retired.add(before.report.instance)
         last = report.ended.generation if report.ended else 0
         self.highest_generation = max(self.highest_generation, last, report.running or 0)
+        self.refusals.claimed |= report.claimed
         self._note_end(report, now)
         if report.leaving:
             self._forget(node)
@@ -141,6 +147,7 @@ class Group:
         if training.phase is Phase.TRAINING and training.step != self.training.step:
             self.stepped = now
         self.training = training
+        self.refusals.observe(training, now)
         part = self._part
         if part is None:
             return
@@ -268,6 +275,9 @@ class Group:
         cause = part.verdict or first_cause([*failures, *part.lost.values()])
         if cause is None:
             cause = Failure(failure=FailureClass.UNKNOWN, message="the workers were stopped", time=self._wall_clock())
+        if self.refusals.are_met_by(cause):
+            self._wait_for_store(cause, now)
+            return
         asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
         self._spent = self.spent
         verdict = self.ledger.record(
@@ -280,9 +290,28 @@ class Group:
             self._not_before = now + verdict.pause_seconds
             self._held_until = now + HELD_SECONDS if verdict.held else now
 
+    def _wait_for_store(self, cause: Failure, now: float) -> None:
+        """A start was refused by the store that the run has saved in: neither a failure of its own nor its end."""
+        self._spent, self._part = self.spent, None
+        if (sentence := self.refusals.refused(cause, now)) is not None:
+            deadline = FailureClass.STORAGE_DEADLINE_EXCEEDED
+            self._exit(termination(deadline, sentence, self.refusals.reached, rank=cause.rank), now)
+        else:
+            self._not_before, self._waited_until = now + self.refusals.pause_seconds, now
+
+    def _count_wait(self, now: float) -> None:
+        """Count what has passed as waiting for the store, if no pod is waited for; all the while, as it is told."""
+        if self._waited_until is None:
+            return
+        if len(self._idle) == self.size:
+            self._spent = followed_by(self._spent, SpentSeconds(storage_outage=now - self._waited_until))
+        self._waited_until = now
+
     def _while_gathering(self, now: float) -> None:
+        self._count_wait(now)
         if len(self._idle) < self.size or self._stopping or now < self._not_before or self.held(now):
             return
+        self._waited_until = None
         generation = self._new_generation()
         self.starts += 1
         instances = {node: member.report.instance for node, member in self.members.items()}

@@ -56,6 +56,8 @@ class Node:
         self._workers: Workers | None = None
         self._activities: Activities | None = None
         """Of the workers that run, or ran last."""
+        self._claimed = False
+        """Whether any workers of this pod were part of an attempt."""
         self._ended: Ended | None = None
         self._failures: list[Failure] = []
         """Of the workers that run, so far."""
@@ -164,6 +166,7 @@ class Node:
             return
         step = self._activities.step
         self._activities.read(self._clock.now())
+        self._claimed |= self._activities.claimed
         if self._link is not None and self._activities.step != step:
             self._link.saw_step()
 
@@ -183,6 +186,7 @@ class Node:
             host=self._settings.host,
             received=self._order.id if self._order else "",
             running=self._workers.generation if self._workers else None,
+            claimed=self._claimed,
             ended=self._ended,
             stopping=self._stop_since is not None,
             leaving=self._end is not None,

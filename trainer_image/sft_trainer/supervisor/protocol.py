@@ -24,6 +24,8 @@ class Failure(ReportModel):
     """True when a pod was lost: nobody's fault, and free."""
     outside: bool = False
     """True when it was killed by something that does not belong to the run."""
+    outage: bool = False
+    """True when a place that the run saves in is away, full or refuses."""
 
 
 class Outcome(StrEnum):
@@ -78,6 +80,8 @@ class Report(ReportModel):
     """Id of the order the member follows."""
     running: int | None = None
     """Generation of its live workers."""
+    claimed: bool = False
+    """Whether its workers, now or before, were part of an attempt: so a new index 0 learns that one was claimed."""
     ended: Ended | None = None
     """Its last end, kept until the next one."""
     stopping: bool = False

@@ -37,6 +37,8 @@ class Settings:
     progress_deadline_seconds: int | None
     grace_seconds: int
     """Between SIGTERM and the SIGKILL of whoever sent it."""
+    storage_deadline_seconds: float = 3600.0
+    """How long a store that took what the run saved is waited for."""
     silent_after: float = SILENT_SECONDS
     """Seconds without a word of any worker, outside of training, after which they hang."""
     gpus: int = 0

@@ -1,0 +1,65 @@
+"""Pure: a store that took what the run saved, and refuses when it is started again.
+
+Before an attempt was claimed that is an error of the manifest. After it, it is the outage that it is for a run that
+trains (0005): the group waits, tells since when and why, and ends at the same deadline with the same sentence.
+"""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from sft_api.progress import Phase, StorageOutage, TrainingProgress
+from sft_trainer.outage import Outage
+
+from .protocol import Failure
+
+
+class Refusals:
+    """What index 0 knows of the store, over all starts."""
+
+    def __init__(self, deadline_seconds: float, *, now: Callable[[], datetime]) -> None:
+        """``deadline_seconds`` is runPolicy.storageDeadlineSeconds; ``now`` the time that is told."""
+        self.claimed = False
+        """Whether an attempt of the run is known to have been claimed."""
+        self.reached = TrainingProgress()
+        """The last report of such an attempt: how far the run has got."""
+        self._clock = 0.0
+        self._outage = Outage(deadline_seconds, clock=lambda: self._clock, now=now)
+
+    def observe(self, training: TrainingProgress, now: float) -> None:
+        """Take in what rank 0 reports."""
+        self._clock = now
+        if training.attempt:
+            self.claimed, self.reached = True, training
+        if training.storage_outage is not None:
+            self._outage.begin_as(training.storage_outage)
+        elif training.phase is not Phase.STARTING:
+            # It looks at its places first: they have answered.
+            self._outage.ended()
+
+    def are_met_by(self, cause: Failure) -> bool:
+        """Whether ``cause`` is the store's refusal, of a run that it took something of before."""
+        return cause.outage and (self.claimed or cause.attempt > 0)
+
+    def refused(self, cause: Failure, now: float) -> str | None:
+        """Take in that a start has ended with ``cause``; why the run ends, if it has waited for long enough."""
+        self._clock = now
+        self._outage.met(cause.failure, cause.message)
+        return self._outage.verdict
+
+    @property
+    def pause_seconds(self) -> float:
+        """Until the next start, after one that was refused: the last one looks when the deadline is there."""
+        return min(self._outage.seconds_to_next_try, self._outage.seconds_to_deadline)
+
+    def seen_in(self, training: TrainingProgress) -> TrainingProgress:
+        """``training``, the newest report, as it is told: while no start gets in, the run stands where it stood."""
+        if self.told is None:
+            return training
+        reached = training if training.attempt else self.reached
+        now = {name: getattr(training, name) for name in ("phase", "phase_detail", "update_time")}
+        return reached.model_copy(update={**now, "storage_outage": self.told})
+
+    @property
+    def told(self) -> StorageOutage | None:
+        """While it lasts."""
+        return self._outage.told
