@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from .figures import Figures, say, warn
+from .figures import Figures, say, text_of, warn
 
 _NEEDED = {
     "torch": "torch",
@@ -113,9 +113,10 @@ def main() -> int:
             if options.logs is not None:
                 _keep_logs(work, options.logs)
     failed, left_out = figures.with_value("failed"), figures.with_value("no_time_left")
-    missed = figures.with_value("no")
+    missed = [name.removesuffix("_reached") for name in figures.with_value("no")]
     for name in missed:
-        say(f"not reached: the goal of {name.removesuffix('_reached')}")
+        value, goal = (text_of(figures.numbers()[which]) for which in (name, f"{name}_goal"))
+        say(f"not reached: {name} is {value}, its goal is {goal}")
     figures.add({"seconds": time.monotonic() - began, "goals_missed": len(missed)})
     figures.add({"left_out": len(left_out), "failures": len(failed)})
     figures.print_all()

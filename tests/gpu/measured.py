@@ -1,7 +1,7 @@
 """Tokens a second, model-FLOPs utilisation and peak memory of the trainer beside a plain loop, in turn: A B B A.
 
 The trainer's strategy is FSDP2, its layers are not compiled; what is asked for besides is measured as a third, A B C C
-B A: compiled layers, or those of Megatron-Core.
+B A: compiled layers, those of Megatron-Core, the plain loop without packing.
 """
 
 import json
@@ -235,7 +235,7 @@ def megatron(scene: Scene, name: str) -> Run:
     return ours(scene, name, strategy="megatron")
 
 
-def plain(scene: Scene, name: str) -> Run:
+def plain(scene: Scene, name: str, *, packed: bool = True) -> Run:
     """One run of the plain loop."""
     settings = Settings(
         model=str(scene.model),
@@ -244,6 +244,7 @@ def plain(scene: Scene, name: str) -> Run:
         bin_tokens=scene.shape.bin_tokens,
         bins=scene.shape.bins,
         rank=scene.shape.rank,
+        packed=packed,
         warm_up_steps=scene.effort.warm_up_steps,
         least_steps=scene.effort.least_steps,
         seconds=scene.effort.seconds,
@@ -269,9 +270,15 @@ def plain(scene: Scene, name: str) -> Run:
     )
 
 
+def plain_unpacked(scene: Scene, name: str) -> Run:
+    """One run of the plain loop over rows that are padded."""
+    return plain(scene, name, packed=False)
+
+
 KINDS: dict[str, Callable[[Scene, str], Run]] = {
     "ours": ours,
     "plain": plain,
+    "plain_unpacked": plain_unpacked,
     "compiled": compiled,
     "megatron": megatron,
 }
@@ -296,9 +303,10 @@ def compare(
     figures.add({f"{shape}_parameters": scene.parameters})
     a_token = scene.shape.training_flops(lengths) / sum(lengths)
     runs: dict[str, list[Run]] = {who: [] for who in kinds}
-    longest = scene.effort.seconds + _STARTING_SECONDS if scene.on_gpu else 0.0
+    assumed = scene.effort.seconds + _STARTING_SECONDS if scene.on_gpu else 0.0
+    lasted: dict[str, float] = {}
     for number, who in enumerate([*kinds, *reversed(kinds)][: pairs * len(kinds)]):
-        if time.monotonic() + longest > scene.deadline:
+        if time.monotonic() + lasted.get(who, assumed) > scene.deadline:
             figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
             continue
         try:
@@ -311,7 +319,7 @@ def compare(
             figures.add({f"{shape}_run_{number}_{who}": "failed"})
             say(f"{shape}: run {number} ({who}) failed: {one_line(error)}")
             continue
-        longest = max(longest, run.seconds + 3.0)
+        lasted[who] = max(assumed, run.seconds + 3.0)
         runs[who].append(run)
         say(
             f"{shape}: run {number} ({who}): {run.tokens_per_second:.0f} tokens/s, peak {run.peak_memory / 2**30:.2f} "
@@ -328,10 +336,12 @@ def compare(
 
 def _add_ratios(shape: str, runs: dict[str, list[Run]], figures: Figures, *, on_gpu: bool) -> None:
     """Of ``ours`` to the plain loop, and of what is measured besides to ``ours``, whose losses it must have."""
-    besides = [who for who in runs if who not in ("ours", "plain") and runs[who]]
-    pairs = [("ours", "plain", "ratio_to_plain"), *((who, "ours", f"{who}_ratio_to_ours") for who in besides)]
+    besides = [who for who in runs if who in ("compiled", "megatron") and runs[who]]
+    pairs = [("ours", who, f"ratio_to_{who}") for who in ("plain", "plain_unpacked")]
+    pairs += [("plain", "plain_unpacked", "plain_ratio_packed")]
+    pairs += [(who, "ours", f"{who}_ratio_to_ours") for who in besides]
     for one, other, name in pairs:
-        if runs[one] and runs.get(other):
+        if runs.get(one) and runs.get(other):
             rates = [mean(run.tokens_per_second for run in runs[who]) for who in (one, other)]
             figures.add({f"{shape}_{name}": rates[0] / rates[1]})
     for who in besides if runs["ours"] else ():

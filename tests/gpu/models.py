@@ -32,12 +32,12 @@ class Measured:
 
 
 _ON_GPU = (
-    Measured(QWEN3_0_6B, Effort(5, 15, 6.0), ("ours", "plain", "compiled")),
+    Measured(QWEN3_0_6B, Effort(5, 15, 6.0), ("ours", "plain", "compiled", "plain_unpacked")),
     Measured(QWEN3_1_7B, Effort(5, 15, 6.0), ("ours", "plain", "megatron")),
     Measured(QWEN3_8B_LORA, Effort(3, 6, 6.0), ("ours", "plain"), pairs=1, saves=False, longer=3),
 )
 _ON_CPU = (
-    Measured(SMALL, Effort(2, 3, 0.0), ("ours", "plain", "compiled", "megatron")),
+    Measured(SMALL, Effort(2, 3, 0.0), ("ours", "plain", "compiled", "megatron", "plain_unpacked")),
     Measured(SMALL_LORA, Effort(2, 3, 0.0), ("ours", "plain"), pairs=1, saves=False),
 )
 

@@ -7,7 +7,8 @@ is installed, else ``sdpa`` over whole bins, in which documents see one another:
 transformers has without another package. fp32 weights under bf16 autocast, fused AdamW, clipping by the norm, packed
 first-fit-decreasing, no activation checkpointing, not compiled, one host synchronisation a step. As many bins go
 through one forward pass as were the fastest of 1, 2 and 4 in steps before those that count. Adapters are peft's, in
-fp32, beside a base in bf16. Writes what it measured as JSON.
+fp32, beside a base in bf16. Not packed, each document is a row that is padded to the longest of its forward pass, as
+many of them in a step as fill its bins on average; padding counts as no token. Writes what it measured as JSON.
 """
 
 import gc
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class Settings:
     bins: int
     rank: int
     """Of peft's adapters on all linear layers; 0: all weights are trained."""
+    packed: bool
     warm_up_steps: int
     least_steps: int
     seconds: float
@@ -80,8 +83,13 @@ def pack(examples: list[Example], bin_tokens: int) -> list[list[Example]]:
             place = len(bins) - 1
         bins[place].append(example)
         room[place] -= len(example[0])
-    order = torch.randperm(len(bins), generator=torch.Generator().manual_seed(0)).tolist()
-    return [bins[index] for index in order]
+    return shuffled(bins)
+
+
+def shuffled(rows: list[list[Example]]) -> list[list[Example]]:
+    """In an order that depends on their number alone."""
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    return [rows[index] for index in order]
 
 
 def _arguments(
@@ -122,8 +130,9 @@ class _Loop:
 
         self.settings, self.device = settings, torch.device(settings.device)
         self.on_gpu = self.device.type == "cuda"
-        self._boundaries = self.on_gpu and importlib.util.find_spec("flash_attn") is not None
-        self.attention = "flash_attention_2" if self._boundaries else "sdpa"
+        has_flash = self.on_gpu and importlib.util.find_spec("flash_attn") is not None
+        self._boundaries = has_flash and settings.packed
+        self.attention = "flash_attention_2" if has_flash else "sdpa"
         dtype = torch.bfloat16 if settings.rank and self.on_gpu else torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=dtype, attn_implementation=self.attention
@@ -137,13 +146,18 @@ class _Loop:
         self._optimizer = torch.optim.AdamW(self._trained, lr=1e-5, fused=True)
         examples = read_examples(settings.data, AutoTokenizer.from_pretrained(settings.model))
         fitting = [example for example in examples if len(example[0]) <= settings.bin_tokens]
-        self._bins = pack(fitting, settings.bin_tokens)
+        self._rows = pack(fitting, settings.bin_tokens) if settings.packed else shuffled([[each] for each in fitting])
+        self._of_step = settings.bins
+        if not settings.packed:
+            of_a_row = sum(len(ids) for ids, _ in fitting) / len(fitting)
+            self._of_step = max(settings.bins, round(settings.bins * settings.bin_tokens / of_a_row))
 
     def step(self, number: int, at_once: int) -> int:
-        """Make the step of that number, ``at_once`` bins in a forward pass; how many tokens it had."""
-        bins = self.settings.bins
-        chosen = [self._bins[(number * bins + index) % len(self._bins)] for index in range(bins)]
-        passes = [chosen[start : start + at_once] for start in range(0, bins, at_once)]
+        """Make the step of that number, ``at_once`` bins (or the rows of so many) in a forward pass; its tokens."""
+        count, rows = self._of_step, self._rows
+        chosen = [rows[(number * count + index) % len(rows)] for index in range(count)]
+        together = ceil(count * at_once / self.settings.bins)
+        passes = [chosen[start : start + together] for start in range(0, count, together)]
         inputs = [_arguments(part, self.device, self._boundaries) for part in passes]
         trained = sum(int((labels != _NOT_TRAINED).sum()) for documents in chosen for _, labels in documents)
         total = torch.zeros((), device=self.device)

@@ -55,14 +55,17 @@ def test_compiled_layers_are_beside_ours_and_what_compiling_takes_is_told_apart(
     runs(
         ours=[Run(100.0, 4.0, 1.0, losses=losses), Run(120.0, 5.0, 1.0, losses=losses)],
         plain=[Run(50.0, 9.0, 1.0, attention="sdpa", bins_at_once=4)] * 2,
+        plain_unpacked=[Run(25.0, 9.0, 1.0)] * 2,
         compiled=[Run(132.0, 4.0, 1.0, compiling=40.0, losses={2: 1.5}), Run(132.0, 4.0, 1.0, compiling=3.0)],
     )
 
     figures = compared(
-        scene_of(SMALL, tmp_path, on_gpu=False), peak_flops=0.0, kinds=("ours", "plain", "compiled")
+        scene_of(SMALL, tmp_path, on_gpu=False), peak_flops=0.0, kinds=("ours", "plain", "compiled", "plain_unpacked")
     ).numbers()
 
     assert figures["small_ratio_to_plain"] == pytest.approx(2.2)
+    assert figures["small_ratio_to_plain_unpacked"] == pytest.approx(4.4)
+    assert figures["small_plain_ratio_packed"] == pytest.approx(2.0)
     assert figures["small_compiled_ratio_to_ours"] == pytest.approx(1.2)
     assert (figures["small_compiling_seconds"], figures["small_compiling_again_seconds"]) == (40.0, 3.0)
     assert figures["small_compiled_loss_error"] == 0.0
