@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from sft_api.generate import ROOT
+from sft_trainer.loss import linear_cross_entropy
+from sft_trainer.models.documents import attend
 from tests.gpu import __main__ as command
 from tests.gpu import megatron, models, runs
 from tests.gpu.figures import Figures, beside_goals
@@ -245,6 +247,16 @@ def test_a_launch_that_reads_a_value_is_found_on_a_cpu_too(read: Callable[[torch
     assert there.tolist() == [1.0]
     with nothing_is_waited_for(torch.device("cpu")):
         assert (there + 1).shape == (1,)
+
+
+def test_what_only_a_cpu_reads_is_none_of_them() -> None:
+    heads = torch.ones(1, 2, 5, 16, requires_grad=True)
+    weight = torch.ones(3, 16, requires_grad=True)
+    with nothing_is_waited_for(torch.device("cpu")):
+        hidden = attend(heads, heads, heads, torch.tensor([0, 2, 5]), None, None)[0, :, 0]
+        linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0)[0].backward()
+    assert heads.grad is not None
+    assert weight.grad is not None
 
 
 def test_no_check_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
