@@ -7,6 +7,8 @@ echo uv | compile - -o requirements/uv.txt
 compile pyproject.toml --extra operator --extra trainer --extra megatron --extra cli --extra dev --extra parity -o requirements/dev.txt
 for extra in operator trainer; do compile pyproject.toml --extra "$extra" -c requirements/dev.txt -o "requirements/$extra.txt"; done
 compile pyproject.toml --extra trainer --extra megatron -c requirements/dev.txt -o requirements/megatron.txt
+# Beside dev.txt, for `make gpu`: what only a GPU runs.
+compile pyproject.toml --extra gpu -c requirements/dev.txt -o requirements/gpu.txt
 compile pyproject.toml --extra trainer --extra bench -c requirements/dev.txt -o requirements/bench.txt
 # Not held to what dev.txt names: the oldest torch and transformers want older packages beside them.
 compile pyproject.toml requirements/oldest.in --extra trainer --extra cli --extra parity --override requirements/oldest.in -o requirements/oldest.txt

@@ -1,13 +1,15 @@
 """``make gpu``: what only a GPU can show, and how fast the trainer is there beside a plain loop; needs no network.
 
-    python -m tests.gpu [--device cuda|cpu] [--minutes 9] [--short] [--logs FOLDER]
+    python -m tests.gpu [--device cuda|cpu] [--minutes 9] [--only PART ...] [--short] [--logs FOLDER]
 
 First checks: every part that has a path of its own on a GPU, then whole runs; each in a process of its own, ``ok`` or
 what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
 model-FLOPs utilisation and peak memory of the trainer and of a plain Hugging Face loop in turn (A B B A), and what a
-save costs; of the larger one also on layers of Megatron-Core where that is installed. All is printed as it comes; the
-last lines repeat every figure as key=value. The exit code is 0 when every check is ok and every run was measured: what
-there was no time for counts as neither. On a CPU the same with small shapes; what needs a GPU says ``skipped=cpu``.
+save costs; of the smaller one also with compiled layers, of the larger one also on layers of Megatron-Core where that
+is installed. Then adapters in the shape of Qwen3-8B, once (A B). All is printed as it comes; the last lines repeat
+every figure as key=value. The exit code is 0 when every check is ok and every run was measured: what there was no time
+for counts as neither. A goal that is missed is told at the end, and changes no exit code. On a CPU the same with small
+shapes; what needs a GPU says ``skipped=cpu``.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from .figures import Figures, say, warn
+from .figures import Figures, say, text_of, warn
 
 _NEEDED = {
     "torch": "torch",
@@ -60,8 +62,8 @@ _SHARE_OF_CHECKS = 0.5
 """Of the time, at most; the rest is for what is measured."""
 _CHECK_SECONDS = 150.0
 """Of one check on a GPU, at most."""
-_RUNS = 6
-"""Of a model: two beside two of the plain loop, one that saves, and one that goes on from that."""
+_CHECKS = "checks"
+"""The name of their part."""
 _LAST_SECONDS = 8.0
 """Kept back to end what runs and to print the figures."""
 
@@ -75,6 +77,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, help="the command ends within so many: 9, on a CPU 60")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PART",
+        help="only these: checks, or models by the names that their figures begin with",
+    )
     parser.add_argument("--short", action="store_true", help="only some of the checks and one pair of runs")
     parser.add_argument("--logs", type=Path, help="folder for the output of every check and run; dropped when absent")
     options = parser.parse_args()
@@ -105,7 +113,12 @@ def main() -> int:
             if options.logs is not None:
                 _keep_logs(work, options.logs)
     failed, left_out = figures.with_value("failed"), figures.with_value("no_time_left")
-    figures.add({"seconds": time.monotonic() - began, "left_out": len(left_out), "failures": len(failed)})
+    missed = [name.removesuffix("_reached") for name in figures.with_value("no")]
+    for name in missed:
+        value, goal = (text_of(figures.numbers()[which]) for which in (name, f"{name}_goal"))
+        say(f"not reached: {name} is {value}, its goal is {goal}")
+    figures.add({"seconds": time.monotonic() - began, "goals_missed": len(missed)})
+    figures.add({"left_out": len(left_out), "failures": len(failed)})
     figures.print_all()
     return 1 if failed or left_out else 0
 
@@ -120,8 +133,16 @@ def _check_and_measure(
         say(f"imports took {time.monotonic() - began:.0f} s")
         if _cuda_was_started():
             _begin_without_preloading(deadline)
+    from .models import measured_on
+
+    models = measured_on(options.device, short=options.short)
+    known = [_CHECKS, *(model.shape.name for model in models)]
+    if unknown := set(options.only or known) - set(known):
+        warn(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        raise SystemExit(2)
     share = began + _SHARE_OF_CHECKS * (deadline - began)
-    _check(options, figures, work, share if options.device == "cuda" else deadline)
+    limited = options.device == "cuda" and options.only != [_CHECKS]
+    _check(options, figures, work, share if limited else deadline)
     _measure(options, figures, work, deadline)
 
 
@@ -146,7 +167,7 @@ def _begin_without_preloading(deadline: float) -> NoReturn:
 def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
     import torch
 
-    from . import estimate, fused_losses, kernels, megatron, runs, steps
+    from . import estimate, fused_blocks, fused_losses, kernels, megatron, runs, steps
     from .inputs import make_small_inputs
     from .isolated import Check, Outcome, last_lines, run_isolated
 
@@ -161,6 +182,7 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("explicit_attention", kernels.explicit_attention),
             ("loss", kernels.loss),
             ("fused_losses", fused_losses.fused_losses),
+            ("fused_blocks", fused_blocks.fused_blocks),
             ("staging", kernels.staging),
             ("group", kernels.group),
             ("flight_recorder", kernels.flight_recorder),
@@ -171,12 +193,16 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("skipped", lambda device: steps.skipped(work / "inputs", device)),
             ("adapters", lambda device: steps.adapters(work / "inputs", device)),
             ("estimate", lambda device: estimate.estimates(work / "inputs", device)),
+            ("estimate_8b", lambda device: estimate.of_8b(work / "inputs", device)),
             ("megatron", lambda device: megatron.beside_fsdp(work / "inputs", device)),
             ("megatron_estimate", lambda device: megatron.estimates(work / "inputs", device)),
             ("offload", lambda device: steps.offload(work / "inputs", device)),
         )
     ]
     whole = runs.checks(work / "inputs", work / "checks", device)
+    if options.only and _CHECKS not in options.only:
+        # The inputs are of all parts.
+        parts, whole = parts[:1], []
 
     def told(outcome: Outcome) -> None:
         # Kept before it is told: who reads of it may stop this command, and expects it among the last lines.
@@ -197,39 +223,42 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
 
 
 def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
-    from sft_api.megatron import is_installed
-
     from . import inputs
-    from .measured import Effort, Scene, compare, save_and_load
+    from .measured import Scene, compare
+    from .models import lacking, measured_on
+    from .saving import save_and_load
 
     on_gpu = options.device == "cuda"
-    shapes = [inputs.QWEN3_0_6B, inputs.QWEN3_1_7B] if on_gpu else [inputs.SMALL]
-    effort = Effort(5, 20, 10.0) if on_gpu else Effort(2, 3, 0.0)
     if not (work / "inputs").is_dir():
         return
-    inputs.make_long_rows(work / "inputs", work / "rows.jsonl", scale=1.0 if on_gpu else 0.1)
-    # Of the last one Megatron is measured too.
-    runs = [_RUNS] * (len(shapes) - 1) + [_RUNS + 2]
-    for number, shape in enumerate(shapes):
+    models = measured_on(options.device, short=options.short)
+    models = [model for model in models if not options.only or model.shape.name in options.only]
+    if models:
+        inputs.make_long_rows(work / "inputs", work / "rows.jsonl", scale=1.0 if on_gpu else 0.1)
+    for number, model in enumerate(models):
+        shape = model.shape
         folder = work / shape.name
-        until = time.monotonic() + (deadline - time.monotonic()) * runs[number] / sum(runs[number:])
+        share = model.share / sum(other.share for other in models[number:])
+        until = time.monotonic() + (deadline - time.monotonic()) * share
         facts = _prepared(shape, work, folder, options.device, until, figures)
         if facts is None:
             continue
-        scene = Scene(shape, facts["parameters"], folder / "model", work / "rows.jsonl", folder, on_gpu, effort, until)
-        with_megatron = number == len(shapes) - 1
-        if with_megatron and not is_installed():
-            say(f"{shape.name}: Megatron is not measured, as {sys.executable} lacks megatron-core")
-            figures.add({f"{shape.name}_megatron": "skipped=no_megatron_core"})
+        for kind, package in lacking(model).items():
+            say(f"{shape.name}: {kind} is not measured, as {sys.executable} lacks {package}")
+            figures.add({f"{shape.name}_{kind}": f"skipped=no_{package.replace('-', '_')}"})
+        scene = Scene(
+            shape, facts["parameters"], folder / "model", work / "rows.jsonl", folder, on_gpu, model.effort, until
+        )
         compare(
             scene,
             figures,
             lengths=facts["lengths"],
             peak_flops=facts["peak_flops"],
-            pairs=1 if options.short else 2,
-            with_megatron=with_megatron and is_installed(),
+            pairs=model.pairs,
+            kinds=[kind for kind in model.kinds if kind not in lacking(model)],
+            estimates=facts["estimates"],
         )
-        if not options.short:
+        if model.saves:
             save_and_load(scene, figures)
         # A checkpoint has 12 bytes for every parameter: room for those of the next model.
         shutil.rmtree(folder / "saving", ignore_errors=True)
@@ -239,7 +268,8 @@ def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline
 def _prepared(
     shape: Any, work: Path, folder: Path, device: str, deadline: float, figures: Figures
 ) -> dict[str, Any] | None:
-    """Make the model of ``shape`` in a process that may use the GPU; its parameters, and lengths of the documents.
+    """Make the model of ``shape`` in a process that may use the GPU; its parameters, lengths of the documents, and what
+    the plan reckons of memory.
 
     None where that failed or there was no time for it, which ``figures`` then say.
     """
@@ -253,14 +283,20 @@ def _prepared(
 
         from sft_trainer.flops import peak_flops
 
+        from .estimate import of_folder
         from .inputs import make_model
+        from .measured import Effort, Scene
         from .plain import read_examples
 
         where = torch.device(device)
         parameters = make_model(shape, work / "inputs", folder / "model", where)
         examples = read_examples(str(work / "rows.jsonl"), AutoTokenizer.from_pretrained(folder / "model"))
         lengths = [len(ids) for ids, _ in examples if len(ids) <= shape.bin_tokens]
-        return {"parameters": parameters, "lengths": lengths, "peak_flops": peak_flops(where) or 0.0}
+        on_gpu, rows = device == "cuda", work / "rows.jsonl"
+        scene = Scene(shape, parameters, folder / "model", rows, folder, on_gpu, Effort(0, 0, 0.0), deadline)
+        estimates = of_folder(folder / "model", scene.config("estimate"), shape.bins)
+        facts = {"parameters": parameters, "lengths": lengths, "peak_flops": peak_flops(where) or 0.0}
+        return {**facts, "estimates": estimates}
 
     def told(outcome: Outcome) -> None:
         say(f"model {shape.name}: {outcome.verdict} ({outcome.seconds:.1f} s){outcome.said and ': ' + outcome.said}")

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from sft_api.known_models import known_configs
+from sft_api.memory import micro_batch_tokens
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.attention import Boundaries, register
-from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.strategies import Strategy
 from sft_trainer.strategies.fsdp import FsdpStrategy
@@ -27,6 +28,9 @@ from .steps import _alone
 
 _LEAST, _MOST = -0.05, 0.15
 """By how much the estimate, without its reserve, may differ from what torch's allocator has given out at a time."""
+_MODEL, _TOKENS = "Qwen/Qwen3-0.6B", 8192
+"""Whose shape the steps are of, and how many tokens a bin has."""
+_LARGE_MODEL, _LARGE_TOKENS = "Qwen/Qwen3-8B", 4096
 _CASES: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"training": {"activationCheckpointing": "selective"}},
@@ -36,14 +40,21 @@ _CASES: dict[str, dict[str, Any]] = {
 
 
 def estimates(
-    inputs: Path, device: torch.device, cases: Mapping[str, dict[str, Any]] | None = None
+    inputs: Path,
+    device: torch.device,
+    cases: Mapping[str, dict[str, Any]] | None = None,
+    model: str = _MODEL,
+    tokens: int = _TOKENS,
 ) -> dict[str, Figure]:
-    """Estimate over peak, less 1, for each way of training; a CPU, which counts no peak, makes the same few steps."""
+    """Estimate over peak, less 1, for each way of training; a CPU, which counts no peak, makes the same few steps.
+
+    Of one narrow layer, and few tokens, on a CPU.
+    """
     figures: dict[str, Figure] = {}
     wrong = []
     with _alone(device):
         for name, spec in (cases or _CASES).items():
-            reckoned, held = _both(inputs, device, spec)
+            reckoned, held = _both(inputs, device, spec, model, tokens)
             figures[f"memory_{name}_estimate_gib"] = reckoned / 2**30
             if held is None:
                 continue
@@ -57,15 +68,40 @@ def estimates(
     return figures
 
 
-def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int, int | None]:
+def of_8b(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """As ``estimates``, of adapters beside a base of 8 B parameters in bf16, whose head is not its embedding."""
+    cases = {"adapters_8b": _CASES["adapters"]}
+    return estimates(inputs, device, cases, model=_LARGE_MODEL, tokens=_LARGE_TOKENS)
+
+
+def of_folder(model: Path, config: TrainerConfig, bins: int) -> list[int]:
+    """What ``config`` takes of a GPU without the reserve: with one bin in a forward pass, with two, to ``bins``.
+
+    In steps of the trainer several go through at once where there is room.
+    """
+    blueprint = build_on_meta(model)
+    if config.spec.lora:
+        add_adapters(blueprint.huggingface, config.spec.lora)
+    trainable, tokens = trainable_of(config), micro_batch_tokens(config.spec, config.plan)
+    reckoned = []
+    for count in range(1, bins + 1):
+        plan = config.plan.model_copy(update={"max_tokens_per_micro_batch": count * tokens})
+        together = config.model_copy(update={"plan": plan})
+        reckoned.append(estimate_blueprint(together, blueprint, trainable).allocated)
+    return reckoned
+
+
+def _both(inputs: Path, device: torch.device, spec: dict[str, Any], model: str, tokens: int) -> tuple[int, int | None]:
     """Bytes that a step takes: reckoned, and held at a time; None where that is not counted."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     on_gpu = device.type == "cuda"
-    known = dict(known_configs()["Qwen/Qwen3-0.6B"])
-    tokens = 8192 if on_gpu else 64
+    known = dict(known_configs()[model])
     if not on_gpu:
-        known |= {"num_hidden_layers": 1, "vocab_size": 512}
+        # A CPU may have no fast products in bf16: of the shape only what is tied is left.
+        tokens = 64
+        known |= {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
+        known |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     kind = known.pop("model_type")
     spec = {**spec, "training": {**spec.get("training", {}), "precision": "bf16"}}
     config = resolve(manifest(inputs, inputs.with_name("store"), **spec))
@@ -88,7 +124,8 @@ def _both(inputs: Path, device: torch.device, spec: dict[str, Any]) -> tuple[int
     strategy = built(config, blueprint, trainable, device)
     for which in ("base", "trained"):
         for box in strategy.boxes(which):  # type: ignore[arg-type]
-            box.write(torch.zeros(box.place.sizes))
+            # On the device itself: the host takes many seconds for 8 B zeros.
+            box.write(torch.zeros((), device=device).expand(box.place.sizes))
     strategy.loaded()
     numbers = torch.zeros(tokens, dtype=torch.long)
     bin_ = BinTensors(numbers, numbers, Boundaries.of([tokens]), numbers, numbers, seed=1)

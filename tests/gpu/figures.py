@@ -33,11 +33,24 @@ class Figures:
         """Names of the figures that are ``value``."""
         return [name for name, other in self._values.items() if other == value]
 
+    def numbers(self) -> dict[str, float]:
+        """Those that are numbers with a fraction."""
+        return {name: value for name, value in self._values.items() if isinstance(value, float)}
+
     def print_all(self) -> None:
         """All of them as key=value: the last lines of the command."""
         say("figures:")
         for name, value in self._values.items():
             say(f"{name}={text_of(value)}")
+
+
+def beside_goals(figures: Mapping[str, float], goals: Mapping[str, float]) -> dict[str, Figure]:
+    """The goal of each of ``figures`` that has one, and whether it is reached: ``yes`` or ``no``."""
+    beside: dict[str, Figure] = {}
+    for name, goal in goals.items():
+        if name in figures:
+            beside |= {f"{name}_goal": goal, f"{name}_reached": "yes" if figures[name] >= goal else "no"}
+    return beside
 
 
 def say(line: str) -> None:

@@ -21,7 +21,7 @@ _WORDS = (300, 0.6)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Qwen3; all share their embedding with the head."""
+    """Sizes of a Qwen3, and how it is trained."""
 
     name: str
     hidden: int
@@ -35,20 +35,61 @@ class ModelShape:
     """Tokens of one bin."""
     bins: int
     """Of one step."""
+    tied: bool = True
+    """Whether the head is the embedding."""
+    rank: int = 0
+    """Of adapters on all linear layers, beside a base in bf16; 0: all weights are trained."""
+    utilisation_goal: float = 0.0
+    """Share of the peak that the trainer is to reach; 0: none is set."""
 
     def training_flops(self, lengths: list[int]) -> float:
-        """Model FLOPs of forward and backward over documents of ``lengths``: PaLM, appendix B, causal attention."""
+        """Model FLOPs of forward and backward over documents of ``lengths``: PaLM, appendix B, causal attention.
+
+        A weight that is frozen has no gradient of its own: 4 for each of its tokens in place of 6.
+        """
         width = self.head_size
-        layer = self.hidden * width * (2 * self.heads + 2 * self.key_heads) + 3 * self.hidden * self.intermediate
+        layer = sum(inputs * outputs for inputs, outputs in self._linear_layers())
         matrices = self.layers * layer + self.vocabulary * self.hidden
+        each = 4.0 * matrices + 6.0 * self.adapter_parameters() if self.rank else 6.0 * matrices
         attention = 6.0 * self.layers * self.heads * width * sum(length * length for length in lengths)
-        return 6.0 * matrices * sum(lengths) + attention
+        return each * sum(lengths) + attention
+
+    def adapter_parameters(self) -> int:
+        """Of all layers but the head."""
+        return self.layers * self.rank * sum(inputs + outputs for inputs, outputs in self._linear_layers())
+
+    def _linear_layers(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of those of one block."""
+        heads, key_heads = self.heads * self.head_size, self.key_heads * self.head_size
+        attention = [(self.hidden, heads), (self.hidden, key_heads), (self.hidden, key_heads), (heads, self.hidden)]
+        wide = (self.hidden, self.intermediate)
+        return [*attention, wide, wide, (self.intermediate, self.hidden)]
 
 
-QWEN3_0_6B = ModelShape("qwen3_0.6b", 1024, 3072, 28, 16, 8, 128, 151_936, bin_tokens=4096, bins=4)
-QWEN3_1_7B = ModelShape("qwen3_1.7b", 2048, 6144, 28, 16, 8, 128, 151_936, bin_tokens=4096, bins=4)
+QWEN3_0_6B = ModelShape(
+    "qwen3_0.6b", 1024, 3072, 28, 16, 8, 128, 151_936, bin_tokens=4096, bins=4, utilisation_goal=0.40
+)
+QWEN3_1_7B = ModelShape(
+    "qwen3_1.7b", 2048, 6144, 28, 16, 8, 128, 151_936, bin_tokens=4096, bins=4, utilisation_goal=0.45
+)
+QWEN3_8B_LORA = ModelShape(
+    "qwen3_8b_lora",
+    4096,
+    12288,
+    36,
+    32,
+    8,
+    128,
+    151_936,
+    bin_tokens=4096,
+    bins=4,
+    tied=False,
+    rank=16,
+    utilisation_goal=0.50,
+)
 SMALL = ModelShape("small", 64, 128, 2, 4, 2, 16, 2048, bin_tokens=512, bins=2)
-"""In the place of the others on a CPU."""
+SMALL_LORA = ModelShape("small_lora", 64, 128, 2, 4, 2, 16, 2048, bin_tokens=512, bins=2, tied=False, rank=4)
+"""The two in the place of the others on a CPU."""
 
 
 def make_small_inputs(folder: Path) -> dict[str, Figure]:
@@ -91,7 +132,7 @@ def make_model(shape: ModelShape, small: Path, target: Path, device: torch.devic
         num_key_value_heads=shape.key_heads,
         head_dim=shape.head_size,
         max_position_embeddings=max(4096, shape.bin_tokens),
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=0,

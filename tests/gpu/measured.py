@@ -1,14 +1,15 @@
 """Tokens a second, model-FLOPs utilisation and peak memory of the trainer beside a plain loop, in turn: A B B A.
 
-The trainer's strategy is FSDP2; where it is asked for, Megatron-Core's is measured as a third: A B C C B A.
+The trainer's strategy is FSDP2, its layers are not compiled; what is asked for besides is measured as a third, A B C C
+B A: compiled layers, those of Megatron-Core, the plain loop without packing.
 """
 
 import json
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import nan
 from pathlib import Path
 from statistics import mean
@@ -17,7 +18,7 @@ from typing import Any
 from sft_api.trainer_config import TrainerConfig
 from tests.parity.runs import manifest, resolve, worker_environment
 
-from .figures import Figure, Figures, one_line, say
+from .figures import Figure, Figures, beside_goals, one_line, say
 from .forked import forked
 from .inputs import ModelShape
 from .isolated import last_words
@@ -28,7 +29,9 @@ _POLL_SECONDS = 0.005
 _STARTING_SECONDS = 25.0
 """Assumed of the first run: imports, tokenising, loading."""
 _SAME_LOSS = {True: 1e-2, False: 1e-4}
-"""How far losses of two strategies may be apart, relative: in bf16 on a GPU, and in fp32."""
+"""How far losses of two strategies, or of compiled layers, may be apart, relative: in bf16 on a GPU, and in fp32."""
+_RATIO_GOAL = 1.2
+"""Tokens a second by those of the plain loop, on a GPU."""
 
 
 class OutOfTimeError(Exception):
@@ -67,6 +70,10 @@ class Run:
     utilisation: float | None = None
     """As the trainer reckons it."""
     attention: str = ""
+    bins_at_once: int = 1
+    """In one forward pass, once it was known for how many there is room."""
+    compiling: float = 0.0
+    """Seconds between loading and the first step, in which layers are compiled where they are."""
     losses: dict[int, float] = field(default_factory=dict)
     """By step."""
 
@@ -85,7 +92,7 @@ class Scene:
     deadline: float
     """Of all its runs, of ``time.monotonic``."""
 
-    def config(self, name: str, strategy: str = "fsdp", **checkpoint: Any) -> TrainerConfig:
+    def config(self, name: str, *, strategy: str = "fsdp", compiled: bool = False, **checkpoint: Any) -> TrainerConfig:
         """A run that does not end by itself."""
         shape, losses = self.shape, self.folder / name / "losses.jsonl"
         job = manifest(
@@ -104,6 +111,7 @@ class Scene:
                 "maxTokensPerMicroBatch": shape.bin_tokens,
                 "precision": "bf16" if self.on_gpu else "fp32",
                 "activationCheckpointing": "none",
+                "compile": compiled,
                 "optimizer": {"learningRate": 1e-5},
                 "callbacks": [{"class": "tests.gpu.losses:Losses", "arguments": {"file": str(losses)}}],
             },
@@ -111,6 +119,7 @@ class Scene:
             checkpoint={"uri": f"file://{self.folder / name / 'store'}", **checkpoint},
             export={"atEnd": False},
             strategy={strategy: {}},
+            **({"lora": {"rank": shape.rank}} if shape.rank else {}),
         )
         return resolve(job)
 
@@ -143,6 +152,7 @@ def followed(
         # The same tokens for all runs: they are made once.
         "SFT_CACHE_DIR": str(scene.folder / "cache"),
         "SFT_PEAK_MEMORY": str(folder / "peak"),
+        "SFT_LOADED_SECONDS": str(folder / "loaded"),
         "RANK": "0",
         "LOCAL_RANK": "0",
     }
@@ -167,8 +177,21 @@ def followed(
     first, last = warm[0], next(seen for seen in warm if seen.step == warm[-1].step)
     rate = (last.tokens - first.tokens) / max(1e-9, last.time - first.time)
     told = [seen.utilisation for seen in warm if seen.utilisation is not None]
-    losses = losses_in(folder / "losses.jsonl")
-    return Run(rate, peak, time.monotonic() - began, mean(told) if told else None, losses=losses), steps
+    return Run(
+        rate,
+        peak,
+        time.monotonic() - began,
+        mean(told) if told else None,
+        bins_at_once=_bins_at_once((scene.folder / f"{name}.log").read_text(errors="replace")),
+        compiling=float((folder / "loaded").read_text()) if (folder / "loaded").is_file() else 0.0,
+        losses=losses_in(folder / "losses.jsonl"),
+    ), steps
+
+
+def _bins_at_once(log: str) -> int:
+    """What the trainer says of it in its log, which is nothing where it is one."""
+    told = re.findall(r"memory for (\d+) bins in one forward pass", log)
+    return int(told[-1]) if told else 1
 
 
 def _environment() -> dict[str, str]:
@@ -186,8 +209,8 @@ def _resident(pid: int) -> float:
     return next(float(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def ours(scene: Scene, name: str, strategy: str = "fsdp") -> Run:
-    """One run of the trainer."""
+def ours(scene: Scene, name: str, **how: Any) -> Run:
+    """One run of the trainer, ``how`` as for ``Scene.config``."""
     effort = scene.effort
 
     def enough(steps: list[Seen]) -> bool:
@@ -198,16 +221,21 @@ def ours(scene: Scene, name: str, strategy: str = "fsdp") -> Run:
             and warm[-1].time - warm[0].time >= effort.seconds
         )
 
-    run, _ = followed(scene, name, scene.config(name, strategy), enough)
+    run, _ = followed(scene, name, scene.config(name, **how), enough)
     return run
+
+
+def compiled(scene: Scene, name: str) -> Run:
+    """One run of the trainer with compiled layers."""
+    return ours(scene, name, compiled=True)
 
 
 def megatron(scene: Scene, name: str) -> Run:
     """One run of the trainer on layers of Megatron-Core."""
-    return ours(scene, name, "megatron")
+    return ours(scene, name, strategy="megatron")
 
 
-def plain(scene: Scene, name: str) -> Run:
+def plain(scene: Scene, name: str, *, packed: bool = True) -> Run:
     """One run of the plain loop."""
     settings = Settings(
         model=str(scene.model),
@@ -215,6 +243,8 @@ def plain(scene: Scene, name: str) -> Run:
         device="cuda" if scene.on_gpu else "cpu",
         bin_tokens=scene.shape.bin_tokens,
         bins=scene.shape.bins,
+        rank=scene.shape.rank,
+        packed=packed,
         warm_up_steps=scene.effort.warm_up_steps,
         least_steps=scene.effort.least_steps,
         seconds=scene.effort.seconds,
@@ -231,30 +261,56 @@ def plain(scene: Scene, name: str) -> Run:
         raise RuntimeError(f"the plain loop ended with {code}; {last_words(scene.folder, name)}")
     result = json.loads(Path(settings.result).read_text())
     seconds = time.monotonic() - began
-    return Run(result["tokens_per_second"], result["peak_memory"], seconds, attention=result["attention"])
+    return Run(
+        result["tokens_per_second"],
+        result["peak_memory"],
+        seconds,
+        attention=result["attention"],
+        bins_at_once=result["bins_at_once"],
+    )
+
+
+def plain_unpacked(scene: Scene, name: str) -> Run:
+    """One run of the plain loop over rows that are padded."""
+    return plain(scene, name, packed=False)
+
+
+KINDS: dict[str, Callable[[Scene, str], Run]] = {
+    "ours": ours,
+    "plain": plain,
+    "plain_unpacked": plain_unpacked,
+    "compiled": compiled,
+    "megatron": megatron,
+}
 
 
 def compare(
-    scene: Scene, figures: Figures, *, lengths: list[int], peak_flops: float, pairs: int, with_megatron: bool = False
+    scene: Scene,
+    figures: Figures,
+    *,
+    lengths: list[int],
+    peak_flops: float,
+    pairs: int,
+    kinds: Sequence[str] = ("ours", "plain"),
+    estimates: Sequence[float] = (),
 ) -> None:
-    """A B, B A: the trainer and the plain loop in turn, ``pairs`` (1 or 2) of them; with Megatron A B C, C B A.
+    """A B, B A: those of ``KINDS`` that are asked for, ``ours`` first, in turn, ``pairs`` (1 or 2) times.
 
-    ``lengths`` are those of the documents, in tokens; ``peak_flops`` is 0 where it is not known.
+    ``lengths`` are those of the documents, in tokens; ``peak_flops`` is 0 where it is not known. ``estimates`` are the
+    bytes that the plan reckons of ``ours`` with one bin in a forward pass, with two, and so on.
     """
     shape = scene.shape.name
     figures.add({f"{shape}_parameters": scene.parameters})
     a_token = scene.shape.training_flops(lengths) / sum(lengths)
-    kinds: dict[str, Callable[[Scene, str], Run]] = {"ours": ours, "plain": plain}
-    if with_megatron:
-        kinds["megatron"] = megatron
     runs: dict[str, list[Run]] = {who: [] for who in kinds}
-    longest = scene.effort.seconds + _STARTING_SECONDS if scene.on_gpu else 0.0
+    assumed = scene.effort.seconds + _STARTING_SECONDS if scene.on_gpu else 0.0
+    lasted: dict[str, float] = {}
     for number, who in enumerate([*kinds, *reversed(kinds)][: pairs * len(kinds)]):
-        if time.monotonic() + longest > scene.deadline:
+        if time.monotonic() + lasted.get(who, assumed) > scene.deadline:
             figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
             continue
         try:
-            run = kinds[who](scene, f"{number}-{who}")
+            run = KINDS[who](scene, f"{number}-{who}")
         except OutOfTimeError as reason:
             figures.add({f"{shape}_run_{number}_{who}": "no_time_left"})
             say(f"{shape}: run {number} ({who}) was ended {reason}")
@@ -263,19 +319,42 @@ def compare(
             figures.add({f"{shape}_run_{number}_{who}": "failed"})
             say(f"{shape}: run {number} ({who}) failed: {one_line(error)}")
             continue
-        longest = max(longest, run.seconds + 3.0)
+        lasted[who] = max(assumed, run.seconds + 3.0)
         runs[who].append(run)
         say(
             f"{shape}: run {number} ({who}): {run.tokens_per_second:.0f} tokens/s, peak {run.peak_memory / 2**30:.2f} "
             f"GiB, {run.seconds:.0f} s with its start"
         )
         figures.add(_figures_of(f"{shape}_{who}", runs[who], a_token, peak_flops))
-    for one, other, name in (("ours", "plain", "ratio_to_plain"), ("megatron", "ours", "megatron_ratio_to_ours")):
-        if runs.get(one) and runs[other]:
+    if runs["ours"] and estimates:
+        figures.add(_beside_estimate(f"{shape}_ours", runs["ours"], estimates, on_gpu=scene.on_gpu))
+    _add_ratios(shape, runs, figures, on_gpu=scene.on_gpu)
+    if scene.on_gpu:
+        goals = {f"{shape}_ours_mfu": scene.shape.utilisation_goal, f"{shape}_ratio_to_plain": _RATIO_GOAL}
+        figures.add(beside_goals(figures.numbers(), {name: goal for name, goal in goals.items() if goal}))
+
+
+def _add_ratios(shape: str, runs: dict[str, list[Run]], figures: Figures, *, on_gpu: bool) -> None:
+    """Of ``ours`` to the plain loop, and of what is measured besides to ``ours``, whose losses it must have."""
+    besides = [who for who in runs if who in ("compiled", "megatron") and runs[who]]
+    pairs = [("ours", who, f"ratio_to_{who}") for who in ("plain", "plain_unpacked")]
+    pairs += [("plain", "plain_unpacked", "plain_ratio_packed")]
+    pairs += [(who, "ours", f"{who}_ratio_to_ours") for who in besides]
+    for one, other, name in pairs:
+        if runs.get(one) and runs.get(other):
             rates = [mean(run.tokens_per_second for run in runs[who]) for who in (one, other)]
             figures.add({f"{shape}_{name}": rates[0] / rates[1]})
-    if runs["ours"] and runs.get("megatron"):
-        figures.add(same_losses(f"{shape}_megatron", runs["megatron"][0], runs["ours"][0], _SAME_LOSS[scene.on_gpu]))
+    for who in besides if runs["ours"] else ():
+        figures.add(same_losses(f"{shape}_{who}", runs[who][0], runs["ours"][0], _SAME_LOSS[on_gpu]))
+    for run, name in zip(runs.get("compiled", ()), ("seconds", "again_seconds"), strict=False):
+        figures.add({f"{shape}_compiling_{name}": run.compiling})
+
+
+def _beside_estimate(name: str, runs: list[Run], estimates: Sequence[float], *, on_gpu: bool) -> dict[str, Figure]:
+    """What the plan reckons of as many bins at once as there were; on a CPU, which counts no peak, that alone."""
+    reckoned = estimates[min(runs[-1].bins_at_once, len(estimates)) - 1]
+    error = {f"{name}_estimate_error": reckoned / max(run.peak_memory for run in runs) - 1} if on_gpu else {}
+    return {f"{name}_estimate_gib": reckoned / 2**30, **error}
 
 
 def same_losses(name: str, run: Run, other: Run, limit: float) -> dict[str, Figure]:
@@ -293,6 +372,7 @@ def _figures_of(name: str, runs: list[Run], flops_of_a_token: float, peak_flops:
     figures: dict[str, Figure] = {
         f"{name}_tokens_per_second": rate,
         f"{name}_peak_memory_gib": max(run.peak_memory for run in runs) / 2**30,
+        f"{name}_bins_at_once": runs[-1].bins_at_once,
     }
     if peak_flops:
         figures[f"{name}_mfu"] = rate * flops_of_a_token / peak_flops
@@ -304,43 +384,3 @@ def _figures_of(name: str, runs: list[Run], flops_of_a_token: float, peak_flops:
         rates = [run.tokens_per_second for run in runs]
         figures[f"{name}_spread"] = (max(rates) - min(rates)) / rate
     return figures
-
-
-def save_and_load(scene: Scene, figures: Figures) -> None:
-    """What a save in the background costs a run of this size, and how long it takes to go on from it."""
-    shape, every = scene.shape.name, scene.effort.warm_up_steps + 4
-    config = scene.config("saving", everySteps=every)
-    try:
-
-        def is_saved(seen: list[Seen]) -> bool:
-            return bool(seen) and seen[-1].saved >= every and seen[-1].step > every + 1
-
-        run, steps = followed(scene, "saving", config, is_saved)
-        times: dict[int, float] = {}
-        for seen in steps:
-            times.setdefault(seen.step, seen.time)
-        order = sorted(times)
-        lasted = {b: (times[b] - times[a]) / (b - a) for a, b in pairwise(order) if a >= 2}
-        usual = sorted(lasted[step] for step in lasted if step <= every)
-        if usual and (later := [step for step in order if step > every]):
-            typical = usual[len(usual) // 2]
-            since = times[order[-1]] - times[max(step for step in order if step <= every)]
-            figures.add(
-                {
-                    f"{shape}_save_step_seconds": lasted[later[0]],
-                    f"{shape}_usual_step_seconds": typical,
-                    f"{shape}_save_stall_seconds": max(0.0, since - typical * (order[-1] - every)),
-                }
-            )
-        saved = next(seen.time for seen in steps if seen.saved >= every)
-        figures.add({f"{shape}_save_seconds": saved - times.get(every, times[order[-1]])})
-        run, steps = followed(scene, "saving", config, lambda seen: bool(seen) and seen[-1].step > every)
-        if steps[0].step < every:
-            raise RuntimeError(f"the run began at step {steps[0].step}, and has a checkpoint of step {every}")
-        figures.add({f"{shape}_resumed_after_seconds": run.seconds, f"{shape}_resumed_at_step": steps[0].step})
-    except OutOfTimeError as reason:
-        figures.add({f"{shape}_save": "no_time_left"})
-        say(f"{shape}: the run that saves was ended {reason}")
-    except Exception as error:
-        figures.add({f"{shape}_save": "failed"})
-        say(f"{shape}: the run that saves failed: {one_line(error)}")

@@ -3,22 +3,34 @@
     python -m tests.gpu.plain SETTINGS.json
 
 The same model class with transformers' own attention: ``flash_attention_2`` with document boundaries where that package
-is installed, else ``sdpa`` over the whole micro-batch, in which documents see one another: wrong, and the fastest that
+is installed, else ``sdpa`` over whole bins, in which documents see one another: wrong, and the fastest that
 transformers has without another package. fp32 weights under bf16 autocast, fused AdamW, clipping by the norm, packed
-first-fit-decreasing, no activation checkpointing, one host synchronisation a step. Writes what it measured as JSON.
+first-fit-decreasing, no activation checkpointing, not compiled, one host synchronisation a step. As many bins go
+through one forward pass as were the fastest of 1, 2 and 4 in steps before those that count. Adapters are peft's, in
+fp32, beside a base in bf16. Not packed, each document is a row that is padded to the longest of its forward pass, as
+many of them in a step as fill its bins on average; padding counts as no token. Writes what it measured as JSON.
 """
 
+import gc
+import importlib
 import importlib.util
 import json
 import resource
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+_AT_ONCE = (1, 2, 4)
+"""Bins in one forward pass that are tried."""
+_NOT_TRAINED = -100
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,9 @@ class Settings:
     device: str
     bin_tokens: int
     bins: int
+    rank: int
+    """Of peft's adapters on all linear layers; 0: all weights are trained."""
+    packed: bool
     warm_up_steps: int
     least_steps: int
     seconds: float
@@ -52,7 +67,7 @@ def read_examples(path: str, tokenizer: Any) -> list[Example]:
             json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = torch.tensor(rendered["input_ids"]), torch.tensor(rendered["assistant_masks"])
-        examples.append((ids, torch.where(mask == 1, ids, -100)))
+        examples.append((ids, torch.where(mask == 1, ids, _NOT_TRAINED)))
     return examples
 
 
@@ -68,65 +83,139 @@ def pack(examples: list[Example], bin_tokens: int) -> list[list[Example]]:
             place = len(bins) - 1
         bins[place].append(example)
         room[place] -= len(example[0])
-    order = torch.randperm(len(bins), generator=torch.Generator().manual_seed(0)).tolist()
-    return [bins[index] for index in order]
+    return shuffled(bins)
 
 
-def _arguments(documents: list[Example], device: torch.device, boundaries: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    arguments: dict[str, Any] = {"input_ids": torch.cat([ids for ids, _ in documents])[None].to(device)}
+def shuffled(rows: list[list[Example]]) -> list[list[Example]]:
+    """In an order that depends on their number alone."""
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    return [rows[index] for index in order]
+
+
+def _arguments(
+    bins: Sequence[list[Example]], device: torch.device, boundaries: bool
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Of one forward pass over ``bins``, and the labels: one row of all documents where their ``boundaries`` are told,
+    else a row for each bin, as long as the longest."""
+    rows = [[document for documents in bins for document in documents]] if boundaries else bins
+    ids = [torch.cat([ids for ids, _ in documents]) for documents in rows]
+    arguments: dict[str, Any] = {"input_ids": pad_sequence(ids, batch_first=True).to(device)}
     if boundaries:
-        positions = torch.cat([torch.arange(len(ids)) for ids, _ in documents])
+        positions = torch.cat([torch.arange(len(ids)) for ids, _ in rows[0]])
         arguments["position_ids"] = positions[None].to(device)
     # The first token of a document is not predicted by the last one of another.
-    labels = torch.cat([torch.cat([labels[1:], torch.tensor([-100])]) for _, labels in documents])
-    return arguments, labels.to(device)
+    last = torch.tensor([_NOT_TRAINED])
+    labels = [torch.cat([torch.cat([labels[1:], last]) for _, labels in documents]) for documents in rows]
+    return arguments, pad_sequence(labels, batch_first=True, padding_value=_NOT_TRAINED).to(device)
+
+
+def fastest(counts: Sequence[int], seconds_with: Callable[[int], float]) -> int:
+    """Which of ``counts``, least first, takes the fewest seconds; where one has no room those after it have none."""
+    seconds: dict[int, float] = {}
+    for count in counts:
+        try:
+            seconds[count] = seconds_with(count)
+        except torch.OutOfMemoryError:
+            if not seconds:
+                raise
+            break
+    return min(seconds, key=seconds.__getitem__)
+
+
+class _Loop:
+    """Model, optimizer and packed rows."""
+
+    def __init__(self, settings: Settings) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.settings, self.device = settings, torch.device(settings.device)
+        self.on_gpu = self.device.type == "cuda"
+        has_flash = self.on_gpu and importlib.util.find_spec("flash_attn") is not None
+        self._boundaries = has_flash and settings.packed
+        self.attention = "flash_attention_2" if has_flash else "sdpa"
+        dtype = torch.bfloat16 if settings.rank and self.on_gpu else torch.float32
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            settings.model, dtype=dtype, attn_implementation=self.attention
+        )
+        model = model.to(self.device)
+        if settings.rank:
+            peft = importlib.import_module("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=settings.rank, target_modules="all-linear"))
+        self._model = model.train()
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._trained, lr=1e-5, fused=True)
+        examples = read_examples(settings.data, AutoTokenizer.from_pretrained(settings.model))
+        fitting = [example for example in examples if len(example[0]) <= settings.bin_tokens]
+        self._rows = pack(fitting, settings.bin_tokens) if settings.packed else shuffled([[each] for each in fitting])
+        self._of_step = settings.bins
+        if not settings.packed:
+            of_a_row = sum(len(ids) for ids, _ in fitting) / len(fitting)
+            self._of_step = max(settings.bins, round(settings.bins * settings.bin_tokens / of_a_row))
+
+    def step(self, number: int, at_once: int) -> int:
+        """Make the step of that number, ``at_once`` bins (or the rows of so many) in a forward pass; its tokens."""
+        count, rows = self._of_step, self._rows
+        chosen = [rows[(number * count + index) % len(rows)] for index in range(count)]
+        together = ceil(count * at_once / self.settings.bins)
+        passes = [chosen[start : start + together] for start in range(0, count, together)]
+        inputs = [_arguments(part, self.device, self._boundaries) for part in passes]
+        trained = sum(int((labels != _NOT_TRAINED).sum()) for documents in chosen for _, labels in documents)
+        total = torch.zeros((), device=self.device)
+        for arguments, labels in inputs:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.on_gpu):
+                logits = self._model(**arguments, use_cache=False).logits.flatten(0, 1)
+            loss = cross_entropy(logits.float(), labels.flatten(), ignore_index=_NOT_TRAINED, reduction="sum") / trained
+            del logits
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if not torch.isfinite(total).item():
+            raise RuntimeError(f"the loss of step {number + 1} is {total.item()}")
+        return sum(len(ids) for documents in chosen for ids, _ in documents)
+
+    def seconds_with(self, at_once: int) -> float:
+        """Of the second of two steps; where there is no room for them, nothing is left of them."""
+        try:
+            self.step(0, at_once)
+            began = time.perf_counter()
+            self.step(0, at_once)
+            return time.perf_counter() - began
+        finally:
+            self._optimizer.zero_grad()
 
 
 def main() -> None:
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device = torch.device(settings.device)
-    on_gpu = device.type == "cuda"
-    boundaries = on_gpu and importlib.util.find_spec("flash_attn") is not None
-    attention = "flash_attention_2" if boundaries else "sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=torch.float32, attn_implementation=attention
-    )
-    model = model.to(device)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    examples = read_examples(settings.data, AutoTokenizer.from_pretrained(settings.model))
-    bins = pack([example for example in examples if len(example[0]) <= settings.bin_tokens], settings.bin_tokens)
+    loop = _Loop(settings)
+    at_once = fastest([count for count in _AT_ONCE if count <= settings.bins], loop.seconds_with)
+    if loop.on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     step = tokens = 0
     began = 0.0
     while True:
-        chosen = [bins[(step * settings.bins + index) % len(bins)] for index in range(settings.bins)]
-        inputs = [_arguments(documents, device, boundaries) for documents in chosen]
-        trained = sum(int((labels != -100).sum()) for documents in chosen for _, labels in documents)
-        total = torch.zeros((), device=device)
-        for arguments, labels in inputs:
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
-                logits = model(**arguments, use_cache=False).logits[0]
-            loss = cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum") / trained
-            del logits
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not torch.isfinite(total).item():
-            raise RuntimeError(f"the loss of step {step + 1} is {total.item()}")
+        of_step = loop.step(step, at_once)
         step += 1
         if step <= settings.warm_up_steps:
             began = time.perf_counter()
             continue
-        tokens += sum(len(ids) for documents in chosen for ids, _ in documents)
+        tokens += of_step
         seconds = time.perf_counter() - began
         if step >= settings.warm_up_steps + settings.least_steps and seconds >= settings.seconds:
             break
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = {"tokens_per_second": tokens / seconds, "peak_memory": peak, "attention": attention, "steps": step}
+    peak = (
+        torch.cuda.max_memory_allocated() if loop.on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    result = {
+        "tokens_per_second": tokens / seconds,
+        "peak_memory": peak,
+        "attention": loop.attention,
+        "bins_at_once": at_once,
+        "steps": step,
+    }
     Path(settings.result).write_text(json.dumps(result))
 
 

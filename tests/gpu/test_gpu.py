@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from sft_api.generate import ROOT
+from sft_trainer.loss import linear_cross_entropy
+from sft_trainer.models.documents import attend
 from tests.gpu import __main__ as command
-from tests.gpu import megatron, runs
-from tests.gpu.figures import Figures
+from tests.gpu import megatron, models, runs
+from tests.gpu.figures import Figures, beside_goals
 from tests.gpu.inputs import SMALL
 from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
 from tests.gpu.measured import Run, same_losses
@@ -53,11 +55,17 @@ def test_everything_that_a_cpu_can_run_is_ok() -> None:
     assert set(checks.values()) == {"ok"}
     assert float(figures["bf16_gradient_cosine"]) > 0.99
     assert float(figures["small_ratio_to_plain"]) > 0
+    assert float(figures["small_lora_ratio_to_plain"]) > 0
+    assert float(figures["small_plain_ratio_packed"]) > 0
+    assert figures["small_plain_bins_at_once"] in ("1", "2")
+    assert float(figures["small_lora_ours_estimate_gib"]) > 0
+    assert float(figures["memory_adapters_8b_estimate_gib"]) > 0
+    assert float(figures["blocks_eager_gradient_error"]) < 1e-5
     assert float(figures["small_megatron_ratio_to_ours"]) > 0
     assert int(figures["small_megatron_losses_compared"]) >= 3
     assert float(figures["small_megatron_loss_error"]) < 1e-4
     assert float(figures["small_ours_peak_memory_gib"]) > 0
-    assert (figures["left_out"], figures["failures"]) == ("0", "0")
+    assert (figures["goals_missed"], figures["left_out"], figures["failures"]) == ("0", "0", "0")
 
 
 def test_one_that_is_stopped_tells_what_it_knows() -> None:
@@ -96,28 +104,78 @@ def test_a_package_that_is_missing_is_named(
     assert "lacks no-such-package: " in capsys.readouterr().err
 
 
-def test_without_megatron_it_is_said_and_the_rest_is_measured(
+def test_without_megatron_and_peft_it_is_said_and_the_rest_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    # Given a machine without megatron-core
-    monkeypatch.setattr("sft_api.megatron.is_installed", lambda: False)
+    # Given a machine without megatron-core and peft
+    monkeypatch.setattr(models, "is_installed", lambda: False)
     monkeypatch.setattr(megatron, "is_installed", lambda: False)
-    monkeypatch.setattr(command, "_prepared", lambda *_: {"parameters": 1, "lengths": [1], "peak_flops": 0.0})
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    facts = {"parameters": 1, "lengths": [1], "peak_flops": 0.0, "estimates": []}
+    monkeypatch.setattr(command, "_prepared", lambda *_: facts)
     monkeypatch.setattr("tests.gpu.inputs.make_long_rows", lambda *_, **__: None)
-    measured: list[bool] = []
-    monkeypatch.setattr("tests.gpu.measured.compare", lambda *_, with_megatron, **__: measured.append(with_megatron))
+    monkeypatch.setattr("tests.gpu.saving.save_and_load", lambda *_: None)
+    measured: list[list[str]] = []
+    monkeypatch.setattr("tests.gpu.measured.compare", lambda *_, kinds, **__: measured.append(kinds))
     (tmp_path / "inputs").mkdir()
     figures = Figures()
 
     # When models are measured, and checks run
-    command._measure(Namespace(device="cuda", short=True), figures, tmp_path, time.monotonic() + 1000)
+    options = Namespace(device="cuda", short=False, only=None)
+    command._measure(options, figures, tmp_path, time.monotonic() + 1000)
     with pytest.raises(Skipped, match="no_megatron_core"):
         megatron.beside_fsdp(tmp_path, torch.device("cpu"))
 
     # Then it is neither a failure nor left out for time
-    assert measured == [False, False]
+    assert measured == [["ours", "plain", "compiled", "plain_unpacked"], ["ours", "plain"], ["ours"]]
     assert figures.with_value("skipped=no_megatron_core") == ["qwen3_1.7b_megatron"]
-    assert "lacks megatron-core" in capsys.readouterr().out
+    assert figures.with_value("skipped=no_peft") == ["qwen3_8b_lora_plain"]
+    assert "lacks megatron-core" in (said := capsys.readouterr().out)
+    assert "lacks peft" in said
+
+
+def test_only_what_is_asked_for_is_measured_and_an_unknown_part_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "_PRELOADED", ())
+    measured: list[list[str] | None] = []
+    monkeypatch.setattr(command, "_check", lambda *_: None)
+    monkeypatch.setattr(command, "_measure", lambda options, *_: measured.append(options.only))
+
+    def run(*only: str) -> None:
+        options = Namespace(device="cuda", short=False, only=[*only])
+        command._check_and_measure(options, Figures(), tmp_path, 0.0, 1.0)
+
+    run("checks", "qwen3_8b_lora")
+    with pytest.raises(SystemExit, match="2"):
+        run("qwen3_8b")
+
+    assert measured == [["checks", "qwen3_8b_lora"]]
+    assert "no qwen3_8b; there are checks, qwen3_0.6b, qwen3_1.7b, qwen3_8b_lora" in capsys.readouterr().err
+
+
+def test_a_goal_that_is_missed_is_told_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(_: object, figures: Figures, *__: object) -> None:
+        figures.add({"m_ours_mfu": 0.39, "m_ratio_to_plain": 1.3})
+        figures.add(beside_goals(figures.numbers(), {"m_ours_mfu": 0.4, "m_ratio_to_plain": 1.2, "not_measured": 1.0}))
+
+    monkeypatch.setattr(command, "_check_and_measure", measure)
+    monkeypatch.setattr(command, "_end_in_words", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu"])
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "")
+
+    assert command.main() == 0
+
+    said = capsys.readouterr().out
+    assert "not reached: m_ours_mfu is 0.39, its goal is 0.4" in said.splitlines()
+    figures = figures_of(said)
+    assert (figures["m_ours_mfu_goal"], figures["m_ours_mfu_reached"], figures["goals_missed"]) == ("0.4", "no", "1")
+    assert figures["m_ratio_to_plain_reached"] == "yes"
+    assert "not_measured_goal" not in figures
 
 
 def test_without_ray_that_check_is_skipped_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,6 +247,16 @@ def test_a_launch_that_reads_a_value_is_found_on_a_cpu_too(read: Callable[[torch
     assert there.tolist() == [1.0]
     with nothing_is_waited_for(torch.device("cpu")):
         assert (there + 1).shape == (1,)
+
+
+def test_what_only_a_cpu_reads_is_none_of_them() -> None:
+    heads = torch.ones(1, 2, 5, 16, requires_grad=True)
+    weight = torch.ones(3, 16, requires_grad=True)
+    with nothing_is_waited_for(torch.device("cpu")):
+        hidden = attend(heads, heads, heads, torch.tensor([0, 2, 5]), None, None)[0, :, 0]
+        linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.long), 1.0)[0].backward()
+    assert heads.grad is not None
+    assert weight.grad is not None
 
 
 def test_no_check_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
