@@ -21,9 +21,9 @@ PROGRESS_PORT = 8471
 STOPPED_EARLY_CHARACTERS = 500
 DUMMY_RUN_CHARACTERS = 500
 MOST_EXPORTS = 10
+"""Of those of steps on the way that are told."""
 MOST_WARNINGS = 20
 """So many a status shows, the newest."""
-"""Of those of steps on the way that are told."""
 
 
 class Phase(StrEnum):

@@ -14,7 +14,11 @@ _STOPPED_EARLY = "StoppedEarly"
 _DUMMY_RUN = "DummyRunComplete"
 _SHOWN_CHECKPOINTS = 10
 _WARNING_CHARACTERS = 1000
-_FIGURES = re.compile(r"\d[\d:.]*[smhd]?")
+_COUNTING = tuple(
+    re.compile(beginning)
+    for beginning in (r"for \S+, from \S+, nothing could be saved: ", r"loss or gradients of ", r"not exported to ")
+)
+"""How warnings begin of which the newest says all: of an outage that ended, of skipped steps, of exports given up."""
 
 
 def duration(seconds: float | None) -> str:
@@ -55,8 +59,8 @@ def what_is_complete(progress: ProgressStatus | None, reason: str, message: str)
 def with_told(known: Sequence[str], told: Sequence[str]) -> list[str]:
     """``known`` with what is ``told`` now, the newest last; of more than a status shows the oldest are left out.
 
-    A sentence that is told no longer stays, unless one is told that differs from it in figures alone: whoever counts
-    tells the last count. The same again changes nothing, so what was left out is no news in the next look.
+    A sentence that is told no longer stays, unless it counts something and the next count is told. The same again
+    changes nothing, so what was left out is no news in the next look.
     """
     new = dict.fromkeys(text[:_WARNING_CHARACTERS] for text in told)
     kinds = {_kind(text) for text in new}
@@ -65,8 +69,8 @@ def with_told(known: Sequence[str], told: Sequence[str]) -> list[str]:
 
 
 def _kind(warning: str) -> str:
-    """``warning`` without its numbers, times and durations."""
-    return _FIGURES.sub("", warning)
+    """What only one warning is shown of: what ``warning`` counts, else itself."""
+    return next((counting.pattern for counting in _COUNTING if counting.match(warning)), warning)
 
 
 def percent(step: int, total: int | None) -> int | None:

@@ -27,5 +27,7 @@ class Turn:
 
     def _tell(self, what: dict[str, float]) -> None:
         self._ended = time.process_time()
-        print(MARK + json.dumps(what), flush=True)
-        sys.stdin.readline()
+        # A line of its own, whatever others have begun to print.
+        print(f"\n{MARK}{json.dumps(what)}", flush=True)
+        if not sys.stdin.readline():
+            sys.exit("whoever started this process is gone")

@@ -90,7 +90,11 @@ class Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment
         )
-        self.run = Run(self._told()["ready"])
+        try:
+            self.run = Run(self._told()["ready"])
+        except BaseException:
+            self.stop()
+            raise
         print(f"# {name}: ready after {self.run.ready:.0f} s", flush=True)
 
     def step(self) -> None:
@@ -116,8 +120,11 @@ class Process:
 
     def _go_on(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
 
     def _told(self) -> dict[str, float]:
         assert self._process.stdout is not None
@@ -229,6 +236,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=19, help="of each run, three to warm up included")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
+    if options.steps < WARM_UP_STEPS + 2:
+        parser.error(f"--steps {options.steps}: {WARM_UP_STEPS} to warm up and two that count are the fewest")
     figures: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="sft-bench-") as scratch:
         for size in options.sizes:

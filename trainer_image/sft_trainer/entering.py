@@ -9,6 +9,7 @@ from sft_api.trainer_config import TrainerConfig
 from .alive import watch
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
+from .outage import of_another_place, of_the_place
 from .place import look, nothing_saved, open_place, read_done, read_record
 from .reporting import Reporter
 from .revisions import changed, revisions
@@ -37,18 +38,24 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     ``take_over`` is the word by which a user asks to take it over from another holder that is alive.
     Raises what is wrong with the place or who else is in it: errors of the store, ConfigError, PlaceInUseError.
     """
-    if not writes:
-        return Entered(read_record(store), read_done(store))
-    conditional = check_storage(config, store, reporter)
-    # First: that it is another run's must not take three minutes to find out.
-    found, done = look(config, store), read_done(store)
-    if done is not None:
-        return Entered(found, done)
-    watch(config, store, reporter, take_over=take_over)
-    anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
-    record = open_place(config, store, conditional=conditional, revisions=lambda: revisions(config))
+    with of_the_place():
+        if not writes:
+            return Entered(read_record(store), read_done(store))
+        conditional = check_storage(config, store, reporter)
+        # First: that it is another run's must not take three minutes to find out.
+        found, done = look(config, store), read_done(store)
+        if done is not None:
+            return Entered(found, done)
+        watch(config, store, reporter, take_over=take_over)
+        anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
+        record = open_place(config, store, conditional=conditional, revisions=lambda: _revisions_now(config))
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     siblings = told_of_siblings(config, lambda uri: open_store(uri, s3)) if anew else []
     for warning in [*siblings, *changed(config, record.revisions)]:
         reporter.warn(warning)
     return Entered(record, None)
+
+
+def _revisions_now(config: TrainerConfig) -> dict[str, str]:
+    with of_another_place():
+        return revisions(config)

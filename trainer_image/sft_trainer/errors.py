@@ -17,8 +17,8 @@ class TrainingError(Exception):
     """Base of all errors with a known failure class."""
 
     failure: ClassVar[FailureClass] = FailureClass.UNKNOWN
-    outage: bool = False
-    """Whether a place that the run saves in is away, full or refuses; see ``outage.of_the_place``."""
+    outage: bool | None = None
+    """Whether a place that the run saves in is away, full or refuses, see ``outage``; None where nobody says."""
 
 
 class ConfigError(TrainingError):

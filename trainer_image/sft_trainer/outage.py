@@ -57,7 +57,18 @@ def of_the_place() -> Iterator[None]:
     try:
         yield
     except TrainingError as error:
-        error.outage = is_outage(error)
+        if error.outage is None:
+            error.outage = is_outage(error)
+        raise
+
+
+@contextmanager
+def of_another_place() -> Iterator[None]:
+    """Mark the errors of this block, within ``of_the_place``, as those of a place that the run only reads from."""
+    try:
+        yield
+    except TrainingError as error:
+        error.outage = False
         raise
 
 

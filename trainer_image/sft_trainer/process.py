@@ -53,7 +53,7 @@ def report_end(error: BaseException, run_dir: Path, *, rank: int, step: int = 0,
         rank=rank,
         step=step,
         attempt=attempt,
-        outage=isinstance(error, TrainingError) and error.outage,
+        outage=isinstance(error, TrainingError) and error.outage is True,
         traceback=traceback.format_exc()[-8000:],
     )
     try:

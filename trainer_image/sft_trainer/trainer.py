@@ -207,10 +207,9 @@ class Trainer:
     def _open_store(self) -> None:
         self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
         self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
-        with of_the_place():
-            self._place = enter(
-                self.config, self.store, self.reporter, writes=self.topology.writes, take_over=self._take_over
-            )
+        self._place = enter(
+            self.config, self.store, self.reporter, writes=self.topology.writes, take_over=self._take_over
+        )
 
     def _end_again(self, done: Done) -> None:
         self.step = done.step

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from sft_api.progress import Phase, TrainingProgress
-from sft_api.report import duration, progress_status
+from sft_api.progress import MOST_WARNINGS, Phase, TrainingProgress
+from sft_api.report import duration, progress_status, with_told
 from sft_api.times import timestamp
 
 
@@ -73,3 +73,16 @@ def test_what_json_cannot_say_is_absent(value: float) -> None:
 
     assert (status.loss, status.grad_norm) == (None, None)
     json.dumps(status.model_dump(), allow_nan=False)
+
+
+def test_the_newest_warnings_stay_and_of_what_is_counted_the_newest_count() -> None:
+    skipped = ["checkpoint a2-s40 is not used: damaged", "checkpoint a4-s90 is not used: damaged"]
+    machines = ["pod 0: Xid 79 of GPU 3", "pod 4: Xid 13 of GPU 1"]
+    outages = [f"for {seconds}s, from 2026-01-01T00:00:{seconds:02}Z, nothing could be saved: no" for seconds in (1, 2)]
+
+    known = with_told(with_told([], [skipped[0], machines[0], outages[0]]), [skipped[1], outages[1], machines[1]])
+    assert known == [skipped[0], machines[0], skipped[1], outages[1], machines[1]]
+    assert with_told(known, [skipped[1], outages[1], machines[1]]) == known
+
+    full = [f"warning {number}" for number in range(MOST_WARNINGS)]
+    assert with_told(full, ["one more"]) == [*full[1:], "one more"]

@@ -92,6 +92,14 @@ def test_a_raylet_that_is_killed_is_nothing_of_the_runs_own(launcher: RayLaunche
     assert (failure.failure, failure.outside) == (FailureClass.WORKER_CRASHED, True)
 
 
+def test_a_raylet_that_ends_with_the_process_that_forks_was_killed_as_that_was(launcher: RayLauncher) -> None:
+    look(launcher, forks=-9)
+    look(launcher, raylet=1)
+
+    (failure,) = launcher.failures
+    assert (failure.failure, failure.outside) == (FailureClass.WORKER_CRASHED, True)
+
+
 def test_memory_that_ran_out_is_said(launcher: RayLauncher) -> None:
     look(launcher, raylet=-9, oom=True)
 

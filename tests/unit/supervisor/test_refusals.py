@@ -83,12 +83,55 @@ def test_another_failure_of_the_same_class_is_none_of_the_store(running: World) 
     assert end.failure is DENIED
 
 
-def test_a_store_that_refuses_after_the_first_claim_is_waited_for_too(running: World) -> None:
-    report(running, attempt=1, phase=Phase.LOADING)
-    running.ends(1, DENIED, outage=True)
+@pytest.mark.parametrize(("attempt", "kind"), [(1, OrderKind.EXIT), (2, OrderKind.IDLE)])
+def test_the_first_claim_of_all_proves_nothing_of_its_own_start_and_a_later_one_that_there_was_one(
+    running: World, attempt: int, kind: OrderKind
+) -> None:
+    # A key that may write and not list: as in a manifest, nothing was ever saved with it.
+    report(running, attempt=attempt, phase=Phase.LOADING)
+    running.ends(1, DENIED, outage=True, attempt=attempt)
     running.obey()
 
-    assert running.kind is OrderKind.IDLE
+    assert running.kind is kind
+
+
+@pytest.mark.parametrize("past", [{"phase": Phase.LOADING}, {"attempt": 2, "phase": Phase.LOADING}])
+def test_what_refuses_only_later_in_a_start_has_the_same_deadline(running: World, past: dict[str, object]) -> None:
+    # Objects that were archived, or a node that does not reach the store: the look and the claim are answered.
+    trained(running)
+    crashed(running)
+    began = running.now
+    while running.kind is OrderKind.RUN:
+        report(running, phase=Phase.STARTING)
+        report(running, **past)
+        running.ends(1, DENIED, outage=True)
+        running.obey()
+        for _ in range(100):
+            if running.kind is not OrderKind.IDLE:
+                break
+            running.passes(1.0)
+            running.obey()
+
+    end = running.group.order.end
+    assert end is not None
+    assert end.failure is FailureClass.STORAGE_DEADLINE_EXCEEDED
+    assert running.now - began == pytest.approx(STORAGE_DEADLINE, abs=5)
+
+
+@pytest.mark.parametrize(("phase", "lasts"), [(Phase.STARTING, True), (Phase.LOADING, False)])
+def test_a_start_that_fails_for_another_reason_ends_it_where_the_store_had_answered(
+    running: World, phase: Phase, lasts: bool
+) -> None:
+    trained(running)
+    crashed(running)
+    refused(running)
+    running.passes(6)
+    running.obey()
+    report(running, phase=phase)
+    running.ends(1, FailureClass.WORKER_CRASHED)
+    running.obey()
+
+    assert (running.group.refusals.told is not None) is lasts
 
 
 def test_a_new_index_0_learns_from_its_members_that_the_run_has_begun() -> None:
@@ -146,18 +189,16 @@ def test_it_lasts_since_it_began_in_the_attempt_that_trained_on(running: World) 
     assert running.kind is OrderKind.EXIT
 
 
-@pytest.mark.parametrize(
-    "answered", [{"phase": Phase.TOKENIZING}, {"attempt": 2, "phase": Phase.LOADING}], ids=["looked", "claimed"]
-)
-def test_it_is_over_once_a_start_got_past_its_look_at_the_store(running: World, answered: dict[str, object]) -> None:
+def test_it_is_over_once_a_start_trains_on(running: World) -> None:
     trained(running)
     crashed(running)
     refused(running)
     running.passes(6)
     running.obey()
-    report(running, phase=Phase.STARTING)
-    assert running.group.refusals.told is not None
-    report(running, **answered)
+    for phase in (Phase.STARTING, Phase.TOKENIZING, Phase.WAITING, Phase.LOADING):
+        report(running, attempt=2, phase=phase)
+        assert running.group.refusals.told is not None
+    report(running, attempt=2, phase=Phase.TRAINING)
     assert running.group.refusals.told is None
 
     # What comes later is another one.

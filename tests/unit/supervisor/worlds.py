@@ -61,7 +61,13 @@ class World:
                 self.say(node, received=order.id, running=running)
 
     def ends(
-        self, node: int, failure: FailureClass | None = None, *, after: float = 0.0, outage: bool = False
+        self,
+        node: int,
+        failure: FailureClass | None = None,
+        *,
+        after: float = 0.0,
+        outage: bool = False,
+        attempt: int = 0,
     ) -> Order:
         """The workers of ``node`` end by themselves."""
         generation = self.reports[node].running
@@ -72,6 +78,7 @@ class World:
             time=START + timedelta(seconds=self.now + after),
             rank=node,
             outage=outage,
+            attempt=attempt,
         )
         outcome = Outcome.FAILED if cause else Outcome.COMPLETE
         ended = Ended(generation=generation, outcome=outcome, failure=cause)

@@ -4,14 +4,17 @@ import threading
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sft_api.checkpoints import RunState
 from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
+from sft_api.place import RunRecord
 from sft_api.progress import Phase, StorageOutage, WorkerError
 from sft_api.rundir import ERRORS_FOLDER
+from sft_trainer import entering
 from sft_trainer import outage as outages
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.local import LocalStore
@@ -27,7 +30,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
     TrainingError,
 )
-from sft_trainer.outage import Outage, is_outage, of_the_place
+from sft_trainer.outage import Outage, is_outage, of_another_place, of_the_place
 from sft_trainer.process import report_end
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
@@ -86,6 +89,36 @@ def test_a_worker_that_a_place_of_the_run_refuses_says_so_in_its_last_words(
 
     # The same words about a model are none of it.
     assert ends == [expected, False]
+
+
+def test_a_place_that_is_only_read_from_is_none_of_the_run_on_the_way_either() -> None:
+    with pytest.raises(TrainingError) as raised, of_the_place(), of_another_place():
+        raise AccessDeniedError("s3://data")
+    assert raised.value.outage is False
+
+
+@pytest.mark.parametrize(("refuses", "expected"), [("look", True), ("changed", False), ("told_of_siblings", False)])
+def test_of_what_a_start_does_in_its_place_the_data_and_other_places_are_none_of_it(
+    refuses: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> Any:
+        raise AccessDeniedError(refuses)
+
+    answers = {
+        **dict.fromkeys(("check_storage", "look", "read_done", "watch")),
+        "nothing_saved": True,
+        "open_place": RunRecord.model_construct(revisions={}),
+        "told_of_siblings": [],
+        "changed": [],
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(entering, name, lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr(entering, refuses, denied)
+    config = resolve(manifest(tmp_path / "inputs", tmp_path / "store"))
+
+    with pytest.raises(AccessDeniedError) as raised:
+        entering.enter(config, LocalStore(tmp_path), Reporter(tmp_path, writes=False), writes=True)
+    assert (raised.value.outage is True) is expected
 
 
 def test_an_outage_is_told_from_its_beginning_in_the_words_of_its_last_answer() -> None:

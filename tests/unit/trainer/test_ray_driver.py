@@ -14,7 +14,14 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from sft_api.failures import FailureClass
 from sft_trainer.on_ray import driver, places
-from sft_trainer.on_ray.driver import NotFormedError, configuration, failure_of, missing_pods, why_unplaced
+from sft_trainer.on_ray.driver import (
+    NotFormedError,
+    configuration,
+    failure_of,
+    failure_of_places,
+    missing_pods,
+    why_unplaced,
+)
 from sft_trainer.on_ray.worker import hold_place
 
 
@@ -172,3 +179,21 @@ def died_at_its_start() -> ActorDiedError:
 )
 def test_what_is_a_mistake_is_no_echo_of_what_others_lost(error: Exception, expected: FailureClass) -> None:
     assert failure_of(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("failure", "missing", "too_soon", "expected"),
+    [
+        (exceptions.WorkerGroupStartupTimeoutError(2), [], False, FailureClass.UNKNOWN),
+        (exceptions.WorkerGroupStartupTimeoutError(2), [], True, FailureClass.PEER_LOST),
+        (exceptions.WorkerGroupStartupTimeoutError(2), [1], False, FailureClass.PEER_LOST),
+        (exceptions.WorkerGroupStartupFailedError("a worker has died"), [], True, FailureClass.PEER_LOST),
+        (ActorDiedError(), [], True, FailureClass.PEER_LOST),
+        (ValueError("no such option"), [], True, FailureClass.UNKNOWN),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_pod_that_is_lost_while_ranks_are_placed_is_not_charged_to_the_run(
+    failure: Exception, missing: list[int], too_soon: bool, expected: FailureClass
+) -> None:
+    assert failure_of_places(failure, missing=missing, too_soon=too_soon) is expected

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .places import (
     HEAD_VARIABLE,
     JOIN_SECONDS,
     NODES_VARIABLE,
+    PLACE_SECONDS_VARIABLE,
     POD_RESOURCE,
     PROCESSES_VARIABLE,
     RANK_RESOURCE,
@@ -34,6 +35,8 @@ from .worker import hold_place
 _POLL_SECONDS = 0.2
 _NO_PLACES = "WorkerGroupStartupTimeoutError"
 """What Ray Train calls it; the class is one of its private ones."""
+_NOT_STARTED = "WorkerGroupStartupFailedError"
+"""The same: a Ray worker died before its function ran."""
 _OWN_ERROR = "UserExceptionWithTraceback"
 """As that: what the function of a worker has raised."""
 
@@ -68,8 +71,13 @@ def _connect(ray: Any, deadline: float) -> None:
             time.sleep(_POLL_SECONDS)
 
 
+def _resources(ray: Any) -> list[dict[str, float]]:
+    """Of each node whose raylet is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def _wait_for_pods(ray: Any, nodes: int, deadline: float) -> None:
-    while missing := missing_pods([node["Resources"] for node in ray.nodes() if node["Alive"]], nodes):
+    while missing := missing_pods(_resources(ray), nodes):
         if time.monotonic() > deadline:
             names = ", ".join(str(index) for index in missing[:10])
             message = (
@@ -106,7 +114,8 @@ def _fit(ray: Any) -> None:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.train.v2.api.exceptions import ControllerError
 
-    ranks = int(os.environ[NODES_VARIABLE]) * int(os.environ[PROCESSES_VARIABLE])
+    nodes = int(os.environ[NODES_VARIABLE])
+    ranks = nodes * int(os.environ[PROCESSES_VARIABLE])
     told = configuration(ranks, int(os.environ[GPUS_VARIABLE]), Path(os.environ[FILES_VARIABLE]))
     trainer = DataParallelTrainer(hold_place, **told)
     began = time.monotonic()
@@ -117,7 +126,20 @@ def _fit(ray: Any) -> None:
         resources = told["scaling_config"].resources_per_worker
         free = {name: ray.available_resources().get(name, 0.0) for name in resources}
         message = why_unplaced(error.controller_failure, ranks, resources, free, seconds)
-        raise NotFormedError(FailureClass.UNKNOWN, message) from error
+        missing = missing_pods(_resources(ray), nodes)
+        too_soon = seconds < float(os.environ[PLACE_SECONDS_VARIABLE])
+        failure = failure_of_places(error.controller_failure, missing=missing, too_soon=too_soon)
+        raise NotFormedError(failure, message) from error
+
+
+def failure_of_places(failure: Exception, *, missing: Sequence[int], too_soon: bool) -> FailureClass:
+    """What it is that ranks have no places: of pods that are ``missing``, and workers that died, others know more.
+
+    ``too_soon``: before Ray's deadline, which is an error while it waited. A mistake repeats, and is judged then.
+    """
+    name = type(failure).__name__
+    lost = missing or name == _NOT_STARTED or (name == _NO_PLACES and too_soon) or _is_echo(failure)
+    return FailureClass.PEER_LOST if lost else FailureClass.UNKNOWN
 
 
 def why_unplaced(

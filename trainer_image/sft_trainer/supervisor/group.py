@@ -278,6 +278,7 @@ class Group:
         if self.refusals.are_met_by(cause):
             self._wait_for_store(cause, now)
             return
+        self.refusals.failed_otherwise()
         asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
         self._spent = self.spent
         verdict = self.ledger.record(
@@ -312,6 +313,7 @@ class Group:
         if len(self._idle) < self.size or self._stopping or now < self._not_before or self.held(now):
             return
         self._waited_until = None
+        self.refusals.begins()
         generation = self._new_generation()
         self.starts += 1
         instances = {node: member.report.instance for node, member in self.members.items()}

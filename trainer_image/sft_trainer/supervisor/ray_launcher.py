@@ -66,6 +66,8 @@ class RayLauncher:
         self._overdue = False
         """Whether it was said that not all ranks have places."""
         self._forks: int | None = None
+        self._forks_killed = False
+        """Whether the process that forks was killed in this generation."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._fork_ahead()
         self._files: Path | None = None
@@ -96,7 +98,7 @@ class RayLauncher:
         if head is None:
             raise OSError("index 0 named no place for the raylets to meet")
         self.failures, self._places, self._given_back = (), {}, set()
-        self._began, self._overdue = self._clock(), False
+        self._began, self._overdue, self._forks_killed = self._clock(), False, False
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.iterdir():
             # The process that forks is of no generation.
@@ -130,7 +132,9 @@ class RayLauncher:
 
     def look(self, ended: Mapping[int, int], *, memory_ran_out: bool, forming: bool, over: bool) -> None:
         found: list[Failure] = []
-        if self._forks in ended:
+        if self._forks is not None and self._forks in ended:
+            # All forks end with it, and only know that it is gone.
+            self._forks_killed = ended[self._forks] == -signal.SIGKILL
             self._forks = None
         if self._raylet is not None and self._raylet in ended:
             found.append(self._raylet_failure(ended[self._raylet], memory_ran_out=memory_ran_out))
@@ -216,7 +220,7 @@ class RayLauncher:
 
     def _raylet_failure(self, code: int, *, memory_ran_out: bool) -> Failure:
         pod, said = f"Ray in pod {self._settings.node}", self._said("raylet")
-        if code == -signal.SIGKILL or _KILLED_PART.search(said):
+        if code == -signal.SIGKILL or self._forks_killed or _KILLED_PART.search(said):
             if memory_ran_out:
                 return _failure(HOST_OUT_OF_MEMORY, FailureClass.OUT_OF_MEMORY)
             return _failure(f"{pod} was killed (SIGKILL) by something outside of the run", outside=True)

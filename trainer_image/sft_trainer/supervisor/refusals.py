@@ -7,7 +7,7 @@ trains (0005): the group waits, tells since when and why, and ends at the same d
 from collections.abc import Callable
 from datetime import datetime
 
-from sft_api.progress import Phase, StorageOutage, TrainingProgress
+from sft_api.progress import BEFORE_TRAINING, Phase, StorageOutage, TrainingProgress
 from sft_trainer.outage import Outage
 
 from .protocol import Failure
@@ -22,8 +22,16 @@ class Refusals:
         """Whether an attempt of the run is known to have been claimed."""
         self.reached = TrainingProgress()
         """The last report of such an attempt: how far the run has got."""
+        self._claimed_before = False
+        """The same before the start that runs, or ran last: what that claims itself proves nothing of its place."""
+        self._answered = False
+        """Whether the start that runs, or ran last, got past its first look at its places."""
         self._clock = 0.0
         self._outage = Outage(deadline_seconds, clock=lambda: self._clock, now=now)
+
+    def begins(self) -> None:
+        """Take in that workers are started."""
+        self._claimed_before, self._answered = self.claimed, False
 
     def observe(self, training: TrainingProgress, now: float) -> None:
         """Take in what rank 0 reports."""
@@ -32,13 +40,19 @@ class Refusals:
             self.claimed, self.reached = True, training
         if training.storage_outage is not None:
             self._outage.begin_as(training.storage_outage)
-        elif training.phase is not Phase.STARTING:
-            # It looks at its places first: they have answered.
+        elif training.phase not in (*BEFORE_TRAINING, Phase.FAILED):
+            # It has looked at its places, claimed an attempt and read a checkpoint: nothing is refused any more.
             self._outage.ended()
+        self._answered = training.storage_outage is None and training.phase is not Phase.STARTING
 
     def are_met_by(self, cause: Failure) -> bool:
         """Whether ``cause`` is the store's refusal, of a run that it took something of before."""
-        return cause.outage and (self.claimed or cause.attempt > 0)
+        return cause.outage and (self._claimed_before or cause.attempt > 1)
+
+    def failed_otherwise(self) -> None:
+        """Take in that a start has ended for a reason of its own: the store is none, if it had answered."""
+        if self._answered:
+            self._outage.ended()
 
     def refused(self, cause: Failure, now: float) -> str | None:
         """Take in that a start has ended with ``cause``; why the run ends, if it has waited for long enough."""
