@@ -11,11 +11,12 @@ MARK = "turn "
 class Turn:
     """Tells who started this process of each step, and waits for the word to go on.
 
-    A turn lasts from the end of the one before: what is prepared between them counts, waiting takes no processor.
+    A turn lasts from that word to the end of the step. The next step's data is prepared within it; what a process does
+    while it waits, as signs of life, goes by the clock, and would count for as often as there are others.
     """
 
     def __init__(self) -> None:
-        self._ended = 0.0
+        self._began = 0.0
 
     def begin(self) -> None:
         """Everything is ready; returns when the first step may begin."""
@@ -23,11 +24,11 @@ class Turn:
 
     def end(self, tokens: int, loss: float) -> None:
         """A step of so many tokens has ended; returns when the next one may begin."""
-        self._tell({"tokens": tokens, "loss": loss, "seconds": time.process_time() - self._ended})
+        self._tell({"tokens": tokens, "loss": loss, "seconds": time.process_time() - self._began})
 
     def _tell(self, what: dict[str, float]) -> None:
-        self._ended = time.process_time()
         # A line of its own, whatever others have begun to print.
         print(f"\n{MARK}{json.dumps(what)}", flush=True)
         if not sys.stdin.readline():
             sys.exit("whoever started this process is gone")
+        self._began = time.process_time()

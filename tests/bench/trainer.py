@@ -1,12 +1,12 @@
 """Our trainer beside TRL's and beside a bare loop, step by step in turn, on one thread: ratios of tokens a second.
 
-    python -m tests.bench.trainer PYTHON_WITH_TRL [--steps 19] [--sizes 128x4 256x6]
+    python -m tests.bench.trainer PYTHON_WITH_TRL [--steps 13] [--sizes 128x4 256x6]
 
 All train the same Qwen3 in fp32 on the same conversations with AdamW at a constant rate, 32 of them a step in the same
 order (rows that TRL packs hold as many on average). Runs that are compared live at the same time, each in a process of
 its own, and take turns: a step of each, then a step of each the other way round (A, B, B, A), so that whatever slows
-the machine, for seconds or for minutes, slows all alike. Time is that of the process on the processor, from the end of
-the third step on: what is compiled, and what else the machine does, does not count. Of every such pair of steps the
+the machine, for seconds or for minutes, slows all alike. Time is that of the process on the processor, in its turns
+from the fourth on: what is compiled, and what else the machine does, does not count. Of every such pair of steps the
 ratio; printed is the lower quartile (of ``overhead`` the upper one), the worse of the sizes. Our runs and TRL's are
 without gradient checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded; ours: packed,
 without it). ``--steps 5 --sizes 128x4`` is the short form, of five minutes at most.
@@ -233,7 +233,7 @@ def packer_fill() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.trainer")
     parser.add_argument("python", help="with TRL and peft installed")
-    parser.add_argument("--steps", type=int, default=19, help="of each run, three to warm up included")
+    parser.add_argument("--steps", type=int, default=13, help="of each run, three to warm up included")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
     if options.steps < WARM_UP_STEPS + 2:
