@@ -10,10 +10,11 @@ from math import gcd
 from typing import Any
 
 from .model_shape import FAMILIES, ModelShape
-from .sequence_parallel import either, possible, unshared_heads
+from .sequence_parallel import possible, unshared_heads
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MOST, MegatronSpec, megatron_of
 from .v1alpha1.status import PlanStatus
+from .v1alpha1.words import either
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` for whose weights there are rules."""
@@ -234,9 +235,28 @@ def _uneven_problem(megatron: MegatronSpec, layers: int) -> str:
         wrong = f"which leaves {max(left, 0)} of the model's {layers} layers for {which}"
     else:
         wrong = f"together {sum(given.values())}, but the model has {layers} layers"
-    fitting = _in_words(even_enough(layers, stages, megatron.virtual_pipeline_parallel_degree))
-    remedy = f"{fitting} would do" if fitting else "leave it out, or set another pipelineParallelDegree"
+    chunks = megatron.virtual_pipeline_parallel_degree
+    ends = even_enough(layers, stages, chunks) or _nearest_end(given, layers, stages, chunks)
+    remedy = f"{_in_words(ends)} would do" if ends else "leave it out, or set another pipelineParallelDegree"
+    if layers % (stages * chunks) == 0:
+        remedy = f"leave it out ({layers // stages} each){f', or set {_in_words(ends)}' if ends else ''}"
     return f"{_FIELD}.transformerConfigOverrides has {_in_words(given)}, {wrong}: {remedy}"
+
+
+def _nearest_end(given: Mapping[str, int], layers: int, stages: int, chunks: int) -> dict[str, int]:
+    """``given`` with another number of its last end, the nearest with which stages of whole ``chunks`` come out even.
+
+    Empty where there is none, but all having as many.
+    """
+    name, number = [*given.items()][-1]
+
+    def comes_out(other: int) -> bool:
+        ends = {**given, name: other}
+        each = layers_of_stages(layers, stages, *(ends.get(end) for end in ENDS))
+        return sum(each) == layers and len({*each}) > 1 and all(part > 0 and part % chunks == 0 for part in each)
+
+    nearest = min(filter(comes_out, range(1, min(layers, MOST))), key=lambda other: abs(other - number), default=None)
+    return {} if nearest is None else {**given, name: nearest}
 
 
 def _chunks_problem(megatron: MegatronSpec, layers: int) -> str:

@@ -7,6 +7,7 @@ Within attention each process has all tokens of a part of the heads, so that hea
 from collections.abc import Sequence
 
 from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.words import either
 
 _FIELD = "strategy.fsdp.sequenceParallelDegree"
 
@@ -40,12 +41,6 @@ def unshared_heads(field: str, whose: str, heads: int, kv_heads: int, degree: in
         why = f"which neither divides the {kv_heads} heads of keys of {whose} nor is a multiple of them"
     fitting = [each for each in tried if possible(heads, kv_heads, each)]
     return f"{field} is {degree}, {why}: set it to {either(fitting)}"
-
-
-def either(numbers: Sequence[int]) -> str:
-    """``numbers`` in words: 1, 2 or 4."""
-    words = list(map(str, numbers))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def nodes_warning(spec: SFTJobSpec) -> str:

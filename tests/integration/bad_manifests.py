@@ -424,8 +424,8 @@ RULES = [
             "strategy": "{megatron: {}}",
             "model": "{uri: hf://org/name, configOverrides: {residual_dropout: 0.1, hidden_dropout: 0}}",
         },
-        "strategy.megatron knows no dropout: set attention_dropout, hidden_dropout, resid_pdrop, residual_dropout, "
-        "embd_pdrop, embedding_dropout in model.configOverrides to 0, or choose strategy.fsdp",
+        "strategy.megatron knows no dropout: set attention_dropout in model.configOverrides to 0 and leave the others "
+        "out, which its models do not have; or choose strategy.fsdp",
     ),
     Bad(
         "attention that drops, compiled",

@@ -52,7 +52,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.warn(warning)
     check_heads(model.huggingface.config, spec.sequence_parallel, config.plan.shard_degree)
     if (megatron := megatron_of(spec)) is not None:
-        refused.check(megatron, model, trainable_of(config))
+        refused.check(megatron, model, trainable_of(config), config.plan.processes)
         refused.check_device(megatron, layout.Sizes.of(model.huggingface.config), device)
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)

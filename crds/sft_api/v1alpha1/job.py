@@ -11,6 +11,7 @@ from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
+from .words import does_not_divide
 from .workload import DataSpec, ModelSpec, TrainingSpec
 
 GROUP = "sftjob.dev"
@@ -65,6 +66,14 @@ _ROTARY = f"{_OVERRIDES}.rope_parameters"
 _NO_ATTENTION_DROPOUT = (
     f"!has({_OVERRIDES}) || !has({_OVERRIDES}.attention_dropout) || {_OVERRIDES}.attention_dropout == 0.0"
 )
+
+
+def _batch_in_numbers(spec: "SFTJobSpec") -> str:
+    longest = spec.training.max_tokens_per_micro_batch or spec.data.max_length
+    groups = -(-spec.compute.processes // spec.processes_a_share)
+    which = "processes" if spec.processes_a_share == 1 else "groups"
+    given, least = spec.training.global_batch_tokens, groups * longest
+    return f"it is {given}, and {groups} {which} of {longest} tokens need at least {least}"
 
 
 def _drops_attention(spec: "SFTJobSpec") -> bool:
@@ -164,6 +173,7 @@ class SFTJobSpec(ApiModel):
                 or self.training.global_batch_tokens * self.processes_a_share
                 >= self.compute.processes * (self.training.max_tokens_per_micro_batch or self.data.max_length)
             ),
+            remedy=_batch_in_numbers,
         ),
         Rule(
             "!has(self.strategy) || !has(self.strategy.fsdp) || !has(self.strategy.fsdp.shardDegree) || "
@@ -175,6 +185,7 @@ class SFTJobSpec(ApiModel):
                 or self.strategy.fsdp.shard_degree is None
                 or self.compute.processes % self.strategy.fsdp.shard_degree == 0
             ),
+            remedy=lambda self: does_not_divide(self.strategy.fsdp.shard_degree, self.compute.processes, "processes"),
         ),
         Rule(
             "!has(self.monitoring.memorySnapshot) || self.compute.gpusPerNode > 0",
@@ -186,6 +197,7 @@ class SFTJobSpec(ApiModel):
             "strategy.fsdp.sequenceParallelDegree must divide the number of processes (compute.nodes x processes per "
             "node)",
             lambda self: self.compute.processes % self.sequence_parallel == 0,
+            remedy=lambda self: does_not_divide(self.sequence_parallel, self.compute.processes, "processes"),
         ),
         Rule(
             "!has(self.strategy) || !has(self.strategy.fsdp) || !has(self.strategy.fsdp.shardDegree) || "

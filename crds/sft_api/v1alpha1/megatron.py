@@ -7,6 +7,7 @@ from pydantic import Field
 from .base import ApiModel, Rule
 from .model_config import DROPOUTS
 from .transformer_config import OF_STAGES, TransformerConfigOverrides
+from .words import does_not_divide
 
 if TYPE_CHECKING:
     from .job import SFTJobSpec
@@ -107,6 +108,8 @@ class MegatronSpec(ApiModel):
         return self.pipeline_parallel_degree * self.expert_parallel_degree
 
 
+_OF_ITS_MODELS = "attention_dropout"
+"""The only field of ``DROPOUTS`` that the models have which it has rules for."""
 _MEGATRON = "self.strategy.megatron"
 WITH_THE_SAME_DATA = (
     f"{_MEGATRON}.tensorParallelDegree * {_MEGATRON}.contextParallelDegree * {_MEGATRON}.pipelineParallelDegree"
@@ -137,6 +140,22 @@ def _experts(spec: "SFTJobSpec") -> bool:
     return megatron is None or spec.compute.processes % megatron.apart == 0
 
 
+def _spread_in_numbers(spec: "SFTJobSpec") -> str:
+    megatron = megatron_of(spec) or MegatronSpec()
+    degrees = (megatron.tensor_parallel_degree, megatron.context_parallel_degree, megatron.pipeline_parallel_degree)
+    product = f"{' x '.join(map(str, degrees))} = " if sum(each > 1 for each in degrees) > 1 else ""
+    return does_not_divide(megatron.with_the_same_data, spec.compute.processes, "processes", product)
+
+
+def _experts_in_numbers(spec: "SFTJobSpec") -> str:
+    megatron = megatron_of(spec) or MegatronSpec()
+    stages, processes = megatron.pipeline_parallel_degree, spec.compute.processes
+    if processes % stages:
+        return f"it is {megatron.expert_parallel_degree}, and there are {processes} processes and {stages} stages"
+    whose = "processes of a stage" if stages > 1 else "processes"
+    return does_not_divide(megatron.expert_parallel_degree, processes // stages, whose)
+
+
 def megatron_rules(processes: str) -> tuple[Rule, ...]:
     """Of a spec whose number of processes is the CEL expression ``processes``."""
     return (
@@ -145,6 +164,7 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             f"strategy.megatron.{WITH_THE_SAME_DATA_IN_WORDS} must divide the number of processes (compute.nodes x "
             "processes per node)",
             _spread,
+            remedy=_spread_in_numbers,
         ),
         Rule(
             f"{_ABSENT} || ({processes}) % ({_MEGATRON}.pipelineParallelDegree * {_MEGATRON}.expertParallelDegree) "
@@ -152,6 +172,7 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             "strategy.megatron.expertParallelDegree must divide the processes of a stage (compute.nodes x processes "
             "per node, divided by pipelineParallelDegree)",
             _experts,
+            remedy=_experts_in_numbers,
         ),
         Rule(
             f"{_ABSENT} || !has(self.lora)",
@@ -178,8 +199,8 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             f"{_ABSENT} || !has({_OVERRIDES}) || ("
             + " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in DROPOUTS)
             + ")",
-            f"strategy.megatron knows no dropout: set {', '.join(DROPOUTS)} in model.configOverrides to 0, or choose "
-            "strategy.fsdp",
+            f"strategy.megatron knows no dropout: set {_OF_ITS_MODELS} in model.configOverrides to 0 and leave the "
+            "others out, which its models do not have; or choose strategy.fsdp",
             lambda self: megatron_of(self) is None or not _drops(self),
         ),
     )

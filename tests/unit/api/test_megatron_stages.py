@@ -76,8 +76,22 @@ def test_the_ends_that_are_proposed_make_stages_of_all_layers(layers: int, stage
             "the model's 32 layers for the 5 other stages, which all need as many: "
             "num_layers_in_first_pipeline_stage: 4, num_layers_in_last_pipeline_stage: 4 would do",
         ),
-        (megatron(2, **{FIRST: 32}), "which leaves 0 of the model's 32 layers for the other stage: leave it out, or"),
-        (megatron(2, **{FIRST: 20, LAST: 13}), "together 33, but the model has 32 layers: leave it out"),
+        (
+            megatron(2, **{FIRST: 32}),
+            "which leaves 0 of the model's 32 layers for the other stage: leave it out (16 each), or set "
+            "num_layers_in_first_pipeline_stage: 31",
+        ),
+        (
+            megatron(2, **{FIRST: 20, LAST: 13}),
+            "together 33, but the model has 32 layers: leave it out (16 each), or set "
+            "num_layers_in_first_pipeline_stage: 20, num_layers_in_last_pipeline_stage: 12",
+        ),
+        (
+            megatron(4, **{FIRST: 7}),
+            "which leaves 25 of the model's 32 layers for the 3 other stages, which all need as many: leave it out "
+            "(8 each), or set num_layers_in_first_pipeline_stage: 5",
+        ),
+        (megatron(4, 2, **{FIRST: 7}), "leave it out (8 each), or set num_layers_in_first_pipeline_stage: 2"),
         (
             megatron(moe_router_dtype="fp32"),
             "transformerConfigOverrides has moe_router_dtype, but the model has no routers: leave it out",

@@ -102,3 +102,49 @@ def test_rotary_parameters_that_no_model_has_are_refused(outside: dict[str, floa
     assert RopeParameters.model_validate({**yarn, **inside})
     with pytest.raises(ValidationError, match=next(iter(outside))):
         RopeParameters.model_validate({**yarn, **inside, **outside})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "training", "words"),
+    [
+        (
+            {"fsdp": {"shardDegree": 3}},
+            {},
+            "strategy.fsdp.shardDegree must divide the number of processes (compute.nodes x processes per node); it is "
+            "3, and there are 8 processes: 1, 2, 4 or 8 would do",
+        ),
+        ({"fsdp": {"sequenceParallelDegree": 6}}, {}, "; it is 6, and there are 8 processes: 1, 2, 4 or 8 would do"),
+        (
+            {"megatron": {"tensorParallelDegree": 2, "contextParallelDegree": 3}},
+            {},
+            "; it is 2 x 3 x 1 = 6, and there are 8 processes: 1, 2, 4 or 8 would do",
+        ),
+        (
+            {"megatron": {"pipelineParallelDegree": 2, "expertParallelDegree": 8}},
+            {},
+            "; it is 8, and there are 4 processes of a stage: 1, 2 or 4 would do",
+        ),
+        (
+            {"megatron": {"pipelineParallelDegree": 3, "expertParallelDegree": 8}},
+            {},
+            "; it is 8, and there are 8 processes and 3 stages",
+        ),
+        (
+            {"megatron": {"tensorParallelDegree": 2}},
+            {"globalBatchTokens": 4096},
+            "; it is 4096, and 4 groups of 8192 tokens need at least 32768",
+        ),
+        ({}, {"globalBatchTokens": 4096}, "; it is 4096, and 8 processes of 8192 tokens need at least 65536"),
+    ],
+    ids=str,
+)
+def test_what_does_not_divide_or_suffice_is_said_in_numbers(
+    strategy: dict[str, Any], training: dict[str, Any], words: str
+) -> None:
+    data = {**MINIMAL["spec"]["data"], "maxLength": 8192}
+    sections = {"strategy": strategy, "training": training, "compute": {"gpusPerNode": 8}, "data": data}
+    with pytest.raises(ValidationError) as caught:
+        SFTJob.from_manifest({**MINIMAL, "spec": {**MINIMAL["spec"], **sections}})
+
+    lines = [line for error in caught.value.errors() for line in error["msg"].splitlines()]
+    assert any(line.endswith(words) for line in lines)

@@ -28,12 +28,13 @@ def refuse(
     kind: str = "qwen3",
     model: dict[str, Any] | None = None,
     megatron: MegatronSpec | None = None,
+    processes: int = 8,
 ) -> None:
     save_model(kind, path, **(model or {}))
     blueprint = build_on_meta(path)
     for name, value in (model or {}).items():
         setattr(blueprint.huggingface.config, name, value)
-    check(megatron or MegatronSpec(), blueprint, trainable)
+    check(megatron or MegatronSpec(), blueprint, trainable, processes)
 
 
 SPLIT = MegatronSpec(tensor_parallel_degree=2, sequence_parallel=False)
@@ -43,7 +44,7 @@ SPLIT = MegatronSpec(tensor_parallel_degree=2, sequence_parallel=False)
     ("options", "words"),
     [
         ({"trainable": Trainable(trains=lambda name: "q_proj" in name)}, "adapters"),
-        ({"model": {"attention_dropout": 0.1}}, "dropout"),
+        ({"model": {"attention_dropout": 0.1}}, "dropout: set attention_dropout to 0 in model.configOverrides, or"),
         ({"kind": "granite", "model": {"logits_scaling": 6.0}}, "scaled or capped"),
         ({"model": {"hidden_act": "gelu"}}, "other than silu"),
         ({"kind": "qwen3_moe", "megatron": SPLIT}, "experts under tensorParallelDegree"),
@@ -63,7 +64,10 @@ def test_what_it_does_not_compute_is_refused_in_words(tmp_path: Path, options: d
         ({"kind": "llama", "model": {"mlp_bias": True}}, "a model with mlp_bias: true in its config.json: choose"),
         ({"kind": "qwen3_moe", "model": {"mlp_only_layers": [1]}}, r"with mlp_only_layers: \[1\] in its config.json"),
         ({"kind": "qwen3_moe", "model": {"decoder_sparse_step": 2}}, "with decoder_sparse_step: 2 in its config.json"),
-        ({"megatron": MegatronSpec(tensor_parallel_degree=3)}, "tensorParallelDegree is 3, .* set it to 1"),
+        (
+            {"megatron": MegatronSpec(tensor_parallel_degree=3), "processes": 3},
+            "tensorParallelDegree is 3, .* set it to 1$",
+        ),
     ],
 )
 def test_models_that_it_cannot_spread_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:

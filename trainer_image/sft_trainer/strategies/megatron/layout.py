@@ -129,8 +129,11 @@ class Piece:
         return parameter[Rectangle(self.start, self.place.sizes).within(Rectangle.whole(tuple(parameter.shape)))]
 
 
-def check(sizes: Sizes, megatron: MegatronSpec) -> None:
-    """Raise ``ConfigError`` for degrees over which this model cannot be spread evenly."""
+def check(sizes: Sizes, megatron: MegatronSpec, processes: int = 0) -> None:
+    """Raise ``ConfigError`` for degrees over which this model cannot be spread evenly.
+
+    Those that it names are such that ``processes`` can have, where it is given.
+    """
     problem = spread_problem(
         megatron,
         heads=sizes.heads,
@@ -139,6 +142,7 @@ def check(sizes: Sizes, megatron: MegatronSpec) -> None:
         layers=sizes.layers,
         experts=sizes.experts,
         vocabulary=sizes.vocabulary,
+        processes=processes,
     )
     if problem:
         raise ConfigError(problem)

@@ -10,6 +10,7 @@ import torch
 
 from sft_api.megatron import MISSING, config_problem, is_installed, no_gpu_problem
 from sft_api.v1alpha1.megatron import MegatronSpec
+from sft_api.v1alpha1.model_config import DROPOUTS
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
@@ -19,10 +20,10 @@ from sft_trainer.trainable import Trainable
 from . import layout
 
 
-def check(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) -> None:
+def check(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable, processes: int) -> None:
     """Raise ``ConfigError`` naming what of ``blueprint``, on the meta device, it is, and what to change.
 
-    Also where Megatron-Core is not installed.
+    ``processes`` are those that degrees have to be of. Also where Megatron-Core is not installed.
     """
     if not is_installed():
         raise ConfigError(MISSING)
@@ -33,7 +34,7 @@ def check(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) -> 
     if problem := config_problem(vars(huggingface.config) | {"model_type": sizes.kind}):
         raise ConfigError(problem)
     layout.check_model({box.name: box.shape for box in whole_boxes(blueprint)}, sizes)
-    layout.check(sizes, megatron)
+    layout.check(sizes, megatron, processes)
 
 
 def check_device(megatron: MegatronSpec, sizes: layout.Sizes, device: torch.device) -> None:
@@ -56,7 +57,8 @@ def _refused(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) 
     if not all(map(trainable.trains, names)):
         yield "adapters, nor weights that are not trained", "leave lora out"
     if draws_random_numbers(blueprint):
-        yield "dropout", "set it to 0 in model.configOverrides"
+        names = [name for name in DROPOUTS if getattr(huggingface.config, name, None)]
+        yield "dropout", f"set {' and '.join(names)} to 0 in model.configOverrides" if names else "choose another model"
     if blueprint.logits != PRODUCTS or getattr(huggingface.config, "hidden_act", "silu") != "silu":
         yield "logits that are scaled or capped, nor activations other than silu", "choose another model"
     if getattr(huggingface.config, "norm_topk_prob", False) and huggingface.config.num_experts_per_tok == 1:
