@@ -73,13 +73,16 @@ def memory_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> M
 
 
 def memory_status(
-    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu_memory: int | None
+    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu_memory: int | None, uncounted: str = ""
 ) -> MemoryStatus | None:
-    """What ``status.plan`` says of memory; None for a run without GPUs, whose memory the host shares out."""
+    """What ``status.plan`` says of memory; None for a run without GPUs, whose memory the host shares out.
+
+    ``uncounted`` is why the model has no ``shape``, where more is known than that the table lacks it.
+    """
     if spec.compute.gpus_per_node == 0:
         return None
     memory = memory_of(spec, plan, shape)
-    unknown = _unknown(spec, memory, gpu_memory)
+    unknown = _unknown(spec, memory, gpu_memory, uncounted)
     gpu = None if gpu_memory is None else gibibytes(gpu_memory)
     if memory is None:
         return MemoryStatus(gpu_memory=gpu, unknown=unknown)
@@ -104,12 +107,12 @@ def memory_status(
     )
 
 
-def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | None) -> str:
+def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | None, uncounted: str) -> str:
     missing = []
     if memory is None:
         missing.append(
-            f"the shape of {spec.model.uri}, which is not in the table of known models: give model.parameters (8B) for "
-            "what follows from their number; the trainer reads the rest from its config"
+            f"the shape of {spec.model.uri}, {uncounted or 'which is not in the table of known models'}: give "
+            "model.parameters, e.g. 8B, for what follows from their number; the trainer reads the rest from its config"
         )
     elif not memory.known:
         missing.append(
@@ -117,7 +120,7 @@ def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | 
             "the least that is needed"
         )
     if gpu_memory is None:
-        missing.append("the size of the GPUs: give compute.gpuMemory (80Gi)")
+        missing.append("the size of the GPUs: give compute.gpuMemory (e.g. 80Gi)")
     return "; ".join(missing)
 
 

@@ -162,6 +162,8 @@ class ModelShape:
         return self.layers * self.block_parameters + self.root_parameters
 
 
+_SHOWN = 40
+"""Characters of a value that a sentence quotes."""
 LARGEST_SIZE = 2**31 - 1
 """Of what a config counts: of larger ones memory is no number that says anything."""
 _CHOSEN = "num_experts_per_tok"
@@ -170,6 +172,8 @@ _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"),
     "vocab_size",
 )
+_OPTIONAL = ("num_key_value_heads", "head_dim")
+"""Of these sizes those that follow from others where a config does not say them."""
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
@@ -190,7 +194,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         # transformers writes the one as the other.
         experts = _size(config, "num_experts") or _size(config, "num_local_experts") or 0
         chosen = _size(config, "num_experts_per_tok") or 0
-        if not experts or not chosen or _has_dense_blocks(config):
+        if not experts or not chosen or _dense_blocks(config):
             return None
     bias, tied = config.get("attention_bias", family.biased), config.get("tie_word_embeddings")
     own = family.attention_bias  # of families whose config has no such field
@@ -213,6 +217,26 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     )
 
 
+def uncounted(config: Mapping[str, Any]) -> str:
+    """Why ``shape_of`` has none for ``config``, as a relative clause on the model; empty where it has one."""
+    if shape_of(config) is not None:
+        return ""
+    kind = config.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        return f"of whose type {kind!r} there is no formula" if kind else "whose config.json names no model_type"
+    if wrong := wrong_sizes(config):
+        return f"whose config.json has no size in {', '.join(wrong)}"
+    if config.get("mlp_bias"):
+        return "whose MLPs have biases (mlp_bias), as those of no formula"
+    if family.mixture and (differing := _dense_blocks(config)):
+        fields = (f"{name}: {str(value)[:_SHOWN]}" for name, value in differing.items())
+        return f"whose blocks differ ({', '.join(fields)})"
+    names = (*_SIZES, family.expert_size, *((_CHOSEN,) if family.mixture else ()))
+    lacking = [name for name in names if name not in _OPTIONAL and _size(config, name) is None]
+    return f"whose config.json lacks {', '.join(lacking) or 'num_experts'}"
+
+
 def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``config`` by which a formula would count, and that are no such size; of other models none."""
     family = FAMILIES.get(str(config.get("model_type")))
@@ -227,9 +251,10 @@ def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return wrong
 
 
-def _has_dense_blocks(config: Mapping[str, Any]) -> bool:
-    """Whether some blocks of a mixture of experts have one MLP: blocks are not equal then."""
-    return bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
+def _dense_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields by which some blocks of a mixture of experts have one MLP: blocks are not equal then."""
+    listed, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step", 1)
+    return ({"mlp_only_layers": listed} if listed else {}) | ({"decoder_sparse_step": every} if every != 1 else {})
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:

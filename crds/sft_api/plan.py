@@ -32,6 +32,7 @@ def make_plan(
     processes: int | None = None,
     gpu_memory: int | None = None,
     shape: ModelShape | None = None,
+    uncounted: str = "",
 ) -> Plan:
     """The plan of ``spec``: the same in the operator, ``sft run`` and after any restart.
 
@@ -41,7 +42,8 @@ def make_plan(
     change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
     not say it: what the manifest leaves open of ``shard_degree`` and ``reduce_gradients`` follows from it too, so that
     a plan is the same wherever that is known alike; ``sft plan`` knows none of a chart's. ``shape`` is that of the
-    model, where this machine has it: what is shown of memory follows from it, and nothing else. Raises ``ValueError``
+    model, where this machine has it, and ``uncounted`` why it has none (``model_shape.uncounted``): what is shown of
+    memory follows from them, and nothing else. Raises ``ValueError``
     for ``processes`` that are no whole number of shares.
     """
     declared = spec.compute.processes
@@ -76,7 +78,7 @@ def make_plan(
         plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
     if reduces_once(spec, plan, known, gpu):
         plan = plan.model_copy(update={"reduce_gradients": "oncePerStep"})
-    memory = memory_status(spec, plan, shape or known, gpu)
+    memory = memory_status(spec, plan, shape or known, gpu, uncounted)
     return plan.model_copy(update={"memory": memory})
 
 

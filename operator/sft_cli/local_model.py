@@ -8,7 +8,7 @@ from typing import Any
 from sft_api.known_models import known_shape
 from sft_api.megatron import config_problem
 from sft_api.memory_plan import Fit, judge, staging_warning
-from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, wrong_sizes
+from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, uncounted, wrong_sizes
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
@@ -21,6 +21,12 @@ def model_shape(spec: SFTJobSpec) -> ModelShape | None:
     """The shape of the model of ``spec``: as its config says it, where that is here, or by the table; else None."""
     config = _config(spec.model.uri)
     return known_shape(spec.model.uri) if config is None else shape_of(_content(config))
+
+
+def why_uncounted(spec: SFTJobSpec) -> str:
+    """Why the model of ``spec`` has no shape although its config.json is here (``uncounted``); else empty."""
+    config = _config(spec.model.uri)
+    return uncounted(_content(config)) if config is not None and config.is_file() else ""
 
 
 def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:

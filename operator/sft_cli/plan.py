@@ -23,7 +23,7 @@ from sft_api.v1alpha1.workload import DummyRunSpec
 from .adapters import Trained, adapters_warning, measure_adapters
 from .console import result, say
 from .data_size import measure
-from .local_model import fit_of, memory_warnings, model_shape
+from .local_model import fit_of, memory_warnings, model_shape, why_uncounted
 from .words import counted
 
 
@@ -445,7 +445,7 @@ def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
 def show_plan(job: SFTJob, output: str) -> int:
     """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON. Returns the exit code."""
     shape = model_shape(job.spec)
-    plan = make_plan(job.spec, shape=shape)
+    plan = make_plan(job.spec, shape=shape, uncounted=why_uncounted(job.spec))
     found = measure_adapters(job.spec)
     fit = fit_of(job.spec, plan, shape)
     if names := adapters_warning(found, fit.refused):

@@ -1,6 +1,7 @@
 """``sft plan --suggest``: with which strategy, over how many processes, a job fits its GPUs."""
 
 import json
+from typing import Any
 
 import yaml
 
@@ -12,8 +13,7 @@ from sft_api.v1alpha1.job import SFTJob
 
 from .console import result
 from .errors import UserError
-from .local_model import model_shape
-from .words import counted
+from .local_model import model_shape, why_uncounted
 
 _NAMES = {"fsdp": "FSDP", "megatron": "Megatron-Core (experimental: docs/megatron.md)"}
 
@@ -28,30 +28,33 @@ def show_suggestions(job: SFTJob, output: str) -> int:
     if spec.compute.gpus_per_node == 0:
         raise UserError("--suggest reckons with GPUs, and the job asks for none: set spec.compute.gpusPerNode")
     if gpu is None:
-        raise UserError("--suggest has to know the memory of a GPU: set spec.compute.gpuMemory (80Gi)")
+        raise UserError("--suggest has to know the memory of a GPU: set spec.compute.gpuMemory (e.g. 80Gi)")
     if shape is None:
-        raise UserError(
-            f"--suggest has to know the layers of {spec.model.uri}: fetch its config.json (hf download), or name a "
-            "model of the table in docs/memory.md"
-        )
+        name = f"--suggest has to know the layers of {spec.model.uri}"
+        if reason := why_uncounted(spec):
+            raise UserError(
+                f"{name}, {reason}: try a strategy with training.dummyRun; the trainer looks at the layers themselves, "
+                "and refuses what does not fit"
+            )
+        raise UserError(f"{name}: fetch its config.json (hf download), or name a model of the table in docs/memory.md")
     found = suggestions(spec, shape, gpu)
     if output == "text":
         for name, each in found.items():
-            _show(_NAMES[name], each, gpu, spec.compute.processes)
+            _show(_NAMES[name], each, gpu)
     else:
-        document = {name: each and {**each.sections, "memory": gibibytes(each.bytes)} for name, each in found.items()}
+        document = {name: _document(each) for name, each in found.items()}
         as_yaml = yaml.safe_dump(document, sort_keys=False).rstrip()
         result(json.dumps(document, indent=2) if output == "json" else as_yaml)
-    return 0 if any(found.values()) else int(ExitCode.CONFIG_ERROR)
+    return 0 if any(isinstance(each, Suggestion) for each in found.values()) else int(ExitCode.CONFIG_ERROR)
 
 
-def _show(strategy: str, found: Suggestion | None, gpu: int, processes: int) -> None:
-    if found is None:
-        here = counted(processes, "GPU")
-        result(
-            f"{strategy}: no shape of {here} has room for it and, of stages, as many micro-batches a step "
-            "(training.globalBatchTokens); or it does not train such a job (sft validate)"
-        )
+def _document(found: Suggestion | str) -> dict[str, Any] | None:
+    return None if isinstance(found, str) else {**found.sections, "memory": gibibytes(found.bytes)}
+
+
+def _show(strategy: str, found: Suggestion | str, gpu: int) -> None:
+    if isinstance(found, str):
+        result(f"{strategy}: {found}")
         return
     result(f"{strategy}: {gibibytes(found.bytes)} of each GPU's {gibibytes(gpu)}", bold=True)
     text = yaml.safe_dump(found.sections, sort_keys=False, default_flow_style=None)

@@ -15,7 +15,7 @@ from sft_api.memory import (
     sizes_of,
     staging_bytes,
 )
-from sft_api.model_shape import FAMILIES, ModelShape, shape_of
+from sft_api.model_shape import FAMILIES, ModelShape, shape_of, uncounted
 from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
 
@@ -134,13 +134,22 @@ def test_a_config_that_says_little_is_read_with_the_defaults_of_its_family() -> 
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"model_type": "mamba"}, {"hidden_size": None}, {"hidden_size": "896"}, {"num_hidden_layers": 0}, {"mlp_bias": 1}],
+    ("change", "why"),
+    [
+        ({"model_type": "mamba"}, "of whose type 'mamba' there is no formula"),
+        ({"model_type": None}, "whose config.json names no model_type"),
+        ({"hidden_size": None}, "whose config.json lacks hidden_size"),
+        ({"hidden_size": "896"}, "whose config.json has no size in hidden_size"),
+        ({"num_hidden_layers": 0}, "whose config.json has no size in num_hidden_layers"),
+        ({"mlp_bias": 1}, "whose MLPs have biases (mlp_bias), as those of no formula"),
+    ],
 )
-def test_what_no_formula_counts_has_no_shape(change: dict[str, Any]) -> None:
+def test_what_no_formula_counts_has_no_shape(change: dict[str, Any], why: str) -> None:
     known = dict(known_configs()["Qwen/Qwen2.5-0.5B"])
     assert shape_of(known) is not None
 
+    assert uncounted(known) == ""
+    assert uncounted({**known, **change}) == why
     assert shape_of({**known, **change}) is None
     assert shape_of({}) is None
     assert "mamba" not in FAMILIES
@@ -152,6 +161,9 @@ def test_nor_has_a_model_whose_blocks_differ(change: dict[str, Any]) -> None:
     assert shape_of({**known, "mlp_only_layers": [], "decoder_sparse_step": 1}) == shape_of(known)
 
     assert shape_of({**known, **change}) is None
+    ((name, value),) = change.items()
+    assert uncounted({**known, **change}) == f"whose blocks differ ({name}: {value})"
+    assert uncounted({**known, "num_experts": None}) == "whose config.json lacks num_experts"
     assert "glm4_moe" not in FAMILIES
 
 

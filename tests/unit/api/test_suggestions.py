@@ -28,7 +28,7 @@ def shape_of(model: str) -> ModelShape:
     return shape
 
 
-def suggested(model: str, gpu: int = 80, **sections: Any) -> dict[str, Suggestion | None]:
+def suggested(model: str, gpu: int = 80, **sections: Any) -> dict[str, Suggestion | str]:
     return suggestions(SFTJobSpec.model_validate(document(model, **sections)), shape_of(model), gpu * GIB)
 
 
@@ -43,16 +43,10 @@ def suggested(model: str, gpu: int = 80, **sections: Any) -> dict[str, Suggestio
 )
 def test_what_is_suggested_is_a_job_that_fits(model: str, sections: dict[str, Any]) -> None:
     for found in suggested(model, **sections).values():
-        assert found is not None
-        given = document(model, **sections)
-        asked = SFTJobSpec.model_validate(
-            {
-                **given,
-                **found.sections,
-                "training": {**given.get("training", {}), **found.sections["training"]},
-                "compute": {**sections["compute"], "gpuMemory": "80Gi"},
-            }
-        )
+        assert isinstance(found, Suggestion)
+        # As a user puts them into the manifest: in place of what it has.
+        compute = {**sections["compute"], "gpuMemory": "80Gi"}
+        asked = SFTJobSpec.model_validate({**document(model, **sections), **found.sections, "compute": compute})
         assert judge(asked, make_plan(asked)) == Fit()
         assert found.bytes <= 72 * GIB
 
@@ -61,7 +55,7 @@ def test_what_costs_less_comes_first() -> None:
     small = suggested("Qwen/Qwen3-0.6B", compute={"gpusPerNode": 8}, length=1024)
 
     for name, found in small.items():
-        assert found is not None
+        assert isinstance(found, Suggestion)
         assert found.sections == {"training": {"activationCheckpointing": "none"}, "strategy": {name: {}}}
 
 
@@ -91,7 +85,7 @@ def test_what_is_said_in_megatrons_words_is_kept_but_for_layers(
     found = suggested(model, **sections, strategy=strategy)["megatron"]
 
     # One stage of the mixture, two of the other: what is about stages goes with these.
-    assert found is not None
+    assert isinstance(found, Suggestion)
     kept = found.sections["strategy"]["megatron"]["transformerConfigOverrides"]
     assert kept == {name: given[name] for name in left}
     asked, then = (
@@ -104,19 +98,72 @@ def test_what_is_said_in_megatrons_words_is_kept_but_for_layers(
 def test_a_strategy_that_does_not_train_such_a_job_is_none() -> None:
     found = suggested("Qwen/Qwen3-0.6B", compute={"gpusPerNode": 8}, lora={})
 
-    assert found["megatron"] is None
-    assert found["fsdp"] is not None
+    assert found["megatron"] == "strategy.megatron trains all weights: leave lora out, or choose strategy.fsdp"
+    assert isinstance(found["fsdp"], Suggestion)
 
 
-def test_where_nothing_fits_nothing_is_suggested() -> None:
-    assert suggested("meta-llama/Llama-3.1-70B", compute={"gpusPerNode": 1}) == {"fsdp": None, "megatron": None}
+def test_where_nothing_fits_it_is_said_what_to_change() -> None:
+    found = suggested("meta-llama/Llama-3.1-8B", compute={"gpusPerNode": 1})
+
+    for name, words in (("fsdp", "2 GPUs in compute (70.1Gi), lora (23.5Gi), "), ("megatron", "8 GPUs in compute (")):
+        said = found[name]
+        assert isinstance(said, str)
+        assert said.startswith(f"no shape of 1 process has room for it; strategy: {{{name}: {{}}}} and activationCheck")
+        assert f"of each GPU's 80.0Gi: change one or several of: {words}" in said
+
+
+def test_what_the_manifest_has_of_training_is_kept() -> None:
+    given = {"globalBatchTokens": 2**20, "optimizer": {"learningRate": 2e-5}}
+
+    for found in suggested("meta-llama/Llama-3.1-8B", compute={"gpusPerNode": 8}, training=given).values():
+        assert isinstance(found, Suggestion)
+        checkpointing = found.sections["training"]["activationCheckpointing"]
+        assert found.sections["training"] == {**given, "activationCheckpointing": checkpointing}
+
+
+def test_tokens_are_shared_over_nodes_where_a_node_has_no_room() -> None:
+    # docs/megatron.md's own example: a step has two micro-batches, so that each has the GPUs of two nodes.
+    degrees = {"tensorParallelDegree": 8, "contextParallelDegree": 2}
+    where = {"compute": {"nodes": 4, "gpusPerNode": 8}, "length": 131072, "training": {"globalBatchTokens": 262144}}
+
+    found = suggested("meta-llama/Llama-3.1-8B", **where, strategy={"megatron": degrees})
+
+    assert {name: isinstance(each, Suggestion) and each.sections["strategy"] for name, each in found.items()} == {
+        "fsdp": {"fsdp": {"sequenceParallelDegree": 16}},
+        "megatron": {"megatron": degrees},
+    }
+
+
+ONE_MICRO_BATCH = {"compute": {"nodes": 2, "gpusPerNode": 8}, "training": {"globalBatchTokens": 8192}}
+
+
+def test_the_shape_of_the_manifest_is_suggested_where_it_alone_fits() -> None:
+    strategy = {"megatron": {"tensorParallelDegree": 8, "pipelineParallelDegree": 2, "sequenceParallel": True}}
+
+    found = suggested("meta-llama/Llama-3.1-70B", gpu=94, **ONE_MICRO_BATCH, strategy=strategy)["megatron"]
+
+    assert isinstance(found, Suggestion)
+    assert found.sections["strategy"] == strategy
+
+
+def test_where_only_stages_fit_the_batch_is_named_that_fills_them() -> None:
+    strategy = {"megatron": {"tensorParallelDegree": 8, "contextParallelDegree": 2}}
+
+    found = suggested("meta-llama/Llama-3.1-70B", gpu=94, **ONE_MICRO_BATCH, strategy=strategy)["megatron"]
+
+    assert isinstance(found, str)
+    assert "pipelineParallelDegree: 2" in found
+    assert found.endswith("more stages than a step has micro-batches: set training.globalBatchTokens: 16384, or more")
 
 
 def test_no_more_stages_than_a_step_has_micro_batches_are_suggested() -> None:
-    # 64 GPUs in stages of 8 fill a step of the default batch once: the second stage would wait for the first.
+    # Stages of 8 GPUs fill a step of the default batch once: the second stage would wait for the first.
     where = {"compute": {"nodes": 8, "gpusPerNode": 8}, "length": 32768}
 
-    assert suggested("meta-llama/Llama-3.1-70B", **where)["megatron"] is None
-    found = suggested("meta-llama/Llama-3.1-70B", **where, training={"globalBatchTokens": 2**21})["megatron"]
-    assert found is not None
-    assert found.sections["strategy"]["megatron"]["pipelineParallelDegree"] > 1
+    stages = []
+    for training in ({}, {"globalBatchTokens": 2**21}):
+        found = suggested("meta-llama/Llama-3.1-70B", **where, training=training)["megatron"]
+        assert isinstance(found, Suggestion)
+        stages.append(found.sections["strategy"]["megatron"].get("pipelineParallelDegree", 1))
+
+    assert stages == [1, 2]

@@ -1,6 +1,7 @@
 """What `sft validate` and `sft plan` say of a model by its config.json alone."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 
 from sft_api.known_models import known_configs
 from sft_api.plan import make_plan
+from sft_cli.errors import UserError
 from sft_cli.plan import show_plan
+from sft_cli.suggest import show_suggestions
 from sft_cli.validate import verdict_on
 
 from .jobs import job, manifest
@@ -44,10 +47,15 @@ def test_a_model_without_rules_for_megatron_is_refused(
 
 
 @pytest.mark.parametrize(
-    "differing", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"model_type": "glm4_moe"}], ids=str
+    ("differing", "why"),
+    [
+        ({"mlp_only_layers": [0]}, "whose blocks differ (mlp_only_layers: [0])"),
+        ({"decoder_sparse_step": 2}, "whose blocks differ (decoder_sparse_step: 2)"),
+        ({"model_type": "glm4_moe"}, "of whose type 'glm4_moe' there is no formula"),
+    ],
 )
-def test_memory_of_a_model_whose_blocks_differ_is_unknown_here_as_to_the_operator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], differing: dict[str, Any]
+def test_memory_of_a_model_that_no_formula_counts_is_unknown_here_as_to_the_operator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], differing: dict[str, Any], why: str
 ) -> None:
     def told(config: dict[str, Any]) -> tuple[int, str]:
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -65,4 +73,7 @@ def test_memory_of_a_model_whose_blocks_differ_is_unknown_here_as_to_the_operato
     memory = make_plan(asked.spec).memory
     assert memory is not None
     assert memory.total is None
-    assert memory.unknown in line
+    # The operator reads no files of models: it says the same, but for why.
+    assert memory.unknown.replace("which is not in the table of known models", why) in line
+    with pytest.raises(UserError, match=re.escape(f"the layers of file://{tmp_path}, {why}: try a strategy")):
+        show_suggestions(asked, "text")

@@ -372,6 +372,17 @@ def test_a_shape_that_fits_is_suggested(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["megatron"]["strategy"] == {"megatron": {}}
 
 
+def test_where_no_shape_fits_it_is_said_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = job(model={"uri": "hf://meta-llama/Llama-3.1-8B"}, compute=ON_ONE_GPU)
+
+    assert show_suggestions(asked, "text") == 10
+    said = capsys.readouterr().out
+    assert re.search(r"^FSDP: no shape of 1 process has room for it; .*: change one or several of: .*lora \(", said)
+
+    assert show_suggestions(asked, "json") == 10
+    assert json.loads(capsys.readouterr().out) == {"fsdp": None, "megatron": None}
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

@@ -60,7 +60,7 @@ class MegatronStrategy:
         huggingface: Any = blueprint.huggingface
         megatron = megatron_of(config.spec)
         assert megatron is not None  # noqa: S101 - else another strategy is built
-        check(megatron, blueprint, trainable)
+        check(megatron, blueprint, trainable, config.plan.processes)
         if gpu_memory is not None:
             estimate = partial(estimate_blueprint, config, blueprint)
             check_fits(config, blueprint, gpu_memory, device, estimate, tells=topology.tells)
