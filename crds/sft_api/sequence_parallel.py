@@ -40,7 +40,7 @@ def unshared_heads(field: str, whose: str, heads: int, kv_heads: int, degree: in
     else:
         why = f"which neither divides the {kv_heads} heads of keys of {whose} nor is a multiple of them"
     fitting = [each for each in tried if possible(heads, kv_heads, each)]
-    return f"{field} is {degree}, {why}: set it to {either(fitting)}"
+    return f"{field} is {degree}, {why}: {f'set it to {either(fitting)}' if fitting else 'leave it out'}"
 
 
 def nodes_warning(spec: SFTJobSpec) -> str:

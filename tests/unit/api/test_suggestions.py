@@ -124,7 +124,11 @@ def test_what_the_manifest_has_of_training_is_kept() -> None:
 def test_tokens_are_shared_over_nodes_where_a_node_has_no_room() -> None:
     # docs/megatron.md's own example: a step has two micro-batches, so that each has the GPUs of two nodes.
     degrees = {"tensorParallelDegree": 8, "contextParallelDegree": 2}
-    where = {"compute": {"nodes": 4, "gpusPerNode": 8}, "length": 131072, "training": {"globalBatchTokens": 262144}}
+    where: dict[str, Any] = {
+        "compute": {"nodes": 4, "gpusPerNode": 8},
+        "length": 131072,
+        "training": {"globalBatchTokens": 262144},
+    }
 
     found = suggested("meta-llama/Llama-3.1-8B", **where, strategy={"megatron": degrees})
 
@@ -134,7 +138,7 @@ def test_tokens_are_shared_over_nodes_where_a_node_has_no_room() -> None:
     }
 
 
-ONE_MICRO_BATCH = {"compute": {"nodes": 2, "gpusPerNode": 8}, "training": {"globalBatchTokens": 8192}}
+ONE_MICRO_BATCH: dict[str, Any] = {"compute": {"nodes": 2, "gpusPerNode": 8}, "training": {"globalBatchTokens": 8192}}
 
 
 def test_the_shape_of_the_manifest_is_suggested_where_it_alone_fits() -> None:
@@ -158,7 +162,7 @@ def test_where_only_stages_fit_the_batch_is_named_that_fills_them() -> None:
 
 def test_no_more_stages_than_a_step_has_micro_batches_are_suggested() -> None:
     # Stages of 8 GPUs fill a step of the default batch once: the second stage would wait for the first.
-    where = {"compute": {"nodes": 8, "gpusPerNode": 8}, "length": 32768}
+    where: dict[str, Any] = {"compute": {"nodes": 8, "gpusPerNode": 8}, "length": 32768}
 
     stages = []
     for training in ({}, {"globalBatchTokens": 2**21}):

@@ -187,6 +187,13 @@ def test_what_does_not_divide_is_named(degrees: dict[str, Any], words: str) -> N
         check(Sizes.of(CONFIGS["llama"]), MegatronSpec(**degrees))
 
 
+def test_where_no_degree_would_do_it_is_to_be_left_out() -> None:
+    # Three processes, of which two stages cannot be whatever shares tokens.
+    megatron = MegatronSpec(context_parallel_degree=3, pipeline_parallel_degree=2)
+    with pytest.raises(ConfigError, match=r"contextParallelDegree is 3, .* leave it out$"):
+        check(Sizes.of(CONFIGS["llama"]), megatron, processes=3)
+
+
 def test_heads_of_keys_are_shared_out_or_sent_to_several() -> None:
     config = transformers.LlamaConfig(
         **COMMON | {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 2}

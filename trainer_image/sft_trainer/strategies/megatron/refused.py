@@ -57,8 +57,8 @@ def _refused(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) 
     if not all(map(trainable.trains, names)):
         yield "adapters, nor weights that are not trained", "leave lora out"
     if draws_random_numbers(blueprint):
-        names = [name for name in DROPOUTS if getattr(huggingface.config, name, None)]
-        yield "dropout", f"set {' and '.join(names)} to 0 in model.configOverrides" if names else "choose another model"
+        own = [name for name in DROPOUTS if getattr(huggingface.config, name, None)]
+        yield "dropout", f"set {' and '.join(own)} to 0 in model.configOverrides" if own else "choose another model"
     if blueprint.logits != PRODUCTS or getattr(huggingface.config, "hidden_act", "silu") != "silu":
         yield "logits that are scaled or capped, nor activations other than silu", "choose another model"
     if getattr(huggingface.config, "norm_topk_prob", False) and huggingface.config.num_experts_per_tok == 1:
