@@ -227,12 +227,11 @@ def _storage_outage(stage: Stage, name: str) -> dict[str, Any] | None:
 
 def begin_by_hand(stage: Stage, job: dict[str, Any]) -> None:
     """``sft run`` of the manifest on this machine until it trains, SIGTERM, and then kubectl apply."""
-    name = job["metadata"]["name"]
     with tempfile.TemporaryDirectory() as folder:
         here = Place(Path(folder), None, Path(folder) / "cache")
         by_hand = merge(job, {"spec": {"checkpoint": {"s3": {"endpoint": stage.store.endpoint}}}})
         running = here.start(by_hand, **credentials(stage.store))
-        here.wait_for_step(BEGUN_BY_HAND_STEPS, name)
+        here.wait_for_step(BEGUN_BY_HAND_STEPS)
         # SIGINT is ignored by what a shell without job control runs in the background, as this campaign may be.
         ended = here.interrupt(running, signal.SIGTERM)
         assert ended.latest, ended.said
