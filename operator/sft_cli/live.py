@@ -17,6 +17,7 @@ from rich.console import Console
 
 from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
+from sft_api.times import timestamp
 
 from .console import say
 from .ending import is_retried
@@ -28,6 +29,8 @@ _SIGNS_PER_SECOND = 8
 _ERASE_BELOW = "\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _BEFORE_ANY_REPORT = "Starting: the supervisor"
+_GOES_ON = (Phase.TRAINING, Phase.EVALUATING)
+"""What an outage of the store does not hold up."""
 _IMPORTS = "importing torch and transformers"
 
 
@@ -84,6 +87,10 @@ def _figures(progress: Progress, now: datetime) -> list[Part]:
         parts.append(Part(6, f"saved {latest.step:,}, {duration(age)} ago"))
     if restarts := sum(is_retried(incident) for incident in progress.incidents):
         parts.append(Part(5, counted(restarts, "restart")))
+    if (outage := training.storage_outage) is not None and training.phase not in _GOES_ON:
+        lasts = duration((now - outage.since).total_seconds())
+        parts.append(Part(1, f"nothing can be saved since {timestamp(outage.since)}, for {lasts}"))
+        parts.append(Part(7, f"{outage.message}; the run waits until {timestamp(outage.ends)}"))
     return parts
 
 
@@ -184,23 +191,26 @@ def terminal_width(stream: TextIO) -> int:
 
 
 class PlainDisplay:
-    """A line at every new phase of an attempt, and every ten seconds when a step was made."""
+    """A line at every new phase of an attempt, and every ten seconds in which it changed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._phases: set[tuple[int, Phase]] = set()
-        self._step = 0
+        self._line = ""
         self._time = clock()
 
     def show(self, progress: Progress) -> None:
         training = progress.training
         phase = (training.attempt, training.phase)
-        stepped = training.step != self._step and self._clock() - self._time >= _SECONDS_BETWEEN_LINES
-        if phase in self._phases and not stepped:
+        due = self._clock() - self._time >= _SECONDS_BETWEEN_LINES
+        if phase in self._phases and not due:
+            return
+        line = progress_line(progress, datetime.now(UTC))
+        if phase in self._phases and line == self._line:
             return
         self._phases.add(phase)
-        self._step, self._time = training.step, self._clock()
-        say(progress_line(progress, datetime.now(UTC)))
+        self._line, self._time = line, self._clock()
+        say(line)
 
     def say(self, message: str, **style: Any) -> None:
         say(message, **style)

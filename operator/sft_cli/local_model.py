@@ -72,6 +72,19 @@ def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> lis
     return [text for text in (_sizes_warning(spec.model.uri), fit.warning, staging) if text]
 
 
+def absent_warning(spec: SFTJobSpec) -> str:
+    """What to say of a model in a folder that is not on this machine; it may be on the one for which ``spec`` is."""
+    uris = {"model.uri": spec.model.uri, "model.tokenizerUri": spec.model.tokenizer_uri or ""}
+    absent = [
+        f"{field}: there is no {folder} on this machine"
+        for field, uri in uris.items()
+        if uri.startswith(_FILE) and not (folder := Path(uri.removeprefix(_FILE))).exists()
+    ]
+    if not absent:
+        return ""
+    return f"{'; '.join(absent)}: right where the run has it, and what depends on the model is not looked at here"
+
+
 def _config(uri: str) -> Path | None:
     if uri.startswith(_FILE):
         return Path(uri.removeprefix(_FILE)) / "config.json"

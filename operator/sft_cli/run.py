@@ -78,10 +78,10 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
     run = prepare(job, processes=options.processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
     with ExitStack() as locks:
-        held = [locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run)]
+        held = {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run)}
         if options.fresh:
             _set_aside(run)
-            held += [locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()]
+            held |= {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()}
         files = _write_files(run)
         _introduce(run, files)
         start = datetime.now(UTC)
@@ -94,7 +94,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
                 run_dir=files.run_dir,
                 log=files.log,
                 environment={**os.environ, **run.environment, **_take_over(options)},
-                inherited=held,
+                inherited=[descriptor for descriptor in held if descriptor is not None],
                 grace_seconds=job.spec.run_policy.termination_grace_period_seconds,
             ) as supervisor,
         ):
@@ -237,13 +237,25 @@ def _lock_files(run: LocalRun) -> list[tuple[Path, Path]]:
 
 
 @contextmanager
-def _lock(file: Path, folder: Path) -> Iterator[int]:
-    """One run at a time in ``folder``; gives the descriptor of the lock ``file``, which the supervisor holds too."""
+def _lock(file: Path, folder: Path) -> Iterator[int | None]:
+    """One run at a time in ``folder``; gives the descriptor of the lock ``file``, which the supervisor holds too.
+
+    None in a place for checkpoints in which nothing can be written: nobody trains there, and the trainer, which looks
+    at it first, says what is wrong with it, or that the run is complete.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(f"cannot write to {file.parent} ({error.strerror}): run sft where you may write") from error
+        if file.parent != folder:
+            raise UserError(f"cannot write to {file.parent} ({error.strerror}): run sft where you may write") from error
+        if os.access(folder, os.W_OK) and not folder.is_file():
+            raise UserError(
+                f"{file} cannot be opened ({error.strerror}): it keeps a second run out of checkpoint.uri; give "
+                f"user {os.getuid()} access to it, or remove it when no other run trains there"
+            ) from error
+        yield None
+        return
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

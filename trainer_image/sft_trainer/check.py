@@ -26,11 +26,11 @@ from .errors import StorageUnavailableError
 from .fetch import localise
 from .origin import Origin
 from .outage import of_the_place
-from .place import look, nothing_saved, read_done
+from .place import look, nothing_saved
 from .process import begin, leave, report_end
 from .reporting import Reporter
 from .revisions import pinned
-from .storage import check_storage
+from .storage import check_storage, find_done
 
 log = logging.getLogger("sft_trainer")
 
@@ -42,8 +42,10 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     store = open_store(config.checkpoint_uri, s3)
     with of_the_place():
-        check_storage(config, store, reporter)
-        record, done = look(config, store), read_done(store)
+        done = find_done(config, store, reporter)
+        if done is None:
+            check_storage(config, store, reporter)
+        record = look(config, store)
     if done is not None:
         return  # nothing is trained, and so no data is needed
     recorded = record.revisions if record else {}

@@ -14,7 +14,7 @@ from .place import look, nothing_saved, open_place, read_done, read_record
 from .reporting import Reporter
 from .revisions import changed, revisions
 from .siblings import told_of_siblings
-from .storage import check_storage
+from .storage import check_storage, find_done
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     with of_the_place():
         if not writes:
             return Entered(read_record(store), read_done(store))
+        if (done := find_done(config, store, reporter)) is not None:
+            return Entered(look(config, store), done)
         conditional = check_storage(config, store, reporter)
         # First: that it is another run's must not take three minutes to find out.
-        found, done = look(config, store), read_done(store)
-        if done is not None:
-            return Entered(found, done)
+        found = look(config, store)
         watch(config, store, reporter, take_over=take_over)
         anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
         record = open_place(config, store, conditional=conditional, revisions=lambda: _revisions_now(config))

@@ -1,5 +1,6 @@
 """Whether a run may save where it is told to; looked at before anything else. Whose place it is, ``place`` knows."""
 
+from sft_api.place import Done
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
@@ -7,7 +8,14 @@ from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError
 from .export.record import refuse_other_run
+from .place import read_done
 from .reporting import Reporter
+
+
+def find_done(config: TrainerConfig, store: Store, reporter: Reporter) -> Done | None:
+    """The word that the run in ``store`` is complete. Looked for first: such a run needs no place to write to."""
+    reporter.phase(Phase.STARTING, f"checking {config.checkpoint_uri}")
+    return read_done(store)
 
 
 def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bool:
@@ -15,7 +23,6 @@ def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bo
 
     For one process, before there is a group, an attempt or any data. Leaves nothing behind.
     """
-    reporter.phase(Phase.STARTING, f"checking {config.checkpoint_uri}")
     result = store.probe()
     if not result.conditional_writes:
         reporter.warn(result.message)

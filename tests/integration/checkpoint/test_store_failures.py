@@ -293,7 +293,32 @@ def test_read_only_folder(tmp_path: Path) -> None:
     command = ["sh", "-c", script, "sh", str(tmp_path), sys.executable, "-c", python, f"file://{tmp_path}/run"]
     done = subprocess.run(["unshare", "--mount", *command], capture_output=True, text=True, timeout=60, check=False)
     assert "AccessDeniedError" in done.stderr
-    assert "Read-only file system" in done.stderr
+    assert "Read-only file system; the filesystem is mounted read-only: have it mounted so that it can" in done.stderr
+    assert "(another checkpoint.uri begins another run)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("user", "help"), [(1000, "give user 1000 access, by chown or chmod"), (0, r"even root may not do that: .*squash")]
+)
+def test_a_folder_that_may_not_be_written_says_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, help: str
+) -> None:
+    def denied(path: Any, *_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "link", denied)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    with pytest.raises(AccessDeniedError, match=f"Permission denied; {help}"):
+        LocalStore(tmp_path).create("run.json", b"x")
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageNotFoundError, match=f"; {tmp_path}/run is a file in the way of a folder: remove or re"):
+        LocalStore(tmp_path / "run" / "deep").put("x/y", b"")
+    with pytest.raises(StorageNotFoundError, match=f"; {tmp_path}/folder is a folder in the way of a file: remove"):
+        LocalStore(tmp_path).put("folder", b"")
 
 
 @pytest.mark.parametrize(

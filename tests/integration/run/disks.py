@@ -31,3 +31,8 @@ def fill(file: Path) -> None:
                     filler.write(b"x" * size)
                 except OSError:
                     break
+
+
+def make_read_only(folder: Path) -> None:
+    """Nothing can be written any more on a disk that ``small_disk`` made."""
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
-from tests.integration.run.disks import fill, small_disk
+from tests.integration.run.disks import fill, make_read_only, small_disk
 from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
 
@@ -91,6 +91,27 @@ def test_a_disk_without_a_byte_left_ends_with_the_same_class(tmp_path: Path, tin
     assert_failed(second, 15, "StorageFull", "the disk is full|No space left on device")
     assert ended.latest is not None
     assert f"step-{ended.latest:08d}-a00001" in latest
+
+
+def test_a_place_that_is_read_only_now_takes_no_run_and_a_complete_one_needs_no_more(
+    place: Place, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", kilobytes=20_000) as disk:
+        job = place.job(checkpoint={"uri": f"file://{disk}/complete"})
+        first = place.run(job)
+        assert first.code == 0, first.said
+        make_read_only(disk)
+
+        again = place.run(job)
+        new = place.run(place.job("new", checkpoint={"uri": f"file://{disk}/new"}))
+
+    assert again.code == 0, again.said
+    assert "3/3 steps, all of them done before" in again.said
+    sentence = (
+        r"/disk/new.*: Read-only file system; the filesystem is mounted read-only.*another checkpoint\.uri begins"
+    )
+    assert_failed(new, 13, "AccessDenied", sentence)
+    assert "run sft where you may write" not in new.said
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_place: Callable[[str], Place]) -> None:

@@ -2,13 +2,13 @@
 
 import io
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.cells import cell_len
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Incident, Phase, Progress, TrainingProgress
+from sft_api.progress import Incident, Phase, Progress, StorageOutage, TrainingProgress
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_cli.live import PlainDisplay, TerminalDisplay, incident_line, open_display, progress_line, shortened
 
@@ -124,6 +124,52 @@ def test_plain_lines_come_with_new_phases_and_with_time(capsys: pytest.CaptureFi
         "Warning: short data",
     ]
     assert out == ""
+
+
+WAITS = TrainingProgress(
+    attempt=1,
+    phase=Phase.WAITING,
+    phase_detail="for the store",
+    storage_outage=StorageOutage(
+        since=NOW - timedelta(seconds=100),
+        ends=NOW + timedelta(seconds=3500),
+        failure=FailureClass.ACCESS_DENIED,
+        message="the key was revoked",
+    ),
+)
+
+
+def test_a_run_that_waits_for_its_store_says_since_when_and_why() -> None:
+    line = "Waiting: for the store · nothing can be saved since 2026-11-21T11:58:50Z, for 1m40s"
+    more = " · the key was revoked; the run waits until 2026-11-21T12:58:50Z"
+
+    assert progress_line(Progress(training=WAITS), NOW) == line + more
+    assert progress_line(Progress(training=WAITS), NOW, 100) == line
+    trains = WAITS.model_copy(update={"phase": Phase.TRAINING, "phase_detail": "", "step": 3})
+    assert progress_line(Progress(training=trains), NOW) == "step 3"
+
+
+def test_plain_lines_go_on_while_no_step_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    time = 0.0
+    display = PlainDisplay(clock=lambda: time)
+    starts = TrainingProgress(attempt=1, phase=Phase.STARTING)
+
+    # Both phases were there before, and a start that is refused tells nothing else.
+    display.show(Progress(training=WAITS.model_copy(update={"storage_outage": None})))
+    display.show(Progress(training=starts))
+    for seconds in range(1, 31):
+        time = float(seconds)
+        since = NOW + timedelta(seconds=seconds)  # so that what is told changes, whatever the time
+        outage = WAITS.storage_outage.model_copy(update={"since": since}) if WAITS.storage_outage else None
+        display.show(Progress(training=WAITS.model_copy(update={"storage_outage": outage})))
+    time = 45.0
+    for _ in range(2):
+        display.show(Progress(training=starts))
+        time += 11
+
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["Waiting: for the store", "Starting: importing torch and transformers"]
+    assert [line.split(" · ")[0] for line in lines[2:]] == ["Waiting: for the store"] * 3 + [lines[1]]
 
 
 def test_the_terminal_shows_one_line_that_is_gone_at_the_end() -> None:

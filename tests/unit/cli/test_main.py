@@ -53,6 +53,20 @@ def test_valid_manifests_are_said_to_be_valid(good: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, f"{good}: valid\n")
 
 
+def test_a_model_that_is_not_on_this_machine_is_noted_and_no_error(tmp_path: Path) -> None:
+    path = written(tmp_path, manifest(model={"uri": f"file://{tmp_path}/absent"}))
+    note = f"model.uri: there is no {tmp_path}/absent on this machine: right where the run has it, and what depends on"
+
+    validated, planned = sft("validate", path), sft("plan", path)
+
+    assert (validated.exit_code, planned.exit_code) == (0, 0)
+    assert f"{path}: valid\n{path}: warning: tiny: {note}" in validated.stdout
+    assert planned.stderr.startswith(f"Warning: {note}")
+    (tmp_path / "absent").mkdir()
+    assert note not in sft("validate", path).stdout
+    assert note not in sft("plan", path).stderr
+
+
 def test_every_problem_of_every_file_is_shown(good: Path, bad: Path) -> None:
     result = sft("validate", bad, good)
 

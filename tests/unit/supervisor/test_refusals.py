@@ -236,3 +236,30 @@ def test_while_it_is_waited_for_the_run_stands_where_it_stood(running: World, sp
     seen = running.group.refusals.seen_in(running.group.training)
     assert (seen.attempt, seen.step) == (1, 30)
     assert seen.storage_outage == running.group.refusals.told is not None
+
+
+def test_a_group_of_one_pod_speaks_of_no_pods() -> None:
+    world = World(1, judged_first=True)
+    world.obey()
+    crashed = world.reports[0].running
+    assert crashed is not None
+    world.ends(0, FailureClass.WORKER_CRASHED)
+    assert world.kind is OrderKind.IDLE
+    world.obey()
+    assert world.group.idle_for(world.now) == "for the verdict on the last failure"
+    world.group.ledger.was_read()
+    world.passes(1)
+    assert "pods" not in world.group.idle_for(world.now)
+    world.say(0, leaving=True)
+    assert world.group.idle_for(world.now) == "for the end that was asked for"
+
+
+def test_of_several_pods_it_says_which_are_not_there() -> None:
+    world = World(3)
+    world.say(0)
+    world.say(2)
+    assert world.group.idle_for(world.now) == "2/3 pods, waiting for 1"
+    world.obey()
+    trained(world)
+    world.ends(1, FailureClass.WORKER_CRASHED)
+    assert world.group.idle_for(world.now) == "for the end of the workers"

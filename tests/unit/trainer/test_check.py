@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from sft_api.place import DONE_KEY, Done, encode_done
 from sft_api.progress import Phase
 from sft_trainer import check as looking
 from sft_trainer.check import check
-from sft_trainer.errors import DataError, StorageNotFoundError, StorageUnavailableError
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.errors import AccessDeniedError, DataError, StorageNotFoundError, StorageUnavailableError
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 
@@ -44,8 +46,23 @@ def test_evaluation_data_is_looked_at_too(job: dict[str, Any], tmp_path: Path) -
 def test_a_place_that_cannot_be_written_comes_first(job: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     job["spec"]["data"]["train"] = [{"uri": "file:///no/such/rows.jsonl"}]
-    with pytest.raises(StorageNotFoundError, match="a file is in the way of a folder"):
+    with pytest.raises(StorageNotFoundError, match="/store is a file in the way of a folder: remove or rename it"):
         look(job, tmp_path)
+
+
+def test_a_complete_run_needs_no_place_to_write_to(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any) -> None:
+        raise AccessDeniedError("read-only")
+
+    monkeypatch.setattr(LocalStore, "create", denied)
+    with pytest.raises(AccessDeniedError):
+        look(job, tmp_path)
+    (tmp_path / "store").mkdir(exist_ok=True)
+    (tmp_path / "store" / DONE_KEY).write_bytes(encode_done(Done(step=4, attempt=1)))
+
+    assert look(job, tmp_path).progress.phase is Phase.STARTING
 
 
 def test_a_source_that_does_not_answer_is_left_to_the_run(

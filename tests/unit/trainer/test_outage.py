@@ -105,7 +105,7 @@ def test_of_what_a_start_does_in_its_place_the_data_and_other_places_are_none_of
         raise AccessDeniedError(refuses)
 
     answers = {
-        **dict.fromkeys(("check_storage", "look", "read_done", "watch")),
+        **dict.fromkeys(("find_done", "check_storage", "look", "watch")),
         "nothing_saved": True,
         "open_place": RunRecord.model_construct(revisions={}),
         "told_of_siblings": [],

@@ -22,6 +22,7 @@ from sft_trainer.errors import (
 _INCOMPLETE = ".incomplete-"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_ANOTHER_PLACE = "(another checkpoint.uri begins another run)"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
@@ -32,10 +33,27 @@ def _translated(error: OSError, path: Path) -> TrainingError:
             f"{path}: {reason}; free space, enlarge the volume, or keep fewer checkpoints (checkpoint.keep)"
         )
     if error.errno in _DENIED:
-        return AccessDeniedError(f"{path}: {reason}; give user {os.getuid()} write access, or choose another place")
+        return AccessDeniedError(f"{path}: {reason}; {_access(error.errno)} {_ANOTHER_PLACE}")
     if error.errno in (errno.ENOTDIR, errno.EISDIR):
-        return StorageNotFoundError(f"{path}: {reason}; a file is in the way of a folder, choose another path")
+        return StorageNotFoundError(f"{path}: {reason}; {_in_the_way(path)}: remove or rename it {_ANOTHER_PLACE}")
     return StorageUnavailableError(f"{path}: {reason}; check that the volume is mounted and healthy")
+
+
+def _access(number: int | None) -> str:
+    """What gives access that was denied with the error ``number``."""
+    if number == errno.EROFS:
+        return "the filesystem is mounted read-only: have it mounted so that it can be written"
+    if os.getuid() == 0:  # whom no mode keeps out
+        return "even root may not do that: look at how it is mounted (root_squash), and for chattr +i"
+    return f"give user {os.getuid()} access, by chown or chmod"
+
+
+def _in_the_way(path: Path) -> str:
+    """What has the name of a folder on the way to ``path``, or that of a file."""
+    found = next((parent for parent in path.parents if parent.is_file()), path)
+    return (
+        f"{found} is a folder in the way of a file" if found.is_dir() else f"{found} is a file in the way of a folder"
+    )
 
 
 @contextmanager

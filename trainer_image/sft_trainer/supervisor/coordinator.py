@@ -117,11 +117,7 @@ class Coordinator:
                 "phase_detail": order.end.message,
             }
         elif order.kind is OrderKind.IDLE:
-            missing = ", ".join(str(node) for node in group.waiting_for[:10])
-            detail = f"{len(group.members)}/{group.size} pods" + (f", waiting for {missing}" if missing else "")
-            if group.refusals.told is not None and not missing:
-                detail = "for the store"
-            changes = {"phase": Phase.WAITING, "phase_detail": misfits or detail}
+            changes = {"phase": Phase.WAITING, "phase_detail": misfits or group.idle_for(self._clock.now())}
         elif self._reported is None:
             changes = {"phase": Phase.STARTING, "phase_detail": ""}
         elif training.phase is Phase.WAITING and (others := self._what_others_do()):

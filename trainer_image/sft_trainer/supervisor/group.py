@@ -243,6 +243,19 @@ class Group:
         """Pods that have not joined."""
         return [node for node in range(self.size) if node not in self.members]
 
+    def idle_for(self, now: float) -> str:
+        """What the group waits for that runs no generation, for people. One of one pod is this very pod."""
+        missing = self.waiting_for
+        if missing and self.size > 1:
+            return f"{len(self.members)}/{self.size} pods, waiting for {', '.join(map(str, missing[:10]))}"
+        if missing or self._stopping:
+            return "for the end that was asked for"
+        if self.refusals.told is not None:
+            return "for the store"
+        if self._part is not None:
+            return "for the end of the workers"
+        return "for the verdict on the last failure" if self.held(now) else "for the next start of the workers"
+
     # The states
 
     def _while_running(self, part: Part, now: float) -> None:
