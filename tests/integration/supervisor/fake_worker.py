@@ -211,7 +211,9 @@ def main() -> None:
             stop = ring.any((RUN_DIR / "stop").exists())
             step += 1
             if RANK == 0 and (stop or step == SCRIPT["steps"] or step % SCRIPT["checkpointEvery"] == 0):
-                saved.write_text(str(step))
+                # In one step: it may be killed here.
+                (written := saved.with_name("checkpoint.new")).write_text(str(step))
+                written.replace(saved)
             report("Training")
             ring.any(False)  # nobody fails in the next step before this one is reported
             if stop:
