@@ -4,7 +4,6 @@ import functools
 import io
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,7 +138,7 @@ class S3Store:
             raise translated(error, self.place("")) from error
 
     def request(
-        self, operation: str, key: str, *, pause_for: Callable[[float], None] = time.sleep, **arguments: Any
+        self, operation: str, key: str, *, pause_for: Callable[[float], None] | None = None, **arguments: Any
     ) -> Any:
         """Call the client's ``operation`` on ``key`` with retries; ``pause_for`` waits between them."""
         return self.retrying(key, lambda client: self.call(client, operation, key, arguments), pause_for)
@@ -148,7 +147,7 @@ class S3Store:
         """One request, without retries."""
         return getattr(client, operation)(Bucket=self.bucket, Key=f"{self.prefix}{key}", **arguments)
 
-    def retrying(self, key: str, call: Callable[[Any], T], pause_for: Callable[[float], None] = time.sleep) -> T:
+    def retrying(self, key: str, call: Callable[[Any], T], pause_for: Callable[[float], None] | None = None) -> T:
         """The result of ``call`` with the client, which is tried again after transient errors."""
         client, _ = self._connected()
         return retrying(lambda: call(client), self.place(key), self.retry_seconds, pause_for)

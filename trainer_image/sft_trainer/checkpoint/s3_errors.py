@@ -161,7 +161,7 @@ def translated(error: Exception, place: Place) -> TrainingError:
 
 
 def retrying(
-    request: Callable[[], T], place: Place, seconds: float, pause_for: Callable[[float], None] = time.sleep
+    request: Callable[[], T], place: Place, seconds: float, pause_for: Callable[[float], None] | None = None
 ) -> T:
     """The answer to ``request``, tried again after transient errors with jittered, growing pauses.
 
@@ -187,5 +187,5 @@ def retrying(
                 raise translated(error, place) from error
             retried = True
             logger.info("%s: trying again after %s", place, error)
-            pause_for(min(random.uniform(pause / 2, pause), remaining))  # noqa: S311 - jitter, no secret
+            (pause_for or time.sleep)(min(random.uniform(pause / 2, pause), remaining))  # noqa: S311 - jitter, no secret
             pause = min(pause * 2, _LONGEST_PAUSE)
