@@ -75,7 +75,7 @@ test-oldest: setup .venv-oldest/.installed ## make parity with the oldest torch 
 
 # With the Python of a machine, say make gpu PYTHON=python3, nothing is set up: such a machine may have no network.
 .PHONY: gpu
-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that needs a GPU, and measure beside a plain loop, in 9 minutes (DEVICE=cpu, PYTHON=python3, LOGS=folder, ONLY="checks qwen3_8b_lora")
+gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that needs a GPU, and measure beside a plain loop, in at most 9 minutes (DEVICE=cpu, PYTHON=python3, LOGS=folder, ONLY="checks qwen3_8b_lora")
 	PYTHONPATH=$(SOURCES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY)) $(if $(LOGS),--logs $(LOGS))
 
 .PHONY: e2e
@@ -118,7 +118,7 @@ bench: setup .venv-bench/.installed ## Tokens/s beside TRL, time of a checkpoint
 	$(PYTHON) -m tests.bench.operator --parts start --jobs 100 --rates 20
 
 .PHONY: bench-trainer
-bench-trainer: setup .venv-bench/.installed ## Tokens/s beside TRL in all its modes, compiled, with adapters, beside a bare loop: twenty minutes (ARGUMENTS="--steps 5 --sizes 128x4")
+bench-trainer: setup .venv-bench/.installed ## Tokens/s beside TRL in all its modes, compiled, with adapters, beside a bare loop (ARGUMENTS="--steps 5 --sizes 128x4")
 	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python $(ARGUMENTS)
 
 .PHONY: bench-checkpoint

@@ -34,6 +34,15 @@ def crashed(world: World) -> None:
     assert world.kind is OrderKind.RUN
 
 
+def until_the_next_start(world: World) -> None:
+    """Or until the run ends."""
+    for _ in range(100):
+        if world.kind is not OrderKind.IDLE:
+            break
+        world.passes(1.0)
+        world.obey()
+
+
 @pytest.mark.parametrize(
     "kind", [DENIED, FailureClass.STORAGE_NOT_FOUND, FailureClass.STORAGE_FULL, FailureClass.CONFIG_ERROR]
 )
@@ -106,11 +115,7 @@ def test_what_refuses_only_later_in_a_start_has_the_same_deadline(running: World
         report(running, **past)
         running.ends(1, DENIED, outage=True)
         running.obey()
-        for _ in range(100):
-            if running.kind is not OrderKind.IDLE:
-                break
-            running.passes(1.0)
-            running.obey()
+        until_the_next_start(running)
 
     end = running.group.order.end
     assert end is not None
@@ -152,11 +157,7 @@ def test_it_is_tried_again_and_again_and_ends_the_run_at_the_deadline_with_where
     while running.kind is OrderKind.RUN:
         starts.append(running.now - began)
         refused(running)
-        for _ in range(100):
-            if running.kind is not OrderKind.IDLE:
-                break
-            running.passes(1.0)
-            running.obey()
+        until_the_next_start(running)
 
     end = running.group.order.end
     assert end is not None
