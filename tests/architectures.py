@@ -93,29 +93,6 @@ def small_config(kind: str, **options: Any) -> Any:
         return AutoConfig.for_model(kind, **_OPTIONS.get(kind, {}))
 
 
-# As a config has a window: in no layer, in all, in some as two kinds of configs say it, and where no layer may read it.
-_SLIDING: list[dict[str, Any]] = [
-    {},
-    {"sliding_window": 4},
-    {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
-    {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
-    {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
-]
-
-
-def sliding_configs(kind: str) -> Iterator[Any]:
-    """Small configs of type ``kind`` that say otherwise of windows, those that its class takes; at least three."""
-    made = 0
-    for options in _SLIDING:
-        try:
-            config = small_config(kind, **options)
-        except Exception:
-            continue
-        made += 1
-        yield config
-    assert made >= 3, kind
-
-
 def verdicts() -> Iterator[Verdict]:
     """Of every type, in the order of their names."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
