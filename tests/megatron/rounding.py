@@ -3,9 +3,11 @@
 What rounding does is not guessed, but measured on the job itself: how far it is in bf16 from itself in fp32.
 
 ``gradient``  of the first step, all of them as one vector: its distance by its length
-``curve``     of losses and norms of all steps, the largest relative difference
+``curve``     of losses and norms of all steps, the root of the mean square of their relative differences. From those in
+              fp32: two jobs that round otherwise go apart with every step, and where a router chooses, by leaps
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +46,8 @@ class _Trained(NamedTuple):
 def rounded(models: Path, cases: Sequence[Case], steps: int) -> dict[str, dict[str, float]]:
     """Of each of ``cases`` how far it is from the same job without context and stages, a collective call.
 
-    ``gradient`` and ``curve`` are divided by how far that one is from itself in fp32; ``first``, the larger of both of
-    the first step, by nothing.
+    ``gradient`` by how far that one is from itself in fp32; ``curve`` how far both are from it, the former by the
+    latter; ``first``, the larger of the distances of the first step's figures and gradients, by nothing.
     """
     shim.install()
     known: dict[str, _Trained] = {}
@@ -61,8 +63,8 @@ def rounded(models: Path, cases: Sequence[Case], steps: int) -> dict[str, dict[s
         spread, plain, exact = trained(case), trained(without), trained(replace(without, precision="fp32"))
         found[case.name] = {
             "gradient": _distance(spread, plain) / _distance(plain, exact),
-            "curve": _apart(spread.figures, plain.figures) / _apart(plain.figures, exact.figures),
-            "first": max(_apart(spread.figures[:2], plain.figures[:2]), _distance(spread, plain)),
+            "curve": _apart(spread, exact) / _apart(plain, exact),
+            "first": max(*_differences(spread, plain)[:2], _distance(spread, plain)),
         }
     return found
 
@@ -77,8 +79,13 @@ def _train(models: Path, case: Case, steps: int) -> _Trained:
     return _Trained(figures, torch.cat([means[name].flatten().double() for name in sorted(means)]))
 
 
-def _apart(these: Sequence[float], those: Sequence[float]) -> float:
-    return max(abs(a / b - 1) for a, b in zip(these, those, strict=True))
+def _apart(these: _Trained, those: _Trained) -> float:
+    differences = _differences(these, those)
+    return math.sqrt(sum(each**2 for each in differences) / len(differences))
+
+
+def _differences(these: _Trained, those: _Trained) -> list[float]:
+    return [abs(a / b - 1) for a, b in zip(these.figures, those.figures, strict=True)]
 
 
 def _distance(these: _Trained, those: _Trained) -> float:
