@@ -55,6 +55,11 @@ def config_map_name(job_name: str) -> str:
     return f"{job_name}-config"
 
 
+def claim_map_name(job_name: str) -> str:
+    """Name of the ConfigMap that says that an attempt of the run was claimed."""
+    return f"{job_name}-claimed"
+
+
 def coordinator_host(job_name: str) -> str:
     """Host name of the pod with index 0, resolvable in the job's namespace through the headless Service."""
     return f"{job_name}-0.{job_name}"

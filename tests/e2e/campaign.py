@@ -71,6 +71,7 @@ SCENARIOS = (
         restarts=False,
     ),
     Scenario("key-revoked", disturbances.revoke_key, restarts=False),
+    Scenario("key-revoked-all-pods-lost", disturbances.revoke_key_and_lose_all_pods),
     Scenario("bucket-read-only", disturbances.close_bucket, restarts=False),
     Scenario("begun-by-hand", begin=disturbances.begin_by_hand, saves_first=True),
 )

@@ -196,6 +196,44 @@ def revoke_key(stage: Stage, name: str) -> None:
     _refuse_for_a_while(stage, name, revoked=True)
 
 
+def revoke_key_and_lose_all_pods(stage: Stage, name: str) -> None:
+    """All pods are lost while the store does not know the job's key: the new ones wait for it, as the old ones did."""
+    lost = _pod_uids(stage, name)
+
+    def replaced() -> bool:
+        found = _pod_uids(stage, name)
+        return found.isdisjoint(lost) and len(found) == len(lost)
+
+    stage.store.serve(revoked=True)
+    try:
+        stage.kubectl("delete", "pods", _selector(name), "--grace-period=0", "--force", "--wait=false")
+        stage.wait_for(name, "new pods", replaced)
+        stage.wait_for(name, "word of their wait for the store", lambda: _waits_for_store(stage, name), seconds=240)
+        # They are the same ones a while later, and nothing was given up.
+        waiting = _pod_uids(stage, name)
+        time.sleep(20)
+        assert (_pod_uids(stage, name), bool(_storage_outage(stage, name))) == (waiting, True), stage.explain(name)
+    finally:
+        stage.store.serve()
+
+
+def _pod_uids(stage: Stage, name: str) -> set[str]:
+    uids = stage.kubectl("get", "pods", _selector(name), "-o", "jsonpath={.items[*].metadata.uid}")
+    return set(uids.split())
+
+
+def _waits_for_store(stage: Stage, name: str) -> bool:
+    """Said by index 0 itself: the outage may be what the pod before it has told."""
+    said = stage.kubectl(
+        "logs", f"{_selector(name)},batch.kubernetes.io/job-completion-index=0", "--tail=-1", check=False
+    )
+    return bool(_storage_outage(stage, name)) and "nothing can be saved since" in said
+
+
+def _selector(name: str) -> str:
+    return f"--selector=sftjob.dev/job={name}"
+
+
 def close_bucket(stage: Stage, name: str) -> None:
     """The store lets nothing be written, and later again."""
     _refuse_for_a_while(stage, name, read_only=True)

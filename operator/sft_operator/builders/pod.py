@@ -4,12 +4,12 @@ from urllib.parse import urlsplit
 
 from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import PROGRESS_PORT
-from sft_api.trainer_config import CONFIG_PATH
+from sft_api.trainer_config import CLAIMED_FILE, CONFIG_PATH
 from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
 from sft_api.v1alpha1.megatron import megatron_of
 
 from ..config import PodSettings, StoreSettings
-from ..names import CONFIG_KEY, TRAINER_CONTAINER, child_labels, config_map_name, coordinator_host
+from ..names import CONFIG_KEY, TRAINER_CONTAINER, child_labels, claim_map_name, config_map_name, coordinator_host
 from ..picture.observed import Manifest
 from .config_map import effective_s3
 from .resources import pod_resources, shared_memory_bytes
@@ -91,9 +91,12 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "volumes": [
             {
                 "name": "config",
-                "configMap": {
-                    "name": config_map_name(job.metadata.name),
-                    "items": [{"key": CONFIG_KEY, "path": CONFIG_PATH.rpartition("/")[2]}],
+                "projected": {
+                    "sources": [
+                        _file_of(config_map_name(job.metadata.name), CONFIG_KEY, CONFIG_PATH.rpartition("/")[2]),
+                        # Not there before the first attempt was claimed.
+                        _file_of(claim_map_name(job.metadata.name), CLAIMED_FILE, CLAIMED_FILE, optional=True),
+                    ]
                 },
             },
             {"name": "cache", "emptyDir": {"sizeLimit": compute.cache_size}},
@@ -114,6 +117,11 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
     if compute.annotations:
         metadata["annotations"] = dict(compute.annotations)
     return {"metadata": metadata, "spec": spec}
+
+
+def _file_of(config_map: str, key: str, path: str, *, optional: bool = False) -> Manifest:
+    source: Manifest = {"name": config_map, "items": [{"key": key, "path": path}]}
+    return {"configMap": {**source, **({"optional": True} if optional else {})}}
 
 
 def _image(job: SFTJob, pods: PodSettings) -> str:

@@ -18,6 +18,7 @@ from sft_api.v1alpha1.job import ObjectMeta
 from ..builders import (
     build_network_policy,
     build_service,
+    claim_map,
     config_digest,
     copy_annotations,
     kept_off,
@@ -163,9 +164,12 @@ class Children:
         with _told("Job"):
             return await self._cluster.patch("Job", namespace, name, _merged(job, renewal.otherwise, {}))
 
-    async def heal(self, owner: ObjectMeta, child: ChildJob) -> None:
-        """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well."""
-        wanted = [build_service(owner)]
+    async def heal(self, owner: ObjectMeta, child: ChildJob, *, claimed: bool) -> None:
+        """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well.
+
+        ``claimed``: an attempt of its run was claimed, which pods learn by what is made then.
+        """
+        wanted = [build_service(owner), *([claim_map(owner)] if claimed else [])]
         if self._settings.network_policy.enabled:
             wanted.append(build_network_policy(owner, self._settings.network_policy))
         ensured = (*(self._ensure(owner, manifest) for manifest in wanted), self._ensure_config(owner, child))
@@ -175,7 +179,8 @@ class Children:
     async def _ensure(self, owner: ObjectMeta, wanted: Manifest) -> None:
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         found = await self._find(owner, kind, name)
-        if found is None or not _says(found["spec"], wanted["spec"]):
+        holds = "data" if kind == "ConfigMap" else "spec"
+        if found is None or not _says(found.get(holds), wanted[holds]):
             await self._replace(owner, found, wanted)
 
     async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> None:

@@ -309,7 +309,7 @@ class _Look(Notes):
         self._remember(healing=healing)
         self._look_in(healing.next - self._clock)
         if due:
-            self._act(HealChildren(self._owner(terms), job))
+            self._act(HealChildren(self._owner(terms), job, healing.claimed))
 
     def _wait_out_hiccups(self) -> None:
         """What the API server could not do just now is tried again before anything is said of it."""

@@ -73,6 +73,8 @@ class HealChildren:
 
     owner: ObjectMeta
     job: ChildJob
+    claimed: bool
+    """Whether an attempt of the run was claimed, which new pods are told."""
 
 
 @dataclass(frozen=True)

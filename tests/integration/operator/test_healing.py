@@ -10,7 +10,12 @@ import pytest
 from sft_api.progress import Progress
 from tests.integration.operator.scene import COLLECTED_SECONDS, Object, Scene, StartOperator, Supervisors, training
 
-CHILDREN = [("configmaps", "run-config"), ("services", "run"), ("networkpolicies", "run")]
+CHILDREN = [
+    ("configmaps", "run-config"),
+    ("configmaps", "run-claimed"),
+    ("services", "run"),
+    ("networkpolicies", "run"),
+]
 SOON = {"resyncSeconds": 1}
 
 
@@ -48,8 +53,8 @@ def until_again(scene: Scene, resource: str, name: str, before: Object) -> Objec
 
 @pytest.mark.parametrize(("resource", "name"), CHILDREN)
 def test_what_was_deleted_is_made_again(healed: Scene, resource: str, name: str) -> None:
-    before = healed.get(resource, name)
-    assert before
+    # What tells of the claim is there once the report of it was read.
+    before = healed.until(lambda: healed.get(resource, name))
 
     healed.delete(resource, name)
 

@@ -6,6 +6,7 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
+from sft_api.trainer_config import CLAIMED_FILE
 
 from .pods import Group, Pod, wait_for
 
@@ -94,11 +95,16 @@ def test_an_index_0_that_was_replaced_meanwhile_learns_from_its_members_that_it_
     assert [again.wait(), second.wait()] == [0, 0]
 
 
-def test_pods_that_are_all_new_know_nothing_of_a_claim(endless: Group) -> None:
-    # Nothing in them does: written down in 0005.
+def test_pods_that_are_all_new_know_of_a_claim_what_the_operator_tells_them(endless: Group) -> None:
     first = endless.start()
     first.wait_for_step(3)
     refuse(endless)
     first.signal(signal.SIGKILL)
     first.wait()
     assert endless.start().wait() == 13
+
+    (endless.folder / CLAIMED_FILE).touch()
+    told = endless.start()
+    wait_for_outage(told)
+    let_in(endless)
+    assert told.wait() == 0

@@ -54,6 +54,18 @@ def test_at_the_first_start_it_is_an_error_as_it_always_was(running: World, kind
     assert end.failure is kind
 
 
+def test_pods_that_are_told_of_a_claim_before_theirs_wait_from_their_first_start_on() -> None:
+    world = World(2, claimed=True)
+    world.obey()
+    refused(world)
+
+    assert world.kind is OrderKind.IDLE
+    assert world.group.refusals.told is not None
+    assert world.group.ledger.incidents == []
+    until_the_next_start(world)
+    assert world.kind is OrderKind.RUN
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -17,7 +17,9 @@ STORAGE_DEADLINE = 600.0
 class World:
     """A group with members that obey at once, unless a test says otherwise."""
 
-    def __init__(self, size: int, *, judged_first: bool = False, lost_after: float = 10.0) -> None:
+    def __init__(
+        self, size: int, *, judged_first: bool = False, lost_after: float = 10.0, claimed: bool = False
+    ) -> None:
         self.now = 0.0
         self.ports = 20_000
         self.group = Group(
@@ -26,7 +28,7 @@ class World:
             grace_seconds=GRACE,
             lost_after=lost_after,
             ledger=Ledger(run="one", judged_first=judged_first, jitter=lambda: 0.5),
-            refusals=Refusals(STORAGE_DEADLINE, now=lambda: START + timedelta(seconds=self.now)),
+            refusals=Refusals(STORAGE_DEADLINE, now=lambda: START + timedelta(seconds=self.now), claimed=claimed),
             new_generation=self.new_generation,
             wall_clock=lambda: START + timedelta(seconds=self.now),
         )

@@ -14,6 +14,7 @@ from sft_api.ports import free_port
 from sft_api.progress import BEFORE_TRAINING, EarlierIncidents, Phase, Progress, TrainingProgress
 from sft_api.rundir import INCIDENTS_FILE, PROGRESS_FILE, REPORT_FILE, write_atomically
 from sft_api.times import timestamp
+from sft_api.trainer_config import CLAIMED_FILE
 
 from .clock import AwakeClock
 from .group import HELD_SECONDS, Group
@@ -53,7 +54,11 @@ class Coordinator:
             grace_seconds=settings.grace_seconds,
             lost_after=settings.lost_after,
             ledger=Ledger(run=instance, judged_first=settings.judged_first),
-            refusals=Refusals(settings.storage_deadline_seconds, now=lambda: datetime.now(UTC)),
+            refusals=Refusals(
+                settings.storage_deadline_seconds,
+                now=lambda: datetime.now(UTC),
+                claimed=settings.config.with_name(CLAIMED_FILE).exists(),
+            ),
             new_generation=self._new_generation,
             wall_clock=lambda: datetime.now(UTC),
         )

@@ -16,9 +16,10 @@ from .protocol import Failure
 class Refusals:
     """What index 0 knows of the store, over all starts."""
 
-    def __init__(self, deadline_seconds: float, *, now: Callable[[], datetime]) -> None:
-        """``deadline_seconds`` is runPolicy.storageDeadlineSeconds; ``now`` the time that is told."""
-        self.claimed = False
+    def __init__(self, deadline_seconds: float, *, now: Callable[[], datetime], claimed: bool = False) -> None:
+        """``deadline_seconds`` is runPolicy.storageDeadlineSeconds; ``now`` the time that is told; ``claimed`` whether
+        pods before these have claimed an attempt, as the operator knows."""
+        self.claimed = claimed
         """Whether an attempt of the run is known to have been claimed."""
         self.reached = TrainingProgress()
         """The last report of such an attempt: how far the run has got."""
