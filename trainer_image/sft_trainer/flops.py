@@ -11,8 +11,12 @@ from torch import nn
 from .models.causal_lm import CausalLM
 from .models.windows import windows
 
-# Dense bf16 peak without sparsity, from the vendors' data sheets, by a whole word of the device's name.
+# Dense bf16 peak without sparsity, from the vendors' data sheets, by whole words of the device's name. The first that
+# fits counts: boards of one name with less power stand before the others.
 _PEAK_BF16_FLOPS = {
+    "H200 NVL": 835e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
     "H200": 989e12,
     "GH200": 989e12,
     "H100": 989e12,
@@ -29,8 +33,8 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of ``device``; None when it is not known (and on the CPU)."""
     if device.type != "cuda":
         return None
-    words = re.findall(r"[A-Za-z0-9]+", torch.cuda.get_device_name(device))
-    return next((flops for word, flops in _PEAK_BF16_FLOPS.items() if word in words), None)
+    words = set(re.findall(r"[A-Za-z0-9]+", torch.cuda.get_device_name(device)))
+    return next((flops for board, flops in _PEAK_BF16_FLOPS.items() if words.issuperset(board.split())), None)
 
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")

@@ -165,13 +165,17 @@ def test_bins_without_windows_are_dealt_out_as_they_always_were() -> None:
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA L400", None),
     ],
 )
-def test_a_device_is_known_by_a_whole_word_of_its_name(
+def test_a_device_is_known_by_whole_words_of_its_name(
     monkeypatch: pytest.MonkeyPatch, name: str, expected: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
