@@ -67,8 +67,18 @@ _DISTURBED: dict[str, dict[str, Any]] = {
 
 def main() -> int:
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else random.SystemRandom().randrange(1_000_000)
-    print(f"seed={seed}")
+    print(f"seed={seed}", flush=True)
     errors: dict[str, float] = {}
+
+    def note(name: str, error: float) -> None:
+        # At once: all together take minutes.
+        print(f"{name}={error:.3g}", flush=True)
+        errors[name] = error
+
+    def note_all(name: str, figures: dict[str, float]) -> None:
+        for key, error in figures.items():
+            note(f"{name}_{key}", error)
+
     with tempfile.TemporaryDirectory(prefix="sft-parity-") as scratch:
         work = Path(scratch)
         make_inputs(work / "inputs", size="tiny")
@@ -78,32 +88,32 @@ def main() -> int:
                 figures = checks.against_reference(
                     work / "inputs", work / name, packing=packing, processes=processes, steps=3
                 )
-                errors |= {f"{name}_{key}": value for key, value in figures.items()}
+                note_all(name, figures)
         for name, (processes, chosen) in _CHOSEN.items():
             figures = checks.against_reference(
                 work / "inputs", work / name, packing="ffd", processes=processes, steps=3, **chosen
             )
-            errors |= {f"{name}_{key}": value for key, value in figures.items()}
+            note_all(name, figures)
         mixed = {f"{kind}_{processes}": (processes, kind, {}) for kind in KINDS for processes in (1, 2)} | _MIXED
         for name, (processes, kind, chosen) in mixed.items():
             mixture = make_mixture(work / "inputs", work / f"{name}-inputs", kind)
             figures = checks.against_reference(
                 mixture, work / name, packing="ffd", processes=processes, steps=3, **{**_BALANCED, **chosen}
             )
-            errors |= {f"{name}_{key}": value for key, value in figures.items()}
+            note_all(name, figures)
         for processes, kind in ((1, ""), (2, ""), *((2, kind) for kind in ADAPTED_KINDS)):
             name = f"{kind or 'dense'}_lora_{processes}"
             model = make_mixture(work / "inputs", work / f"{name}-inputs", kind) if kind else work / "inputs"
             figures = checks.against_peft(model, work / name, processes=processes, steps=3)
-            errors |= {f"{name}_{key}": value for key, value in figures.items()}
-        errors["accumulation"] = checks.accumulation(work / "inputs", work / "accumulation")
-        errors["processes"] = checks.processes(work / "inputs", work / "processes")
+            note_all(name, figures)
+        note("accumulation", checks.accumulation(work / "inputs", work / "accumulation"))
+        note("processes", checks.processes(work / "inputs", work / "processes"))
         resume_mismatch = 0
         for processes in (1, 2):
             killed_after, different = checks.killed_and_resumed(
                 work / "inputs", work / f"resume-{processes}", processes=processes, steps=12, seed=seed + processes
             )
-            print(f"processes={processes} killed_after_step={killed_after} different={different}")
+            print(f"processes={processes} killed_after_step={killed_after} different={different}", flush=True)
             resume_mismatch += different
         mixtures = {
             name: make_mixture(work / "inputs", work / name, kind)
@@ -118,10 +128,8 @@ def main() -> int:
                 seed=seed,
                 sections=sections,
             )
-            print(f"{name} processes=2 killed_after_step={killed_after} different={different}")
+            print(f"{name} processes=2 killed_after_step={killed_after} different={different}", flush=True)
             resume_mismatch += different
-    for name, error in errors.items():
-        print(f"{name}={error:.3g}")
     masks = mask_mismatches()
     worst = checks.worst(errors.values())
     print(f"max_rel_error={worst:.3g}")
