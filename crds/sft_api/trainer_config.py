@@ -15,8 +15,8 @@ from .v1alpha1.places import PLACE_RULES, default_export
 from .v1alpha1.runtime import MOST_RESTARTS
 
 CONFIG_PATH = "/etc/sft/config.json"
-CLAIMED_FILE = "claimed"
-"""Beside it once an attempt of the run was claimed: what pods that are all new cannot know from one another."""
+BEGUN_FILE = "begun"
+"""Beside it, with the uid of the SFTJob, once its run has made a step: what new pods cannot know from one another."""
 
 
 class JobIdentity(ReportModel):

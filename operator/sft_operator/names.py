@@ -55,9 +55,9 @@ def config_map_name(job_name: str) -> str:
     return f"{job_name}-config"
 
 
-def claim_map_name(job_name: str) -> str:
-    """Name of the ConfigMap that says that an attempt of the run was claimed."""
-    return f"{job_name}-claimed"
+def begun_map_name(job_name: str) -> str:
+    """Name of the ConfigMap that says that the run has begun."""
+    return f"{job_name}-begun"
 
 
 def coordinator_host(job_name: str) -> str:

@@ -42,6 +42,7 @@ from .decisions.result import (
     RenewJob,
     Result,
     SetFinalizers,
+    TellBegun,
 )
 from .decisions.status import failed_look_status, merge_patch, read_status, write_status
 from .decisions.telling import BREATH_SECONDS
@@ -164,6 +165,9 @@ class Reconciler:
                 return None
             case HealChildren():
                 await self._heal(key, action)
+            case TellBegun():
+                await self._children.tell_begun(action.owner)
+                return None
             case Delete():
                 await self._cluster.delete(action.kind, key.namespace, action.name, uid=action.uid)
                 return None
@@ -282,7 +286,7 @@ class Reconciler:
     async def _heal(self, key: Key, action: HealChildren) -> None:
         refusal, pause = None, 0.0
         try:
-            await self._children.heal(action.owner, action.job, claimed=action.claimed)
+            await self._children.heal(action.owner, action.job)
         except (NameTakenError, RefusedError, ConfigLostError) as error:
             logger.warning("%s: its children cannot be looked after: %s", key, error)
             refusal, pause = refusal_of(error, self._now()), _pause_asked(error)

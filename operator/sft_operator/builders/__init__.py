@@ -2,17 +2,17 @@
 
 from .affinity import kept_off
 from .config_copy import config_digest, copy_annotations, restored_config_map
-from .config_map import build_config_map, claim_map, trainer_config
+from .config_map import begun_map, build_config_map, trainer_config
 from .job import build_job
 from .metadata import followed_labels, owner_reference
 from .network import build_network_policy, build_service
 
 __all__ = [
+    "begun_map",
     "build_config_map",
     "build_job",
     "build_network_policy",
     "build_service",
-    "claim_map",
     "config_digest",
     "copy_annotations",
     "followed_labels",

@@ -2,13 +2,13 @@
 
 from sft_api.numbers import Numbers
 from sft_api.place import folder_name
-from sft_api.trainer_config import CLAIMED_FILE, TrainerConfig
+from sft_api.trainer_config import BEGUN_FILE, TrainerConfig
 from sft_api.v1alpha1 import S3Spec, SFTJob
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..config import StoreSettings
 from ..decisions.places import check_place, own_folder
-from ..names import CHECKPOINT_URI_ANNOTATION, CONFIG_KEY, EXPORT_URI_ANNOTATION, claim_map_name, config_map_name
+from ..names import CHECKPOINT_URI_ANNOTATION, CONFIG_KEY, EXPORT_URI_ANNOTATION, begun_map_name, config_map_name
 from ..picture.observed import Manifest
 from .metadata import child_metadata
 
@@ -81,12 +81,13 @@ def config_map(owner: ObjectMeta, text: str, annotations: dict[str, str]) -> Man
     }
 
 
-def claim_map(owner: ObjectMeta) -> Manifest:
-    """The ConfigMap by which new pods see that an attempt of the run was claimed before them."""
+def begun_map(owner: ObjectMeta) -> Manifest:
+    """The ConfigMap by which new pods see that the run has begun before them."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": child_metadata(owner, claim_map_name(owner.name)),
+        "metadata": child_metadata(owner, begun_map_name(owner.name)),
         "immutable": True,
-        "data": {CLAIMED_FILE: "an attempt of this run was claimed\n"},
+        # Whose it is: one of an earlier SFTJob of this name may not be deleted yet.
+        "data": {BEGUN_FILE: owner.uid},
     }

@@ -4,12 +4,12 @@ from urllib.parse import urlsplit
 
 from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import PROGRESS_PORT
-from sft_api.trainer_config import CLAIMED_FILE, CONFIG_PATH
+from sft_api.trainer_config import BEGUN_FILE, CONFIG_PATH
 from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
 from sft_api.v1alpha1.megatron import megatron_of
 
 from ..config import PodSettings, StoreSettings
-from ..names import CONFIG_KEY, TRAINER_CONTAINER, child_labels, claim_map_name, config_map_name, coordinator_host
+from ..names import CONFIG_KEY, TRAINER_CONTAINER, begun_map_name, child_labels, config_map_name, coordinator_host
 from ..picture.observed import Manifest
 from .config_map import effective_s3
 from .resources import pod_resources, shared_memory_bytes
@@ -94,8 +94,8 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
                 "projected": {
                     "sources": [
                         _file_of(config_map_name(job.metadata.name), CONFIG_KEY, CONFIG_PATH.rpartition("/")[2]),
-                        # Not there before the first attempt was claimed.
-                        _file_of(claim_map_name(job.metadata.name), CLAIMED_FILE, CLAIMED_FILE, optional=True),
+                        # Not there before the run has begun.
+                        _file_of(begun_map_name(job.metadata.name), BEGUN_FILE, BEGUN_FILE, optional=True),
                     ]
                 },
             },

@@ -16,9 +16,9 @@ from sft_api.v1alpha1 import KIND
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..builders import (
+    begun_map,
     build_network_policy,
     build_service,
-    claim_map,
     config_digest,
     copy_annotations,
     kept_off,
@@ -164,12 +164,19 @@ class Children:
         with _told("Job"):
             return await self._cluster.patch("Job", namespace, name, _merged(job, renewal.otherwise, {}))
 
-    async def heal(self, owner: ObjectMeta, child: ChildJob, *, claimed: bool) -> None:
-        """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well.
+    async def tell_begun(self, owner: ObjectMeta) -> None:
+        """Have new pods see that their run has begun. Raises nothing: the run lacks nothing without it, until all its
+        pods are lost while its store refuses."""
+        wanted = begun_map(owner)
+        try:
+            if await self._find(owner, "ConfigMap", wanted["metadata"]["name"]) is None:
+                await self._create(owner, wanted)
+        except (NameTakenError, RefusedError) as error:
+            logger.warning("%s/%s: new pods are not told that it has begun: %s", owner.namespace, owner.name, error)
 
-        ``claimed``: an attempt of its run was claimed, which pods learn by what is made then.
-        """
-        wanted = [build_service(owner), *([claim_map(owner)] if claimed else [])]
+    async def heal(self, owner: ObjectMeta, child: ChildJob) -> None:
+        """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well."""
+        wanted = [build_service(owner)]
         if self._settings.network_policy.enabled:
             wanted.append(build_network_policy(owner, self._settings.network_policy))
         ensured = (*(self._ensure(owner, manifest) for manifest in wanted), self._ensure_config(owner, child))
@@ -179,8 +186,7 @@ class Children:
     async def _ensure(self, owner: ObjectMeta, wanted: Manifest) -> None:
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         found = await self._find(owner, kind, name)
-        holds = "data" if kind == "ConfigMap" else "spec"
-        if found is None or not _says(found.get(holds), wanted[holds]):
+        if found is None or not _says(found["spec"], wanted["spec"]):
             await self._replace(owner, found, wanted)
 
     async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> None:

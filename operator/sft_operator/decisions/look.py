@@ -19,7 +19,7 @@ from .changes import change_job, goes_on, has_just_ended, is_finished, plan_chan
 from .deletion import asks_removal, is_overdue, kept, remove_place, why_not_removable, with_finalizer, with_warnings
 from .gangs import take_turn
 from .gpu_memory import DoesNotFit
-from .healing import plan_healing
+from .healing import has_begun, plan_healing, stops
 from .news import News
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
 from .places import PlaceNotAllowed
@@ -34,7 +34,7 @@ from .questions import (
     read_store,
 )
 from .removal import plan_removals
-from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers
+from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers, TellBegun
 from .retry import retry_wanted, retry_word
 from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
@@ -282,6 +282,8 @@ class _Look(Notes):
         elif changes.create and any(isinstance(action, SetFinalizers) for action in self._actions):
             pass  # nothing is made for an object before it carries our finalizer
         elif changes.create and not (job and self._may_be_complete(job)):
+            if has_begun(previous):
+                self._tell_begun(terms)
             self._act(CreateChildren(self._owner(terms), tuple(changes.create)))
         elif patch and child:
             self._patch(child, patch)
@@ -306,10 +308,16 @@ class _Look(Notes):
             return
         rarely = self._settings.resync_seconds
         healing, due = plan_healing(self._memory, job, self._previous, resync_seconds=rarely, clock=self._clock)
+        if has_begun(self._previous) and (due or stops(self._memory, self._previous)):
+            self._tell_begun(terms)
         self._remember(healing=healing)
         self._look_in(healing.next - self._clock)
         if due:
-            self._act(HealChildren(self._owner(terms), job, healing.claimed))
+            self._act(HealChildren(self._owner(terms), job))
+
+    def _tell_begun(self, terms: Terms) -> None:
+        # Nothing waits for it, and nothing is said of what becomes of it.
+        self._actions.append(TellBegun(self._owner(terms)))
 
     def _wait_out_hiccups(self) -> None:
         """What the API server could not do just now is tried again before anything is said of it."""

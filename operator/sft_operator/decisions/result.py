@@ -73,8 +73,13 @@ class HealChildren:
 
     owner: ObjectMeta
     job: ChildJob
-    claimed: bool
-    """Whether an attempt of the run was claimed, which new pods are told."""
+
+
+@dataclass(frozen=True)
+class TellBegun:
+    """Have new pods see that their run has begun."""
+
+    owner: ObjectMeta
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ Action = (
     | EndWait
     | Delete
     | HealChildren
+    | TellBegun
     | GiveUpPod
     | RemovePod
 )

@@ -70,8 +70,6 @@ class Healing:
     next: float
     state: State | None
     """In which the run was at the last look."""
-    claimed: bool = False
-    """Whether it had claimed an attempt by then."""
     refusal: Refusal | None = None
     """Why they could not be made again."""
     refusals: int = 0

@@ -12,7 +12,7 @@ from tests.integration.operator.scene import COLLECTED_SECONDS, Object, Scene, S
 
 CHILDREN = [
     ("configmaps", "run-config"),
-    ("configmaps", "run-claimed"),
+    ("configmaps", "run-begun"),
     ("services", "run"),
     ("networkpolicies", "run"),
 ]
@@ -27,6 +27,8 @@ def healed(supervisors: Supervisors, start_operator: StartOperator, own_scene: S
     own_scene.start("run")
     supervisors.report(own_scene.namespace, "run", Progress(training=training(3)))
     own_scene.until_state("run", "Running")
+    # Made once that was told.
+    own_scene.until(lambda: own_scene.get("configmaps", "run-begun"))
     yield own_scene
     if own.process.poll() is None:
         own.stop()
@@ -53,8 +55,8 @@ def until_again(scene: Scene, resource: str, name: str, before: Object) -> Objec
 
 @pytest.mark.parametrize(("resource", "name"), CHILDREN)
 def test_what_was_deleted_is_made_again(healed: Scene, resource: str, name: str) -> None:
-    # What tells of the claim is there once the report of it was read.
-    before = healed.until(lambda: healed.get(resource, name))
+    before = healed.get(resource, name)
+    assert before
 
     healed.delete(resource, name)
 

@@ -6,7 +6,7 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
-from sft_api.trainer_config import CLAIMED_FILE
+from sft_api.trainer_config import BEGUN_FILE
 
 from .pods import Group, Pod, wait_for
 
@@ -95,7 +95,7 @@ def test_an_index_0_that_was_replaced_meanwhile_learns_from_its_members_that_it_
     assert [again.wait(), second.wait()] == [0, 0]
 
 
-def test_pods_that_are_all_new_know_of_a_claim_what_the_operator_tells_them(endless: Group) -> None:
+def test_pods_that_are_all_new_know_of_those_before_them_what_the_operator_tells_them(endless: Group) -> None:
     first = endless.start()
     first.wait_for_step(3)
     refuse(endless)
@@ -103,7 +103,10 @@ def test_pods_that_are_all_new_know_of_a_claim_what_the_operator_tells_them(endl
     first.wait()
     assert endless.start().wait() == 13
 
-    (endless.folder / CLAIMED_FILE).touch()
+    (endless.folder / BEGUN_FILE).write_text("another-uid")
+    assert endless.start().wait() == 13
+
+    (endless.folder / BEGUN_FILE).write_text("uid-1")
     told = endless.start()
     wait_for_outage(told)
     let_in(endless)

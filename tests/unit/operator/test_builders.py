@@ -11,11 +11,11 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import ObjectMeta
 from sft_api.v1alpha1.quantities import times
 from sft_operator.builders import (
+    begun_map,
     build_config_map,
     build_job,
     build_network_policy,
     build_service,
-    claim_map,
     trainer_config,
 )
 from sft_operator.builders.config_map import default_checkpoint_uri
@@ -119,18 +119,18 @@ def test_everything_written_to_is_a_volume() -> None:
     assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": str(2 * 2**30)}
     assert volumes[mounts["/tmp"]]["emptyDir"] == {}
     assert volumes[mounts["/run/sft"]]["emptyDir"] == {}
-    config, claimed = (source["configMap"] for source in volumes[mounts["/etc/sft"]]["projected"]["sources"])
+    config, begun = (source["configMap"] for source in volumes[mounts["/etc/sft"]]["projected"]["sources"])
     assert (config["name"], config.get("optional")) == ("tulu-config", None)
     assert config["items"] == [{"key": "config.json", "path": "config.json"}]
-    # Pods of a run that has not claimed an attempt start without it.
-    assert (claimed["name"], claimed["optional"]) == ("tulu-claimed", True)
-    assert claimed["items"] == [{"key": "claimed", "path": "claimed"}]
+    # Pods of a run that has made no step start without it.
+    assert (begun["name"], begun["optional"]) == ("tulu-begun", True)
+    assert begun["items"] == [{"key": "begun", "path": "begun"}]
 
 
-def test_new_pods_are_told_of_a_claim_by_a_child_of_the_sftjob() -> None:
-    told = claim_map(ObjectMeta(name="tulu", namespace="team", uid="sft-uid"))
+def test_new_pods_are_told_that_the_run_has_begun_by_a_child_of_the_sftjob() -> None:
+    told = begun_map(ObjectMeta(name="tulu", namespace="team", uid="sft-uid"))
 
-    assert (told["metadata"]["name"], told["immutable"], list(told["data"])) == ("tulu-claimed", True, ["claimed"])
+    assert (told["metadata"]["name"], told["immutable"], told["data"]) == ("tulu-begun", True, {"begun": "sft-uid"})
     assert told["metadata"]["ownerReferences"][0]["uid"] == "sft-uid"
 
 

@@ -20,7 +20,6 @@ from sft_operator.decisions.result import (
     CreateChildren,
     Delete,
     GiveUpPod,
-    HealChildren,
     Result,
 )
 from sft_operator.decisions.status import compute_status, write_status
@@ -84,7 +83,7 @@ def state(result: Result) -> str:
 
 
 def healed_lately(clock: float = 1000.0) -> Healing:
-    return Healing(JOB_UID, clock + 25, "Running", claimed=True)
+    return Healing(JOB_UID, clock + 25, "Running")
 
 
 # The story
@@ -296,23 +295,39 @@ def test_an_interrupted_run_has_its_children_looked_at_at_once_and_only_once() -
     done = healed(first.memory, None, clock=1000.0)
     again = decided(replace(seen(running(), status=status, clock=1001.0), memory=done))
 
-    assert kinds(first) == ["HealChildren"]
+    assert kinds(first) == ["TellBegun", "HealChildren"]
     assert kinds(again) == []
 
 
-def test_once_an_attempt_is_claimed_new_pods_are_told_at_once_and_only_once() -> None:
-    status = {"state": "Running", "attempt": 1, "firstStepTime": stamp(-100)}
-    first = decided(seen(running(), status=status, healing=replace(healed_lately(), claimed=False)))
-    again = decided(replace(seen(running(), status=status, clock=1001.0), memory=first.memory))
+@pytest.mark.parametrize("state", ["Suspended", "Queued"])
+def test_when_a_run_that_has_begun_stops_new_pods_are_told_so_at_once_and_only_once(state: str) -> None:
+    stopped = Observed(job=make_child(suspend=True))
+    status, manifest = {"state": state, "firstStepTime": stamp(-100)}, job_manifest(suspend=True)
+    first = decided(seen(stopped, manifest=manifest, status=status, healing=healed_lately()))
+    again = decided(replace(seen(stopped, manifest=manifest, status=status, clock=1001.0), memory=first.memory))
 
-    assert [action.claimed for action in first.actions if isinstance(action, HealChildren)] == [True]
+    assert kinds(first) == ["TellBegun"]
     assert kinds(again) == []
 
 
-def test_another_operator_has_told_of_the_claim_that_it_wrote_down() -> None:
-    status = {"state": "Running", "attempt": 3, "firstStepTime": stamp(-100)}
+def test_they_are_told_of_no_run_that_has_not() -> None:
+    status = {"state": "Starting", "attempt": 1}
 
-    assert kinds(decided(seen(running(), status=status))) == []
+    assert kinds(decided(seen(running(), status=status, healing=Healing(JOB_UID, 0.0, "Starting")))) == ["HealChildren"]
+
+
+def test_while_it_runs_that_is_looked_after_with_the_other_children() -> None:
+    status = {"state": "Running", "firstStepTime": stamp(-100)}
+
+    assert kinds(decided(seen(running(), status=status, healing=healed_lately()))) == []
+    due = decided(seen(running(), status=status, healing=Healing(JOB_UID, 999.0, "Running")))
+    assert kinds(due) == ["TellBegun", "HealChildren"]
+
+
+def test_a_job_that_is_made_anew_finds_it_told() -> None:
+    status = {"state": "Recovering", "firstStepTime": stamp(-100)}
+
+    assert kinds(decided(seen(Observed(), status=status))) == ["TellBegun", "CreateChildren"]
 
 
 def test_what_another_operator_told_of_children_is_not_taken_back_before_they_were_looked_at() -> None:
@@ -432,7 +447,7 @@ def test_figures_wait_and_transitions_do_not() -> None:
 def test_figures_are_written_as_rarely_as_they_may_and_never_get_older_than_that(pace: float, writes: int) -> None:
     """Ten minutes of training, with a new step in each report, every ``pace`` seconds, and looks for other reasons."""
     settings = SETTINGS.model_copy(update={"poll_seconds": pace})
-    memory = Memory("sft-uid", polled_at=0.0, healing=Healing(JOB_UID, 9e9, "Running", claimed=True), written=0.0)
+    memory = Memory("sft-uid", polled_at=0.0, healing=Healing(JOB_UID, 9e9, "Running"), written=0.0)
     known = decided(seen(running(), healing=healed_lately(), report=report(training(1)))).status
     assert known is not None
     status, shown, heard, clock, written = write_status(known), 0.0, 0.0, 0.0, 0

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from sft_operator.cluster.client import ApiError
-from tests.unit.operator.make import job_manifest
+from tests.unit.operator.make import job_manifest, stamp
 from tests.unit.operator.test_reconciler import KEY, World
 
 AWAY = {
@@ -189,3 +189,40 @@ def test_children_that_cannot_be_healed_for_long_are_tried_ever_more_rarely() ->
 
     assert 6 <= world.api.done("get", "Service") - before <= 9
     assert world.condition("Stalled")["reason"] == "ServerUnavailable"
+
+
+def stopped_world() -> World:
+    """A run that has made a step, and comes to a stop."""
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.look()
+    job = world.api.objects["SFTJob", "tulu"]
+    world.api.keep("SFTJob", {**job, "status": {**job["status"], "state": "Recovering", "firstStepTime": stamp(-100)}})
+    return world
+
+
+def test_a_run_that_stops_has_new_pods_told_that_it_has_begun() -> None:
+    world = stopped_world()
+
+    pass_time(world, 90)
+
+    told = world.api.objects["ConfigMap", "tulu-begun"]
+    assert told["data"] == {"begun": job_manifest()["metadata"]["uid"]}
+    assert world.api.done("create", "ConfigMap") == 2  # and that of its configuration
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["quota", "a stranger's"])
+def test_what_keeps_new_pods_from_being_told_is_not_said_of_the_run(refused: bool) -> None:
+    world = stopped_world()
+    if refused:
+        world.api.refuses = answer("create", "ConfigMap", ApiError(403, "Forbidden", "exceeded quota: none of these"))
+    else:
+        world.api.keep("ConfigMap", {"metadata": {"name": "tulu-begun"}, "data": {}})
+
+    pass_time(world, 90)
+
+    assert world.condition("Stalled")["status"] == "False"
+    # The others are looked after all the same.
+    del world.api.objects["Service", "tulu"]
+    pass_time(world, 60)
+    assert ("Service", "tulu") in world.api.objects

@@ -14,7 +14,7 @@ from sft_api.ports import free_port
 from sft_api.progress import BEFORE_TRAINING, EarlierIncidents, Phase, Progress, TrainingProgress
 from sft_api.rundir import INCIDENTS_FILE, PROGRESS_FILE, REPORT_FILE, write_atomically
 from sft_api.times import timestamp
-from sft_api.trainer_config import CLAIMED_FILE
+from sft_api.trainer_config import BEGUN_FILE
 
 from .clock import AwakeClock
 from .group import HELD_SECONDS, Group
@@ -57,7 +57,7 @@ class Coordinator:
             refusals=Refusals(
                 settings.storage_deadline_seconds,
                 now=lambda: datetime.now(UTC),
-                claimed=settings.config.with_name(CLAIMED_FILE).exists(),
+                claimed=_has_begun_before(settings),
             ),
             new_generation=self._new_generation,
             wall_clock=lambda: datetime.now(UTC),
@@ -275,6 +275,16 @@ def machine_warnings(reports: Iterable[Report]) -> list[str]:
 
 def _refusal(sentence: str) -> Response:
     return Response(409, f"{sentence}\n".encode(), close=True)
+
+
+def _has_begun_before(settings: Settings) -> bool:
+    """Whether the operator says that pods before these have trained. Read once: what comes while they run is of what
+    they have done themselves."""
+    try:
+        told = settings.config.with_name(BEGUN_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return told == settings.job_uid
 
 
 def _nothing_to_save(training: TrainingProgress | None) -> bool:

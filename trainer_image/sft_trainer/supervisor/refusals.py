@@ -18,7 +18,7 @@ class Refusals:
 
     def __init__(self, deadline_seconds: float, *, now: Callable[[], datetime], claimed: bool = False) -> None:
         """``deadline_seconds`` is runPolicy.storageDeadlineSeconds; ``now`` the time that is told; ``claimed`` whether
-        pods before these have claimed an attempt, as the operator knows."""
+        pods before these are known to have claimed an attempt."""
         self.claimed = claimed
         """Whether an attempt of the run is known to have been claimed."""
         self.reached = TrainingProgress()
