@@ -1,37 +1,61 @@
 """Compiled layers beside those that are not: time of steps.
 
-    python -m tests.bench.compiled [KIND] [TURNS]
+    python -m tests.bench.compiled [MODEL] [TURNS]
 
-A small model of type KIND (``qwen3_moe``) in fp32 on one thread of a CPU, twice in one process; steps of bins whose
-numbers of tokens and documents differ, forward and backward, take turns: plain, compiled, compiled, plain. Printed is
-the median ratio of turns (``compiled_ratio``: time of the plain ones by that of the compiled ones, of the thread on its
-processor), what is between its quartiles, and the relative difference of their losses.
+A small model in fp32 on one thread of a CPU, twice in one process: of a type (``qwen3_moe``) with bins that are made
+up, or of a size of the trainer's benchmark (``256x6``) with bins of its conversations. Numbers of tokens and of
+documents differ from bin to bin. Whole steps take turns: three plain, three compiled, three compiled, three plain. The
+ratio is of such a turn, so of six steps of each: what slows the machine for a while slows both, and what two
+processes differ by from their start on (2 to 13%, as much as compiling brings) is in neither. Printed are the quartiles
+of ``compiled_ratio``: time of the plain steps by that of the compiled ones, of the thread on its processor. Losses are
+compared.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from sft_trainer.data.packing import first_fit_decreasing
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
+from tests.bench.bench_inputs import LENGTHS, SIZES, WORDS, make_bench_inputs
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128, "head_dim": 32}
-SHAPE = {**WIDTHS, "num_hidden_layers": 4, "vocab_size": 2048, "num_experts": 8, "num_local_experts": 8}
-BINS = [(400, 300, 250), (128,) * 6, (700, 90, 90, 60), (64,) * 13]
-"""Lengths of the documents of each."""
+SHAPE = {**WIDTHS, "num_hidden_layers": 4, "vocab_size": WORDS, "num_experts": 8, "num_local_experts": 8}
+MADE_UP = [[(400, 300, 250), (128,) * 6], [(700, 90, 90, 60), (64,) * 13]]
+"""Lengths of the documents of each bin of a step."""
+EXAMPLES, BIN = 32, 2048
+"""Conversations of a step, and tokens of a bin."""
+TEMPLATE_TOKENS = 12
+"""Of a conversation, beside its words."""
+STEPS = 3
+"""In turn."""
+LOSS_LIMIT = 1e-5
+"""Relative."""
+
+
+def packed() -> list[list[tuple[int, ...]]]:
+    """The same of the conversations of the trainer's benchmark."""
+    lengths = np.array([sum(words) + TEMPLATE_TOKENS for words in json.loads(LENGTHS.read_text())])
+    steps = lengths[: len(lengths) // EXAMPLES * EXAMPLES].reshape(-1, EXAMPLES)
+    return [[tuple(step[bin_].tolist()) for bin_ in first_fit_decreasing(step, BIN)] for step in steps]
 
 
 def built(path: Path, *, compiled: bool) -> FsdpStrategy:
@@ -42,29 +66,46 @@ def built(path: Path, *, compiled: bool) -> FsdpStrategy:
     return made
 
 
+def step(of: FsdpStrategy, documents: list[tuple[int, ...]]) -> tuple[float, float]:
+    """Seconds of the thread, and loss, of one whole step."""
+    bins = [random_bin(seed, *lengths, vocabulary=WORDS) for seed, lengths in enumerate(documents)]
+    begin = time.thread_time()
+    loss = float(of.forward_backward(bins, sum(map(sum, documents))))
+    norm = of.grad_norm()
+    of.apply(1e-5, 1.0, norm, torch.isfinite(norm))
+    return time.thread_time() - begin, loss
+
+
+def turn(both: Mapping[str, FsdpStrategy], steps: Iterator[list[tuple[int, ...]]]) -> float:
+    """The ratio of the next one; raises AssertionError where the losses of one are not those of the other."""
+    seconds = dict.fromkeys(both, 0.0)
+    for order in (("plain", "compiled"), ("compiled", "plain")):
+        some = [next(steps) for _ in range(STEPS)]
+        losses = []
+        for name in order:
+            for took, loss in [step(both[name], documents) for documents in some]:
+                seconds[name] += took
+                losses.append(loss)
+        if max(abs(one / other - 1) for one, other in zip(losses[:STEPS], losses[STEPS:], strict=True)) > LOSS_LIMIT:
+            raise AssertionError(f"losses of the same steps, {order[0]} and then {order[1]}: {losses}")
+    return seconds["plain"] / seconds["compiled"]
+
+
 def main() -> None:
-    kind, turns = (*sys.argv[1:], *("qwen3_moe", "12")[len(sys.argv) - 1 :])
+    model, count = (*sys.argv[1:], *("qwen3_moe", "5")[len(sys.argv) - 1 :])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="sft-bench-") as scratch:
-        save_model(kind, Path(scratch) / "model", **SHAPE)
-        plain, compiled = (built(Path(scratch) / "model", compiled=how) for how in (False, True))
-    bins = [random_bin(seed, *lengths, vocabulary=2048) for seed, lengths in enumerate(BINS)]
-
-    def step(of: FsdpStrategy) -> tuple[float, float]:
-        begin = time.thread_time()
-        loss = float(of.forward_backward(bins, 4000))
-        took = time.thread_time() - begin
-        of.optimizer.zero_grad()
-        return took, loss
-
-    losses = [step(one)[1] for one in (plain, compiled)]
-    ratios = []
-    for _ in range(int(turns)):
-        (one, _), (two, _), (three, _), (four, _) = map(step, (plain, compiled, compiled, plain))
-        ratios.append((one + four) / (two + three))
-    lower, middle, upper = statistics.quantiles(ratios, n=4)
-    print(f"compiled_ratio={middle:.3f} lower={lower:.3f} upper={upper:.3f} loss={abs(losses[1] / losses[0] - 1):.2g}")
+        path = Path(scratch) / "model"
+        if model in SIZES:
+            make_bench_inputs(path.parent, model, rows=1)
+        else:
+            save_model(model, path, **SHAPE)
+        both = {name: built(path, compiled=name == "compiled") for name in ("plain", "compiled")}
+    steps = cycle(packed() if model in SIZES else MADE_UP)
+    turn(both, steps)  # compiles
+    lower, middle, upper = statistics.quantiles([turn(both, steps) for _ in range(int(count))], n=4)
+    print(f"compiled_ratio={middle:.3f} lower={lower:.3f} upper={upper:.3f}")
     dist.destroy_process_group()
 
 

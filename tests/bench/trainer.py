@@ -7,7 +7,8 @@ order (rows that TRL packs hold as many on average). Runs that are compared live
 its own, and take turns: a step of each, then a step of each the other way round (A, B, B, A), so that whatever slows
 the machine, for seconds or for minutes, slows all alike. Time is that of the process on the processor, in its turns
 from the fourth on: what is compiled, and what else the machine does, does not count. Of every such pair of steps the
-ratio; printed is the lower quartile (of ``overhead`` the upper one), the worse of the sizes. Our runs and TRL's are
+ratio; printed is the lower quartile (of ``overhead`` the upper one), the worse of the sizes. ``ratio_compiled`` is of
+steps in one process (``compiled``), which two processes differ too much for. Our runs and TRL's are
 without gradient checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded; ours: packed,
 without it). ``--steps 5 --sizes 128x4`` is the short form: about four minutes of processor time.
 """
@@ -55,13 +56,13 @@ BESIDE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "ratio_unpacked": (["unpacked"], ["trl padded"]),
     "ratio_best": (["packed", "unpacked"], TRL_MODES),
     "ratio_default": (["default"], ["trl default"]),
-    "ratio_compiled": (["compiled"], ["packed"]),
     "ratio_lora": (["lora"], ["trl lora"]),
     "overhead": (["bare"], ["packed"]),
 }
 """Tokens a second of the fastest of the first by those of the fastest of the second."""
 OTHER_STEPS = ("trl packed", "trl wrapped")
 """Runs whose steps have about as many tokens as those of the others: which ones, is for TRL to choose."""
+COMPILED_TURNS = 5
 ADAPTERS = ("lora", "trl lora")
 """Runs whose losses are those of the others until adapters differ from nothing, that is in the first step."""
 
@@ -195,6 +196,13 @@ class Bench:
         return [*command, str(self._steps)], {**environment, "PATH": os.environ["PATH"]}
 
 
+def compiled_ratios(size: str) -> dict[str, float]:
+    """Lower quartile and median of ``compiled``, in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.compiled", size, str(COMPILED_TURNS)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+    return {name: float(value) for name, _, value in (each.partition("=") for each in said.split())}
+
+
 def check_alike(size: str, expected: Run, runs: dict[str, Run]) -> None:
     """Raise where ``runs`` did not train the same tokens as ``expected``, or had other losses."""
     for name, run in runs.items():
@@ -261,6 +269,9 @@ def main() -> None:
                     print(f"{key}_last_loss={run.losses[-1]:.4f}", flush=True)
                 if "compiled" in runs:
                     print(f"{size}_compile_seconds={runs['compiled'].ready - runs['packed'].ready:.1f}")
+            in_one = compiled_ratios(size)
+            figures.setdefault("ratio_compiled", []).append(in_one["lower"])
+            print(f"{size}_ratio_compiled={in_one['lower']:.3f}  # median {in_one['compiled_ratio']:.3f}", flush=True)
     for figure, of_sizes in figures.items():
         # Of an overhead the larger one counts.
         print(f"{figure}={max(of_sizes) if figure == 'overhead' else min(of_sizes):.2f}")
