@@ -15,6 +15,7 @@ HEALING_SECONDS = 30.0
 _AT_REST = ("Running", "Suspended", "Queued")
 """States in which nothing is about to start that would need a child."""
 _STOPPED = ("Recovering", "Suspended", "Queued")
+"""States of a run that goes on in new pods, if it has begun."""
 
 
 def has_begun(status: SFTJobStatus) -> bool:
