@@ -15,6 +15,10 @@ from tests.fixtures_inputs import EXAMPLES, make_inputs_script
 WORDS = 2000
 LENGTHS = Path(__file__).with_name("lengths.json")
 """Words of the question and of the answer of 1,024 conversations."""
+CONVERSATIONS = 32
+"""Of a step."""
+TEMPLATE_TOKENS = 6
+"""Of a conversation, beside its words."""
 SIZES = {"128x4": (128, 4, 4), "256x6": (256, 6, 8)}
 """Width, layers, heads."""
 

@@ -32,7 +32,7 @@ from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
-from tests.bench.bench_inputs import LENGTHS, SIZES, WORDS, make_bench_inputs
+from tests.bench.bench_inputs import CONVERSATIONS, LENGTHS, SIZES, TEMPLATE_TOKENS, WORDS, make_bench_inputs
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -41,10 +41,8 @@ WIDTHS = {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size":
 SHAPE = {**WIDTHS, "num_hidden_layers": 4, "vocab_size": WORDS, "num_experts": 8, "num_local_experts": 8}
 MADE_UP = [[(400, 300, 250), (128,) * 6], [(700, 90, 90, 60), (64,) * 13]]
 """Lengths of the documents of each bin of a step."""
-EXAMPLES, BIN = 32, 2048
-"""Conversations of a step, and tokens of a bin."""
-TEMPLATE_TOKENS = 12
-"""Of a conversation, beside its words."""
+BIN = 2048
+"""Tokens, at most."""
 STEPS = 3
 """In turn."""
 LOSS_LIMIT = 1e-5
@@ -54,7 +52,7 @@ LOSS_LIMIT = 1e-5
 def packed() -> list[list[tuple[int, ...]]]:
     """The same of the conversations of the trainer's benchmark."""
     lengths = np.array([sum(words) + TEMPLATE_TOKENS for words in json.loads(LENGTHS.read_text())])
-    steps = lengths[: len(lengths) // EXAMPLES * EXAMPLES].reshape(-1, EXAMPLES)
+    steps = lengths[: len(lengths) // CONVERSATIONS * CONVERSATIONS].reshape(-1, CONVERSATIONS)
     return [[tuple(step[bin_].tolist()) for bin_ in first_fit_decreasing(step, BIN)] for step in steps]
 
 

@@ -8,9 +8,9 @@ its own, and take turns: a step of each, then a step of each the other way round
 the machine, for seconds or for minutes, slows all alike. Time is that of the process on the processor, in its turns
 from the fourth on: what is compiled, and what else the machine does, does not count. Of every such pair of steps the
 ratio; printed is the lower quartile (of ``overhead`` the upper one), the worse of the sizes. ``ratio_compiled`` is of
-steps in one process (``compiled``), which two processes differ too much for. Our runs and TRL's are
-without gradient checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded; ours: packed,
-without it). ``--steps 5 --sizes 128x4`` is the short form: about four minutes of processor time.
+steps in one process (``compiled``): two differ by as much from their start on. Our runs and TRL's are without gradient
+checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded; ours: packed, without it).
+``--steps 5 --sizes 128x4`` is the short form: about five minutes of processor time.
 """
 
 import argparse
@@ -31,10 +31,10 @@ import numpy as np
 from sft_trainer.data.packing import first_fit_decreasing
 from tests.parity.runs import manifest, resolve, worker_environment
 
-from .bench_inputs import LENGTHS, SIZES, make_bench_inputs
+from .bench_inputs import CONVERSATIONS, LENGTHS, SIZES, make_bench_inputs
 from .taking_turns import MARK
 
-EXAMPLES, WARM_UP_STEPS = 32, 3
+WARM_UP_STEPS = 3
 _LORA = {"lora": {"rank": 16, "alpha": 32}}
 OURS: dict[str, dict[str, Any]] = {
     "packed": {"data": {"packing": "ffd"}, "training": {"maxTokensPerMicroBatch": 2048}},
@@ -63,6 +63,7 @@ BESIDE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 OTHER_STEPS = ("trl packed", "trl wrapped")
 """Runs whose steps have about as many tokens as those of the others: which ones, is for TRL to choose."""
 COMPILED_TURNS = 5
+"""Of which ``ratio_compiled`` is the lower quartile."""
 ADAPTERS = ("lora", "trl lora")
 """Runs whose losses are those of the others until adapters differ from nothing, that is in the first step."""
 
@@ -144,7 +145,7 @@ class Bench:
 
     def __init__(self, python: str, work: Path, size: str, steps: int) -> None:
         self._python, self._work, self._steps, self._count = python, work / size, steps, 0
-        make_bench_inputs(self._work / "inputs", size, rows=EXAMPLES * steps)
+        make_bench_inputs(self._work / "inputs", size, rows=CONVERSATIONS * steps)
 
     def runs(self, names: Sequence[str]) -> dict[str, Run]:
         """Those of these names, step by step in turn."""
@@ -172,7 +173,7 @@ class Bench:
         sections = OURS["packed" if name == "bare" else name]
         training = {
             "steps": self._steps,
-            "globalBatchSize": EXAMPLES,
+            "globalBatchSize": CONVERSATIONS,
             "optimizer": {"learningRate": 1e-3, "weightDecay": 0},
             "schedule": {"type": "constant"},
             **sections.get("training", {}),

@@ -224,14 +224,14 @@ def _pod_uids(stage: Stage, name: str) -> set[str]:
 
 def _waits_for_store(stage: Stage, name: str) -> bool:
     """Said by index 0 itself: the outage may be what the pod before it has told."""
-    said = stage.kubectl(
-        "logs", f"{_selector(name)},batch.kubernetes.io/job-completion-index=0", "--tail=-1", check=False
-    )
+    said = stage.kubectl("logs", _selector(name, 0), "--tail=-1", check=False)
     return bool(_storage_outage(stage, name)) and "nothing can be saved since" in said
 
 
-def _selector(name: str) -> str:
-    return f"--selector=sftjob.dev/job={name}"
+def _selector(name: str, index: int | None = None) -> str:
+    """Of the pods of a job, or of one completion index."""
+    which = "" if index is None else f",batch.kubernetes.io/job-completion-index={index}"
+    return f"--selector=sftjob.dev/job={name}{which}"
 
 
 def close_bucket(stage: Stage, name: str) -> None:
@@ -297,8 +297,7 @@ def restart_api_server(stage: Stage, name: str) -> None:
 
 def pod_name(stage: Stage, name: str, index: int) -> str:
     """The live pod of a completion index."""
-    selector = f"sftjob.dev/job={name},batch.kubernetes.io/job-completion-index={index}"
-    found = json.loads(stage.kubectl("get", "pods", f"--selector={selector}", "-o", "json"))["items"]
+    found = json.loads(stage.kubectl("get", "pods", _selector(name, index), "-o", "json"))["items"]
     alive = [pod for pod in found if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] == "Running"]
     assert alive, f"{name} has no running pod of index {index}"
     live: str = alive[0]["metadata"]["name"]

@@ -120,8 +120,7 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
 
 
 def _file_of(config_map: str, key: str, path: str, *, optional: bool = False) -> Manifest:
-    source: Manifest = {"name": config_map, "items": [{"key": key, "path": path}]}
-    return {"configMap": {**source, **({"optional": True} if optional else {})}}
+    return {"configMap": {"name": config_map, "items": [{"key": key, "path": path}], "optional": optional}}
 
 
 def _image(job: SFTJob, pods: PodSettings) -> str:

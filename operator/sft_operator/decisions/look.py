@@ -34,7 +34,7 @@ from .questions import (
     read_store,
 )
 from .removal import plan_removals
-from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers, TellBegun
+from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers
 from .retry import retry_wanted, retry_word
 from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
 from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
@@ -314,10 +314,6 @@ class _Look(Notes):
         self._look_in(healing.next - self._clock)
         if due:
             self._act(HealChildren(self._owner(terms), job))
-
-    def _tell_begun(self, terms: Terms) -> None:
-        # Nothing waits for it, and nothing is said of what becomes of it.
-        self._actions.append(TellBegun(self._owner(terms)))
 
     def _wait_out_hiccups(self) -> None:
         """What the API server could not do just now is tried again before anything is said of it."""

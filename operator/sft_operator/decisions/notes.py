@@ -15,7 +15,7 @@ from .changes import run_places
 from .gangs import Rivals
 from .pauses import doubled
 from .questions import Asked
-from .result import Action, ChangeJob, Delete, FindJob, Question
+from .result import Action, ChangeJob, Delete, FindJob, Question, TellBegun
 from .spec import InvalidSpec, Terms, lenient_terms, read_spec, run_terms
 from .status import read_status
 
@@ -70,6 +70,10 @@ class Notes:
     def _act(self, action: Action) -> None:
         self._actions.append(action)
         self._words_wait = True
+
+    def _tell_begun(self, terms: Terms) -> None:
+        """Unlike other acts nothing waits for it, and nothing is said of what becomes of it."""
+        self._actions.append(TellBegun(self._owner(terms)))
 
     def _patch(self, child: ChildJob, patch: Manifest) -> None:
         """Change the Job; what somebody else undoes again and again is made again ever more rarely."""

@@ -120,7 +120,7 @@ def test_everything_written_to_is_a_volume() -> None:
     assert volumes[mounts["/tmp"]]["emptyDir"] == {}
     assert volumes[mounts["/run/sft"]]["emptyDir"] == {}
     config, begun = (source["configMap"] for source in volumes[mounts["/etc/sft"]]["projected"]["sources"])
-    assert (config["name"], config.get("optional")) == ("tulu-config", None)
+    assert (config["name"], config["optional"]) == ("tulu-config", False)
     assert config["items"] == [{"key": "config.json", "path": "config.json"}]
     # Pods of a run that has made no step start without it.
     assert (begun["name"], begun["optional"]) == ("tulu-begun", True)

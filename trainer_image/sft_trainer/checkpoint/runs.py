@@ -17,8 +17,8 @@ RUN_BYTES = 32 * 2**20
 """Of one request, unless a piece is larger: so much that a request costs nothing beside it, so little that all threads
 have something to read until the end."""
 _BLOCK = 2 * 2**20
-"""Hashed while it is still in the processor's cache: the last one, which all threads share. Of a quarter of it reading
-costs 7% more processor time (``make bench-checkpoint``)."""
+"""Hashed while it is still in the processor's cache: the last one, which all threads share. With a quarter of it
+reading took 7% more processor time (docs/benchmarks.md)."""
 
 
 def runs(index: Index) -> list[range]:
