@@ -1,4 +1,4 @@
-"""The launcher ray, as far as no Ray is needed: which rank a Ray worker stands for, and processes that are forked."""
+"""The launcher ray, as far as no cluster is needed: which rank a Ray worker stands for, and processes that fork."""
 
 import json
 import os
@@ -15,6 +15,7 @@ import pytest
 
 from sft_trainer.on_ray import fork_me
 from sft_trainer.on_ray.places import local_rank
+from sft_trainer.supervisor.spawn import NOTHING_STARTS
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 PYTHON = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps({'env_vars': {'A': 'b'}})}"]
@@ -64,7 +65,9 @@ def forking(tmp_path: Path, changed: str = "forks.IMPORTS = ()") -> Iterator[dic
     """The environment of who asks a process that forks, ``changed``; SERVER is its pid."""
     program = f"import os, sys; from sft_trainer.on_ray import forks; {changed}; forks.main(sys.argv[1])"
     with open(tmp_path / "forks.log", "wb") as log:
-        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "forks")], stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "forks")], stderr=log, env={**os.environ, **NOTHING_STARTS}
+        )
     wait_until((tmp_path / "forks").exists)
     asked = {fork_me.SOCKET_VARIABLE: str(tmp_path / "forks"), "PYTHONPATH": str(tmp_path), "SERVER": str(process.pid)}
     try:
@@ -130,6 +133,40 @@ def asked_for(tmp_path: Path, environment: dict[str, str]) -> tuple[int, str]:
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     return done.returncode, done.stdout.strip()
+
+
+DRAWS = "import ray, numpy, random; print(ray.PlacementGroupID.of(ray.JobID.from_int(1)).hex())"
+DRAWS += "; print(numpy.random.random(), random.random())"
+
+
+def test_forks_of_what_has_imported_ray_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    with forking(tmp_path, "pass") as environment:
+        drawn = [
+            subprocess.run(
+                as_module(tmp_path, DRAWS), env=environment, cwd=tmp_path, stdout=subprocess.PIPE, check=True
+            )
+            for _ in range(2)
+        ]
+        assert asked_for(tmp_path, environment) == (7, "True")
+
+    first, second = (set(each.stdout.split()) for each in drawn)
+    assert len(first) == 3
+    assert not first & second
+
+
+def test_who_has_used_the_generator_of_ray_is_not_forked(tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+    with forking(tmp_path, f"sys.path.insert(0, {str(tmp_path)!r}); forks.IMPORTS = ('draws',)") as environment:
+        assert asked_for(tmp_path, environment) == (7, "False")
+
+    assert "import for themselves: two forks draw the same id, " in (tmp_path / "forks.log").read_text()
+
+
+def test_it_is_told_when_a_fork_crashes(forks: dict[str, str], tmp_path: Path) -> None:
+    crashes = as_module(tmp_path, "import os; os.abort()")
+
+    assert subprocess.run(crashes, env=forks, cwd=tmp_path, check=False).returncode == -signal.SIGABRT
+    assert "has crashed (SIGABRT)" in (tmp_path / "forks.log").read_text()
 
 
 def test_an_import_that_is_not_there_is_left_to_who_needs_it(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ the connection, the fork is killed. Where it gets nothing there is no fork, and 
 
 All forks end with this process: nothing that somebody asks may end it.
 
+*Chance is not shared.* Ray's native generator knows nothing of forks: once it has been used here, all forks draw the
+same ids, and of two workers that start at once one crashes over the other's object. So nothing may use it here.
+
 Ray reads two variables when it is imported, and never again: which job a worker is of, and which process it should see
 live. They are known before: the first driver's job has always the same name, and workers of a raylet that has died go
 when its connection closes, and with ``fork_me.py``, its child.
@@ -19,7 +22,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import runpy
 import selectors
 import signal
@@ -30,9 +32,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sft_trainer.on_ray.fork_me import FORKED
-from sft_trainer.supervisor.preload import show_as, why_unfit
+from sft_trainer.supervisor.preload import draw_anew, show_as, why_unfit
 
+_ACTORS = "ray.actor"
 IMPORTS = (
+    _ACTORS,
     "ray.scripts.scripts",
     "ray.train.v2.api.data_parallel_trainer",
     "ray.train.v2._internal.execution.controller.controller",
@@ -41,6 +45,8 @@ IMPORTS = (
 )
 MAX_REQUEST_BYTES = 262_144
 _PR_SET_PDEATHSIG = 1
+_CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
+"""Exit codes of a native part that has failed: who asked, Ray, may wait for long without a word."""
 
 
 class Forks:
@@ -120,10 +126,12 @@ class Forks:
             if pid == 0:
                 return
             if connection := self._connections.pop(pid, None):
+                if (code := os.waitstatus_to_exitcode(status)) in _CRASHES:
+                    _say(f"the fork {pid} has crashed ({signal.Signals(-code).name})")
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(connection)
                 with contextlib.suppress(OSError):
-                    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+                    connection.send(str(code).encode())
                 connection.close()
 
     def _hung_up(self, connection: object) -> None:
@@ -164,7 +172,7 @@ def _become(request: dict[str, Any], streams: Sequence[int], server: int) -> Non
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    random.seed()
+    draw_anew()
     show_as([sys.executable, *argv])
     if argv[0] == "-m":
         sys.argv = argv[1:]
@@ -174,6 +182,55 @@ def _become(request: dict[str, Any], streams: Sequence[int], server: int) -> Non
         runpy.run_path(argv[0], run_name="__main__")
 
 
+def _import_all() -> None:
+    for name in IMPORTS:
+        # Private modules of one version of Ray: who needs one that is not there will complain of it.
+        try:
+            importlib.import_module(name)
+            if name == _ACTORS:
+                _name_actors_by_kernel(sys.modules[name])
+        except Exception:
+            traceback.print_exc()
+
+
+def _name_actors_by_kernel(actors: Any) -> None:
+    """Let the names that ``ray.actor`` gives to classes, at their import, come from elsewhere than Ray's generator."""
+    base: Any = actors.ActorClassID
+
+    class ActorClassID(base):  # type: ignore[misc]
+        @classmethod
+        def from_random(cls) -> Any:
+            return base(os.urandom(base.size()))
+
+    actors.ActorClassID = ActorClassID
+
+
+def _why_alike() -> str:
+    """Why forks of this process would be too much alike; empty when they are not."""
+    if "ray" not in sys.modules:
+        return ""
+    first, second = (_drawn_in_a_fork() for _ in range(2))
+    return f"two forks draw the same id, {first.hex()}" if first == second else ""
+
+
+def _drawn_in_a_fork() -> bytes:
+    """An id that Ray draws in a fork of this process."""
+    import ray
+
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write, ray.PlacementGroupID.of(ray.JobID.from_int(1)).binary())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as drawn:
+        found = drawn.read()
+    os.waitpid(pid, 0)
+    return found
+
+
 def main(path: str) -> None:
     """Listen, import, fork; returns in a fork that has done its work, or when this process must not be forked."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -181,16 +238,11 @@ def main(path: str) -> None:
         # Who comes while the imports go on, waits.
         listener.listen(512)
         gc.disable()
-        for name in IMPORTS:
-            # Private modules of one version of Ray: who needs one that is not there will complain of it.
-            try:
-                importlib.import_module(name)
-            except Exception:
-                traceback.print_exc()
+        _import_all()
         gc.collect()
         gc.freeze()
         gc.enable()
-        if problem := why_unfit():
+        if problem := why_unfit() or _why_alike():
             sys.exit(f"Ray's processes import for themselves: {problem}")
         work = Forks(listener).serve()
     work()

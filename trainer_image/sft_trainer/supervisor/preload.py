@@ -53,6 +53,12 @@ def show_as(words: Sequence[str]) -> None:
         ctypes.memmove(begin, text, len(text))
 
 
+def draw_anew() -> None:
+    """In a fork: numbers of its own from NumPy, as a new process has. Python sees to its own ``random``."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
 def _become_worker(
     control: socket.socket, supervisor: int, module: str, environment: dict[str, str], output: Sequence[int]
 ) -> None:
@@ -73,6 +79,7 @@ def _become_worker(
     os.environ.update(environment)
     control.send(str(os.getpid()).encode())
     control.close()
+    draw_anew()
     show_as([sys.executable, "-m", module])
     sys.argv = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
