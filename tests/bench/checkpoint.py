@@ -46,7 +46,7 @@ from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.pieces import FILES_PER_RANK, MAX_PIECE_BYTES
-from sft_trainer.checkpoint.reading import READ_THREADS
+from sft_trainer.checkpoint.runs import MOST_READ_THREADS
 from sft_trainer.checkpoint.s3 import part_size
 from sft_trainer.checkpoint.store import S3Settings, Store
 from sft_trainer.checkpoint.turns import beside_training
@@ -270,7 +270,7 @@ class Bench:
             for ours in (False, True, True, False):
                 work = partial(self.save, asynchronous=False) if ours else partial(bare_put, raw, pool)
                 self.note("put_seconds" if ours else "bare_put_seconds", seconds_of(work))
-        with ThreadPoolExecutor(READ_THREADS) as readers:
+        with ThreadPoolExecutor(MOST_READ_THREADS) as readers:
             for ours in (False, True, True, False):
                 if ours:
                     self.note("load_seconds", seconds_of(lambda: self.manager.load_newest(loaded)))

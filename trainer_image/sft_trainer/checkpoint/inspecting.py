@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
-from sft_trainer.checkpoint.reading import READ_THREADS, open_index
-from sft_trainer.checkpoint.runs import Buffers, open_run, runs
+from sft_trainer.checkpoint.reading import open_index
+from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import ConfigError
@@ -84,7 +84,7 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
                     problems.append(str(error))
         return problems
 
-    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(read_threads(), thread_name_prefix="verify") as pool:
         reads = [pool.submit(read, rows) for rows in runs(index)]
         try:
             return [problem for one in reads for problem in one.result()]

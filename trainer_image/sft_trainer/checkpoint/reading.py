@@ -29,13 +29,12 @@ from sft_trainer.checkpoint.index import (
     widened,
 )
 from sft_trainer.checkpoint.pieces import stored_tensor
-from sft_trainer.checkpoint.runs import Buffers, open_run, runs
+from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
 from sft_trainer.errors import ConfigError
 from sft_trainer.names.canonical import VERSION
 
-READ_THREADS = 8
 _ADVICE = "resume from a checkpoint of the same model and settings, or start anew with another checkpoint.uri"
 
 
@@ -229,7 +228,7 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
                 for box, part in parts:
                     box.write(values[part.within(place)], part)
 
-    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="load") as pool:
+    with ThreadPoolExecutor(read_threads(), thread_name_prefix="load") as pool:
         reads = [pool.submit(read, rows) for rows in runs(index)]
         try:
             for one in reads:

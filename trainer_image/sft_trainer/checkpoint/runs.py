@@ -1,6 +1,7 @@
 """Runs: pieces that lie one behind the other in a file, and are read by one request, compared with their digests."""
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,23 @@ from sft_trainer.checkpoint.index import Index
 from sft_trainer.checkpoint.store import RangeStream, Store
 from sft_trainer.checkpoint.writing import OnBytes
 
-RUN_BYTES = 32 * 2**20
+RUN_BYTES = 64 * 2**20
 """Of one request, unless a piece is larger: so much that a request costs nothing beside it, so little that all threads
 have something to read until the end."""
+MOST_READ_THREADS = 8
+"""And connections: what one receives is limited by its store."""
 _BLOCK = 2 * 2**20
 """Hashed while it is still in the processor's cache: the last one, which all threads share. With a quarter of it
 reading took 7% more processor time (docs/benchmarks.md)."""
+
+
+def read_threads() -> int:
+    """How many runs to read at once.
+
+    Each thread digests what it has received: beyond two a processor they only take it from one another, which took 5%
+    more time (docs/benchmarks.md).
+    """
+    return min(MOST_READ_THREADS, max(4, 2 * len(os.sched_getaffinity(0))))
 
 
 def runs(index: Index) -> list[range]:
