@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .allocator import keep_freed_memory
 from .errors import DeviceUnavailableError
 
 T = TypeVar("T")
@@ -47,11 +48,12 @@ class Ranks:
 
 
 def device_for(ranks: Ranks, gpus_per_node: int) -> torch.device:
-    """The device of this process: its own GPU when the job has GPUs, the CPU when it has none.
+    """The device of this process, made ready: its own GPU when the job has GPUs, the CPU when it has none.
 
     Raises ``DeviceUnavailableError`` when the job has GPUs and not every process of this node finds one.
     """
     if not gpus_per_node:
+        keep_freed_memory()
         return torch.device("cpu")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < ranks.local_world_size:
