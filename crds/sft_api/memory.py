@@ -4,8 +4,10 @@ What a formula here says of one block is what torch keeps of it, operator by ope
 seen on tensors without memory, and the whole estimate with the strategy itself on such (docs/memory.md).
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import ceil
 
 from .adapters import ALL_LINEAR, adapter_parameters, named
@@ -97,9 +99,12 @@ class Sizes:
 
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
-    adapters = 0 if spec.lora is None else adapter_parameters(adapted_of(shape, spec.lora), spec.lora.rank)
-    block, root = shape.block_parameters + adapters, shape.root_parameters
-    trained_block, trained_root = (block, root) if spec.lora is None else (adapters, 0)
+    block, root = shape.block_parameters, shape.root_parameters
+    trained_block, trained_root, trained, adapters = block, root, shape.layers * block + root, 0
+    if spec.lora is not None:
+        of_blocks = [adapter_parameters(adapted, spec.lora.rank) for adapted in adapted_of(shape, spec.lora)]
+        trained_block, trained_root, trained = max(of_blocks, default=0), 0, sum(of_blocks)
+        block, adapters = block + trained_block, trained
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
@@ -108,8 +113,8 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         root=root,
         trained_root=trained_root,
         head=shape.head_parameters,
-        parameters=shape.layers * block + root,
-        trained=shape.layers * trained_block + trained_root,
+        parameters=shape.parameters + adapters,
+        trained=trained,
         experts=shape.experts > 0,
         logits=shape.logits,
     )
@@ -117,7 +122,14 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
-    kinds = {block_memory(shape, spec, BYTES[plan.precision]): shape.layers}
+    computed = BYTES[plan.precision]
+    if spec.lora is None:
+        kinds = {block_memory(shape, spec, computed): shape.layers}
+    else:
+        alike = Counter(tuple(adapted) for adapted in adapted_of(shape, spec.lora))
+        kinds = Counter()
+        for names, count in alike.items():
+            kinds[block_memory(shape, spec, computed, names)] += count
     return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
 
 
@@ -265,25 +277,43 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
     }
 
 
-def adapted_of(shape: ModelShape, lora: LoraSpec) -> dict[str, tuple[int, int]]:
-    """The linear layers of one block that get adapters; names that no layer has are left to others to refuse."""
-    targets: Collection[str] = [*shape.linear] if ALL_LINEAR in lora.target_modules else lora.target_modules
-    return {
-        name: size
-        for name, size in shape.linear.items()
-        if named(name, targets) and not named(name, lora.exclude_modules)
-    }
+def adapted_of(shape: ModelShape, lora: LoraSpec) -> list[dict[str, tuple[int, int]]]:
+    """Of each block the linear layers that get adapters; names that no layer has are left to others to refuse."""
+    targets = [*shape.linear] if ALL_LINEAR in lora.target_modules else lora.target_modules
+    blocks = _adapted(tuple(shape.linear), shape.layers, tuple(targets), tuple(lora.exclude_modules))
+    return [{name: shape.linear[name] for name in names} for names in blocks]
 
 
-def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMemory:
+@lru_cache(maxsize=32)
+def _adapted(
+    linear: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """Those of the names ``linear`` that are chosen, of each block: asked for again and again by who tries shapes."""
+
+    def chosen(block: int) -> tuple[str, ...]:
+        names = {name: f"model.layers.{block}.{name}" for name in linear}
+        return tuple(name for name, whole in names.items() if named(whole, targets) and not named(whole, excluded))
+
+    if any(part.isdigit() for name in (*targets, *excluded) for part in name.split(".")):
+        return [chosen(block) for block in range(blocks)]
+    return [chosen(0)] * blocks
+
+
+def block_memory(
+    shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Collection[str] | None = None
+) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
+    ``adapted`` names its layers with adapters; None are those of the first block.
     With activation checkpointing, what it then keeps. Attention keeps queries, keys, values, its output and a number
     for each token and head. A norm is computed in fp32 and keeps its input in fp32.
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
     lora = spec.lora
+    adapters: Collection[str] = ()
+    if lora:
+        adapters = adapted_of(shape, lora)[0] if adapted is None else adapted
     # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
     normed = 0 if lora else (4 if family.norms_in_fp32 else computed)
     norms = shape.norms * width * (4 + normed) + 2 * width * computed
@@ -302,10 +332,9 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
             mlp += 4 * shape.experts
     kept = norms + between + attention + mlp
     if lora:
-        adapted = adapted_of(shape, lora)
-        kept += computed * lora.rank * len(adapted)
+        kept += computed * lora.rank * len(adapters)
         if lora.dropout:
-            kept += sum((computed + 1) * inputs for _, inputs in adapted.values())
+            kept += sum((computed + 1) * shape.linear[name][1] for name in adapters)
     working: float = computed * 2 * (inner + width)
     if shape.experts:
         working = shape.chosen * (computed * (3 * width + 2 * inner))
@@ -325,7 +354,7 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int) -> BlockMem
         products = 2 * queries + 2 * keys + 2 * inner + 2 * width
         if shape.experts:
             products = 2 * queries + 2 * keys + width + shape.experts + shape.chosen * (2 * inner + width)
-        least += computed * (products + (lora.rank * len(adapted_of(shape, lora)) if lora else 0)) + 4 * shape.heads
+        least += computed * (products + (lora.rank * len(adapters) if lora else 0)) + 4 * shape.heads
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
 

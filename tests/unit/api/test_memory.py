@@ -205,6 +205,24 @@ def test_adapters_take_their_own_states_beside_a_frozen_base() -> None:
     assert in_fp32.parameters == 4 * adapters / 8 + 4 * 8_030_261_248 / 8
 
 
+def test_adapters_of_some_layers_are_counted_where_they_are() -> None:
+    everywhere = job(lora={"rank": 16, "targetModules": ["mlp.up_proj"]}).spec
+    by_name = [f"model.layers.{layer}.mlp.up_proj" for layer in range(32)]
+    each = 16 * (4096 + 14336)
+
+    for names in (by_name, [name.removeprefix("model.") for name in by_name]):
+        one_by_one = job(lora={"rank": 16, "targetModules": names}).spec
+        assert sizes_of(shape(), one_by_one) == sizes_of(shape(), everywhere)
+        plan = make_plan(everywhere)
+        assert estimate(shape(), one_by_one, plan) == estimate(shape(), everywhere, plan)
+    some = sizes_of(shape(), job(lora={"rank": 16, "targetModules": by_name[:3]}).spec)
+    assert (some.trained, some.trained_block) == (3 * each, each)
+    excluded = job(lora={"rank": 16, "targetModules": ["up_proj"], "excludeModules": by_name[:3]}).spec
+    assert sizes_of(shape(), excluded).trained == 29 * each
+    kept = [estimate(shape(), spec, make_plan(spec)).activations or 0 for spec in (everywhere, excluded)]
+    assert kept[1] < kept[0]
+
+
 def test_activations_follow_the_tokens_and_checkpointing() -> None:
     short, long = (estimated(data={"train": [{"uri": "hf://a/b"}], "maxLength": n}) for n in (8192, 16384))
     full = estimated(
