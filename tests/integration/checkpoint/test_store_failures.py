@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from sft_api.ports import free_port
 from sft_trainer.checkpoint import s3_errors
@@ -55,8 +56,6 @@ def test_wrong_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch)
 
 
 def _refuse(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
-    from botocore.exceptions import ClientError
-
     answer: Any = {"Error": {"Code": "InvalidAccessKeyId"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
     raise ClientError(answer, operation)
 
@@ -115,6 +114,29 @@ def test_a_claim_whose_answer_was_lost_is_still_ours(flaky: Flaky) -> None:
     assert flaky.create("attempts/00001.json", b"claim with an id of its own")
     flaky.lost = {"put_object"}
     assert not flaky.create("attempts/00001.json", b"another claim")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_lost_answer_to_the_probe_says_nothing_about_conditional_writes(
+    s3_store: S3Store, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a server that knows them, and loses one of its answers to who finds out
+    plain, puts = S3Store.call, 0
+
+    def losing(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        nonlocal puts
+        puts += operation == "put_object"
+        if operation != "put_object" or puts != number:
+            return plain(store, client, operation, key, arguments)
+        with contextlib.suppress(ClientError):
+            plain(store, client, operation, key, arguments)
+        raise EndpointConnectionError(endpoint_url="lost")
+
+    monkeypatch.setattr(S3Store, "call", losing)
+
+    # Then they are relied on
+    assert s3_store.probe().conditional_writes
+    assert puts == 3
 
 
 def test_uploads_survive_lost_answers(flaky: Flaky) -> None:

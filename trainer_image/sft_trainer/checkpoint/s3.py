@@ -161,7 +161,8 @@ class S3Store:
         key = f"probe-{uuid.uuid4().hex}"
         try:
             try:
-                first, second = self.create(key, b"probe"), self.create(key, b"probe")
+                # Other bytes: after an answer that was lost, the same ones would be taken for the second one's own.
+                first, second = self.create(key, b"probe"), self.create(key, b"another")
                 self._conditional_writes = first and not second
             except ConfigError:  # some servers refuse the header instead of ignoring it
                 self.put(key, b"probe")
