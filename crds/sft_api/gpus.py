@@ -15,6 +15,8 @@ _WITHOUT_SIZE = {
     "GH200": 95.0,
     "B200": 179.0,
     "H200": 140.0,
+    "H100 NVL": 93.5,
+    "H100 PCIE": 79.5,
     "L40S": 45.0,
     "L40": 45.0,
     "A10G": 22.5,
@@ -43,6 +45,6 @@ def product_memory(product: str) -> int | None:
     if product.endswith("-SHARED"):
         return None
     words = {*product.upper().split("-")}
-    known = next((int(size * _GIBIBYTE) for word, size in _WITHOUT_SIZE.items() if word in words), None)
+    known = next((int(size * _GIBIBYTE) for name, size in _WITHOUT_SIZE.items() if words >= {*name.split()}), None)
     found = _SLICE.search(product) or (None if known else _SIZE.search(product))
     return int(found["size"]) * _GIBIBYTE if found else known

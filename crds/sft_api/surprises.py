@@ -4,7 +4,7 @@ Examples longer than a model's positions, steps that a run does not come to, tok
 stages that wait, what needs GPUs without any.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
@@ -13,13 +13,13 @@ from .sequence_parallel import nodes_warning
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
 
-_LOST = {"profile": "trace", "memorySnapshot": "snapshot"}
+_Recorded = Literal["profile", "memorySnapshot"]
+_LOST: dict[_Recorded, str] = {"profile": "trace", "memorySnapshot": "snapshot"}
 
 
 def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
     """What to say of ``spec``, as far as it shows before the run; ``shape`` is that of its model, where it is known."""
     training, monitoring = spec.training, spec.monitoring
-    steps = training.dummy_run.steps if training.dummy_run else training.steps
     positions = shape.positions if shape else None
     found = [
         positions_warning(spec, positions),
@@ -30,10 +30,12 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
         _export_warning(spec),
     ]
-    if monitoring.profile is not None:
-        found.append(window_warning("profile", monitoring.profile.start_step, steps))
-    if monitoring.memory_snapshot is not None:
-        found.append(window_warning("memorySnapshot", monitoring.memory_snapshot.start_step, steps))
+    windows: dict[_Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
+    for what, window in windows.items():
+        if window is not None and training.dummy_run:
+            found.append(f"monitoring.{what} is left out of a dummy run: no {_LOST[what]}")
+        elif window is not None:
+            found.append(window_warning(what, window.start_step, training.steps))
     return [text for text in found if text]
 
 
@@ -73,7 +75,7 @@ def _export_warning(spec: SFTJobSpec) -> str:
     return f"export.everySteps is {every}, and the run has {steps} steps: nothing is exported but at its end"
 
 
-def window_warning(what: Literal["profile", "memorySnapshot"], first: int, steps: int | None) -> str:
+def window_warning(what: _Recorded, first: int, steps: int | None) -> str:
     """What to say where a run of ``steps`` ends before the step ``first``, from which on something is recorded."""
     if steps is None or first <= steps:
         return ""

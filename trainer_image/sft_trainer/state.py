@@ -42,6 +42,7 @@ class Facts:
                 sequence=config.spec.sequence_parallel,
                 shares=topology.data_parallel,
                 reduced_once=config.plan.reduce_gradients == "oncePerStep" and topology.world_size > 1,
+                replicas=topology.replicate,
                 megatron=megatron_of(config.spec),
             ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
@@ -74,7 +75,7 @@ def run_state(config: TrainerConfig, facts: Facts, figures: Figures, *, updates:
 def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str]:
     """What is not as it was when that checkpoint was made, in sentences for the user."""
     run, warnings = manifest.run, []
-    if changed := changed_fields(_with_usual(run.environment), _with_usual(here.environment)):
+    if changed := changed_fields(_with_usual(_recorded(run)), _with_usual(here.environment)):
         warnings.append(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
     if run.base_digest not in ("", here.base_digest):
         warnings.append(
@@ -96,6 +97,7 @@ _USUAL: dict[str, str | int] = {
     "sequenceParallelDegree": 1,
     "bins": "dealt in order",
     "reduceGradients": "everyMicroBatch",
+    "replicas": 1,
     "strategy": "fsdp",
 }
 """What the facts of an environment are where it does not say them."""
@@ -103,6 +105,14 @@ _USUAL: dict[str, str | int] = {
 
 def _with_usual(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {**_USUAL, **environment}
+
+
+def _recorded(run: RunState) -> dict[str, Any]:
+    """The facts of the environment of ``run``; of replicas an earlier version told in its plan alone."""
+    plan: dict[str, Any] = run.plan
+    processes, shards = plan.get("processes", 0), plan.get("shardDegree", 0)
+    told = {"replicas": processes // shards} if 0 < shards < processes else {}
+    return {**told, **run.environment}
 
 
 def environment_facts(
@@ -114,6 +124,7 @@ def environment_facts(
     sequence: int = 1,
     shares: int = 1,
     reduced_once: bool = False,
+    replicas: int = 1,
     megatron: MegatronSpec | None = None,
 ) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
@@ -133,6 +144,8 @@ def environment_facts(
         **({"sequenceParallelDegree": sequence} if sequence > 1 else {}),
         # Sums over micro-batches come before those over processes.
         **({"reduceGradients": "oncePerStep"} if reduced_once else {}),
+        # They are first those of the processes that share a replica.
+        **({"replicas": replicas} if replicas > 1 else {}),
         **({"strategy": _in_words(megatron)} if megatron else {}),
         # Which process computes which bins: an earlier version dealt them out in their order, and said nothing of it.
         **({"bins": "dealt by cost"} if shares > 1 else {}),

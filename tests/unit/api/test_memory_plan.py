@@ -254,6 +254,10 @@ def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: 
         ("NVIDIA-A100-SXM4-40GB", 40),
         ("Tesla-V100-SXM2-16GB", 16),
         ("NVIDIA-H200", 140),
+        ("NVIDIA-H200-NVL", 140),
+        ("NVIDIA-H100-NVL", 93.5),
+        ("NVIDIA-H100-PCIe", 79.5),
+        ("NVIDIA-A100-PCIE-40GB", 40),
         ("NVIDIA-GH200-480GB", 95),
         ("NVIDIA-L40S", 45),
         ("Tesla-T4", 15),
@@ -263,7 +267,7 @@ def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: 
         ("", None),
     ],
 )
-def test_what_a_product_label_says(product: str, gibibytes: int | None) -> None:
+def test_what_a_product_label_says(product: str, gibibytes: float | None) -> None:
     assert product_memory(product) == (gibibytes and gibibytes * GIB)
 
 

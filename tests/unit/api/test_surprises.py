@@ -80,3 +80,5 @@ def test_a_window_behind_the_last_step_is_warned_of(what: str, lost: str) -> Non
 
     assert of(4) == [f"monitoring.{what}.startStep is 5, and the run has 4 steps: no {lost}"]
     assert of(5) == of(None) == []
+    dummy = said(monitoring={what: {"startStep": 5}}, training={"dummyRun": {"steps": 20}}, compute={"gpusPerNode": 1})
+    assert dummy == [f"monitoring.{what} is left out of a dummy run: no {lost}"]

@@ -31,9 +31,18 @@ def config(folder: Path, **sections: Any) -> Any:
         ({"training": {"globalBatchTokens": 4096, "maxTokensPerMicroBatch": 1300}}, 3, 3900),
         ({"training": {"globalBatchTokens": 4096, "maxTokensPerMicroBatch": 1025}}, 3, 3072),
         ({"training": {"globalBatchSize": 6}}, 6, 3072),
+        ({"training": {"globalBatchSize": 6, "maxTokensPerMicroBatch": 1300}}, 2, 2600),
         ({"training": {"globalBatchSize": 6, "microBatchSize": 2}, "data": {"packing": "none"}}, 3, 3072),
     ],
-    ids=["one a bin", "two a bin", "with a rest", "a rest of one token", "examples", "unpacked"],
+    ids=[
+        "one a bin",
+        "two a bin",
+        "with a rest",
+        "a rest of one token",
+        "examples",
+        "examples with a rest",
+        "unpacked",
+    ],
 )
 def test_every_step_is_as_full_as_it_may_be(tmp_path: Path, sections: Any, bins: int, tokens: int) -> None:
     resolved = config(tmp_path, **sections)

@@ -24,8 +24,8 @@ def environment(folder: Path, topology: Topology = ALONE, **sections: Any) -> di
     return Facts.of(config, cast(Prepared, prepared), torch.device("cpu"), topology).environment
 
 
-def warned(before: dict[str, str | int], now: dict[str, str | int]) -> list[str]:
-    run = SimpleNamespace(environment=before, base_digest="", model_extra={})
+def warned(before: dict[str, str | int], now: dict[str, str | int], **plan: int) -> list[str]:
+    run = SimpleNamespace(environment=before, base_digest="", model_extra={}, plan=plan)
     manifest = cast(Manifest, SimpleNamespace(run=run, step=1))
     return state.resume_warnings(manifest, Facts(now, {}, "", {}), "file:///model")
 
@@ -75,6 +75,17 @@ def test_sums_in_another_order_are_said_where_several_processes_make_them(tmp_pa
     assert environment(tmp_path) == environment(tmp_path, **once)
     before = {**environment(tmp_path, two, **once)}
     assert "(reduceGradients: 'oncePerStep' -> 'everyMicroBatch')" in warned(before, environment(tmp_path, two))[0]
+
+
+def test_replicas_that_add_up_their_gradients_apart_are_said(tmp_path: Path) -> None:
+    four = {"rank": 0, "local_rank": 0, "world_size": 4}
+    whole, halves = (Topology(**four, shard=4), Topology(**four, shard=2, replicate=2))
+
+    assert changed_fields(environment(tmp_path, whole), environment(tmp_path, halves)) == ["replicas: None -> 2"]
+    # An earlier version told of them in its plan alone
+    before, now = environment(tmp_path, whole), environment(tmp_path, halves)
+    assert warned(before, now, processes=4, shardDegree=2) == []
+    assert "(replicas: 1 -> 2)" in warned(before, now, processes=4, shardDegree=4)[0]
 
 
 def test_a_run_that_an_earlier_version_began_is_told_that_its_bins_were_dealt_out_otherwise(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Examples of random tokens, as long as they may be: what a step costs at most, whatever the data will be."""
 
+from itertools import cycle, islice
 from typing import Self
 
 import numpy as np
@@ -19,15 +20,17 @@ class RandomExamples:
 
     @classmethod
     def filling(cls, config: TrainerConfig, vocabulary: int) -> Self:
-        """As many as make one step of ``config``, of which every bin is full."""
+        """As many as make one step of ``config``, of which every bin is full, or all but the last one."""
         plan, longest = config.plan, config.spec.data.max_length
-        if plan.global_batch_tokens is None or plan.max_tokens_per_micro_batch is None:
-            return cls(np.full(plan.global_batch_size or 1, longest, dtype=np.int32), vocabulary)
-        bin_tokens = plan.max_tokens_per_micro_batch
+        bin_tokens = plan.max_tokens_per_micro_batch or longest
         whole, rest = divmod(bin_tokens, longest)
         # One token has none to predict.
         lengths = [longest] * whole + ([rest] if rest > 1 else [])
-        return cls(np.array(lengths * (plan.global_batch_tokens // bin_tokens), dtype=np.int32), vocabulary)
+        if plan.global_batch_tokens is None:
+            lengths = list(islice(cycle(lengths), plan.global_batch_size or 1))
+        else:
+            lengths *= plan.global_batch_tokens // bin_tokens
+        return cls(np.array(lengths, dtype=np.int32), vocabulary)
 
     def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """Token ids and loss mask of one example."""
