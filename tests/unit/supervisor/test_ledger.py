@@ -203,6 +203,55 @@ def test_incidents_in_a_row_lose_each_step_once() -> None:
     assert [incident.lost_steps for incident in book.incidents] == [7, 0]
 
 
+def carried_by_a_claim(training: TrainingProgress) -> Ledger:
+    """Of a supervisor that began anew: a claim carries how the attempt before it ended, and nothing of later."""
+    before, book = Ledger(run="before", judged_first=False), ledger()
+    fail(before, training)
+    book.adopt(before.incidents)
+    return book
+
+
+def test_what_earlier_supervisors_saw_recover_is_not_closed_an_hour_later() -> None:
+    # Given an attempt that crashed at step 17, and one after it that saved step 900 and was lost with its supervisor
+    book = carried_by_a_claim(at(17, checkpoint=10))
+
+    # When a third one goes on from there
+    later = NOW + timedelta(minutes=50)
+    book.observe(at(900, resumed=900), later)
+    book.observe(at(901, resumed=900), later)
+
+    # Then the crash is told, and no hour that it did not cost
+    (incident,) = book.incidents
+    assert (incident.recovered_time, incident.lost_steps) == (None, 0)
+    restarts = count_incidents(RestartsStatus(), book.incidents)
+    assert (restarts.failures, restarts.total_recovery_seconds, restarts.lost_steps) == (1, 0.0, 0)
+
+    # And it stays so, while what this supervisor sees itself is closed: here the newest checkpoints turn out damaged
+    fail(book, at(950, checkpoint=910), minute=51)
+    book.observe(at(11, resumed=10), NOW + timedelta(minutes=52))
+    first, second = book.incidents
+    assert first.recovered_time is None
+    assert (second.recovered_time, second.lost_steps) == (NOW + timedelta(minutes=52), 940)
+
+
+def test_an_earlier_attempt_after_which_nothing_was_saved_recovers_now() -> None:
+    book = carried_by_a_claim(at(17, checkpoint=10))
+
+    book.observe(at(11, resumed=10), NOW + timedelta(seconds=40))
+
+    assert (book.incidents[0].recovered_time, book.incidents[0].lost_steps) == (NOW + timedelta(seconds=40), 7)
+
+
+def test_what_is_saved_after_ones_own_incident_does_not_hide_its_recovery() -> None:
+    # Given a group that is asked to stop, and saves the step that it is at after that was written down
+    book = ledger()
+    book.record(cause(), disruption=True, training=at(17, checkpoint=10))
+
+    book.observe(at(19, resumed=18), NOW + timedelta(seconds=9))
+
+    assert (book.incidents[0].recovered_time, book.incidents[0].lost_steps) == (NOW + timedelta(seconds=9), 0)
+
+
 def test_ids_are_unique_and_only_the_newest_incidents_are_kept() -> None:
     book = ledger()
     for step in range(130):

@@ -65,6 +65,10 @@ class Ledger:
         self._judged_first = judged_first
         self._jitter = jitter
         self._total = 0
+        self._open: set[str] = set()
+        """Incidents after which no step was seen yet."""
+        self._adopted: set[str] = set()
+        """Incidents that earlier supervisors wrote down."""
         self._failures_without_progress = 0
         self._furthest = (-1, -1)
         self._readings = JUDGED_READINGS
@@ -105,6 +109,7 @@ class Ledger:
             )
         )
         del self.incidents[:-KEPT_INCIDENTS]
+        self._open.add(self.incidents[-1].id)
         self.counts[cause.failure] += 1
         progressed = step > self._furthest[0] or saved > self._furthest[1]
         self._furthest = (max(step, self._furthest[0]), max(saved, self._furthest[1]))
@@ -125,7 +130,10 @@ class Ledger:
     def adopt(self, earlier: Iterable[Incident]) -> None:
         """Take in what supervisors before this one wrote down of the same job: nobody may have read it of them."""
         known = {incident.id for incident in self.incidents}
-        self.incidents[:0] = [incident for incident in earlier if incident.id not in known]
+        new = [incident for incident in earlier if incident.id not in known]
+        self.incidents[:0] = new
+        self._adopted.update(incident.id for incident in new)
+        self._open.update(incident.id for incident in new if incident.recovered_time is None)
         del self.incidents[:-KEPT_INCIDENTS]
 
     def _gets_no_further(self) -> str | None:
@@ -138,9 +146,20 @@ class Ledger:
         if training.step <= start:
             return
         for index, incident in enumerate(self.incidents):
-            if incident.recovered_time is None:
+            if incident.id in self._open and not self._has_recovered_unseen(incident, start):
                 lost = max(0, incident.step - start)
                 self.incidents[index] = incident.model_copy(update={"recovered_time": now, "lost_steps": lost})
+        self._open.clear()
+
+    def _has_recovered_unseen(self, incident: Incident, start: int) -> bool:
+        """Whether the run has trained on after ``incident`` before this supervisor was there: when, nobody knows any
+        more, and what it has cost is not counted.
+
+        A claim carries how the attempt before it ended, and is not written again once that has recovered. A checkpoint
+        of later shows that it has: what goes on from ``start`` does so after another loss. Where nothing was saved
+        since, all that was done since is lost, and the run recovers only now.
+        """
+        return incident.id in self._adopted and start > (incident.checkpoint_step or 0)
 
 
 def termination(
