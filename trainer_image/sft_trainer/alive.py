@@ -17,7 +17,7 @@ from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog
 from .checkpoint.store import Store
-from .errors import PlaceInUseError, StorageNotFoundError, TrainingError
+from .errors import PlaceInUseError, StorageNotFoundError
 from .events import Claimed, Control, Ended, Listener, Request
 from .reporting import Reporter
 
@@ -66,8 +66,8 @@ class Alive(Listener):
                     return
                 beat = beat.model_copy(update={"count": beat.count + 1, "ended": self._ended if last else ""})
                 self._store.put(ALIVE_KEY, beat.model_dump_json(by_alias=True).encode())
-            except TrainingError as error:
-                log.info("%s was not written: %s", ALIVE_KEY, error)
+            except Exception as error:  # of whatever kind: who lives must not look dead for one sign that is missing
+                log.info("%s was not written: %s: %s", ALIVE_KEY, type(error).__name__, error)
             if not last:
                 self._over.wait(self._seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import textwrap
 import threading
 import time
 import uuid
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +68,80 @@ def test_no_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(AccessDeniedError, match="credentialsSecretRef"):
         S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3).put("x", b"")
+
+
+class Provider:
+    """A program that hands out the right credentials of a server, for a time, when asked again after ``failures``."""
+
+    def __init__(self, server: S3Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answers = folder / "answers.json"
+        self._failures = folder / "failures"
+        self._server = server
+        script = folder / "provider.py"
+        script.write_text(
+            "import pathlib, sys\n"
+            f"failures = pathlib.Path({str(self._failures)!r})\n"
+            "left = int(failures.read_text())\n"
+            "failures.write_text(str(max(0, left - 1)))\n"
+            "if left:\n"
+            "    sys.exit('the provider is being restarted')\n"
+            f"print(pathlib.Path({str(self._answers)!r}).read_text())\n"
+        )
+        (folder / "config").write_text(f"[default]\ncredential_process = {sys.executable} {script}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        self.answer()
+
+    def answer(self, *, failures: int = 0, minutes: int = 5) -> None:
+        """Fail so often, then give credentials that end in so many ``minutes``: within ten they are always renewed."""
+        self._failures.write_text(str(failures))
+        ends = datetime.now(UTC) + timedelta(minutes=minutes)
+        answer = {
+            "Version": 1,
+            "AccessKeyId": self._server.access_key,
+            "SecretAccessKey": self._server.secret_key,
+            "Expiration": ends.isoformat(),
+        }
+        self._answers.write_text(json.dumps(answer))
+
+    def stop_answering(self) -> None:
+        self._answers.write_text("half of an ans")
+
+
+@pytest.fixture
+def provider(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provider:
+    return Provider(s3_server, tmp_path, monkeypatch)
+
+
+def test_who_hands_out_credentials_may_be_away_for_a_while(s3_server: S3Server, provider: Provider) -> None:
+    store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=30)
+    # At the first request, and when what it gave has to be renewed
+    for name in ("first", "second"):
+        provider.answer(failures=2)
+        store.put(name, b"x")
+    assert len(store.list("")) == 2
+
+
+def test_a_provider_that_stays_away_is_named_and_no_error_of_the_settings(
+    s3_server: S3Server, provider: Provider
+) -> None:
+    store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=0.5)
+    sentence = r"the credential provider gives no credentials \(.*from {}: .*{}"
+    provider.answer(failures=99)
+    with pytest.raises(StorageUnavailableError, match=sentence.format("custom-process", "is being restarted")):
+        store.put("x", b"x")
+    provider.answer()
+    store.put("x", b"x")
+    provider.stop_answering()
+    with pytest.raises(StorageUnavailableError, match=sentence.format("custom-process", "JSONDecodeError")):
+        store.put("x", b"x")
+    provider.answer(minutes=-1)
+    with pytest.raises(StorageUnavailableError, match=sentence.format("custom-process", "RuntimeError: .*expired")):
+        store.put("x", b"x")
+    provider.answer()
+    assert store.read("x") == b"x"
 
 
 @pytest.fixture
@@ -166,7 +242,7 @@ def test_parts_are_sent_from_where_they_lie_and_not_hashed_for_their_signature(s
     def look(request: Any, **_: Any) -> None:
         sent.append((request.headers["X-Amz-Content-SHA256"].decode(), request.body))
 
-    client, _ = s3_store._connected()
+    client = s3_store._connected()
     client.meta.events.register_last("before-send.s3.UploadPart", look)
     client.meta.events.register_last("before-send.s3.PutObject", look)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError
+from botocore.exceptions import (
+    ClientError,
+    CredentialRetrievalError,
+    EndpointConnectionError,
+    MetadataRetrievalError,
+    NoCredentialsError,
+    ReadTimeoutError,
+)
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, is_transient, retrying, translated
@@ -65,6 +72,19 @@ def test_no_answer_and_no_credentials() -> None:
         assert is_transient(silence)
         assert type(translated(silence, PLACE)) is StorageUnavailableError
     assert type(translated(NoCredentialsError(), PLACE)) is AccessDeniedError
+
+
+@pytest.mark.parametrize(
+    "hiccup",
+    [
+        CredentialRetrievalError(provider="container-role", error_msg="non 200 response 500"),
+        MetadataRetrievalError(error_msg="container-role: time-out"),
+    ],
+)
+def test_a_credential_provider_that_is_away_is_waited_for_like_a_store(hiccup: Exception) -> None:
+    assert retrying(answers(hiccup, "done"), PLACE, 10) == "done"
+    with pytest.raises(StorageUnavailableError, match=r"credential provider gives no credentials \(.*container-role"):
+        retrying(answers(hiccup), PLACE, 0)
 
 
 def answers(*results: Exception | str) -> Any:

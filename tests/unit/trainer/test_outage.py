@@ -11,11 +11,12 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
-from sft_api.place import RunRecord
+from sft_api.place import ALIVE_KEY, RunRecord
 from sft_api.progress import Phase, StorageOutage, WorkerError
 from sft_api.rundir import ERRORS_FOLDER
 from sft_trainer import entering
 from sft_trainer import outage as outages
+from sft_trainer.alive import Alive, read_beat
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
@@ -30,6 +31,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
     TrainingError,
 )
+from sft_trainer.events import Claimed, Control, Ended
 from sft_trainer.outage import Outage, is_outage, of_another_place, of_the_place
 from sft_trainer.process import report_end
 from sft_trainer.reporting import Reporter
@@ -334,3 +336,24 @@ def test_what_goes_beside_a_checkpoint_is_there_before_it_counts(tmp_path: Path)
     assert run.saving.save(3, run.boxes, state, final=True, beside=[fails_once])
     assert here == [[], []]
     assert run.saved == [3]
+
+
+def test_whatever_a_store_raises_who_lives_goes_on_to_say_so(tmp_path: Path) -> None:
+    # Given a store of which a library raises an error that is none of ours
+    class Surprising(LocalStore):
+        puts = 0
+
+        def put(self, key: str, data: bytes) -> None:
+            self.puts += 1
+            if self.puts < 3:
+                raise RuntimeError("the credentials were renewed, and are expired all the same")
+            super().put(key, data)
+
+    store = Surprising(tmp_path / "store")
+    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), store, beat_seconds=0.01), Control()
+    alive.on_claim(Claimed(1, 60), control)
+
+    # Then its next signs are there
+    wait_until(lambda: read_beat(store) is not None)
+    alive.on_end(Ended(20), control)
+    assert "complete" in str(store.read(ALIVE_KEY))

@@ -11,7 +11,15 @@ from contextlib import AbstractContextManager, closing
 from typing import Any, TypeVar
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
-from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, retrying, translated
+from sft_trainer.checkpoint.s3_credentials import name_their_provider
+from sft_trainer.checkpoint.s3_errors import (
+    Place,
+    PreconditionFailed,
+    UploadGone,
+    is_transient,
+    retrying,
+    translated,
+)
 from sft_trainer.checkpoint.s3_range import S3Range
 from sft_trainer.checkpoint.s3_upload import MOST_PARTS, Body, MultipartStream
 from sft_trainer.checkpoint.store import (
@@ -89,13 +97,24 @@ class S3Store:
         return Place(self.bucket, f"{self.prefix}{key}", self.settings.endpoint or _endpoint_from_environment())
 
     # Connections do not survive a fork, so each process makes its own.
-    def _connected(self) -> tuple[Any, ThreadPoolExecutor]:
+    def _forget_another_process(self) -> None:
+        if self._process != os.getpid():
+            self._client, self._pool, self._process = None, None, os.getpid()
+
+    def _connected(self) -> Any:
+        """The client of this process. Raises botocore's error when the same may succeed a little later."""
         with self._lock:
-            if self._process != os.getpid() or self._pool is None:
+            self._forget_another_process()
+            if self._client is None:
                 self._client = self._new_client()
+            return self._client
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            self._forget_another_process()
+            if self._pool is None:
                 self._pool = ThreadPoolExecutor(_UPLOAD_THREADS, thread_name_prefix="s3")
-                self._process = os.getpid()
-            return self._client, self._pool
+            return self._pool
 
     def _new_client(self) -> Any:
         import boto3
@@ -106,6 +125,7 @@ class S3Store:
             session = botocore.session.get_session()
             # The descriptions of the API are megabytes of JSON: read once for all stores of the process.
             session.register_component("data_loader", _descriptions())
+            name_their_provider(session)
             s3 = {"addressing_style": "path" if self.settings.force_path_style else "auto"}
             config = Config(
                 s3=s3,
@@ -135,6 +155,8 @@ class S3Store:
             client.meta.events.register("before-send.s3.UploadPart", send_in_one_go)
             return client
         except Exception as error:  # botocore raises many classes for bad settings
+            if is_transient(error):
+                raise
             raise translated(error, self.place("")) from error
 
     def request(
@@ -149,13 +171,12 @@ class S3Store:
 
     def retrying(self, key: str, call: Callable[[Any], T], pause_for: Callable[[float], None] | None = None) -> T:
         """The result of ``call`` with the client, which is tried again after transient errors."""
-        client, _ = self._connected()
-        return retrying(lambda: call(client), self.place(key), self.retry_seconds, pause_for)
+        # Connecting belongs inside the retry: who hands out credentials may be away, too.
+        return retrying(lambda: call(self._connected()), self.place(key), self.retry_seconds, pause_for)
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Run ``call`` on the upload threads."""
-        _, pool = self._connected()
-        return pool.submit(call)
+        return self._threads().submit(call)
 
     def probe(self) -> ProbeResult:
         key = f"probe-{uuid.uuid4().hex}"

@@ -10,9 +10,11 @@ from typing import TypeVar
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    CredentialRetrievalError,
     FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
+    MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
 )
@@ -75,6 +77,10 @@ _GONE = {"NoSuchUpload", "InvalidPart"}
 """What servers answer about an upload that was aborted; the second, when it happens while it is being completed."""
 
 
+_PROVIDER_FAILED = (CredentialRetrievalError, MetadataRetrievalError)
+"""Who hands out credentials gave none; what else goes wrong with it is made one of these, see ``s3_credentials``."""
+
+
 class PreconditionFailed(StorageUnavailableError):
     """``If-None-Match: *`` met an existing object."""
 
@@ -119,7 +125,10 @@ def is_transient(error: Exception) -> bool:
         if _code(error) in _FULL or _status(error) in (501, 507):
             return False
         return _code(error) in _TRANSIENT or _status(error) in (409, 429) or _status(error) >= 500
-    return isinstance(error, HTTPClientError | BotoConnectionError | IncompleteReadError | FlexibleChecksumError)
+    return isinstance(
+        error,
+        (HTTPClientError, BotoConnectionError, IncompleteReadError, FlexibleChecksumError, *_PROVIDER_FAILED),
+    )
 
 
 def translated(error: Exception, place: Place) -> TrainingError:
@@ -152,6 +161,11 @@ def translated(error: Exception, place: Place) -> TrainingError:
         return AccessDeniedError(
             f"{place}: no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "name checkpoint.s3.credentialsSecretRef, or give the pod's service account a role"
+        )
+    if isinstance(error, _PROVIDER_FAILED):
+        return StorageUnavailableError(
+            f"{place}: the credential provider gives no credentials ({error}); check it, and what the pod's service "
+            "account is bound to"
         )
     if is_transient(error):
         return StorageUnavailableError(f"{place}: no answer ({error}); check checkpoint.s3.endpoint and the network")
