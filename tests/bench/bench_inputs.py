@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.fixtures_inputs import EXAMPLES, make_inputs_script
 
@@ -21,6 +22,11 @@ TEMPLATE_TOKENS = 6
 """Of a conversation, beside its words."""
 SIZES = {"128x4": (128, 4, 4), "256x6": (256, 6, 8)}
 """Width, layers, heads."""
+
+
+def example_lengths() -> NDArray[np.int64]:
+    """Tokens of each of them."""
+    return np.array([sum(words) + TEMPLATE_TOKENS for words in json.loads(LENGTHS.read_text())])
 
 
 def conversations() -> list[dict[str, Any]]:

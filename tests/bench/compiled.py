@@ -13,7 +13,6 @@ compared.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,7 +30,7 @@ from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
-from tests.bench.bench_inputs import CONVERSATIONS, LENGTHS, SIZES, TEMPLATE_TOKENS, WORDS, make_bench_inputs
+from tests.bench.bench_inputs import CONVERSATIONS, SIZES, WORDS, example_lengths, make_bench_inputs
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -51,7 +49,7 @@ LOSS_LIMIT = 1e-5
 
 def packed() -> list[list[tuple[int, ...]]]:
     """The same of the conversations of the trainer's benchmark."""
-    lengths = np.array([sum(words) + TEMPLATE_TOKENS for words in json.loads(LENGTHS.read_text())])
+    lengths = example_lengths()
     steps = lengths[: len(lengths) // CONVERSATIONS * CONVERSATIONS].reshape(-1, CONVERSATIONS)
     return [[tuple(step[bin_].tolist()) for bin_ in first_fit_decreasing(step, BIN)] for step in steps]
 

@@ -9,7 +9,6 @@ an 8B model (Llama 3.1); the steps are those of the trainer's own schedule. ``co
 which half are in documents of 32,768 to 65,536 and half in conversations of about 500, eight bins a process and step.
 """
 
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,7 +18,7 @@ from sft_trainer.data.batches import ExampleBatches, PackedBatches, StepSchedule
 from sft_trainer.data.dealing import dealt
 from sft_trainer.data.stream import ExampleStream
 
-from .bench_inputs import LENGTHS
+from .bench_inputs import example_lengths
 
 LAYERS, HEADS, HEAD_SIZE, MATRICES = 32, 32, 128, 7.5e9
 """Of Llama 3.1 8B; the embedding is looked up."""
@@ -63,7 +62,7 @@ def waiting(schedule: StepSchedule, steps: int, processes: int, deal: Callable[.
 def schedules(processes: int) -> dict[str, StepSchedule]:
     """By name, eight bins a process and step."""
     drawn = np.random.default_rng(0)
-    committed = np.array([sum(each) for each in json.loads(LENGTHS.read_text())])
+    committed = example_lengths()
     short = Lengths(drawn.choice(committed, 40_000).astype(np.int32))
     books = drawn.integers(32_768, 65_537, 1000)
     talks = np.clip(drawn.lognormal(5.9, 0.8, 100_000), 16, 4096)
