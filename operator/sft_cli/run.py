@@ -228,10 +228,11 @@ def _take_over(options: Options) -> dict[str, str]:
 
 
 def _lock_files(run: LocalRun) -> list[tuple[Path, Path]]:
-    """The locks that ``run`` needs, each with what it guards: its folder, and checkpoints kept elsewhere."""
+    """The locks that ``run`` needs, each with what it guards: its folder, and its checkpoints."""
     files = [(run.folder.parent / f".{run.folder.name}.lock", run.folder)]
-    if run.store is not None and run.store != run.folder:
-        # Inside, because nothing beside a mounted volume may be writable.
+    if run.store is not None:
+        # Inside, because nothing beside a mounted volume may be writable. Also where it is the folder of this run: a
+        # run of another folder may name it as its checkpoint.uri.
         files.append((run.store / _LOCK, run.store))
     return files
 

@@ -1,7 +1,7 @@
-"""Two machines in one place: the one that is asked to goes on there, and the other one ends."""
+"""Two runs in one place: the one that is asked to goes on there, and the other one ends."""
 
+import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tests.cluster.object_store import ObjectStore
@@ -12,23 +12,16 @@ BUCKET = "take-over"
 ENDLESS: dict[str, Any] = {"steps": 100_000, "globalBatchTokens": 512}
 
 
-def as_host(name: str, folder: Path) -> str:
-    """A folder for PYTHONPATH by which this machine has another name."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import socket\n\nsocket.gethostname = lambda: {name!r}\n")
-    return str(folder)
-
-
 def test_a_living_holder_is_fenced_when_a_user_asks_for_it(
-    place: Place, make_place: Callable[[str], Place], versitygw: ObjectStore, tmp_path: Path
+    place: Place, make_place: Callable[[str], Place], versitygw: ObjectStore
 ) -> None:
-    # Given a run that trains and has saved on another machine
+    # Given a run that trains and has saved, in another folder of this machine
     versitygw.client().create_bucket(Bucket=BUCKET)
     shell = credentials(versitygw)
     checkpoint = {"uri": f"s3://{BUCKET}/run", "s3": s3_spec(versitygw), "everySteps": 10}
     job = place.job(training=ENDLESS, checkpoint=checkpoint)
     there = make_place("there")
-    held = there.start(job, PYTHONPATH=as_host("node-7", tmp_path / "node-7"), **shell)
+    held = there.start(job, **shell)
 
     def keys() -> list[str]:
         listed = versitygw.client().list_objects_v2(Bucket=BUCKET, Prefix="run/").get("Contents", ())
@@ -36,6 +29,12 @@ def test_a_living_holder_is_fenced_when_a_user_asks_for_it(
 
     there.wait_until(lambda: any(key.endswith("/manifest.json") for key in keys()))
     assert "run/alive.json" in keys()
+
+    # Then one that is started here waits for a sign of it, and claims nothing
+    waiting = place.start(job, **shell)
+    place.wait_until(lambda: "watched for a sign of life" in json.dumps(place.reported()))
+    place.interrupt(waiting)
+    assert "run/attempts/00002.json" not in keys()
 
     # When this one is asked to take over
     here = place.start(job, "--take-over", **shell)
@@ -55,6 +54,24 @@ def test_a_living_holder_is_fenced_when_a_user_asks_for_it(
     assert f"this run goes on from step {saved}, which attempt 1 of an earlier start saved" in stopped.said
     assert stopped.latest is not None
     assert stopped.latest > saved
+
+
+def test_the_folder_of_a_run_is_not_entered_by_one_that_names_it(
+    place: Place, make_place: Callable[[str], Place]
+) -> None:
+    # Given a run that saves in its own folder, as it does where the manifest names no place
+    held = place.start_standing(place.job(training=ENDLESS), 1)
+
+    # When one of another folder names that as its place
+    uri = f"file://{place.store()}"
+    other = make_place("other")
+    ended = other.run(other.job(training=ENDLESS, checkpoint={"uri": uri}))
+
+    # Then it does not begin
+    assert ended.code == 10, ended.said
+    assert f"another sft run trains in {place.store()}" in ended.said
+    assert len(list((place.store() / "attempts").iterdir())) == 1
+    assert place.interrupt(held).code == 30
 
 
 def log(place: Place) -> str:

@@ -137,6 +137,39 @@ def test_the_uid_is_stable_and_belongs_to_the_place_of_the_checkpoints() -> None
     assert first.config.job.uid != other.config.job.uid
 
 
+def uid_of(uri: str, folder: Path) -> str:
+    return prepared(job(checkpoint={"uri": uri}), folder=folder).config.job.uid
+
+
+def test_runs_of_a_bucket_that_may_be_alive_together_have_uids_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two folders of one machine: each has a lock, the bucket has none
+    first, second, link = (tmp_path / name for name in ("first", "second", "link"))
+    first.mkdir()
+    link.symlink_to("first")
+    uid = uid_of("s3://bucket/run", first)
+
+    assert uid_of("s3://bucket/run", first) == uid_of("s3://bucket/run", link) == uid, "a restart fences at once"
+    assert uid_of("s3://bucket/other", first) != uid
+    assert uid_of("s3://bucket/run", second) != uid
+
+    # And two machines of one host name, where the same folder means another one
+    monkeypatch.setattr("sft_cli.local._MACHINE_ID", tmp_path / "machine-id")
+    without = uid_of("s3://bucket/run", first)
+    (tmp_path / "machine-id").write_text("0123456789abcdef\n")
+    assert len({uid, without, uid_of("s3://bucket/run", first)}) == 3
+
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7")
+    assert uid_of("s3://bucket/run", first) not in (uid, without)
+
+
+def test_a_folder_for_checkpoints_has_a_lock_so_a_run_of_another_folder_need_not_watch_it(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/checkpoints"
+
+    assert uid_of(uri, tmp_path / "first") == uid_of(uri, tmp_path / "second")
+
+
 def test_volumes_of_a_cluster_are_refused_wherever_they_stand() -> None:
     found = problems(
         job(
