@@ -16,7 +16,7 @@ from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store, WriteStream
-from sft_trainer.errors import StorageFullError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, StorageFullError, StorageUnavailableError
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.managers import (
     blank,
@@ -136,18 +136,52 @@ def test_a_failed_save_removes_its_files_unless_it_may_be_complete(
     def failing(self: Any, key: str, data: bytes) -> bool:
         if written:
             create(self, key, data)
-        raise StorageUnavailableError("out")
+        raise AccessDeniedError("out")
 
     if written:
         monkeypatch.setattr(type(store), "create", failing)
     else:
         monkeypatch.setattr(Catalog, "check_newest", failing)
-    with pytest.raises(StorageUnavailableError, match="out"):
+    with pytest.raises(AccessDeniedError, match="out"):
         save(manager, 10)
     monkeypatch.undo()
 
     assert folders(store) == (["step-00000010-a00001"] if written else [])
     assert (loaded_by(started(store)) is not None) == written
+
+
+def test_nobody_waits_for_a_store_that_is_away_to_be_cleaned_up_and_the_next_save_does_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a store that goes away when all files of a save are there
+    manager = started(store)
+    save(manager, 10)
+    asked: list[str] = []
+
+    def away(*_: object) -> None:
+        for name in ("list", "read", "delete"):
+            monkeypatch.setattr(type(store), name, lambda self, key, name=name: asked.append(name))
+        raise StorageUnavailableError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Catalog, "check_newest", away)
+        manager.save(20, boxes(state(20)), RunState(), asynchronous=True)
+        with pytest.raises(StorageUnavailableError, match="no answer"):
+            manager.wait()
+
+    # Then the save ends without another request
+    assert asked == []
+    monkeypatch.undo()
+    assert folders(store) == ["step-00000020-a00001", "step-00000010-a00001"]
+
+    # And the next one has its room before it writes
+    def full(*_: object) -> Any:
+        assert folders(store) == ["step-00000010-a00001"]
+        raise StorageFullError("no room left")
+
+    monkeypatch.setattr(type(store), "open_write", full)
+    with pytest.raises(StorageFullError):
+        save(manager, 30)
 
 
 def test_waiting_for_a_failed_save_raises(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

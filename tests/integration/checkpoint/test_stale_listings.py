@@ -50,7 +50,8 @@ def test_pruning_and_a_failed_save_take_no_checkpoint_for_unfinished(saved: Loca
     stale = Protocol(Stale(saved.path))
 
     going = stale.pruning(KeepPolicy(last=1), None, lambda unfinished: True).going
-    stale.discard(CheckpointId(1, 20))
+    stale.leave(CheckpointId(1, 20))
+    stale.discard()
 
     assert going == {}
     assert loaded_by(started(saved)) is not None

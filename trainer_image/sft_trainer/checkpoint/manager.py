@@ -38,7 +38,7 @@ from sft_trainer.checkpoint.staging import HostStaging, Room, no_room
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.turns import Turns
 from sft_trainer.checkpoint.writing import Contents, save_pieces
-from sft_trainer.errors import TrainingError
+from sft_trainer.errors import StorageUnavailableError, TrainingError
 from sft_trainer.names.canonical import VERSION
 from sft_trainer.outage import is_outage
 from sft_trainer.topology import Topology
@@ -372,6 +372,8 @@ class CheckpointManager:
                 )
             )
 
+        if self._group.topology.writes:
+            self._protocol.discard()
         try:
             size = save_pieces(tensors, pieces, self.store, identity.prefix, self._group, commit, self._on_bytes, turns)
         except Exception as raised:
@@ -380,18 +382,28 @@ class CheckpointManager:
                 if isinstance(raised, TrainingError)
                 else CheckpointSaveError(f"step {step}: {type(raised).__name__}: {raised}")
             )
-            # What a superseded attempt left belongs to the newer one.
-            if self._group.topology.writes and not isinstance(error, AttemptSupersededError):
-                self._protocol.discard(identity)
-                if is_outage(error):
-                    # What is kept for now only may be what takes the room.
-                    self.prune(dataclasses.replace(keep, needed=lambda checkpoint: False))
+            if self._group.topology.writes:
+                self._clean_up_after(error, identity, keep)
             return 0, error
         here = describe(identity, self.store.uri, datetime.now(UTC), size, run)
         self._known = (here, *self._known)
         if self._group.topology.writes:
             self.prune(keep)
         return size, None
+
+    def _clean_up_after(self, error: TrainingError, identity: CheckpointId, keep: KeepPolicy) -> None:
+        """Remove what a save left that failed because of ``error``, if that can be done now."""
+        if isinstance(error, AttemptSupersededError):
+            return  # it belongs to the newer one
+        self._protocol.leave(identity)
+        if isinstance(error, StorageUnavailableError):
+            # A store that is away is asked for minutes in vain, and all processes wait for this thread to end as soon
+            # as the others' have: the next save removes it.
+            return
+        self._protocol.discard()
+        if is_outage(error):
+            # What is kept for now only may be what takes the room.
+            self.prune(dataclasses.replace(keep, needed=lambda checkpoint: False))
 
     def prune(self, keep: KeepPolicy) -> None:
         """Remove what ``keep`` lets go by now, of what was saved up to the newest checkpoint that this run has saved or

@@ -61,6 +61,8 @@ class Protocol:
         self._catalog = Catalog(store)
         self._verified: dict[CheckpointId, tuple[Manifest, CheckpointStatus]] = {}
         self._perhaps_committed: set[CheckpointId] = set()
+        self._left: set[CheckpointId] = set()
+        """Saves that failed, whose files are still to be removed."""
         self.without_manifest: list[Skipped] = []
         """Whole saves without a manifest that were found at the claim, and removed."""
 
@@ -161,16 +163,24 @@ class Protocol:
             raise CheckpointSaveError(f"{self._store.uri}/{key} exists already with another content")
         self._verified[manifest.id] = (manifest, status_of(manifest, self._store.uri))
 
-    def discard(self, identity: CheckpointId) -> None:
-        """Remove the files of a save that failed, unless its manifest may have been written."""
-        if identity in self._perhaps_committed:
+    def leave(self, identity: CheckpointId) -> None:
+        """Have ``discard`` remove the files of a save that failed, unless its manifest may have been written."""
+        if identity not in self._perhaps_committed:
+            self._left.add(identity)
+
+    def discard(self) -> None:
+        """Remove the files of the saves that failed, as far as the store lets it."""
+        if not self._left:
             return
         try:
-            files = self._catalog.folders().get(identity, {})
-            if files and not self._catalog.is_committed(identity, files):
-                self._remove(identity, files)
+            folders = self._catalog.folders()
+            for identity in self._left:
+                files = folders.get(identity, {})
+                if files and not self._catalog.is_committed(identity, files):
+                    self._remove(identity, files)
+            self._left.clear()
         except TrainingError as error:
-            logger.warning("The files of a failed save were not removed, the next start does it: %s", error)
+            logger.warning("The files of a failed save were not removed, the next save or start does it: %s", error)
 
     def prune(self, newest: CheckpointId, attempt: int, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
         """Remove checkpoints of the run that ``keep`` lets go, and unfinished folders older than ``newest``.
