@@ -14,6 +14,8 @@ import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
+from sft_trainer.checkpoint.errors import CheckpointSaveError
+from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, StorageFullError, StorageUnavailableError
@@ -148,6 +150,63 @@ def test_a_failed_save_removes_its_files_unless_it_may_be_complete(
 
     assert folders(store) == (["step-00000010-a00001"] if written else [])
     assert (loaded_by(started(store)) is not None) == written
+
+
+def lose_the_answer_to_the_manifest(store: Store, manager: CheckpointManager, step: int, **run: Any) -> None:
+    """Save ``step``, of which everything arrives, but nobody is told."""
+    create = type(store).create
+
+    def unheard(self: Any, key: str, data: bytes) -> bool:
+        create(self, key, data)
+        raise StorageUnavailableError("no answer")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(store), "create", unheard)
+        with pytest.raises(StorageUnavailableError, match="no answer"):
+            save(manager, step, **run)
+
+
+def test_a_save_that_arrived_unheard_is_found_when_it_is_tried_again(store: Store) -> None:
+    # Given a manifest that was written without an answer
+    manager = started(store)
+    metrics = {"evalLoss": float("nan"), "loss": 0.1}
+    lose_the_answer_to_the_manifest(store, manager, 10, metrics=metrics)
+    before = store.list(CheckpointId(1, 10).prefix)
+
+    # When the same step is saved again, with other names of files
+    save(manager, 10, metrics=metrics)
+
+    # Then it is the checkpoint, and what was written for nothing is gone
+    assert store.list(CheckpointId(1, 10).prefix) == before
+    assert [entry.step for entry in manager.status().kept] == [10]
+    loaded = blank()
+    assert loaded_by(started(store), loaded) is not None
+    assert equal(loaded, state(10))
+
+
+def damage_the_manifest(store: Store, identity: CheckpointId) -> None:
+    store.put(identity.manifest_key, store.read(identity.manifest_key).replace(b'"step":10', b'"step":11'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "loss", "sentence"),
+    [
+        (remove, 1.0, "exists already, and cannot be used: r00000-.* is missing"),
+        (damage_the_manifest, 1.0, "exists already, and cannot be used: .*own digest"),
+        (None, 2.0, "exists already with another content"),
+    ],
+    ids=["file lost", "manifest damaged", "another evaluation"],
+)
+def test_what_is_not_the_same_save_is_not_taken_for_it(
+    store: Store, damage: Callable[[Store, CheckpointId], None] | None, loss: float, sentence: str
+) -> None:
+    manager = started(store)
+    lose_the_answer_to_the_manifest(store, manager, 10, metrics={"evalLoss": 1.0})
+    if damage:
+        damage(store, CheckpointId(1, 10))
+
+    with pytest.raises(CheckpointSaveError, match=sentence):
+        save(manager, 10, metrics={"evalLoss": loss})
 
 
 def test_nobody_waits_for_a_store_that_is_away_to_be_cleaned_up_and_the_next_save_does_it(

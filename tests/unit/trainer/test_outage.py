@@ -290,6 +290,27 @@ def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
+def test_a_final_save_that_arrived_unheard_ends_the_run_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a store that takes the last manifest, and then goes away before it says so
+    run, create, unheard = Run(tmp_path, asynchronous=True), LocalStore.create, []
+
+    def once(store: LocalStore, key: str, data: bytes) -> bool:
+        created = create(store, key, data)
+        if not unheard:
+            unheard.append(key)
+            raise StorageUnavailableError("no answer")
+        return created
+
+    monkeypatch.setattr(LocalStore, "create", once)
+
+    # Then the next try finds it, and the outage is over
+    assert run.save(5, final=True)
+    assert run.saved == [5]
+    assert len(list(run.store.path.glob("checkpoints/*/*.bin"))) == 1
+    assert run.reporter.progress.storage_outage is None
+
+
+@pytest.mark.usefixtures("short_pauses")
 def test_it_waits_no_longer_than_the_deadline(tmp_path: Path) -> None:
     run = Run(tmp_path, asynchronous=True, deadline=1)
     run.store.refusal = DENIED

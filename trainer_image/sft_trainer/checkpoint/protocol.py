@@ -1,11 +1,13 @@
 """The leader's part of the protocol: claim an attempt, commit a checkpoint, remove old ones."""
 
+import json
 import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,6 +18,7 @@ from sft_api.checkpoints import (
     AttemptClaim,
     CheckpointId,
     Manifest,
+    RunState,
     attempt_key,
     carried,
     encode_manifest,
@@ -148,7 +151,8 @@ class Protocol:
         """Check that all files arrived and that the attempt is still the newest, then write the manifest.
 
         Raises StorageUnavailableError for files that are not as they were written, AttemptSupersededError, or
-        CheckpointSaveError when the folder has another manifest already.
+        CheckpointSaveError when the folder has another manifest already. That of an earlier try of the same save, whose
+        answer was lost, is none: it stays, with its files.
         """
         prefix = manifest.id.prefix
         sizes = {entry.key.removeprefix(prefix): entry.size for entry in self._store.list(prefix)}
@@ -160,8 +164,28 @@ class Protocol:
         key = manifest.id.manifest_key
         self._perhaps_committed.add(manifest.id)
         if not self._store.create(key, raw) and self._store.read(key) != raw:
-            raise CheckpointSaveError(f"{self._store.uri}/{key} exists already with another content")
+            manifest = self._of_an_earlier_try(manifest, sizes)
         self._verified[manifest.id] = (manifest, status_of(manifest, self._store.uri))
+
+    def _of_an_earlier_try(self, manifest: Manifest, sizes: dict[str, int]) -> Manifest:
+        """The manifest that is there in place of ``manifest``, whose files are not needed then and removed.
+
+        Only this group writes for its attempt. Raises CheckpointSaveError when it says something else of the run, or
+        is not a whole checkpoint.
+        """
+        where = f"{self._store.uri}/{manifest.id.manifest_key}"
+        found = self._catalog.inspect(manifest.id, sizes)
+        if isinstance(found, Skipped):
+            raise CheckpointSaveError(f"{where} exists already, and cannot be used: {found.reason}")
+        if found.job_uid != manifest.job_uid or _as_stored(found.run) != _as_stored(manifest.run):
+            raise CheckpointSaveError(f"{where} exists already with another content")
+        logger.info("%s was written by an earlier try, whose answer was lost", where)
+        needed = {MANIFEST_NAME, *(file.name for file in found.files), found.index.name if found.index else ""}
+        try:
+            self._store.delete(f"{manifest.id.prefix}{name}" for name in sizes if name not in needed)
+        except TrainingError as error:
+            logger.warning("The files of another try of a save stay as long as its checkpoint: %s", error)
+        return found
 
     def leave(self, identity: CheckpointId) -> None:
         """Have ``discard`` remove the files of a save that failed, unless its manifest may have been written."""
@@ -255,6 +279,12 @@ class Protocol:
         self._store.delete(f"{identity.prefix}{name}" for name in files if name != MANIFEST_NAME)
         self._verified.pop(identity, None)
         logger.info("Removed checkpoint folder %s", identity.folder)
+
+
+def _as_stored(run: RunState) -> dict[str, Any]:
+    """What is stored of ``run``, as it is read again."""
+    stored: dict[str, Any] = json.loads(run.model_dump_json(by_alias=True))
+    return stored
 
 
 def _encoded(claim: AttemptClaim) -> bytes:
