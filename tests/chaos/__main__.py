@@ -49,8 +49,7 @@ class Expected:
         """``deed`` was done while the job was training, or was not."""
         certain = deed.certain or trains
         least = deed.failures if certain else 0
-        most = deed.failures if trains else max(deed.failures, deed.failures_before_training)
-        self.failures = (self.failures[0] + least, self.failures[1] + most)
+        self.failures = (self.failures[0] + least, self.failures[1] + deed.failures)
         self.disruptions = (self.disruptions[0] + deed.disruptions, self.disruptions[1] + deed.disruptions)
 
     def problems(self, restarts: dict[str, Any]) -> list[str]:

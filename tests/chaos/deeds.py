@@ -38,8 +38,6 @@ class Deed:
     failures: int = 0
     disruptions: int = 0
     certain: bool = False
-    failures_before_training: int = 0
-    """At most, when it is done while the job is not training."""
 
 
 def kill_worker(stage: Stage, name: str, dice: random.Random) -> None:
@@ -110,8 +108,9 @@ DEEDS = (
     Deed("pod-force-deleted", force_delete_pod, disruptions=1, certain=True),
     Deed("operator-killed", kill_operator),
     Deed("api-server-killed", kill_api_server),
-    # While a group starts nothing can wait for the store: it is a failure, and tried again.
-    Deed("store-away", take_store_away, failures_before_training=2),
+    # Also while a group starts: what is done here is done after the first step, and a run that has begun waits for its
+    # store (docs/continuing.md).
+    Deed("store-away", take_store_away),
     Deed("worker-frozen", freeze_worker),
     Deed("supervisor-frozen", freeze_supervisor),
     Deed("children-deleted", delete_children),

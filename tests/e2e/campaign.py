@@ -58,6 +58,7 @@ SCENARIOS = (
     Scenario("api-server-restarted", disturbances.restart_api_server, restarts=False),
     Scenario("reapplied", disturbances.reapply, saves_first=True),
     Scenario("failed-and-reapplied", disturbances.fail_and_reapply),
+    Scenario("failed-and-retried", disturbances.fail_and_retry, failures=0),
     Scenario(
         "expired-and-recreated",
         disturbances.expire_and_recreate,
@@ -71,7 +72,7 @@ SCENARIOS = (
         restarts=False,
     ),
     Scenario("key-revoked", disturbances.revoke_key, restarts=False),
-    Scenario("key-revoked-all-pods-lost", disturbances.revoke_key_and_lose_all_pods),
+    Scenario("key-revoked-all-pods-lost", disturbances.revoke_key_and_lose_all_pods, failures=0),
     Scenario("bucket-read-only", disturbances.close_bucket, restarts=False),
     Scenario("begun-by-hand", begin=disturbances.begin_by_hand, saves_first=True),
 )

@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from sft_api.checkpoints import checkpoint_id
 from tests.cluster import lifecycle
+from tests.cluster.binaries import binary
 from tests.cluster.node import ctr
 from tests.cluster.processes import Supervisor
 from tests.cluster.state import default_folder
@@ -147,11 +152,74 @@ def reapply(stage: Stage, name: str) -> None:
 def fail_and_reapply(stage: Stage, name: str) -> None:
     """A job that has failed for good is deleted, and applied again as it was."""
     manifest = applied(stage, name)
+    _fail_for_good(stage, name)
+    stage.kubectl("delete", "sftjob", name)
+    stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
+def fail_and_retry(stage: Stage, name: str) -> None:
+    """A job that has failed for good goes on when it is asked to: from its newest checkpoint, which the status names
+    all the while, and with nothing counted against it: it may still not be restarted."""
+    _fail_for_good(stage, name)
+    before = _pod_uids(stage, name)
+    told, saved = _newest_told(stage, name), _newest_saved(stage, name)
+    # Refused where the operator writes the status meanwhile: then it is asked again, as a user does.
+    stage.wait_for(name, "sft retry that is taken", lambda: _sft(stage, "retry", name), seconds=30)
+    stage.wait_for(
+        name, "event", lambda: "begins again, from the newest checkpoint" in _told_by(stage, name, "Retried")
+    )
+    resumed = stage.wait_for(name, "word of the step that it goes on from", lambda: _resumed_from(stage, name, before))
+    assert 0 < told <= saved <= resumed, (told, saved, resumed, stage.explain(name))
+    assert _newest_told(stage, name) >= told, stage.explain(name)
+    assert stage.status(name).get("retried"), stage.explain(name)
+
+
+def _fail_for_good(stage: Stage, name: str) -> None:
+    """It may not be restarted, and a worker is killed."""
     stage.kubectl("patch", "sftjob", name, "--type=merge", '--patch={"spec":{"runPolicy":{"maxRestarts":0}}}')
     kill_worker(stage, name)
     stage.wait_for(name, "state Failed", lambda: stage.status(name).get("state") == "Failed", seconds=120)
-    stage.kubectl("delete", "sftjob", name)
-    stage.kubectl("apply", "--filename=-", stdin=manifest)
+
+
+def _sft(stage: Stage, *arguments: str) -> bool:
+    """``sft`` on this machine, for the namespace of the jobs; whether it did what it was asked to."""
+    path = os.pathsep.join([str(Path(binary("kubectl")).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "sft_cli.main", *arguments, "--namespace", stage.namespace],
+        env={**os.environ, "KUBECONFIG": str(stage.cluster.kubeconfig), "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        print(f"sft {' '.join(arguments)}: {done.returncode}: {(done.stdout + done.stderr).strip()}", flush=True)
+    return done.returncode == 0
+
+
+def _newest_told(stage: Stage, name: str) -> int:
+    """Step of the newest checkpoint, as the status says."""
+    return int(stage.status(name)["checkpoints"]["latest"]["step"])
+
+
+def _newest_saved(stage: Stage, name: str) -> int:
+    """The same, as it lies in the store."""
+    folders = (file.parent.name for file in stage.folder(name).glob("checkpoints/*/manifest.json"))
+    return max(found.step for folder in folders if (found := checkpoint_id(folder)))
+
+
+def _told_by(stage: Stage, name: str, reason: str) -> str:
+    """The messages of the job's events of that reason."""
+    selector = f"--field-selector=involvedObject.kind=SFTJob,involvedObject.name={name},reason={reason}"
+    return stage.kubectl("get", "events", selector, "-o", "jsonpath={.items[*].message}")
+
+
+def _resumed_from(stage: Stage, name: str, before: set[str]) -> int | None:
+    """The step that index 0 goes on from, as the log of its first pod says that was not there ``before``."""
+    pods = json.loads(stage.kubectl("get", "pods", _selector(name, 0), "-o", "json"))["items"]
+    new = [pod["metadata"]["name"] for pod in pods if pod["metadata"]["uid"] not in before]
+    said = stage.kubectl("logs", new[0], "--tail=-1", check=False) if new else ""
+    found = re.search(r"resumed from step (\d+)", said)
+    return int(found[1]) if found else None
 
 
 def begin_on_platform(stage: Stage, job: dict[str, Any]) -> None:
