@@ -60,6 +60,7 @@ class SavesWhenDue(Listener):
             control.ask(Request.SAVE)
 
     def _is_time(self) -> bool:
+        self._saving.look_after()
         outage = self._saving.outage
         outage.check()
         return outage.wants_a_try or self._saving.seconds_since_save >= self._checkpoint.every_seconds

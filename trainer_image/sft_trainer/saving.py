@@ -19,12 +19,15 @@ from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome, call_each
 from .checkpoint.store import Store
 from .checkpoint.turns import beside_training
-from .errors import TrainingError
+from .errors import StorageUnavailableError, TrainingError
 from .outage import Outage, is_outage
 from .place import check_same_run, nothing_saved
 from .reporting import Reporter
 from .supervisor.cgroup import Cgroup, available_cpus
 from .topology import Topology
+
+_STILL_SECONDS = 300.0
+"""For which a save in the background may write nothing, which one that fails does not do: its requests have an end."""
 
 
 class Saving:
@@ -61,6 +64,10 @@ class Saving:
         self._waits_for_others = False
         """Whether this process has done its part of a save or load, and waits for the other ones."""
         self._bytes = 0
+        self._moved = time.monotonic()
+        """When this process began a save, or last wrote something of one."""
+        self._stands_still = False
+        """Whether the outage is a save that ``look_after`` has found standing still."""
         self._lock = threading.Lock()
         self._last_save = time.monotonic()
         self._resumed: Manifest | None = None
@@ -190,6 +197,23 @@ class Saving:
             self._wait_out(f"step {step}")
         return True
 
+    def look_after(self) -> None:
+        """Take in that the save in the background stands still, or moves again: a store that hangs (NFS that is away)
+        never says that it has failed.
+
+        While this process waits for others it is theirs that may.
+        """
+        still = time.monotonic() - self._moved
+        stands = self._manager.in_flight and not self._waits_for_others and still >= _STILL_SECONDS
+        if stands and self.outage.told is None:
+            self._note_outage(
+                StorageUnavailableError(f"the save in the background has written nothing for {still:.0f} s")
+            )
+            self._stands_still = True
+        elif self._stands_still and not stands and self._manager.in_flight:
+            self._stands_still = False
+            self._note_success()
+
     def keep_while(self, needed: Callable[[CheckpointStatus], bool]) -> None:
         """Keep checkpoints that are ``needed``, besides those that the spec says; it is asked by any thread."""
         self._needed = needed
@@ -249,6 +273,7 @@ class Saving:
     ) -> bool:
         self.settle()
         self._wait_for(Phase.SAVING, f"step {step}")
+        self._moved, self._stands_still = time.monotonic(), False
         try:
             outcome = self._manager.save(
                 step,
@@ -340,6 +365,7 @@ class Saving:
         """Bytes were written or read: a slow transfer that goes on is no hang, one that stands still says nothing."""
         with self._lock:
             self._bytes += count
+            self._moved = time.monotonic()
             # Said while none can go on: else an upload in the background might have the last word about the phase.
             if self._waiting is not None:
                 phase, what = self._waiting

@@ -60,6 +60,7 @@ class Story(Trainer):
             in_flight=False,
             seconds_since_save=0.0,
             outage=Outage(3600),
+            look_after=lambda: None,
             settle=lambda: None,
             hurry=lambda: None,
             tell=lambda: None,

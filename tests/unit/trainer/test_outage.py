@@ -14,12 +14,13 @@ from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
 from sft_api.place import ALIVE_KEY, RunRecord
 from sft_api.progress import Phase, StorageOutage, WorkerError
 from sft_api.rundir import ERRORS_FOLDER
-from sft_trainer import entering
+from sft_trainer import entering, saving
 from sft_trainer import outage as outages
 from sft_trainer.alive import Alive, read_beat
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.due import SavesWhenDue
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -31,7 +32,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
     TrainingError,
 )
-from sft_trainer.events import Claimed, Control, Ended
+from sft_trainer.events import Asking, Claimed, Control, Ended
 from sft_trainer.outage import Outage, is_outage, of_another_place, of_the_place
 from sft_trainer.process import report_end
 from sft_trainer.reporting import Reporter
@@ -308,6 +309,57 @@ def test_a_final_save_that_arrived_unheard_ends_the_run_well(tmp_path: Path, mon
     assert run.saved == [5]
     assert len(list(run.store.path.glob("checkpoints/*/*.bin"))) == 1
     assert run.reporter.progress.storage_outage is None
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_save_that_stands_still_is_an_outage_until_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a store that neither takes anything nor says so
+    run, asked, answers = Run(tmp_path, asynchronous=True, deadline=1), threading.Event(), threading.Event()
+    write = RefusingStore.open_write
+
+    def hangs(store: RefusingStore, key: str, size_hint: int = 0) -> WriteStream:
+        if key.endswith(".bin"):
+            asked.set()
+            answers.wait()
+        return write(store, key, size_hint)
+
+    monkeypatch.setattr(RefusingStore, "open_write", hangs)
+    run.save(5)
+    assert asked.wait(PATIENCE_SECONDS)
+    run.saving.look_after()
+    assert run.reporter.progress.storage_outage is None
+
+    # When nothing is written for long
+    monkeypatch.setattr(saving, "_STILL_SECONDS", 0)
+    run.saving.look_after()
+
+    # Then it is told, and has the deadline of any outage
+    told = run.reporter.progress.storage_outage
+    assert told is not None
+    assert "the save in the background has written nothing for " in told.message
+    wait_until(lambda: run.saving.outage.verdict)
+    with pytest.raises(StorageDeadlineError):
+        run.saving.outage.check()
+
+    # And it is over when something is written again
+    monkeypatch.setattr(saving, "_STILL_SECONDS", 1e9)
+    run.saving.look_after()
+    assert run.reporter.progress.storage_outage is None
+    answers.set()
+    run.settle()
+    assert run.saved == [5]
+
+
+@pytest.mark.parametrize("keeps_time", [True, False])
+def test_who_keeps_the_time_looks_after_saves_at_every_step(tmp_path: Path, keeps_time: bool) -> None:
+    looked: list[int] = []
+    run = Run(tmp_path, asynchronous=True)
+    run.saving.look_after = lambda: looked.append(1)  # type: ignore[method-assign]
+    due = SavesWhenDue(run.config.spec, run.saving, keeps_time=keeps_time)
+
+    for step in (1, 2):
+        due.on_ask(Asking(step), Control())
+    assert len(looked) == (2 if keeps_time else 0)
 
 
 @pytest.mark.usefixtures("short_pauses")
