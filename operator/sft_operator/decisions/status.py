@@ -158,7 +158,9 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
     """
     restarts = previous.restarts or RestartsStatus()
     how = ", and takes its place over from who trains there" if word.endswith(TAKE_OVER_ENDING) else ""
-    situation = Situation("Preparing", "Retried", f"begins again, from the newest checkpoint if there is one{how}")
+    known = previous.checkpoints.latest if previous.checkpoints else None
+    which = f", that of step {known.step} as far as is known" if known else " if there is one"
+    situation = Situation("Preparing", "Retried", f"begins again, from the newest checkpoint{which}{how}")
     update = {
         "state": situation.state,
         "message": situation.message,

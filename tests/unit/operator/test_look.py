@@ -40,6 +40,7 @@ from tests.unit.operator.make import (
     stamp,
     training,
 )
+from tests.unit.operator.statuses import checkpoints
 
 KEY = Key("team", "tulu")
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
@@ -135,10 +136,21 @@ def test_what_has_failed_begins_again_for_each_word_once_nothing_of_it_is_left()
     assert (gone.status.completion_time, gone.status.restarts.failures) == (None, 0)
     assert gone.status.restarts.counted == ["a"]
     assert [item.reason for item in gone.news] == ["Retried"]
+    assert gone.news[0].note == "begins again, from the newest checkpoint if there is one"
     assert gone.document is not None
 
     after = decided(seen(manifest=manifest, status=gone.document, seconds=91))
     assert kinds(after) == ["CreateChildren"]
+
+
+def test_who_begins_again_is_told_from_which_step_as_far_as_is_known() -> None:
+    saved = {"checkpoints": checkpoints(120).model_dump(mode="json", by_alias=True, exclude_none=True)}
+
+    gone = decided(seen(manifest=asked_again("please"), status=FAILED | saved, seconds=90))
+
+    assert [item.note for item in gone.news] == [
+        "begins again, from the newest checkpoint, that of step 120 as far as is known"
+    ]
 
 
 @pytest.mark.parametrize("status", [FAILED | {"retried": "please"}, FAILED | {"state": "Complete"}])
