@@ -142,10 +142,11 @@ def test_no_checkpoint_counts_without_the_records_of_its_steps(begin: Callable[.
     outage = run.reporter.progress.storage_outage
     assert outage is not None
     assert "metrics/step-00000001-a00001.jsonl: the storage is away" in outage.message
-    assert not list(run.store.path.glob("checkpoints/*"))
+    assert not list(run.store.path.glob("checkpoints/*/manifest.json"))
     run.store.away = ()
     run.do(2)
     run._save()
+    assert [folder.name for folder in run.store.path.glob("checkpoints/*")] == ["step-00000002-a00001"]
     assert [record["step"] for record in run.recorded(2)] == [1, 2]
 
 
