@@ -99,22 +99,19 @@ class Sizes:
 
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
-    block, root = shape.block_parameters, shape.root_parameters
-    trained_block, trained_root, trained, adapters = block, root, shape.layers * block + root, 0
-    if spec.lora is not None:
-        of_blocks = [adapter_parameters(adapted, spec.lora.rank) for adapted in adapted_of(shape, spec.lora)]
-        trained_block, trained_root, trained = max(of_blocks, default=0), 0, sum(of_blocks)
-        block, adapters = block + trained_block, trained
+    lora, root = spec.lora, shape.root_parameters
+    adapters = [adapter_parameters(adapted, lora.rank) for adapted in adapted_of(shape, lora)] if lora else [0]
+    block, parameters = shape.block_parameters + max(adapters), shape.parameters + sum(adapters)
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
         block=block,
-        trained_block=trained_block,
+        trained_block=max(adapters) if lora else block,
         root=root,
-        trained_root=trained_root,
+        trained_root=0 if lora else root,
         head=shape.head_parameters,
-        parameters=shape.parameters + adapters,
-        trained=trained,
+        parameters=parameters,
+        trained=sum(adapters) if lora else parameters,
         experts=shape.experts > 0,
         logits=shape.logits,
     )
@@ -122,14 +119,10 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
-    computed = BYTES[plan.precision]
-    if spec.lora is None:
-        kinds = {block_memory(shape, spec, computed): shape.layers}
-    else:
-        alike = Counter(tuple(adapted) for adapted in adapted_of(shape, spec.lora))
-        kinds = Counter()
-        for names, count in alike.items():
-            kinds[block_memory(shape, spec, computed, names)] += count
+    adapted = adapted_of(shape, spec.lora) if spec.lora else [{}] * shape.layers
+    kinds: Counter[BlockMemory] = Counter()
+    for names, count in Counter(map(tuple, adapted)).items():
+        kinds[block_memory(shape, spec, BYTES[plan.precision], names)] += count
     return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
 
 
@@ -299,21 +292,16 @@ def _adapted(
     return [chosen(0)] * blocks
 
 
-def block_memory(
-    shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Collection[str] | None = None
-) -> BlockMemory:
+def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Collection[str]) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
-    ``adapted`` names its layers with adapters; None are those of the first block.
+    ``adapted`` names its layers with adapters.
     With activation checkpointing, what it then keeps. Attention keeps queries, keys, values, its output and a number
     for each token and head. A norm is computed in fp32 and keeps its input in fp32.
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
     lora = spec.lora
-    adapters: Collection[str] = ()
-    if lora:
-        adapters = adapted_of(shape, lora)[0] if adapted is None else adapted
     # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
     normed = 0 if lora else (4 if family.norms_in_fp32 else computed)
     norms = shape.norms * width * (4 + normed) + 2 * width * computed
@@ -332,9 +320,9 @@ def block_memory(
             mlp += 4 * shape.experts
     kept = norms + between + attention + mlp
     if lora:
-        kept += computed * lora.rank * len(adapters)
+        kept += computed * lora.rank * len(adapted)
         if lora.dropout:
-            kept += sum((computed + 1) * shape.linear[name][1] for name in adapters)
+            kept += sum((computed + 1) * shape.linear[name][1] for name in adapted)
     working: float = computed * 2 * (inner + width)
     if shape.experts:
         working = shape.chosen * (computed * (3 * width + 2 * inner))
@@ -354,7 +342,7 @@ def block_memory(
         products = 2 * queries + 2 * keys + 2 * inner + 2 * width
         if shape.experts:
             products = 2 * queries + 2 * keys + width + shape.experts + shape.chosen * (2 * inner + width)
-        least += computed * (products + (lora.rank * len(adapters) if lora else 0)) + 4 * shape.heads
+        least += computed * (products + (lora.rank * len(adapted) if lora else 0)) + 4 * shape.heads
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
 

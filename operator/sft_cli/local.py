@@ -82,7 +82,7 @@ def prepare(
     if problems:
         raise UserError(*problems)
     return LocalRun(
-        config=TrainerConfig.resolve(job, uid=_uid(uri, folder), default_checkpoint_uri=uri, processes=count),
+        config=TrainerConfig.resolve(job, uid=local_uid(uri, folder), default_checkpoint_uri=uri, processes=count),
         environment={variable.name: variable.value for variable in job.spec.compute.env if variable.value is not None},
         notes=tuple(_notes(job.spec, count)),
         folder=folder,
@@ -113,19 +113,15 @@ def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
     return [*_claims(spec), *_missing_files(spec), *missing_logins(spec, environment)]
 
 
-def _uid(checkpoint_uri: str, folder: Path) -> str:
-    """The uid of the run of ``folder`` that saves in ``checkpoint_uri``."""
-    return local_uid(checkpoint_uri, None if checkpoint_uri.startswith(FILE_SCHEME) else folder)
-
-
-def local_uid(checkpoint_uri: str, folder: Path | None = None) -> str:
+def local_uid(checkpoint_uri: str, folder: Path) -> str:
     """What stands for the uid of an SFTJob object: of all that can start for a place here, but only one at a time.
 
     Of two runs of one uid the later fences the earlier at once; those of others watch for each other first. So two that
     may be alive together must never share it: each would fence the other again and again. A ``file://`` place has a
     lock for this machine; elsewhere the run's ``folder``, which has one too, tells them apart.
     """
-    here = [socket.gethostname(), _machine_id(), *([str(folder.resolve())] if folder else []), checkpoint_uri]
+    locked = checkpoint_uri.startswith(FILE_SCHEME)
+    here = [socket.gethostname(), _machine_id(), *([] if locked else [str(folder.resolve())]), checkpoint_uri]
     return "local-" + hashlib.sha256("\n".join(here).encode()).hexdigest()[:16]
 
 

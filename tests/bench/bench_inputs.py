@@ -25,7 +25,7 @@ SIZES = {"128x4": (128, 4, 4), "256x6": (256, 6, 8)}
 
 
 def example_lengths() -> NDArray[np.int64]:
-    """Tokens of each of them."""
+    """Tokens of each conversation."""
     return np.array([sum(words) + TEMPLATE_TOKENS for words in json.loads(LENGTHS.read_text())])
 
 

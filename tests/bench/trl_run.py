@@ -2,8 +2,8 @@
 
     python trl_run.py MODEL DATA MODE STEPS
 
-MODE is what TRL is asked for: ``padded`` (8 examples at once), ``packed`` (bfd, 512 tokens at once: of more it computes
-the scores of all pairs, and takes twice as long), ``wrapped`` (512 tokens at once, whose documents are cut anywhere,
+MODE is what TRL is asked for: ``padded`` (8 examples at once), ``packed`` (bfd, 512 tokens at once: with 2048 it takes
+twice as long), ``wrapped`` (512 tokens at once, whose documents are cut anywhere,
 and see one another), ``single`` (one example at once), ``flattened`` (padding-free), each without gradient
 checkpointing; ``default``, as TRL comes, with it; ``lora``, padded with peft's adapters. A step has 32 examples, or as
 many packed rows as hold about them. The optimizer is the one that TRL takes by itself.

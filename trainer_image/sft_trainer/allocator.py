@@ -13,7 +13,7 @@ def keep_freed_memory() -> None:
     """Have what the tensors of one step give back serve those of the next one.
 
     By itself glibc gives the end of its heap back to the system as soon as 64 MiB of it are free, and each step faults
-    its memory in again: 3% of the time of a step (docs/benchmarks.md). Does nothing where the environment says how
+    its memory in again: 2% of the time of a step (docs/benchmarks.md). Does nothing where the environment says how
     glibc is to allocate, or where another libc is.
     """
     told = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]

@@ -40,8 +40,8 @@ def other_settings(place: Place, _: ObjectStore) -> Prepared:
     values = {"model.uri": "hf://org/other", "data.train": [{"uri": "hf://org/other"}]}
     run = RunState(numbers={"version": 1, "values": values})
     manifest = Manifest(
-        step=5, attempt=1, job_uid=local_uid(f"file://{store}"), world_size=1, created=datetime.now(UTC), run=run,
-        files=(), index=StoredIndex(name="index.idx", size=0, sha256="0" * 64, tensors=0),
+        step=5, attempt=1, job_uid=local_uid(f"file://{store}", store), world_size=1, created=datetime.now(UTC),
+        run=run, files=(), index=StoredIndex(name="index.idx", size=0, sha256="0" * 64, tensors=0),
     )  # fmt: skip
     file = store / CheckpointId(1, 5).manifest_key
     file.parent.mkdir(parents=True)

@@ -45,9 +45,9 @@ def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Pl
     # Then it says where it goes on from, and every number of every step is that of a run that nothing happened to
     assert after.code == 0, after.said
     first, second = (f"file://{place.folder / name}" for name in ("first", "second"))
-    assert uids(store) == [local_uid(first), local_uid(second)]
+    assert uids(store) == [local_uid(first, place.folder), local_uid(second, place.folder)]
     sentence = f"this run goes on from step {step}, which attempt 1 of an earlier start saved in {second} (its uid was "
-    assert f"Warning: {sentence}{local_uid(first)})" in after.said
+    assert f"Warning: {sentence}{local_uid(first, place.folder)})" in after.said
     assert step_numbers(store) == step_numbers(undisturbed.store())
     assert (store / "run.json").read_bytes() == record
     assert len(list(store.glob("checkpoints/*/manifest.json"))) == 2, "of both together as many as are to be kept"

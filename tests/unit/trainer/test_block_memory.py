@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.memory import BlockMemory, block_memory
+from sft_api.memory import BlockMemory, adapted_of, block_memory
 from sft_api.model_shape import shape_of
 from sft_trainer.models import tracking
 from sft_trainer.models.activations import checkpoint_activations
@@ -75,7 +75,8 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
         lambda copied: checkpoint_activations(copied, how),
         asked.sequence_parallel,
     )
-    return block_memory(shape, asked, computed.itemsize), seen
+    adapted = adapted_of(shape, asked.lora)[0] if asked.lora else {}
+    return block_memory(shape, asked, computed.itemsize, adapted), seen
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
