@@ -41,6 +41,7 @@ from botocore.config import Config
 from transformers import AutoConfig
 
 from sft_api.checkpoints import RunState
+from sft_trainer.allocator import keep_freed_memory
 from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.manager import CheckpointManager
@@ -95,9 +96,11 @@ class Training:
         """All that is saved."""
         return self._strategy.boxes("trained") + self._strategy.boxes("optimizer")
 
-    def step(self) -> None:
+    def step(self, copied: Callable[[], None] = lambda: None) -> None:
+        """As the trainer makes it: ``copied`` waits until what a save is made of may change."""
         self._strategy.forward_backward([self._bin], len(self._bin.labels))
         norm = self._strategy.grad_norm()
+        copied()
         self._strategy.apply(1e-5, 1.0, norm, torch.isfinite(norm))
         float(norm)
 
@@ -233,7 +236,7 @@ class Bench:
         called = time.perf_counter()
         steps = 0
         while steps < at_least or self.manager.in_flight:
-            self.training.step()
+            self.training.step(self.manager.copied)
             steps += 1
         seconds = time.perf_counter() - began
         outcome = self.manager.wait()
@@ -295,6 +298,7 @@ def main() -> None:
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     parser.add_argument("--folder", type=Path, help="where the store's bytes go; a temporary folder when absent")
     options = parser.parse_args()
+    keep_freed_memory()  # as the trainer does
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as name,

@@ -163,6 +163,10 @@ class Saving:
         """Whether this process still uploads the last save."""
         return self._manager.in_flight
 
+    def copied(self) -> None:
+        """Wait until what the last save is made of may change."""
+        self._manager.copied()
+
     def hurry(self) -> None:
         """Have the last save use all that it can beside training: another one is due, and waits for it."""
         self._manager.hurry()

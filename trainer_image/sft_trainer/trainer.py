@@ -369,6 +369,7 @@ class Trainer:
         rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
         # A step whose loss or gradients are not finite changes nothing, on all processes alike.
         ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
+        self.saving.copied()  # a save of the step before is copied beside this one, up to here
         self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
         self.step += 1
         return Launched(self.step, step, rate, LateFigures(sums), began)

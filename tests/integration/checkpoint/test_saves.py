@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.protocol import Protocol
+from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, StorageFullError, StorageUnavailableError
 from tests.integration.checkpoint import ranks
@@ -57,16 +58,29 @@ def test_files_that_the_store_lost_are_noticed_before_the_commit(
     assert loaded.step == 10
 
 
-def test_parameters_may_change_right_after(store: Store) -> None:
+def test_parameters_may_change_once_they_are_copied(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given copies that take until somebody waits for them
+    waited_for, copy = threading.Event(), HostStaging._copy
+
+    def slow(self: HostStaging, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert waited_for.wait(PATIENCE_SECONDS)
+        return copy(self, tensors)
+
+    monkeypatch.setattr(HostStaging, "_copy", slow)
     manager = started(store)
     tensors = state(10)
+
+    # When training goes on, and changes them once it may
     assert manager.save(10, boxes(tensors), RunState(), asynchronous=True) is None
+    threading.Timer(0.1, waited_for.set).start()
+    manager.copied()
     for tensor in tensors.values():
         tensor.fill_(7)
+
+    # Then what is saved is what they were
     outcome = manager.wait()
     assert outcome is not None
     assert outcome.error is None
-    assert outcome.stall_seconds < outcome.seconds
     loaded = blank()
     loaded_by(started(store), loaded)
     assert equal(loaded, state(10))

@@ -62,11 +62,11 @@ def save(store: LocalStore, boxes: Sequence[Box], stage: Any = None) -> Manifest
 
     written = written_by_this_rank(boxes)
     values = [box.read() for box in written]
-    pieces = cut(written, stage(values) if stage else values)
+    pieces = cut(written, stage(values)() if stage else values)
     tensors = [stored_tensor(box) for box in written]
     size = save_pieces(
         tensors,
-        pieces,
+        lambda: pieces,
         store,
         IDENTITY.prefix,
         CheckpointGroup(here(), timedelta(minutes=1)),
@@ -114,7 +114,7 @@ ALL_KINDS = {
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_every_kind_of_tensor_comes_back_bit_by_bit(store: LocalStore, staged: bool) -> None:
-    manifest = save(store, whole(ALL_KINDS), HostStaging(torch.device("cpu")).copy if staged else None)
+    manifest = save(store, whole(ALL_KINDS), HostStaging(torch.device("cpu")).copier if staged else None)
     loaded = filled(ALL_KINDS)
     load(store, manifest, whole(loaded))
     for name, tensor in ALL_KINDS.items():
@@ -448,9 +448,9 @@ def test_a_failed_file_stops_the_others_and_nothing_is_committed(
 def test_staging_reuses_its_memory() -> None:
     staging = HostStaging(torch.device("cpu"))
     tensors = [torch.randn(3, 5), torch.tensor(2.0), torch.randn(7).bfloat16(), torch.empty(0)]
-    first = staging.copy(tensors)
+    first = staging.copier(tensors)()
     assert all(same_bits(copy, tensor) for copy, tensor in zip(first, tensors, strict=True))
     addresses = [copy.data_ptr() for copy in first]
-    assert [copy.data_ptr() for copy in staging.copy(tensors)] == addresses
+    assert [copy.data_ptr() for copy in staging.copier(tensors)()] == addresses
     grown = [*tensors, torch.randn(1000)]
-    assert all(same_bits(copy, tensor) for copy, tensor in zip(staging.copy(grown), grown, strict=True))
+    assert all(same_bits(copy, tensor) for copy, tensor in zip(staging.copier(grown)(), grown, strict=True))

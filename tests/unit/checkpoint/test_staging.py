@@ -1,11 +1,15 @@
 """Copies in host memory: page-locked where CUDA does it, and not made where they do not fit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sft_api.checkpoints import RunState
+from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.staging import Cuda, HostStaging, Room, no_room
@@ -36,9 +40,14 @@ class RecordedCuda(Cuda):
     def forget_error(self, device: torch.device) -> None:
         self.pending = 0
 
-    def synchronize(self, device: torch.device) -> None:
+    def now(self, device: torch.device) -> Any:
+        self.calls.append("now")
+
+    @contextmanager
+    def beside(self, device: torch.device, after: Any) -> Iterator[None]:
+        yield
         assert not self.pending, "the next kernel is blamed for it"
-        self.calls.append("synchronize")
+        self.calls.append("complete")
 
 
 @pytest.mark.parametrize(("code", "unlocked"), [(0, ["unlock 128"]), (2, [])])
@@ -46,10 +55,11 @@ def test_memory_that_cannot_be_locked_leaves_no_error_for_the_next_kernel(code: 
     cuda = RecordedCuda(code)
     staging = HostStaging(torch.device("cuda"), cuda)
     for tensors in (TENSORS, TENSORS, [*TENSORS, torch.randn(100)]):
-        copies = staging.copy(tensors)
+        copies = staging.copier(tensors)()
         assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     # What was locked is unlocked before it is freed, nothing else is.
-    assert cuda.calls == ["lock 128", "synchronize", "synchronize", *unlocked, "lock 576", "synchronize"]
+    first, second = ["now", "lock 128", "complete"], ["now", "complete"]
+    assert cuda.calls == [*first, *second, "now", *unlocked, "lock 576", "complete"]
 
 
 def test_the_error_is_taken_by_a_kernel_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +80,7 @@ def test_the_error_is_taken_by_a_kernel_that_does_nothing(monkeypatch: pytest.Mo
 def test_what_is_held_already_is_not_needed_again() -> None:
     staging = HostStaging(torch.device("cpu"))
     assert staging.missing(TENSORS) == 128
-    staging.copy(TENSORS)
+    staging.copier(TENSORS)()
     assert staging.missing(TENSORS) == 0
     assert staging.missing([*TENSORS, torch.randn(100)]) == 448
 
@@ -117,6 +127,28 @@ def test_a_save_that_does_not_fit_is_streamed_and_said_once(tmp_path: Path) -> N
     loaded = {"weight": torch.zeros(64)}
     assert manager.load_newest(whole(loaded)) is not None
     assert torch.equal(loaded["weight"], tensors["weight"])
+
+
+def test_a_copy_that_cannot_be_made_is_a_save_that_failed_and_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(LocalStore(tmp_path), here())
+    manager.claim_attempt("job")
+    tensors = {"weight": torch.randn(64)}
+
+    def no_memory(self: HostStaging, size: int) -> None:
+        raise RuntimeError(f"cannot allocate {size} bytes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostStaging, "_allocate", no_memory)
+        manager.save(1, whole(tensors), RunState(), asynchronous=True)
+        manager.copied()
+        with pytest.raises(CheckpointSaveError, match="cannot allocate 256 bytes"):
+            manager.wait()
+    manager.save(2, whole(tensors), RunState(), asynchronous=True)
+    outcome = manager.wait()
+    assert outcome is not None
+    assert outcome.step == 2
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class CheckpointGroup:
         if self._handle is not None:
             with self._others():
                 dist.broadcast_object_list(answer, src=self.topology.leader, group=self._handle)
-        return _result(answer[0])
+        return result_of(answer[0])
 
     def from_leader(self, compute: Callable[[], Sequence[T]]) -> T:
         """This rank's part of what ``compute``, which runs on the leader only, has for each.
@@ -87,7 +87,7 @@ class CheckpointGroup:
                 dist.scatter_object_list(
                     answer, parts if self.topology.writes else None, src=self.topology.leader, group=self._handle
                 )
-        return _result(answer[0])
+        return result_of(answer[0])
 
     def tried(self, work: Callable[[], T]) -> T | Failure:
         """The result of ``work``, or its error in a form that can be sent to the other ranks. Not collective.
@@ -115,7 +115,8 @@ def raise_first(outcomes: Sequence[object]) -> None:
         raise min(failures, key=lambda error: isinstance(error, CheckpointCorruptError))
 
 
-def _result(answer: T | Failure | None) -> T:
+def result_of(answer: T | Failure | None) -> T:
+    """What ``tried`` returned, or its error raised."""
     if isinstance(answer, Failure):
         raise answer.error
     return cast(T, answer)

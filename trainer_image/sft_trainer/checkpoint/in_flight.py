@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class InFlight(Generic[T]):
-    """One save in the background; its errors are in its outcome."""
+    """Work of a save in the background; its errors are in its outcome."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._outcome: T | None = None

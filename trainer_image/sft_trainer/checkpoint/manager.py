@@ -28,7 +28,7 @@ from sft_trainer.checkpoint.errors import (
     CheckpointSaveError,
     NoUsableCheckpointError,
 )
-from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.group import CheckpointGroup, Failure, result_of
 from sft_trainer.checkpoint.in_flight import InFlight
 from sft_trainer.checkpoint.index import StoredTensor
 from sft_trainer.checkpoint.pieces import Piece, cut, stored_tensor, written_by_this_rank
@@ -70,8 +70,6 @@ class SaveOutcome:
     """Bytes of the whole checkpoint; 0 after an error."""
     seconds: float
     """From the call until the checkpoint was committed."""
-    stall_seconds: float
-    """How long the call kept training waiting."""
 
 
 class CheckpointManager:
@@ -115,6 +113,8 @@ class CheckpointManager:
         self._turns = Turns()
         """Of the save in flight."""
         self._in_flight: InFlight[SaveOutcome] | None = None
+        self._copying: InFlight[list[torch.Tensor] | Failure] | None = None
+        """The copies that the save in flight is made of."""
         self._unreported: SaveOutcome | None = None
         self._superseded: AttemptSupersededError | None = None
         self._committed: set[int] = set()
@@ -249,12 +249,12 @@ class CheckpointManager:
 
         ``beside`` is called on the leader before the checkpoint counts; its errors are those of the save.
 
-        Waits for a save that is still in flight. Asynchronous: returns None once the boxes are copied to host memory;
-        they may change from then on, and ``poll`` or ``wait`` gives the outcome. Synchronous: streams them from where
-        they are, and raises what went wrong; CheckpointSaveError when the boxes of all ranks do not cover their tensors
-        exactly. A step that this attempt committed already is not saved again (None). Where host memory has no room
-        for the copies on any node, an asynchronous save becomes a synchronous one on all ranks. Raises
-        AttemptSupersededError when an earlier save found out about it.
+        Waits for a save that is still in flight. Asynchronous: returns None while the boxes are copied to host memory;
+        they may be read meanwhile, may change once ``copied`` has returned, and ``poll`` or ``wait`` gives the outcome.
+        Synchronous: streams them from where they are, and raises what went wrong; CheckpointSaveError when the boxes of
+        all ranks do not cover their tensors exactly. A step that this attempt committed already is not saved again
+        (None). Where host memory has no room for the copies on any node, an asynchronous save becomes a synchronous one
+        on all ranks. Raises AttemptSupersededError when an earlier save found out about it.
         """
         self._join()
         if self._superseded is not None:
@@ -266,18 +266,19 @@ class CheckpointManager:
         written = written_by_this_rank(boxes)
         values = [box.read() for box in written]
         asynchronous = asynchronous and self._has_room(values)
-        pieces = cut(written, self._staging.copy(values) if asynchronous else values)
+        copying = self._begin_to_copy(values) if asynchronous else None
         tensors = [stored_tensor(box) for box in written]
-        stall = time.monotonic() - started
         self._turns = turns = Turns(self._threads_beside_training if asynchronous else None)
+
+        def pieces() -> Sequence[Piece]:
+            return cut(written, result_of(copying.result()) if copying else values)
 
         def work() -> SaveOutcome:
             size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy(), beside, turns)
-            seconds = time.monotonic() - started
-            return SaveOutcome(step, error, size, seconds, stall if asynchronous else seconds)
+            return SaveOutcome(step, error, size, time.monotonic() - started)
 
         if asynchronous:
-            self._in_flight = InFlight(work)
+            self._copying, self._in_flight = copying, InFlight(work)
             return None
         outcome = work()
         self._note(outcome)
@@ -293,6 +294,16 @@ class CheckpointManager:
             self._told_no_room = True
             self._on_warning(problem)
         return not problem
+
+    def _begin_to_copy(self, values: Sequence[torch.Tensor]) -> InFlight[list[torch.Tensor] | Failure]:
+        copy = self._staging.copier(values)
+        return InFlight(lambda: self._group.tried(copy))
+
+    def copied(self) -> None:
+        """Wait until the boxes of the save in flight, if any, may change. Not collective; an error is the save's."""
+        if self._copying is not None:
+            self._copying.result()
+            self._copying = None
 
     @property
     def in_flight(self) -> bool:
@@ -328,6 +339,7 @@ class CheckpointManager:
         return checkpoints_status(self._known)  # replaced as a whole by the saving thread
 
     def _join(self) -> None:
+        self.copied()  # two saves never copy at once, however the first has ended
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
             self.hurry()
@@ -346,7 +358,7 @@ class CheckpointManager:
         self,
         step: int,
         tensors: Sequence[StoredTensor],
-        pieces: Sequence[Piece],
+        pieces: Callable[[], Sequence[Piece]],
         run: RunState,
         keep: KeepPolicy,
         beside: Sequence[Callable[[], None]],

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,19 @@ class Cuda:
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=device).fill_(0)
 
-    def synchronize(self, device: torch.device) -> None:
-        """Wait for the copies."""
-        torch.cuda.synchronize(device)
+    def now(self, device: torch.device) -> torch.cuda.Event:
+        """After all that ``device`` was told to compute so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @contextlib.contextmanager
+    def beside(self, device: torch.device, after: torch.cuda.Event) -> Iterator[None]:
+        """Copies that begin ``after`` and go on beside what ``device`` computes since; they are complete at the end."""
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            after.wait()
+            yield
+            torch.cuda.current_stream(device).synchronize()
 
 
 class HostStaging:
@@ -54,11 +64,27 @@ class HostStaging:
         self._locked = False
 
     def missing(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes of host memory that ``copy`` would take besides what it holds already."""
+        """Bytes of host memory that copies would take besides what it holds already."""
         return max(0, sum(_sizes(tensors)) - self._block.nbytes)
 
-    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous copies of ``tensors`` in host memory, complete when this returns."""
+    def copier(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """What returns contiguous copies of ``tensors`` in host memory, once it is called, by any thread.
+
+        Of what they are now, or will be when the device has done what it was told so far; the caller changes nothing
+        of them before the copies are complete.
+        """
+        cuda, device = self._cuda, self._device
+        if cuda is None:
+            return lambda: self._copy(tensors)
+        now = cuda.now(device)
+
+        def copy() -> list[torch.Tensor]:
+            with cuda.beside(device, now):
+                return self._copy(tensors)
+
+        return copy
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = _sizes(tensors)
         if sum(sizes) > self._block.nbytes:
             self._release()
@@ -69,8 +95,6 @@ class HostStaging:
             target = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies.append(target.copy_(tensor, non_blocking=True))
             start += size
-        if self._cuda is not None:
-            self._cuda.synchronize(self._device)
         return copies
 
     def _allocate(self, size: int) -> None:

@@ -37,7 +37,7 @@ Commit = Callable[[Contents], None]
 
 def save_pieces(
     tensors: Sequence[StoredTensor],
-    pieces: Sequence[Piece],
+    pieces: Callable[[], Sequence[Piece]],
     store: Store,
     prefix: str,
     group: CheckpointGroup,
@@ -47,11 +47,12 @@ def save_pieces(
 ) -> int:
     """Write this rank's ``pieces``; ``commit`` runs on the leader once every rank is done. Collective.
 
-    ``tensors`` are those that this rank writes anything of; ``turns`` bounds how many threads work at once. Returns the
-    bytes of the whole checkpoint. Raises the same TrainingError on every rank.
+    ``pieces`` is called once; what it raises is an error of the save. ``tensors`` are those that this rank writes
+    anything of; ``turns`` bounds how many threads work at once. Returns the bytes of the whole checkpoint. Raises the
+    same TrainingError on every rank.
     """
     stem = f"{prefix}r{group.topology.rank:05d}"
-    written = group.tried(lambda: write_pieces(tensors, pieces, store, stem, on_bytes, turns))
+    written = group.tried(lambda: write_pieces(tensors, pieces(), store, stem, on_bytes, turns))
     parts = group.to_leader(written)  # and the barrier: every file is there
     return group.on_leader(lambda: _finish(parts, store, prefix, commit))
 
