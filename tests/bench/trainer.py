@@ -7,9 +7,10 @@ order (rows that TRL packs hold as many on average). Runs that are compared live
 its own, and take turns: a step of each, then a step of each the other way round (A, B, B, A), so that whatever slows
 the machine, for seconds or for minutes, slows all alike. Time is that of the process on the processor, in its turns
 from the fourth on: what is compiled, and what else the machine does, does not count. Of every such pair of steps the
-ratio; printed is the lower quartile (of ``overhead`` the upper one), the worse of the sizes. ``ratio_compiled`` is of
-steps in one process (``compiled``): two differ by as much from their start on. Our runs and TRL's are without gradient
-checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded; ours: packed, without it).
+ratio (of three pairs for ``overhead``); printed is the lower quartile (of ``overhead`` the upper one), the worse of the
+sizes. ``ratio_compiled`` is of steps in one process (``compiled``): two differ by as much from their start on. Our runs
+and TRL's are without gradient checkpointing, except ``default``, which is each as it comes (TRL's: with it, padded;
+ours: packed, without it).
 ``--steps 5 --sizes 128x4`` is the short form: about five minutes of processor time.
 """
 
@@ -45,7 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 TRL_MODES = ("trl packed", "trl padded", "trl single", "trl flattened", "trl wrapped")
 TOGETHER = (
-    ("packed", "compiled", "bare"),
+    ("packed", "compiled"),
     ("packed", "unpacked", *TRL_MODES),
     ("default", "trl default"),
     ("lora", "trl lora"),
@@ -57,9 +58,11 @@ BESIDE: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "ratio_best": (["packed", "unpacked"], TRL_MODES),
     "ratio_default": (["default"], ["trl default"]),
     "ratio_lora": (["lora"], ["trl lora"]),
-    "overhead": (["bare"], ["packed"]),
 }
 """Tokens a second of the fastest of the first by those of the fastest of the second."""
+OVERHEAD_TIMES = 3
+"""How many times as many steps runs for ``overhead`` make, and each of its ratios is of: it is about a few percent, and
+the machine itself makes as many of two steps."""
 OTHER_STEPS = ("trl packed", "trl wrapped")
 """Runs whose steps have about as many tokens as those of the others: which ones, is for TRL to choose."""
 COMPILED_TURNS = 5
@@ -78,10 +81,10 @@ class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def rates(self) -> list[float]:
-        """Tokens a second on the processor of every two steps, the first ones left out."""
-        pairs = range(WARM_UP_STEPS, len(self.tokens) - 1, 2)
-        return [sum(self.tokens[at : at + 2]) / sum(self.seconds[at : at + 2]) for at in pairs]
+    def rates(self, steps: int = 2) -> list[float]:
+        """Tokens a second on the processor of every so many ``steps``, the first ones left out."""
+        firsts = range(WARM_UP_STEPS, len(self.tokens) - steps + 1, steps)
+        return [sum(self.tokens[at : at + steps]) / sum(self.seconds[at : at + steps]) for at in firsts]
 
 
 class Process:
@@ -144,7 +147,7 @@ class Bench:
     """Runs of one size of model."""
 
     def __init__(self, python: str, work: Path, size: str, steps: int) -> None:
-        self._python, self._work, self._steps, self._count = python, work / size, steps, 0
+        self._python, self._work, self._steps, self._count = python, work / f"{size}-{steps}", steps, 0
         make_bench_inputs(self._work / "inputs", size, rows=CONVERSATIONS * steps)
 
     def runs(self, names: Sequence[str]) -> dict[str, Run]:
@@ -225,12 +228,20 @@ def check_alike(size: str, expected: Run, runs: dict[str, Run]) -> None:
             raise AssertionError(f"{size}, {name}: losses {run.losses}, not {expected.losses}")
 
 
-def ratios(runs: dict[str, Run], one: Sequence[str], other: Sequence[str]) -> list[float]:
-    """Of every two steps: the rate of the fastest of ``one`` by that of the fastest of ``other``."""
+def ratios(runs: dict[str, Run], one: Sequence[str], other: Sequence[str], steps: int = 2) -> list[float]:
+    """Of every so many ``steps``: the rate of the fastest of ``one`` by that of the fastest of ``other``."""
     fastest = [
-        [max(rates) for rates in zip(*(runs[name].rates() for name in names), strict=True)] for names in (one, other)
+        [max(rates) for rates in zip(*(runs[name].rates(steps) for name in names), strict=True)]
+        for names in (one, other)
     ]
     return [a / b for a, b in zip(*fastest, strict=True)]
+
+
+def overhead(python: str, work: Path, size: str, steps: int) -> list[float]:
+    """Time of our steps by that of a bare loop."""
+    runs = Bench(python, work, size, WARM_UP_STEPS + OVERHEAD_TIMES * (steps - WARM_UP_STEPS)).runs(("packed", "bare"))
+    check_alike(size, runs["packed"], runs)
+    return ratios(runs, ["bare"], ["packed"], 2 * OVERHEAD_TIMES)
 
 
 def quartile(of_steps: list[float], which: float = 0.25) -> float:
@@ -256,6 +267,9 @@ def main() -> None:
     print("# gradient checkpointing: none, but in TRL's default", flush=True)
     with tempfile.TemporaryDirectory(prefix="sft-bench-") as scratch:
         for size in options.sizes:
+            over = overhead(options.python, Path(scratch), size, options.steps)
+            figures.setdefault("overhead", []).append(quartile(over, 0.75))
+            print(f"{size}_overhead={quartile(over, 0.75):.3f}  # median {quartile(over, 0.5):.3f}", flush=True)
             bench = Bench(options.python, Path(scratch), size, options.steps)
             expected: Run | None = None
             for names in TOGETHER:
@@ -264,12 +278,9 @@ def main() -> None:
                 check_alike(size, expected, runs)
                 for figure, (one, other) in BESIDE.items():
                     if {*one, *other} <= {*runs}:
-                        which = 0.75 if figure == "overhead" else 0.25
                         of_steps = ratios(runs, one, other)
-                        figures.setdefault(figure, []).append(quartile(of_steps, which))
-                        print(
-                            f"{size}_{figure}={quartile(of_steps, which):.3f}  # median {quartile(of_steps, 0.5):.3f}"
-                        )
+                        figures.setdefault(figure, []).append(quartile(of_steps))
+                        print(f"{size}_{figure}={quartile(of_steps):.3f}  # median {quartile(of_steps, 0.5):.3f}")
                 for name, run in runs.items():
                     key = f"{size}_{name.replace(' ', '_')}"
                     print(f"{key}_tokens_per_second={statistics.median(run.rates()):.0f}")

@@ -13,6 +13,8 @@ def test_a_ratio_is_that_of_the_fastest_runs_after_the_first_steps() -> None:
     runs = {"ours": run(1), "slow": run(4), "theirs": run(2), "also": run(3)}
 
     assert ratios(runs, ["ours", "slow"], ["theirs", "also"]) == [2.0] * 5
+    runs["ours"].seconds[3] = 5.0  # one step that took four seconds more
+    assert ratios(runs, ["ours"], ["theirs"], steps=5) == [2 * 5 / 9, 2.0]
     assert quartile([1, 2, 3, 4, 5]) == 2
     assert quartile([1, 2, 3, 4, 5], 0.75) == 4
 
