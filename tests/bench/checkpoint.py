@@ -64,6 +64,7 @@ from tests.topologies import here
 BUCKET = "bench"
 BARE_THREADS = 16
 VOCABULARY = 16_384
+PARTS = ("transfers", "stalls", "none_free")
 MOST_STEPS = 12
 """Of a window without a save: beside other work the first save lasts long."""
 
@@ -246,11 +247,14 @@ class Bench:
         return steps, seconds
 
     def stalls(self, steps: int) -> None:
-        """Windows of saves: with processors that steps leave free, with none, and with a server that yields as well."""
+        """Windows of saves, with processors that steps leave free."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.stall(steps, "")
         torch.set_num_threads(threads)
+
+    def stalls_none_free(self, steps: int) -> None:
+        """With none, and with a server that yields as well."""
         self.stall(steps, "_none_free")
         if self.server is not None:
             weigh(self.server, 19)
@@ -292,9 +296,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=512, help="of a step")
+    parser.add_argument("--tokens", type=int, default=128, help="of a step")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", choices=("transfers", "stalls"), default=("transfers", "stalls"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     parser.add_argument("--folder", type=Path, help="where the store's bytes go; a temporary folder when absent")
     options = parser.parse_args()
@@ -330,6 +334,8 @@ def main() -> None:
                 bench.transfers(raw, pool)
             if "stalls" in options.parts:
                 bench.stalls(steps)
+            if "none_free" in options.parts:
+                bench.stalls_none_free(steps)
     sync = bench.median("save_sync_seconds")
     for how in ("", "_none_free", "_server_yields"):
         for lost in bench.figures.get(f"stall_seconds{how}", []):
