@@ -58,6 +58,9 @@ class NothingSaved:
     def anything_saved(self) -> bool:
         return False
 
+    def copied(self) -> None:
+        """Nothing to wait for."""
+
     def settle(self) -> None: ...
 
     def tell(self) -> None: ...
