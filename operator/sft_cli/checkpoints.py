@@ -68,14 +68,15 @@ def prune_checkpoints(
 ) -> None:
     """Print what goes, and remove it when ``yes``. Raises UserError, before anything is removed.
 
-    ``keep``: which of the checkpoints stay; None: all. ``best_of_job``: of the best ones as many as the manifest in
-    ``place`` says (checkpoint.keep.best), where it is one. ``unfinished``: folders without a manifest go, except those
-    that a living run may be writing.
+    ``keep``: which of the checkpoints stay; None: all. Where ``place`` is a manifest, those that it keeps for ever
+    (checkpoint.keep.everySteps) stay as well, and with ``best_of_job`` as many of the best as it says (keep.best).
+    ``unfinished``: folders without a manifest go, except those that a living run may be writing.
     """
     with _sentences():
         store, job = store_and_job(place, name, Path.cwd())
-        if keep is not None and job is not None and best_of_job:
-            keep = replace(keep, best=job.spec.checkpoint.keep.best)
+        if keep is not None and job is not None:
+            said = job.spec.checkpoint.keep
+            keep = replace(keep, best=said.best if best_of_job else keep.best, every_steps=said.every_steps)
         catalog = Catalog(store)
         attempt = catalog.newest_attempt()
         lives = _may_live(store, attempt)

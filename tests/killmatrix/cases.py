@@ -272,6 +272,11 @@ def _error(status: int, code: str) -> Answer:
     return Answer.error(status, code)
 
 
+def _lost_way() -> Answer:
+    """Of a proxy that has no way to the server."""
+    return Answer(404, "Not Found", (("Content-Type", "text/plain"),), b"404 page not found\n")
+
+
 def _kills() -> list[Case]:
     cases = []
     for whom in WHOM:
@@ -364,6 +369,8 @@ def _faults() -> list[Case]:
         save("403-manifest", lambda dice: Says("PUT", MANIFEST, _error(403, "AccessDenied")), commits=False),
         save("403-fence", lambda dice: Says("GET", CLAIMS, _error(403, "AccessDenied")), commits=False),
         save("403-prune", lambda dice: Says("DELETE", MANIFEST, _error(403, "AccessDenied")), commits=False),
+        save("404-shard", lambda dice: Says("PUT", SHARD, _lost_way()), commits=False),
+        save("404-fence", lambda dice: Says("GET", CLAIMS, _lost_way()), commits=False),
         Case("slow-shards", uploads_slowly, commits=True),
         save("cut-shard", lambda dice: CutRequest("PUT", SHARD, dice.randrange(1, 100_000))),
         save("cut-index", lambda dice: CutRequest("PUT", INDEX, dice.randrange(1, 500))),
@@ -389,6 +396,11 @@ def _faults() -> list[Case]:
         Case(
             "403-load",
             meets_while_loading(lambda dice: Says("GET", SHARD, _error(403, "AccessDenied"))),
+            attempts=2,
+        ),
+        Case(
+            "404-load",
+            meets_while_loading(lambda dice: Says("GET", SHARD, _lost_way())),
             attempts=2,
         ),
         load("lost-claim", lambda dice: LostReply("PUT", CLAIM)),

@@ -83,7 +83,7 @@ def _look(config: TrainerConfig, store: Store) -> tuple[RunRecord | None, bool]:
     record = read_record(store)
     saved = _newest(store)
     if saved is not None and config.spec.checkpoint.resume.policy == "never":
-        _refuse_others(config, record.uid if record else saved.job_uid)
+        _refuse_others(config, saved.job_uid)
     if record is None:
         if saved is not None:
             check_same_run(config, saved.run)

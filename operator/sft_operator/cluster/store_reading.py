@@ -99,8 +99,8 @@ class Reading:
         try:
             raw = self.read(key, MAX_RECORD_BYTES + 1)
         except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("NoSuchKey", "404", "NotFound"):
-                return None
+            if error.response.get("Error", {}).get("Code") == "NoSuchKey":
+                return None  # a proxy whose way to the server is gone says 404 as well, in other words
             raise
         if len(raw) > MAX_RECORD_BYTES:
             raise StoreError(f"{key} has more than {MAX_RECORD_BYTES} bytes")

@@ -274,8 +274,11 @@ class _Place:
             while keys := self._page(prefix, Delimiter="/"):
                 yield keys
         # Folders of other names there are nobody's here, nor are folders in these.
-        while keys := [key for key in self._page(_STEP_EXPORTS) if _STEP_EXPORT.fullmatch(key)]:
-            yield keys
+        after = ""
+        while page := self._page(_STEP_EXPORTS, StartAfter=f"{self._root}{after}"):
+            after = page[-1]
+            if keys := [key for key in page if _STEP_EXPORT.fullmatch(key)]:
+                yield keys
 
     def _delete_last(self) -> None:
         """What says whose place it is: earlier claims, the sign of life, our own claim, the record."""

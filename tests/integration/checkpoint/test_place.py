@@ -143,6 +143,14 @@ def test_a_policy_of_never_needs_an_empty_place_or_the_same_object(store: Store)
         look(run(store, uid="second", **NEVER), store)
 
 
+def test_a_record_of_its_own_lets_nobody_in_where_another_start_has_saved(store: Store) -> None:
+    config = run(store, **NEVER)
+    opened(config, store)  # and it fails before it has saved anything
+    saved(run(store, uid="second"), store, 10)
+    with pytest.raises(ConfigError, match=r"holds checkpoints of an earlier start \(uid second\)"):
+        opened(config, store)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_of_many_that_begin_at_once_all_have_one_record_or_are_refused(store: Store, same: bool) -> None:
     ready = threading.Barrier(4)

@@ -278,13 +278,16 @@ def test_the_best_checkpoint_of_a_complete_run_stays(run: LocalStore) -> None:
     assert folders(run) == ["step-00000006-a00001", "step-00000002-a00001"]
 
 
-@pytest.mark.parametrize(("best", "left"), [(0, [6]), (1, [6, 2])])
-def test_of_a_manifest_as_many_of_the_best_stay_as_it_says(
-    run: LocalStore, tmp_path: Path, best: int, left: list[int]
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [({"best": 0}, [6]), ({"best": 1}, [6, 2]), ({"everySteps": 4}, [6, 4]), ({"everySteps": 2}, [6, 4, 2])],
+)
+def test_of_a_manifest_what_it_keeps_for_ever_and_as_many_of_the_best_stay_as_it_says(
+    run: LocalStore, tmp_path: Path, keep: dict[str, int], left: list[int]
 ) -> None:
     job = document(run.uri)
     job["spec"]["data"]["eval"] = [{"name": "held-out", "uri": "hf://org/rows"}]
-    job["spec"]["checkpoint"]["keep"] = {"best": best}
+    job["spec"]["checkpoint"] |= {"everySteps": 2, "keep": keep}
     manifest = tmp_path / "job.yaml"
     manifest.write_text(yaml.safe_dump(job))
     assert sft("prune", str(manifest), "--keep-last", "1", "--yes").exit_code == 0

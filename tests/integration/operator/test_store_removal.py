@@ -216,6 +216,21 @@ def test_many_objects_go_in_batches_and_turns(
     assert below(s3, place) == EXPORT
 
 
+def test_exports_of_steps_go_also_behind_a_thousand_names_that_are_nobody_s(
+    s3: Any, remover: Remover, place: str, versitygw: ObjectStore
+) -> None:
+    export = versitygw.folder / URI.removeprefix("s3://") / "team" / place / "export"
+    for name in [*(f"step-00000001/of-a-user/{number:04d}" for number in range(1100)), "step-00000009/config.json"]:
+        (export / name).parent.mkdir(parents=True, exist_ok=True)
+        (export / name).write_bytes(b"")
+
+    assert remover.to_the_end(order(place)).state == "gone"
+
+    left = {key for key in below(s3, place) if "/step-" in key}
+    assert len(left) == 1100
+    assert "export/step-00000009/config.json" not in left
+
+
 def test_who_did_not_say_that_he_ended_is_given_time_also_by_the_next_operator(
     s3: Any, remover: Remover, place: str
 ) -> None:

@@ -12,6 +12,9 @@ from botocore.exceptions import (
     MetadataRetrievalError,
     NoCredentialsError,
     ReadTimeoutError,
+    SSOTokenLoadError,
+    TokenRetrievalError,
+    UnauthorizedSSOTokenError,
 )
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
@@ -23,13 +26,14 @@ from sft_trainer.errors import (
     StorageRefusedError,
     StorageUnavailableError,
 )
+from sft_trainer.outage import is_outage
 
 PLACE = Place("bucket", "run/x.bin", "http://server")
 
 
-def refusal(code: str, status: int) -> ClientError:
+def refusal(code: str, status: int, operation: str = "PutObject") -> ClientError:
     answer: Any = {"Error": {"Code": code, "Message": "said so"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return ClientError(answer, "PutObject")
+    return ClientError(answer, operation)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ def refusal(code: str, status: int) -> ClientError:
     [
         ("NoSuchBucket", 404, False, StorageNotFoundError),
         ("NoSuchKey", 404, False, ObjectNotFoundError),
-        ("404", 404, False, ObjectNotFoundError),
+        ("404", 404, False, StorageRefusedError),
         ("AccessDenied", 403, False, AccessDeniedError),
         ("SignatureDoesNotMatch", 403, False, AccessDeniedError),
         ("ExpiredToken", 400, False, AccessDeniedError),
@@ -65,6 +69,23 @@ def test_answers(code: str, status: int, transient: bool, expected: type[Excepti
     result = translated(error, PLACE)
     assert type(result) is expected
     assert "s3://bucket/run/x.bin at http://server" in str(result)
+
+
+def test_only_the_answer_to_head_has_no_words_for_what_is_not_there() -> None:
+    assert type(translated(refusal("404", 404, "HeadObject"), PLACE)) is ObjectNotFoundError
+    assert type(translated(refusal("404", 404, "GetObject"), PLACE)) is StorageRefusedError
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [UnauthorizedSSOTokenError(), SSOTokenLoadError(error_msg="x"), TokenRetrievalError(provider="sso", error_msg="x")],
+)
+def test_a_login_that_has_ended_is_a_key_that_is_refused(ended: Exception) -> None:
+    assert not is_transient(ended)
+    error = translated(ended, PLACE)
+    assert type(error) is AccessDeniedError
+    assert "log in again" in str(error)
+    assert is_outage(error)
 
 
 def test_no_answer_and_no_credentials() -> None:

@@ -203,7 +203,7 @@ class Protocol:
                 if files and not self._catalog.is_committed(identity, files):
                     self._remove(identity, files)
             self._left.clear()
-        except TrainingError as error:
+        except Exception as error:  # no save ends for what cannot be removed now
             logger.warning("The files of a failed save were not removed, the next save or start does it: %s", error)
 
     def prune(self, newest: CheckpointId, attempt: int, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:

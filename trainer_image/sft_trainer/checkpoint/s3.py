@@ -16,6 +16,7 @@ from sft_trainer.checkpoint.s3_errors import (
     Place,
     PreconditionFailed,
     UploadGone,
+    check_answer,
     is_transient,
     retrying,
     translated,
@@ -39,6 +40,14 @@ T = TypeVar("T")
 PART_SIZE = 8 * 2**20
 """Smallest part. S3 allows no smaller than 5 MiB, and 10,000 parts an object."""
 _UPLOAD_THREADS = 16
+_SAYS = {
+    "put_object": "ETag",
+    "upload_part": "ETag",
+    "create_multipart_upload": "UploadId",
+    "complete_multipart_upload": "ETag",
+    "get_object": "ETag",
+}
+"""What the answer of every S3 server says of an operation, and a page that stands in its place does not."""
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 60
 
@@ -57,6 +66,12 @@ def _descriptions() -> Any:
     import botocore.session
 
     return botocore.session.get_session().get_component("data_loader")
+
+
+def _checked(page: dict[str, Any]) -> dict[str, Any]:
+    """A page of a listing: one of something else would be an empty one."""
+    check_answer(page, "IsTruncated")
+    return page
 
 
 def _endpoint_from_environment() -> str:
@@ -167,7 +182,12 @@ class S3Store:
 
     def call(self, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
         """One request, without retries."""
-        return getattr(client, operation)(Bucket=self.bucket, Key=f"{self.prefix}{key}", **arguments)
+        answer = getattr(client, operation)(Bucket=self.bucket, Key=f"{self.prefix}{key}", **arguments)
+        if operation in _SAYS:
+            check_answer(answer, _SAYS[operation])
+        if "Range" in arguments:
+            check_answer(answer, "ContentRange")
+        return answer
 
     def retrying(self, key: str, call: Callable[[Any], T], pause_for: Callable[[float], None] | None = None) -> T:
         """The result of ``call`` with the client, which is tried again after transient errors."""
@@ -255,7 +275,7 @@ class S3Store:
             )
             return [
                 StoredObject(entry["Key"].removeprefix(self.prefix), entry["Size"], entry.get("ETag", ""))
-                for page in pages
+                for page in map(_checked, pages)
                 for entry in page.get("Contents", [])
             ]
 
@@ -274,7 +294,9 @@ class S3Store:
             pages = client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.bucket, Prefix=f"{self.prefix}{prefix}"
             )
-            return [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", [])]
+            return [
+                (entry["Key"], entry["UploadId"]) for page in map(_checked, pages) for entry in page.get("Uploads", [])
+            ]
 
         uploads = self.retrying(prefix, call)
         for key, upload in uploads:

@@ -3,10 +3,11 @@
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import botocore.exceptions
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -17,10 +18,13 @@ from botocore.exceptions import (
     MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
+    SSOError,
+    TokenRetrievalError,
 )
 from botocore.exceptions import (
     ConnectionError as BotoConnectionError,
 )
+from botocore.parsers import ResponseParserError
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.errors import (
@@ -77,8 +81,14 @@ _GONE = {"NoSuchUpload", "InvalidPart"}
 """What servers answer about an upload that was aborted; the second, when it happens while it is being completed."""
 
 
+_LOGGED_OUT = (SSOError, TokenRetrievalError, getattr(botocore.exceptions, "LoginError", SSOError))
+"""What credentials of somebody who has logged in are made from has ended, or was never there."""
 _PROVIDER_FAILED = (CredentialRetrievalError, MetadataRetrievalError)
 """Who hands out credentials gave none; what else goes wrong with it is made one of these, see ``s3_credentials``."""
+
+
+class AnswerOfAnother(Exception):
+    """Something else than a server of S3 has answered: a proxy whose way to it is gone, a page that says so."""
 
 
 class PreconditionFailed(StorageUnavailableError):
@@ -119,6 +129,22 @@ def _status(error: ClientError) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
+def _is_of_another(error: Exception) -> bool:
+    """Whether it was not an S3 server that answered.
+
+    One that has no such object says so in words of S3; the answer to HEAD has none.
+    """
+    if isinstance(error, ClientError):
+        return _code(error) == "404" and error.operation_name != "HeadObject"
+    return isinstance(error, AnswerOfAnother | ResponseParserError)
+
+
+def check_answer(answer: Mapping[str, Any], expected: str) -> None:
+    """Raise AnswerOfAnother where ``answer`` was read from something without the ``expected`` part."""
+    if expected not in answer:
+        raise AnswerOfAnother(f"an answer without {expected}")
+
+
 def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed a little later."""
     if isinstance(error, ClientError):
@@ -133,6 +159,11 @@ def is_transient(error: Exception) -> bool:
 
 def translated(error: Exception, place: Place) -> TrainingError:
     """The error to raise for ``error``, in a sentence that says what to change."""
+    if _is_of_another(error):
+        return StorageRefusedError(
+            f"{place}: what answers there is no S3 server ({str(error)[:300]}); check checkpoint.s3.endpoint, and what "
+            "stands before the server"
+        )
     if isinstance(error, ClientError):
         code, status = _code(error), _status(error)
         said = f"{code or status}: {error.response.get('Error', {}).get('Message', '')}".rstrip(": ")
@@ -162,6 +193,8 @@ def translated(error: Exception, place: Place) -> TrainingError:
             f"{place}: no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "name checkpoint.s3.credentialsSecretRef, or give the pod's service account a role"
         )
+    if isinstance(error, _LOGGED_OUT):
+        return AccessDeniedError(f"{place}: the login has ended ({error}); log in again, say with aws sso login")
     if isinstance(error, _PROVIDER_FAILED):
         return StorageUnavailableError(
             f"{place}: the credential provider gives no credentials ({error}); check it, and what the pod's service "
@@ -189,7 +222,7 @@ def retrying(
     while True:
         try:
             return request()
-        except (BotoCoreError, ClientError, ValueError) as error:
+        except (BotoCoreError, ClientError, ResponseParserError, AnswerOfAnother, ValueError) as error:
             if isinstance(error, ClientError) and (_status(error) == 412 or _code(error) == "PreconditionFailed"):
                 raise PreconditionFailed(f"{place} exists already", retried) from error
             if isinstance(error, ClientError) and _code(error) in _GONE:
