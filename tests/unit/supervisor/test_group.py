@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import TrainingProgress
+from sft_api.progress import Phase, TrainingProgress
 from sft_trainer.supervisor import group as judge
 from sft_trainer.supervisor.group import HELD_SECONDS, TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS
 from sft_trainer.supervisor.protocol import Ended, OrderKind, Outcome
-from tests.unit.supervisor.worlds import GRACE, World
+from tests.unit.supervisor.worlds import GRACE, World, steps
 
 
 def test_one_pod_needs_nobody() -> None:
@@ -102,6 +102,18 @@ def test_how_often_a_run_may_fail_is_not_decided_here(running: World) -> None:
         running.obey()
         assert running.kind is OrderKind.RUN
         assert len(running.incidents) == number
+
+
+def test_a_start_of_which_rank_0_has_told_nothing_ended_while_it_started(running: World) -> None:
+    # Given a run that has crashed at step 100, and a start after it that ends before the first word of rank 0
+    steps(running, 100)
+    for failure in (FailureClass.WORKER_CRASHED, FailureClass.DEVICE_UNAVAILABLE):
+        running.ends(1, failure)
+        running.obey()
+
+    # Then it is told how far the run had got, and that this start did not train
+    told = [(incident.phase, incident.step) for incident in running.group.ledger.incidents]
+    assert told == [(Phase.TRAINING, 100), (Phase.STARTING, 100)]
 
 
 def fails_twice(world: World) -> None:

@@ -195,12 +195,19 @@ def test_the_next_attempt_closes_the_incident_with_its_first_new_step() -> None:
 
 
 def test_incidents_in_a_row_lose_each_step_once() -> None:
+    # Given a crash, and starts that fail: before their first word, with the checkpoint read, and before that
     book = ledger()
-    book.record(cause(), disruption=False, training=at(17))
-    book.record(cause(), disruption=False, training=at(0))
-    book.observe(at(11, resumed=10), NOW)
+    for seconds, training in ((0, at(17)), (10, at(17)), (20, at(10, resumed=10)), (30, at(0))):
+        fail(book, training, minute=seconds / 60)
 
-    assert [incident.lost_steps for incident in book.incidents] == [7, 0]
+    # When one makes a step
+    book.observe(at(11, resumed=10), NOW + timedelta(seconds=60))
+
+    # Then what the crash has cost is counted once, in steps and in time
+    assert [incident.lost_steps for incident in book.incidents] == [7, 0, 0, 0]
+    restarts = count_incidents(RestartsStatus(), book.incidents)
+    assert (restarts.failures, restarts.lost_steps, restarts.total_recovery_seconds) == (4, 7, 60.0)
+    assert restarts.recovery_seconds == 30.0
 
 
 def carried_by_a_claim(training: TrainingProgress) -> Ledger:

@@ -294,9 +294,11 @@ class Group:
         self.refusals.failed_otherwise()
         asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
         self._spent = self.spent
-        verdict = self.ledger.record(
-            cause, disruption=cause.unreachable or asked, training=self.training, host=part.host
-        )
+        training = self.training
+        if part.spent is None:
+            # How far the run has got is known of the start before this one, but not what this one did.
+            training = training.model_copy(update={"phase": Phase.STARTING})
+        verdict = self.ledger.record(cause, disruption=cause.unreachable or asked, training=training, host=part.host)
         self._part = None
         if isinstance(verdict, GiveUp):
             self._exit(verdict.end, now)

@@ -141,13 +141,16 @@ class Ledger:
         return exhausted(count_incidents(RestartsStatus(), self.incidents), _ANY_NUMBER)
 
     def observe(self, training: TrainingProgress, now: datetime) -> None:
-        """Close the open incidents once the attempt after them has made a step of its own."""
-        start = training.resumed_from_step or 0
+        """Close the open incidents once an attempt after them has made a step of its own.
+
+        Each step is lost once, to the first of them: starts that fail before they make any have the step of before.
+        """
+        done = start = training.resumed_from_step or 0
         if training.step <= start:
             return
         for index, incident in enumerate(self.incidents):
             if incident.id in self._open and not self._has_recovered_unseen(incident, start):
-                lost = max(0, incident.step - start)
+                lost, done = max(0, incident.step - done), max(done, incident.step)
                 self.incidents[index] = incident.model_copy(update={"recovered_time": now, "lost_steps": lost})
         self._open.clear()
 
