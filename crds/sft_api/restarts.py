@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from .failures import FailureClass, is_retryable
 from .progress import BEFORE_TRAINING, Incident, Phase
 from .report import duration
-from .times import parse_time, timestamp
+from .times import EARLIEST, parse_time, timestamp
 from .v1alpha1.status import RepeatedFailure, RestartsStatus
 
 REPEATED_FAILURES = 3
@@ -76,10 +76,11 @@ def count_incidents(
     """``previous`` with those of ``incidents`` that are not counted in it yet, in the order in which they happened.
 
     Disruptions are free: only what they cost is counted. What no restart mends is none: it ends the run by itself.
+    Time in which the run waited to recover from several is counted once.
     ``checkpoint_step`` is that of the newest checkpoint, for incidents that do not name one; ``in_words`` makes the
     message that is shown of a failure's own.
     """
-    restarts, known = previous, dict.fromkeys(previous.counted)
+    restarts, known, waited_until = previous, dict.fromkeys(previous.counted), EARLIEST
     for incident in sorted(incidents, key=lambda item: item.time):
         if not is_retryable(incident.failure):
             continue
@@ -97,16 +98,20 @@ def count_incidents(
                 ),
                 outside=incident.outside,
             )
-        if incident.recovered_time is not None and (key := f"{incident.id}/recovered") not in known:
+        if (recovered := incident.recovered_time) is None:
+            continue
+        if (key := f"{incident.id}/recovered") not in known:
             known[key] = None
-            seconds = (incident.recovered_time - incident.time).total_seconds()
+            seconds = (recovered - incident.time).total_seconds()
+            more = (recovered - max(incident.time, waited_until)).total_seconds()
             restarts = restarts.model_copy(
                 update={
                     "lost_steps": restarts.lost_steps + max(0, incident.lost_steps),
                     "recovery_seconds": round(max(0.0, seconds), 1),
-                    "total_recovery_seconds": round(restarts.total_recovery_seconds + max(0.0, seconds), 1),
+                    "total_recovery_seconds": round(restarts.total_recovery_seconds + max(0.0, more), 1),
                 }
             )
+        waited_until = max(waited_until, recovered)
     return restarts.model_copy(update={"counted": list(known)})
 
 

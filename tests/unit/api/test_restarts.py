@@ -220,6 +220,18 @@ def test_what_a_restart_cost_is_known_when_the_run_has_recovered() -> None:
     assert again == mended
 
 
+def test_time_in_which_the_run_waits_for_the_end_of_several_is_counted_once_in_whatever_looks() -> None:
+    # Given a start that fails within the wait for the first, both mended by the same step, and another one later
+    first, second = incident(1, recovered_time=at(4)), incident(2, recovered_time=at(4))
+    other = incident(5, recovered_time=at(5.5))
+
+    together = in_one_look([first, second, other])
+    apart = count_incidents(count_incidents(RestartsStatus(), [first]), [first, second, other])
+
+    assert (together.total_recovery_seconds, together.recovery_seconds) == (210.0, 30.0)
+    assert apart == together
+
+
 def test_the_last_failure_may_not_be_mended_yet() -> None:
     healed = incident(1, recovered_time=at(1.5))
 
