@@ -99,8 +99,10 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     # Reports are read now and then: the first new step lies back by the steps made since.
     later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
     first_step = shifted(training.update_time, -later_steps * (training.median_step_seconds or 0.0))
-    if happened and first_step > happened:
-        seconds = round((first_step - happened).total_seconds(), 1)
+    # What the new supervisor has seen fail since tells itself how long the run waited from then on.
+    end = min([first_step, *(incident.time for incident in told if happened and incident.time >= happened)])
+    if happened and end > happened:
+        seconds = round((end - happened).total_seconds(), 1)
         update["recovery_seconds"] = seconds
         update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + seconds, 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})

@@ -13,6 +13,7 @@ from tests.unit.operator.make import (
     at,
     committed_at,
     disruption,
+    incident,
     make_child,
     make_pod,
     report,
@@ -100,6 +101,29 @@ def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
     assert recovered.restarts.recovery_seconds == 31
     assert later.restarts
     assert later.restarts.lost_steps == 10
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_a_wait_of_which_the_new_index_0_tells_a_part_is_counted_once(polled: bool) -> None:
+    # Given an index 0 that is lost a minute ago, and a start that fails after it
+    first = status_of(running(report=report(training(50, update_time=at(-70)))))
+    gone = make_pod(0, phase="Failed", exit_code=137, conditions=disruption(), finished=-60)
+    lost = status_of(running(pods=(make_pod(1), gone)), first)
+    failed = incident(7, FailureClass.DEVICE_UNAVAILABLE, attempt=0, seconds=-40)
+    new = {"pods": (gone, make_pod(0, uid="new"), make_pod(1))}
+    waiting = training(0, attempt=0, phase=Phase.STARTING)
+    if polled:
+        lost = status_of(running(report=report(waiting, failed, pod_uid="new"), **new), lost)
+
+    # When the next one makes a step
+    told = training(41, attempt=2, resumed_from_step=40, update_time=at(0))
+    mended = failed.model_copy(update={"recovered_time": at(0)})
+    recovered = status_of(running(report=report(told, mended, pod_uid="new"), **new), lost)
+
+    # Then no second of that minute counts twice
+    assert recovered.restarts
+    assert recovered.restarts.lost_steps == 10
+    assert recovered.restarts.total_recovery_seconds == (40 if polled else 60)
 
 
 def test_steps_at_risk_are_those_since_the_last_checkpoint() -> None:
