@@ -1,9 +1,10 @@
 """Pure: takes the trainer's reports and last words into the status. Nothing moves backwards in (attempt, step)."""
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass
-from sft_api.progress import BEFORE_TRAINING, MOST_EXPORTS, Phase, TerminationMessage, TrainingProgress
+from sft_api.progress import BEFORE_TRAINING, MOST_EXPORTS, Incident, Phase, TerminationMessage, TrainingProgress
 from sft_api.report import checkpoints_status, last_checkpoints, percent, progress_status, shown, with_told
 from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import (
@@ -99,13 +100,17 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     # Reports are read now and then: the first new step lies back by the steps made since.
     later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
     first_step = shifted(training.update_time, -later_steps * (training.median_step_seconds or 0.0))
-    # What the new supervisor has seen fail since tells itself how long the run waited from then on.
-    end = min([first_step, *(incident.time for incident in told if happened and incident.time >= happened)])
-    if happened and end > happened:
+    if happened and (end := _told_from(told, happened, first_step)) > happened:
         seconds = round((end - happened).total_seconds(), 1)
         update["recovery_seconds"] = seconds
         update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + seconds, 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
+
+
+def _told_from(told: Iterable[Incident], happened: datetime, first_step: datetime) -> datetime:
+    """From when on incidents themselves tell how long the run waited after what ``happened``, if one does."""
+    open_then = any(item.time < happened and (item.recovered_time or item.time) > happened for item in told)
+    return happened if open_then else min([first_step, *(item.time for item in told if item.time >= happened)])
 
 
 def merge_complete(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:

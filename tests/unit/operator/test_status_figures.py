@@ -126,6 +126,24 @@ def test_a_wait_of_which_the_new_index_0_tells_a_part_is_counted_once(polled: bo
     assert recovered.restarts.total_recovery_seconds == (40 if polled else 60)
 
 
+def test_a_wait_that_began_with_what_a_lost_index_0_had_told_is_counted_once() -> None:
+    # Given a crash, after which index 0 is lost before the run has recovered
+    crash = incident(1, FailureClass.WORKER_CRASHED, attempt=1, step=50, seconds=-60)
+    first = status_of(running(report=report(training(50, attempt=1, update_time=at(-61)), crash)))
+    second = status_of(running(report=report(training(40, attempt=2, update_time=at(-50)), crash)), first)
+    gone = make_pod(0, phase="Failed", exit_code=137, conditions=disruption(), finished=-40)
+    lost = status_of(running(pods=(make_pod(1), gone)), second)
+
+    # When the next one, which knows of it by the claim, makes a step
+    told = training(41, attempt=3, resumed_from_step=40, update_time=at(0))
+    mended = crash.model_copy(update={"recovered_time": at(0), "lost_steps": 10})
+    pods = (gone, make_pod(0, uid="new"), make_pod(1))
+    recovered = status_of(running(report=report(told, mended, pod_uid="new"), pods=pods), lost)
+
+    assert recovered.restarts
+    assert (recovered.restarts.lost_steps, recovered.restarts.total_recovery_seconds) == (10, 60)
+
+
 def test_steps_at_risk_are_those_since_the_last_checkpoint() -> None:
     status = status_of(running(report=report(training(57, checkpoints=checkpoints(40)))))
 
