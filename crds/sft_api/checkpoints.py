@@ -29,7 +29,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
 
-from .progress import Incident
+from .progress import MOST_LAST_INCIDENTS, Incident
 
 FORMAT_VERSION = 2
 """Format 1, which is still read, had the index in the manifest itself."""
@@ -46,7 +46,6 @@ STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"
 """Of ``RunState.metrics``: the lower, the better the checkpoint."""
 
-_CARRIED = 20
 _CARRIED_CHARACTERS = 500
 
 _ATTEMPT_KEY = re.compile(r"attempts/(\d{5,})\.json")
@@ -117,9 +116,9 @@ class AttemptClaim(StoredModel):
 
 
 def carried(*told: Iterable[Incident]) -> tuple[Incident, ...]:
-    """The incidents that a claim carries: the newest of all that were ``told``, each once, as it was told last."""
+    """The incidents that claims and last words carry: the newest that were ``told``, each once, as it was told last."""
     known = {incident.id: incident for incidents in told for incident in incidents}
-    newest = sorted(known.values(), key=lambda incident: incident.time)[-_CARRIED:]
+    newest = sorted(known.values(), key=lambda incident: incident.time)[-MOST_LAST_INCIDENTS:]
     return tuple(incident.model_copy(update={"message": incident.message[:_CARRIED_CHARACTERS]}) for incident in newest)
 
 

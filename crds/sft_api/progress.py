@@ -24,6 +24,8 @@ MOST_EXPORTS = 10
 """Of those of steps on the way that are told."""
 MOST_WARNINGS = 20
 """So many a status shows, the newest."""
+MOST_LAST_INCIDENTS = 20
+"""So many last words tell of, and claims."""
 
 
 class Phase(StrEnum):
@@ -224,6 +226,8 @@ class TerminationMessage(ReportModel):
     curve_uri: str | None = Field(default=None, max_length=500)
     spent: SpentSeconds | None = None
     """As in ``Progress``."""
+    incidents: list[Incident] = Field(default_factory=list, max_length=MOST_LAST_INCIDENTS)
+    """The newest of those in ``Progress``, as many as there is room for; of all but the last without a message."""
 
 
 class WorkerError(ReportModel):

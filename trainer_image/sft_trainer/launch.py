@@ -30,7 +30,7 @@ from pydantic import ValidationError  # noqa: E402
 
 from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.megatron import MISSING, is_installed  # noqa: E402
-from sft_api.progress import PROGRESS_PORT, TerminationMessage  # noqa: E402
+from sft_api.progress import PROGRESS_PORT, Incident, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
 from sft_api.v1alpha1.megatron import megatron_of  # noqa: E402
 from sft_trainer.supervisor import identity  # noqa: E402
@@ -41,6 +41,8 @@ from sft_trainer.supervisor.settings import Settings  # noqa: E402
 from sft_trainer.versions import SLOW_IMPORTS  # noqa: E402
 
 MAX_TERMINATION_BYTES = 4096
+INCIDENT_CHARACTERS = 200
+"""Of the message of the last incident."""
 WORKER_IMPORTS = (
     "sft_trainer.trainer",
     *SLOW_IMPORTS,
@@ -155,17 +157,30 @@ def _termination_log() -> Path | None:
 
 
 def termination_json(end: TerminationMessage) -> str:
-    """``end`` as JSON of at most 4096 bytes, its words cut where needed."""
-    bare = end.model_copy(update={"message": ""}).model_dump_json(by_alias=True, exclude_none=True)
-    if len(bare.encode()) > MAX_TERMINATION_BYTES:
+    """``end`` as JSON of at most 4096 bytes: words are cut where needed, incidents have the room that is left."""
+    incidents, end = end.incidents, end.model_copy(update={"incidents": []})
+    if len(_as_json(end.model_copy(update={"message": ""})).encode()) > MAX_TERMINATION_BYTES:
         end = end.model_copy(update={"spent": None})
-    text = end.model_dump_json(by_alias=True, exclude_none=True)
+    text = _as_json(end)
     for words in ("message", "stopped_early", "dummy_run"):
         while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0 and (said := getattr(end, words)):
             # A character takes one to six bytes in JSON: cut the least that can be enough, and look again.
             end = end.model_copy(update={words: said[: max(0, len(said) - excess // 6 - 1)]})
-            text = end.model_dump_json(by_alias=True, exclude_none=True)
+            text = _as_json(end)
+    told: list[Incident] = []
+    for incident in reversed(incidents):
+        # They are counted, and what is shown is the message of the last one.
+        words = "" if told else incident.message[:INCIDENT_CHARACTERS]
+        told.insert(0, incident.model_copy(update={"message": words}))
+        longer = _as_json(end.model_copy(update={"incidents": told}))
+        if len(longer.encode()) > MAX_TERMINATION_BYTES:
+            break
+        text = longer
     return text
+
+
+def _as_json(end: TerminationMessage) -> str:
+    return end.model_dump_json(by_alias=True, exclude_none=True, exclude_defaults=True)
 
 
 def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessage:

@@ -17,6 +17,7 @@ from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import CheckpointStatus
 
 from ..picture import untrusted
+from ..picture.observed import with_clean_ids
 
 MAX_BYTES = 256 * 1024
 _SHOWN_ERRORS, _SHOWN_CHARACTERS = 3, 500
@@ -123,7 +124,7 @@ def parse_report(body: bytes) -> Progress:
     return progress.model_copy(
         update={
             "training": with_clean_checkpoints(progress.training),
-            "incidents": [item.model_copy(update={"id": _incident_id(item.id)}) for item in progress.incidents],
+            "incidents": with_clean_ids(progress.incidents),
         }
     )
 
@@ -139,14 +140,6 @@ def with_clean_checkpoints(training: TrainingProgress) -> TrainingProgress:
         }
     )
     return training.model_copy(update={"checkpoints": clean})
-
-
-def _incident_id(told: str) -> str:
-    """``told`` as a status can hold it, word for word: what reads otherwise in the next look would count again.
-
-    Keys of pods, and of what an incident cost, have a slash (``decisions/restarts.py``, ``sft_api/restarts.py``).
-    """
-    return untrusted.text(told, longest=100).replace("/", "-")
 
 
 def _checkpoint(status: CheckpointStatus | None) -> CheckpointStatus | None:

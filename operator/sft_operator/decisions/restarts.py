@@ -1,16 +1,17 @@
 """Counting what went wrong over the whole life of a run, each thing once, also across restarts of the operator.
 
-Two witnesses: the supervisor of index 0 lists incidents inside living pods, the API server shows lost pods. What they
-mean for the run is judged in ``sft_api.restarts``; here is what only a cluster has. Disruptions are counted from pods
-only, since the supervisors see them too. What was counted stands in the status (``counted``: ids of incidents, uids of
-pods). A pod that was lost and replaced while no operator was looking shows in the annotations of its replacement, where
-the Job controller counts the losses of each index.
+Two witnesses: the supervisor of index 0 lists incidents while it lives and, the newest, with its last words; the API
+server shows lost pods. What they mean for the run is judged in ``sft_api.restarts``; here is what only a cluster has.
+Disruptions are counted from pods only, since the supervisors see them too. What was counted stands in the status
+(``counted``: ids of incidents, uids of pods). A pod that was lost and replaced while no operator was looking shows in
+the annotations of its replacement, where the Job controller counts the losses of each index.
 """
 
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from sft_api.failures import is_retryable
+from sft_api.progress import Incident
 from sft_api.restarts import Reached, count_disruptions, count_failure, count_incidents
 from sft_api.v1alpha1 import RestartsStatus
 
@@ -22,12 +23,12 @@ from .gangs import release_of
 
 _CLOCKS_DIFFER = timedelta(seconds=5)
 KEPT_INCIDENT_KEYS = 250
-"""A report lists at most 100 incidents, each of which may hold two keys."""
+"""A report lists at most 100 incidents, last words 20, each of which may hold two keys."""
 
 
 def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Reached, now: datetime) -> RestartsStatus:
     """The counts after what is observed now; ``reached`` is how far the run is known to have got."""
-    incidents = observed.report.progress.incidents if observed.report else []
+    incidents = _told(previous, observed)
     new = [incident for incident in incidents if incident.id not in previous.counted]
     restarts = count_incidents(previous, incidents, checkpoint_step=reached.checkpoint_step, in_words=with_advice)
     restarts = suspects.with_incidents(restarts, new)
@@ -46,6 +47,24 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
         restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
     restarts = restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
     return with_hurry(restarts, observed, reached, now)
+
+
+def _told(previous: RestartsStatus, observed: Observed) -> list[Incident]:
+    """What went wrong as the supervisor that lives tells it, and as the last words of those before it do; each once.
+
+    Last words are read until the loss of their pod is counted: what they tell of is then, too.
+    """
+    leaders = [pod for pod in (*observed.gone_pods, *observed.pods) if pod.index == 0]
+    ends = [pod.terminated for pod in leaders if pod.terminated and pod_key(pod) not in previous.counted]
+    words = [report for end in ends if (report := end.report) is not None]
+    told = {incident.id: incident for incident in (observed.report.progress.incidents if observed.report else ())}
+    for incident in (incident for report in words for incident in report.incidents):
+        known = told.setdefault(incident.id, incident)
+        if known.recovered_time is None:
+            # A supervisor that has come since may not know what it cost.
+            cost = {"recovered_time": incident.recovered_time, "lost_steps": incident.lost_steps}
+            told[incident.id] = known.model_copy(update=cost)
+    return list(told.values())
 
 
 def _losses(observed: Observed) -> list[Loss]:

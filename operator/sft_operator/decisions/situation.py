@@ -114,7 +114,8 @@ def _find(
     if complete is not None and complete >= LEFT_BEHIND:
         message = "the run is complete; pods that were lost at its very end are not waited for"
         return Situation("Complete", "TrainingComplete", message, completed=now - complete)
-    enough = exhausted(restarts, terms.max_restarts)
+    # What a run survived while nobody looked does not end it after its end.
+    enough = exhausted(restarts, terms.max_restarts) if complete is None else None
     if enough:
         return Situation("Failed", "RestartsExhausted", enough, stalled=True, completed=now)
     if terms.suspend:

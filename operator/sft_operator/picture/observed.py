@@ -4,13 +4,13 @@ Objects arrive as the API server sends them (dicts), with whatever tenants wrote
 ``untrusted`` alone, so that none of them can stop the operator or fill its memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from sys import intern
 from typing import Any
 
-from sft_api.progress import Progress, TerminationMessage, TrainingProgress
+from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
 from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
 
@@ -57,9 +57,22 @@ class Terminated:
     def report(self) -> TerminationMessage | None:
         """What the supervisor left behind, when it could."""
         try:
-            return TerminationMessage.model_validate(untrusted.loads(self.message))
+            words = TerminationMessage.model_validate(untrusted.loads(self.message))
         except ValueError:
             return None
+        return words.model_copy(update={"incidents": with_clean_ids(words.incidents)})
+
+
+def with_clean_ids(incidents: Iterable[Incident]) -> list[Incident]:
+    """``incidents``, their ids as a status can hold them, word for word: what reads otherwise in the next look would
+    count again.
+
+    Keys of pods, and of what an incident cost, have a slash (``decisions/restarts.py``, ``sft_api/restarts.py``).
+    """
+    return [
+        incident.model_copy(update={"id": untrusted.text(incident.id, longest=100).replace("/", "-")})
+        for incident in incidents
+    ]
 
 
 @dataclass(frozen=True, slots=True)

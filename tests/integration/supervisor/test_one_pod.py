@@ -66,6 +66,8 @@ def test_a_crash_restarts_all_workers_from_the_checkpoint(group: Group) -> None:
     assert 'sft_trainer_restarts_total{failure="WorkerCrashed"} 1.0' in pod.get("/metrics")
     (group.folder / "linger").touch()
     assert pod.wait() == 0
+    (told,) = pod.termination.incidents
+    assert told == incident.model_copy(update={"message": told.message})
     first, second = group.starts(0)
     assert first["MASTER_PORT"] != second["MASTER_PORT"]
     assert int(first["SFT_GENERATION"]) < int(second["SFT_GENERATION"])

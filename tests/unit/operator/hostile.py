@@ -12,6 +12,7 @@ from sft_api.progress import Phase, Progress
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, ExportStatus
 from tests.unit.operator.make import (
     Object,
+    at,
     child_manifest,
     committed_at,
     disruption,
@@ -112,6 +113,7 @@ def last_words() -> Object:
         checkpoints=committed_at(50, 40),
         checkpoints_uri="s3://bucket/runs/checkpoints",
         export_uri="s3://bucket/export",
+        incidents=[incident(3, FailureClass.HANG, step=20, seconds=-100, recovered_time=at(-90), lost_steps=3)],
     )
     document: Object = json.loads(said.model_dump_json(by_alias=True))
     return document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,18 @@ from sft_operator.cluster.progress_client import parse_report
 from sft_operator.decisions.restarts import count_restarts
 from sft_operator.decisions.status import read_status, write_status
 from sft_operator.picture.observed import Observed, Report
-from tests.unit.operator.make import NOW, at, disruption, incident, make_child, make_pod, report, running, training
+from tests.unit.operator.make import (
+    NOW,
+    at,
+    disruption,
+    incident,
+    make_child,
+    make_pod,
+    report,
+    running,
+    training,
+    words,
+)
 
 HANG, OOM = FailureClass.HANG, FailureClass.OUT_OF_MEMORY
 
@@ -94,6 +106,82 @@ def test_lost_steps_are_added_when_the_run_has_recovered() -> None:
     assert [status.lost_steps for status in (first, second, third)] == [0, 12, 12]
     assert third.recovery_seconds == 14
     assert third.failures == 1
+
+
+CRASHES = (
+    incident(1, HANG, step=40, seconds=-90, recovered_time=at(-80), lost_steps=12),
+    incident(2, OOM, step=60, seconds=-50, recovered_time=at(-30), lost_steps=3),
+)
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2])
+def test_what_happened_while_nobody_looked_is_counted_from_the_last_words(seen: int) -> None:
+    # Given an operator that has read of none, one or both of two crashes, the last of which had not been mended then
+    opened = [item.model_copy(update={"recovered_time": None, "lost_steps": 0}) for item in CRASHES[:seen][-1:]]
+    before = report(training(50), *CRASHES[: max(0, seen - 1)], *opened)
+    counted = count(running(report=before))
+    assert counted.failures == seen
+
+    # When the run is complete, and another operator looks as well, with or without that report
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 100, incidents=list(CRASHES)))
+    ended = running(job=make_child(conditions={"Complete": ("", "")}), pods=(pod, make_pod(1)), report=before)
+    once = count(ended, counted)
+    again = count(replace(ended, report=None), once)
+
+    # Then each has counted once
+    assert (once.failures, once.lost_steps, once.total_recovery_seconds, once.recovery_seconds) == (2, 15, 30, 20)
+    assert again == once
+
+
+def test_last_words_do_not_count_again_what_the_next_supervisor_knows_of() -> None:
+    # Given a pod that was evicted after two crashes: its replacement knows of them, by the claim, but not of their cost
+    told = [item.model_copy(update={"recovered_time": None, "lost_steps": 0, "host": "node-a"}) for item in CRASHES]
+    last = words(FailureClass.INTERRUPTED, 70, incidents=list(CRASHES))
+    gone = make_pod(0, phase="Failed", exit_code=30, conditions=disruption(), words=last)
+    pods = (gone, make_pod(0, uid="new"), make_pod(1))
+
+    # When an operator comes back, before or after that one tells of them
+    late = count(running(pods=pods, report=report(training(70), *told, pod_uid="new")))
+    early = count(running(pods=pods))
+    early = count(running(pods=pods, report=report(training(70), *told, pod_uid="new")), early)
+
+    for counted in (early, late):
+        assert (counted.failures, counted.disruptions, counted.lost_steps) == (2, 1, 15)
+        assert counted.total_recovery_seconds == 30
+    assert [(node.node, node.failures) for node in late.nodes] == [("node-a", 1)]
+
+
+def test_last_words_of_pods_whose_loss_was_counted_are_not_read_again() -> None:
+    """Their keys are forgotten at some time, and a Job keeps the pods that it has lost."""
+    last = words(FailureClass.INTERRUPTED, 70, incidents=list(CRASHES))
+    pods = (make_pod(0, phase="Failed", exit_code=30, conditions=disruption(), words=last), make_pod(1))
+    counted = count(running(pods=pods))
+    forgotten = counted.model_copy(update={"counted": [key for key in counted.counted if key.startswith("pod/")]})
+
+    assert count(running(pods=pods), forgotten).failures == 2
+
+
+@pytest.mark.parametrize("told", ["pod/x", "1/recovered", "\x00", "x" * 300])
+def test_last_words_count_once_whatever_they_call_it(told: str) -> None:
+    last = words(None, 100, incidents=[CRASHES[0].model_copy(update={"id": told})])
+    observed = running(pods=(make_pod(0, phase="Succeeded", exit_code=0, words=last), make_pod(1)))
+
+    status = SFTJobStatus()
+    for _ in range(3):
+        restarts = count_restarts(status.restarts or RestartsStatus(), observed, reached=Reached(0, 0), now=NOW)
+        status = read_status({"status": write_status(status.model_copy(update={"restarts": restarts}))})
+
+    assert status.restarts is not None
+    assert (status.restarts.failures, status.restarts.lost_steps) == (1, 12)
+
+
+def test_last_words_of_a_trainer_that_tells_no_incidents_are_read() -> None:
+    last = '{"failure": null, "message": "the run is complete", "attempt": 1, "step": 100}'
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=last)
+
+    assert pod.terminated
+    assert pod.terminated.report == words(None, 100, message="the run is complete")
+    assert count(running(pods=(pod, make_pod(1)))) == RestartsStatus()
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,20 @@ def test_a_run_is_complete_a_minute_after_its_first_pod_was_whatever_became_of_t
     assert seconds_to_complete(observed, at(20)) == 40
 
 
+def test_a_run_that_is_complete_does_not_fail_for_what_it_survived_while_nobody_looked() -> None:
+    crashes = [incident(number, FailureClass.HANG, step=number, seconds=number - 300) for number in range(4)]
+    last = words(None, 100, total_steps=100, incidents=crashes)
+    observed = running(pods=(make_pod(0, phase="Succeeded", exit_code=0, words=last), make_pod(1)))
+    few = {"maxRestarts": 2}
+
+    soon = status_of(observed, TRAINED, runPolicy=few)
+    later = status_of(observed, soon, seconds=60, runPolicy=few)
+
+    assert (soon.state, later.state) == ("Running", "Complete")
+    assert later.restarts
+    assert later.restarts.failures == 4
+
+
 def test_a_pod_that_was_complete_is_not_forgotten_when_it_is_removed() -> None:
     gone = running(job=make_child(succeeded=1), pods=(make_pod(1),))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase, TrainingProgress
+from sft_api.progress import MOST_LAST_INCIDENTS, Phase, TrainingProgress
 from sft_trainer.supervisor import group as judge
 from sft_trainer.supervisor.group import HELD_SECONDS, TELL_COMPLETE_SECONDS, TELL_FAILED_SECONDS, TELL_STOPPED_SECONDS
 from sft_trainer.supervisor.protocol import Ended, OrderKind, Outcome
@@ -114,6 +114,25 @@ def test_a_start_of_which_rank_0_has_told_nothing_ended_while_it_started(running
     # Then it is told how far the run had got, and that this start did not train
     told = [(incident.phase, incident.step) for incident in running.group.ledger.incidents]
     assert told == [(Phase.TRAINING, 100), (Phase.STARTING, 100)]
+
+
+def test_index_0_tells_with_its_last_words_what_went_wrong(running: World) -> None:
+    for _ in range(MOST_LAST_INCIDENTS + 1):
+        running.ends(1, FailureClass.HANG)
+        running.obey()
+        running.judge()
+        running.passes(60.0)
+        running.obey()
+    for node in range(3):
+        running.ends(node)
+
+    end = running.group.order.end
+    assert end is not None
+    # The order of all stays short: one pod tells it.
+    assert end.incidents == []
+    last = running.group.last_words(end)
+    assert (last.message, last.spent) == (end.message, end.spent)
+    assert [incident.id for incident in last.incidents] == [f"one-{number}" for number in range(2, 22)]
 
 
 def fails_twice(world: World) -> None:

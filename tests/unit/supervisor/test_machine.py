@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import CommittedCheckpoint, TerminationMessage
+from sft_api.progress import MOST_LAST_INCIDENTS, CommittedCheckpoint, Incident, Phase, TerminationMessage
 from sft_api.v1alpha1 import SpentSeconds
 from sft_trainer.launch import termination_json
 from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
@@ -139,3 +139,38 @@ def test_the_termination_message_fits_whatever_it_says() -> None:
     read = TerminationMessage.model_validate_json(text)
     assert read.failure is FailureClass.UNKNOWN
     assert read.message.startswith("\N{SNOWMAN}\n\N{SNOWMAN}")
+
+
+def test_incidents_have_the_room_that_the_termination_message_leaves_the_newest_first() -> None:
+    incidents = [
+        Incident(
+            id=f"0123456789ab-{number}",
+            time=datetime.now(UTC),
+            failure=FailureClass.WORKER_CRASHED,
+            message=f"number {number} " + "\N{SNOWMAN}" * 490,
+            host="node-a",
+            step=100,
+            attempt=2,
+            phase=Phase.TRAINING,
+            checkpoint_step=50,
+            recovered_time=datetime.now(UTC),
+            lost_steps=50,
+        )
+        for number in range(MOST_LAST_INCIDENTS)
+    ]
+    for message, room in (("the run is complete", 10), ("x" * 2000, 4), ("\x1b" * 2000, 0)):
+        end = TerminationMessage(message=message, attempt=2, step=100, incidents=incidents)
+        text = termination_json(end)
+        read = TerminationMessage.model_validate_json(text)
+
+        # What else is said stays as it is
+        assert len(text.encode()) <= 4096
+        alone = termination_json(end.model_copy(update={"incidents": []}))
+        assert read.model_copy(update={"incidents": []}) == TerminationMessage.model_validate_json(alone)
+        # Of what is told nothing but messages is missing
+        assert len(read.incidents) >= room
+        newest = incidents[len(incidents) - len(read.incidents) :]
+        assert [item.model_copy(update={"message": ""}) for item in read.incidents] == [
+            item.model_copy(update={"message": ""}) for item in newest
+        ]
+        assert [item.message[:10] for item in read.incidents[-1:]] == ["number 19 "][: len(read.incidents)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from sft_api.checkpoints import carried
 from sft_api.failures import FailureClass
 from sft_api.goodput import SPENT, followed_by
 from sft_api.progress import Phase, TerminationMessage, TrainingProgress
@@ -202,6 +203,10 @@ class Group:
         here = part.spent or SpentSeconds()
         update = {"starting": here.starting + part.untold, "hanging": here.hanging + part.hung}
         return followed_by(self._spent, here.model_copy(update=update))
+
+    def last_words(self, end: TerminationMessage) -> TerminationMessage:
+        """``end`` with what the run has spent and what went wrong: nobody may have read the reports of it."""
+        return end.model_copy(update={"spent": self.spent, "incidents": list(carried(self.ledger.incidents))})
 
     # What follows
 

@@ -274,6 +274,8 @@ class Node:
             return
         if order.kind is OrderKind.EXIT:
             self._end = order.end
+            if self._coordinator is not None and order.end is not None:
+                self._end = self._coordinator.group.last_words(order.end)
             return
         generation = order.generation
         done = self._ended is not None and generation is not None and self._ended.generation == generation.id
@@ -311,8 +313,7 @@ class Node:
             message = f"asked to stop; the workers ended with {last.failure}: {last.message}"
         if self._coordinator is not None:
             group = self._coordinator.group
-            end = termination(FailureClass.INTERRUPTED, message, group.training)
-            self._end = end.model_copy(update={"spent": group.spent})
+            self._end = group.last_words(termination(FailureClass.INTERRUPTED, message, group.training))
         else:
             self._end = TerminationMessage(
                 failure=FailureClass.INTERRUPTED, message=message, step=last.step if last else 0
