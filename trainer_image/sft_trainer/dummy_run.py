@@ -58,8 +58,7 @@ class NothingSaved:
     def anything_saved(self) -> bool:
         return False
 
-    def copied(self) -> None:
-        """Nothing to wait for."""
+    def copied(self) -> None: ...
 
     def settle(self) -> None: ...
 

@@ -16,6 +16,7 @@ from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.data.batches import Step
 from sft_trainer.data.feed import Share
+from sft_trainer.dummy_run import NothingSaved
 from sft_trainer.errors import NonFiniteLossError, StopRequested
 from sft_trainer.events import Control, Listener, Request, StepDone
 from sft_trainer.late import LateFigures, Moment, steps_behind
@@ -63,6 +64,7 @@ class Story(Trainer):
             look_after=lambda: None,
             settle=lambda: None,
             hurry=lambda: None,
+            copied=lambda: None,
             tell=lambda: None,
             checkpoints=CheckpointsStatus(),
             checkpoint_of=lambda step: CheckpointId(1, step),
@@ -161,6 +163,15 @@ def test_a_cpu_has_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(StopRequested, match="stopped after step 4, which is saved"):
         story.run()
     assert story.told[:3] == ["launch 1", "learn 1", "launch 2"]
+
+
+def test_a_run_that_saves_nothing_makes_steps_as_others_do(tmp_path: Path) -> None:
+    story = Story(tmp_path, {})
+    story.saving, story.device, story._shares = NothingSaved(), CPU, story._feed()  # type: ignore[assignment]
+
+    story._learn(story._launch())
+
+    assert story.figures.step == 1
 
 
 def test_what_is_due_after_a_step_waits_for_it_and_no_other(tmp_path: Path) -> None:
