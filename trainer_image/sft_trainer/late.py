@@ -26,6 +26,11 @@ class Moment:
         if self._event is not None:
             self._event.record()
 
+    @property
+    def passed(self) -> bool:
+        """Whether the device has come to here."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Until the device is here."""
         if self._event is not None:
@@ -67,3 +72,5 @@ class Launched:
     rate: float
     figures: LateFigures
     began: Moment
+    waited: float
+    """Seconds since then in which the device waited for the copy of a save."""

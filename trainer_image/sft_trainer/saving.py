@@ -20,6 +20,7 @@ from .checkpoint.manager import CheckpointManager, SaveOutcome, call_each
 from .checkpoint.store import Store
 from .checkpoint.turns import beside_training
 from .errors import StorageUnavailableError, TrainingError
+from .late import Moment
 from .outage import Outage, is_outage
 from .place import check_same_run, nothing_saved
 from .reporting import Reporter
@@ -28,6 +29,8 @@ from .topology import Topology
 
 _STILL_SECONDS = 300.0
 """For which a save in the background may write nothing, which one that fails does not do: its requests have an end."""
+_SHORT_SECONDS = 0.05
+"""Of which nobody is told that training waited for a copy: to tell it would take as long."""
 
 
 class Saving:
@@ -163,9 +166,27 @@ class Saving:
         """Whether this process still uploads the last save."""
         return self._manager.in_flight
 
-    def copied(self) -> None:
-        """Wait until what the last save is made of may change."""
+    def copied(self, device: torch.device) -> float:
+        """Wait until what the last save is made of may change; for how many seconds training waited for nothing else.
+
+        Those are no part of a step, and are told as what they are: from when ``device`` has computed what it was told
+        so far, which is not waited for. A wait that is over, or short, is not told.
+        """
+        if self._manager.copied(0):
+            return 0.0
+        computed = Moment(device)
+        while not self._manager.copied(_SHORT_SECONDS):
+            if computed.passed:
+                return self._wait_for_copy()
+        return 0.0
+
+    def _wait_for_copy(self) -> float:
+        before, began = self._reporter.progress, time.monotonic()
+        self._wait_for(Phase.SAVING, "copying the checkpoint to host memory")
         self._manager.copied()
+        self._work_on()
+        self._reporter.update(phase=before.phase, phase_detail=before.phase_detail)
+        return time.monotonic() - began
 
     def hurry(self) -> None:
         """Have the last save use all that it can beside training: another one is due, and waits for it."""

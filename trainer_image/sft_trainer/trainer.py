@@ -369,10 +369,10 @@ class Trainer:
         rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
         # A step whose loss or gradients are not finite changes nothing, on all processes alike.
         ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
-        self.saving.copied()  # a save of the step before is copied beside this one, up to here
+        waited = self.saving.copied(self.device)  # a save of the step before is copied beside this one, up to here
         self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
         self.step += 1
-        return Launched(self.step, step, rate, LateFigures(sums), began)
+        return Launched(self.step, step, rate, LateFigures(sums), began, waited)
 
     def _learn(self, launched: Launched) -> None:
         """Wait for the figures of a step, and tell them."""
@@ -383,7 +383,7 @@ class Trainer:
         self.saving.tell()
         step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
-        seconds = launched.began.seconds_until(launched.figures.ready)
+        seconds = launched.began.seconds_until(launched.figures.ready) - launched.waited
         self.figures = self.figures.after(launched.number, step, loss, seconds)
         done = StepDone(
             step=launched.number,

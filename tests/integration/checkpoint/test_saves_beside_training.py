@@ -39,9 +39,9 @@ def train(config: TrainerConfig, folder: Path, rank: int, size: int, port: int) 
         waited_for.clear()
         return copy(self, tensors)
 
-    def wait(self: Saving) -> None:
+    def wait(self: Saving, device: torch.device) -> float:
         waited_for.set()
-        copied(self)
+        return copied(self, device)
 
     HostStaging._copy, Saving.copied = late, wait  # type: ignore[method-assign]
     Trainer(config, Ranks(rank, rank, size, size, "127.0.0.1", port, "0"), run_dir).run()

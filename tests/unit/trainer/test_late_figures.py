@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ class Story(Trainer):
             look_after=lambda: None,
             settle=lambda: None,
             hurry=lambda: None,
-            copied=lambda: None,
+            copied=lambda device: 0.0,
             tell=lambda: None,
             checkpoints=CheckpointsStatus(),
             checkpoint_of=lambda step: CheckpointId(1, step),
@@ -172,6 +173,22 @@ def test_a_run_that_saves_nothing_makes_steps_as_others_do(tmp_path: Path) -> No
     story._learn(story._launch())
 
     assert story.figures.step == 1
+
+
+def test_a_wait_for_the_copy_of_a_save_is_no_part_of_the_step(tmp_path: Path) -> None:
+    story = Story(tmp_path, {})
+    story.device, story._shares = CPU, story._feed()
+
+    def copied(device: torch.device) -> float:
+        time.sleep(0.2)
+        return 0.2
+
+    story.saving.copied = copied  # type: ignore[method-assign]
+    launched = story._launch()
+    took = launched.began.seconds_until(launched.figures.ready)
+    story._learn(launched)
+
+    assert story.figures.step_seconds == pytest.approx(took - 0.2)
 
 
 def test_what_is_due_after_a_step_waits_for_it_and_no_other(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Saves while storage is slow: training says what it waits for, and what is still due is saved."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,20 @@ import torch
 from sft_api.checkpoints import CheckpointId, RunState
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
+from sft_trainer import saving
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.errors import StorageUnavailableError
+from sft_trainer.late import Moment
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from sft_trainer.topology import ALONE
 from tests.parity.runs import manifest, resolve
 from tests.unit.checkpoint.boxed import whole
 from tests.waiting import PATIENCE_SECONDS, wait_until
+
+CPU = torch.device("cpu")
 
 
 class SlowStore(LocalStore):
@@ -47,7 +53,7 @@ class Run:
             self.config,
             self.store,
             self.reporter,
-            device=torch.device("cpu"),
+            device=CPU,
             topology=ALONE,
             on_commit=lambda known: self.commits.append(known.latest.step if known.latest else 0),
         )
@@ -101,6 +107,62 @@ def test_bytes_are_a_sign_of_life_only_while_training_waits_for_them(run: Run) -
     run.save(3, final=True)
     assert run.reporter.progress.phase is Phase.SAVING
     assert run.reporter.progress.phase_detail.startswith("step 3: 0 MiB")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies for saves in the background begin when it is set."""
+    begin, copy = threading.Event(), HostStaging._copy
+
+    def late(staging: HostStaging, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert begin.wait(PATIENCE_SECONDS)
+        return copy(staging, tensors)
+
+    monkeypatch.setattr(HostStaging, "_copy", late)
+    return begin
+
+
+def test_training_that_waits_for_the_copy_of_a_save_is_no_step(run: Run, copies: threading.Event) -> None:
+    # Given a copy that takes longer than the step beside it
+    run.save(1)
+    run.reporter.update(phase=Phase.TRAINING, phase_detail="")
+    saving_before = run.reporter.progress.spent.saving
+    waited: list[float] = []
+    step = threading.Thread(target=lambda: waited.append(run.saving.copied(CPU)))
+    step.start()
+
+    # Then it is said what is waited for: the limit is that of saves, which is longer than a step's
+    wait_until(lambda: run.reporter.progress.phase is Phase.SAVING)
+    assert run.reporter.progress.phase_detail == "copying the checkpoint to host memory"
+
+    # And it counts as that, once it goes on with the step
+    copies.set()
+    step.join(PATIENCE_SECONDS)
+    progress = run.reporter.progress
+    assert (progress.phase, progress.phase_detail) == (Phase.TRAINING, "")
+    assert 0 < progress.spent.saving - saving_before <= waited[0]
+
+
+def test_nothing_is_said_of_a_copy_while_the_step_beside_it_is_computed(
+    run: Run, copies: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a device that still computes the gradients
+    class Computes(Moment):
+        passed = False
+
+    monkeypatch.setattr(saving, "Moment", Computes)
+    said: list[Phase] = []
+    run.save(1)
+    monkeypatch.setattr(run.reporter, "phase", lambda phase, *_: said.append(phase))
+    step = threading.Thread(target=run.saving.copied, args=(CPU,))
+    step.start()
+    time.sleep(4 * saving._SHORT_SECONDS)
+
+    # Then it is a step as any other; and so is one that finds the copy complete
+    copies.set()
+    step.join(PATIENCE_SECONDS)
+    assert run.saving.copied(CPU) == 0
+    assert said == []
 
 
 def test_every_commit_is_told_once_and_not_between_gradients_and_update(run: Run) -> None:

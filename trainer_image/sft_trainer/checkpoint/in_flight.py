@@ -24,6 +24,11 @@ class InFlight(Generic[T]):
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for its end, at most so many ``seconds``; whether it has ended."""
+        self._thread.join(seconds)
+        return self.ended
+
     def result(self) -> T:
         self._thread.join()
         assert self._outcome is not None, "the saving thread died"  # noqa: S101 - work raises nothing

@@ -299,11 +299,14 @@ class CheckpointManager:
         copy = self._staging.copier(values)
         return InFlight(lambda: self._group.tried(copy))
 
-    def copied(self) -> None:
-        """Wait until the boxes of the save in flight, if any, may change. Not collective; an error is the save's."""
-        if self._copying is not None:
-            self._copying.result()
+    def copied(self, seconds: float | None = None) -> bool:
+        """Wait until the boxes of the save in flight, if any, may change; whether they may.
+
+        At most so many ``seconds``, where given. Not collective; an error is the save's.
+        """
+        if self._copying is not None and self._copying.wait(seconds):
             self._copying = None
+        return self._copying is None
 
     @property
     def in_flight(self) -> bool:
