@@ -345,6 +345,34 @@ def test_no_room_for_one_rank_makes_all_save_while_training_waits(tmp_path: Path
     assert len(said) == 1
 
 
+def save_without_copies(store: Store, refused: int) -> tuple[str, bool, list[str]]:
+    """How a save failed whose copies could not be made on rank ``refused``, whether the next was over when it returned,
+    and what was said."""
+    said: list[str] = []
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT, on_warning=said.append)
+    if dist.get_rank() == refused:
+        manager._staging._allocate = lambda size: torch.empty(2**62)  # type: ignore[assignment, method-assign]
+    manager.claim_attempt("job")
+    tensors = boxes_of(*trained(seed=1, steps=1))
+    manager.save(1, tensors, RunState(cursor=1), asynchronous=True)
+    try:
+        manager.wait()
+        failed = ""
+    except TrainingError as error:
+        failed = str(error)
+    outcome = manager.save(2, tensors, RunState(cursor=2), asynchronous=True)
+    return failed, outcome is not None, said
+
+
+def test_one_rank_that_cannot_copy_makes_all_save_while_training_waits_from_then_on(tmp_path: Path) -> None:
+    first, second = ranks.run(2, tmp_path, save_without_copies, LocalStore(tmp_path / "store"), 1)
+    assert first == second
+    failed, waited, said = first
+    assert failed.startswith("rank 1: RuntimeError: ")
+    assert waited
+    assert len(said) == 1
+
+
 class WaitsForItsPeer(LocalStore):
     """Rank 1 writes nothing before rank 0 has said that it waits for it."""
 

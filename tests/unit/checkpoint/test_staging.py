@@ -129,26 +129,30 @@ def test_a_save_that_does_not_fit_is_streamed_and_said_once(tmp_path: Path) -> N
     assert torch.equal(loaded["weight"], tensors["weight"])
 
 
-def test_a_copy_that_cannot_be_made_is_a_save_that_failed_and_the_next_one_is_made(
+def test_a_copy_that_cannot_be_made_is_a_save_that_failed_and_the_next_ones_need_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = CheckpointManager(LocalStore(tmp_path), here())
+    # Given host memory that is free, as far as is known, and cannot be had
+    said: list[str] = []
+    manager = CheckpointManager(LocalStore(tmp_path), here(), on_warning=said.append)
     manager.claim_attempt("job")
     tensors = {"weight": torch.randn(64)}
 
     def no_memory(self: HostStaging, size: int) -> None:
         raise RuntimeError(f"cannot allocate {size} bytes")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(HostStaging, "_allocate", no_memory)
-        manager.save(1, whole(tensors), RunState(), asynchronous=True)
-        manager.copied()
-        with pytest.raises(CheckpointSaveError, match="cannot allocate 256 bytes"):
-            manager.wait()
-    manager.save(2, whole(tensors), RunState(), asynchronous=True)
-    outcome = manager.wait()
-    assert outcome is not None
-    assert outcome.step == 2
+    monkeypatch.setattr(HostStaging, "_allocate", no_memory)
+    manager.save(1, whole(tensors), RunState(), asynchronous=True)
+    manager.copied()
+    with pytest.raises(CheckpointSaveError, match="cannot allocate 256 bytes"):
+        manager.wait()
+    assert said == []
+
+    # When it saves in the background again, then training waits for what is streamed, and the user knows why
+    outcomes = [manager.save(step, whole(tensors), RunState(cursor=step), asynchronous=True) for step in (2, 3)]
+    assert [outcome.step for outcome in outcomes if outcome is not None] == [2, 3]
+    (warning,) = said
+    assert "RuntimeError: cannot allocate 256 bytes; raise compute.resources.limits.memory, or set" in warning
 
 
 @pytest.mark.parametrize(

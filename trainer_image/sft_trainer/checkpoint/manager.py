@@ -109,6 +109,8 @@ class CheckpointManager:
         self._on_warning = on_warning
         self._available_memory = available_memory
         self._told_no_room = False
+        self._refused_copies = ""
+        """Why this rank could not make the copies of a save, once it could not."""
         self._threads_beside_training = threads_beside_training
         self._turns = Turns()
         """Of the save in flight."""
@@ -253,8 +255,9 @@ class CheckpointManager:
         they may be read meanwhile, may change once ``copied`` has returned, and ``poll`` or ``wait`` gives the outcome.
         Synchronous: streams them from where they are, and raises what went wrong; CheckpointSaveError when the boxes of
         all ranks do not cover their tensors exactly. A step that this attempt committed already is not saved again
-        (None). Where host memory has no room for the copies on any node, an asynchronous save becomes a synchronous one
-        on all ranks. Raises AttemptSupersededError when an earlier save found out about it.
+        (None). Where host memory has no room for the copies on any node, or could not be had for those of a save
+        before, an asynchronous save becomes a synchronous one on all ranks. Raises AttemptSupersededError when an
+        earlier save found out about it.
         """
         self._join()
         if self._superseded is not None:
@@ -287,8 +290,11 @@ class CheckpointManager:
         return outcome
 
     def _has_room(self, values: Sequence[torch.Tensor]) -> bool:
-        """Whether copies of ``values`` fit into the memory of every node; says once that they do not. Collective."""
-        here = Room.here(self._staging.missing(values), self._available_memory())
+        """Whether copies of ``values`` fit into the memory of every node, and no rank was ever refused any.
+
+        Says once that it is not so. Collective.
+        """
+        here = Room.here(self._staging.missing(values), self._available_memory(), self._refused_copies)
         problem = no_room(self._group.gathered(here))
         if problem and not self._told_no_room:
             self._told_no_room = True
@@ -305,7 +311,9 @@ class CheckpointManager:
         At most so many ``seconds``, where given. Not collective; an error is the save's.
         """
         if self._copying is not None and self._copying.wait(seconds):
-            self._copying = None
+            copies, self._copying = self._copying.result(), None
+            if isinstance(copies, Failure):
+                self._refused_copies = str(copies.error)
         return self._copying is None
 
     @property

@@ -130,14 +130,23 @@ class Room:
     node: str
     needed: int
     available: int | None
+    refused: str = ""
+    """Why copies could not be made, if that was tried in vain: they would not be the next time."""
 
     @classmethod
-    def here(cls, needed: int, available: int | None) -> "Room":
-        return cls(os.uname().nodename, needed, available)
+    def here(cls, needed: int, available: int | None, refused: str = "") -> "Room":
+        return cls(os.uname().nodename, needed, available, refused)
 
 
 def no_room(ranks: Sequence[Room]) -> str:
-    """A sentence when the ranks of any node need more than it has; empty when all fit."""
+    """A sentence when the ranks of any node need more than it has, or had no copies; empty when all fit."""
+    for rank in ranks:
+        if rank.refused:
+            return (
+                "checkpoints are saved while training waits: for a save in the background the state is copied to host "
+                f"memory, which failed on {rank.node}: {rank.refused}; raise compute.resources.limits.memory, or set "
+                "checkpoint.async: false"
+            )
     for node in dict.fromkeys(rank.node for rank in ranks):
         here = [rank for rank in ranks if rank.node == node]
         needed = sum(rank.needed for rank in here)
