@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
@@ -28,7 +29,9 @@ from .supervisor.cgroup import Cgroup, available_cpus
 from .topology import Topology
 
 _STILL_SECONDS = 300.0
-"""For which a save in the background may write nothing, which one that fails does not do: its requests have an end."""
+"""For which a save may write nothing, which one that fails does not do: its requests have an end."""
+_SLOWEST_UPLOAD = timedelta(hours=1)
+"""For which processes wait for the one that takes longest."""
 _SHORT_SECONDS = 0.05
 """Of which nobody is told that training waited for a copy: to tell it would take as long."""
 
@@ -56,8 +59,11 @@ class Saving:
             store,
             topology,
             device=device,
+            # Who waits for a process whose store hangs waits until that one gives it up.
+            timeout=_SLOWEST_UPLOAD + timedelta(seconds=config.spec.run_policy.storage_deadline_seconds),
             on_bytes=self._count,
             on_wait=self._note_wait,
+            while_waiting=self._look_while_waiting,
             on_warning=reporter.warn,
             available_memory=cgroup.available_memory,
             threads_beside_training=beside_training(available_cpus(cgroup), topology.local_world_size),
@@ -222,22 +228,31 @@ class Saving:
             self._wait_out(f"step {step}")
         return True
 
-    def look_after(self) -> None:
-        """Take in that the save in the background stands still, or moves again: a store that hangs (NFS that is away)
-        never says that it has failed.
+    def look_after(self) -> bool:
+        """Take in that the save in flight stands still, or moves again; whether it stands still.
 
-        While this process waits for others it is theirs that may.
+        A store that hangs (NFS that is away) never says that it has failed. While this process waits for others it is
+        theirs that may.
         """
         still = time.monotonic() - self._moved
         stands = self._manager.in_flight and not self._waits_for_others and still >= _STILL_SECONDS
         if stands and self.outage.told is None:
-            self._note_outage(
-                StorageUnavailableError(f"the save in the background has written nothing for {still:.0f} s")
-            )
+            self._note_outage(StorageUnavailableError(f"the save has written nothing for {still:.0f} s"))
             self._stands_still = True
         elif self._stands_still and not stands and self._manager.in_flight:
             self._stands_still = False
             self._note_success()
+        return stands
+
+    def _look_while_waiting(self) -> None:
+        """While training waits for a save: one that stands still is no hang, but an outage with its own deadline."""
+        if not self.look_after():
+            return
+        self.outage.check()
+        with self._lock:
+            if self._waiting is not None and not self._waits_for_others:
+                phase, what = self._waiting
+                self._reporter.alive(phase, f"{what}: waiting for the store")
 
     def keep_while(self, needed: Callable[[CheckpointStatus], bool]) -> None:
         """Keep checkpoints that are ``needed``, besides those that the spec says; it is asked by any thread."""

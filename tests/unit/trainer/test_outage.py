@@ -1,6 +1,7 @@
 """A store that took a run's checkpoints and then takes none: training goes on, and the end waits, but not for ever."""
 
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -311,21 +312,80 @@ def test_a_final_save_that_arrived_unheard_ends_the_run_well(tmp_path: Path, mon
     assert run.reporter.progress.storage_outage is None
 
 
-@pytest.mark.usefixtures("short_pauses")
-def test_a_save_that_stands_still_is_an_outage_until_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a store that neither takes anything nor says so
-    run, asked, answers = Run(tmp_path, asynchronous=True, deadline=1), threading.Event(), threading.Event()
-    write = RefusingStore.open_write
+class Hanging:
+    """A store that neither takes anything nor says so."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+        """What makes it take what it was asked to."""
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    made, write = Hanging(), RefusingStore.open_write
 
     def hangs(store: RefusingStore, key: str, size_hint: int = 0) -> WriteStream:
         if key.endswith(".bin"):
-            asked.set()
-            answers.wait()
+            made.asked.set()
+            made.answers.wait()
         return write(store, key, size_hint)
 
     monkeypatch.setattr(RefusingStore, "open_write", hangs)
+    yield made
+    made.answers.set()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_store_that_hangs_while_training_waits_for_it_is_no_hang_and_has_the_deadline_of_outages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Hanging, asynchronous: bool
+) -> None:
+    run = Run(tmp_path, asynchronous=asynchronous, deadline=1)
+    monkeypatch.setattr(saving, "_STILL_SECONDS", 0)
+
+    def save() -> None:
+        run.save(5)
+        assert asynchronous
+        run.settle()
+
+    with pytest.raises(StorageDeadlineError, match="storageDeadlineSeconds is 1; the last answer was: the save has wr"):
+        save()
+    assert hanging.asked.is_set()
+
+
+def test_a_final_save_that_stands_still_says_that_it_waits_until_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Hanging
+) -> None:
+    # Given a run that ends while its store hangs
+    run = Run(tmp_path, asynchronous=True)
+    monkeypatch.setattr(saving, "_STILL_SECONDS", 0)
+    ending = threading.Thread(target=run.save, args=(5,), kwargs={"final": True}, daemon=True)
+    ending.start()
+
+    # Then it is an outage, and each second a sign of life
+    wait_until(lambda: run.reporter.progress.phase_detail == "step 5: waiting for the store")
+    assert hanging.asked.is_set()
+    progress = run.reporter.progress
+    assert progress.phase is Phase.SAVING
+    assert progress.storage_outage is not None
+    wait_until(lambda: (run.reporter.progress.update_time or NOW) > (progress.update_time or NOW))
+
+    # And it is over once that answers
+    monkeypatch.setattr(saving, "_STILL_SECONDS", 1e9)
+    hanging.answers.set()
+    ending.join(PATIENCE_SECONDS)
+    assert run.saved == [5]
+    assert run.reporter.progress.storage_outage is None
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_save_that_stands_still_is_an_outage_until_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Hanging
+) -> None:
+    # Given a store that neither takes anything nor says so
+    run = Run(tmp_path, asynchronous=True, deadline=1)
     run.save(5)
-    assert asked.wait(PATIENCE_SECONDS)
+    assert hanging.asked.wait(PATIENCE_SECONDS)
     run.saving.look_after()
     assert run.reporter.progress.storage_outage is None
 
@@ -336,7 +396,7 @@ def test_a_save_that_stands_still_is_an_outage_until_it_moves(tmp_path: Path, mo
     # Then it is told, and has the deadline of any outage
     told = run.reporter.progress.storage_outage
     assert told is not None
-    assert "the save in the background has written nothing for " in told.message
+    assert "the save has written nothing for " in told.message
     wait_until(lambda: run.saving.outage.verdict)
     with pytest.raises(StorageDeadlineError):
         run.saving.outage.check()
@@ -345,7 +405,7 @@ def test_a_save_that_stands_still_is_an_outage_until_it_moves(tmp_path: Path, mo
     monkeypatch.setattr(saving, "_STILL_SECONDS", 1e9)
     run.saving.look_after()
     assert run.reporter.progress.storage_outage is None
-    answers.set()
+    hanging.answers.set()
     run.settle()
     assert run.saved == [5]
 

@@ -45,6 +45,8 @@ from sft_trainer.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 1.0
+
 T = TypeVar("T")
 _Found = tuple[Manifest | None, tuple[Skipped, ...]]
 
@@ -79,8 +81,9 @@ class CheckpointManager:
     comes first. Collective methods are called by every rank, in the same order. ``device`` is where the tensors live;
     ``timeout`` bounds how long ranks wait for the slowest one's upload. ``on_bytes`` is told, by any thread, how many
     bytes of this rank's tensors were written or read since it was called last. ``on_wait`` is told, by any thread, when
-    this rank begins (True) and ends (False) to wait for what others do. ``threads_beside_training``: how many threads
-    of a save work at once while training goes on (None: all).
+    this rank begins (True) and ends (False) to wait for what others do. ``while_waiting`` is called once a second while
+    a caller waits for a save to end: what it raises ends the wait, and not the save. ``threads_beside_training``: how
+    many threads of a save work at once while training goes on (None: all).
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class CheckpointManager:
         timeout: timedelta = timedelta(hours=1),
         on_bytes: Callable[[int], None] = lambda count: None,
         on_wait: Callable[[bool], None] = lambda waits: None,
+        while_waiting: Callable[[], None] = lambda: None,
         on_warning: Callable[[str], None] = lambda message: None,
         available_memory: Callable[[], int | None] = lambda: None,
         threads_beside_training: int | None = None,
@@ -105,6 +109,7 @@ class CheckpointManager:
         self._group = CheckpointGroup(topology, timeout, on_wait)
         self._protocol = Protocol(store)
         self._on_bytes = on_bytes
+        self._while_waiting = while_waiting
         self._staging = HostStaging(device or torch.device("cpu"))
         self._on_warning = on_warning
         self._available_memory = available_memory
@@ -280,11 +285,10 @@ class CheckpointManager:
             size, error = self._save(step, tensors, pieces, run, keep or KeepPolicy(), beside, turns)
             return SaveOutcome(step, error, size, time.monotonic() - started)
 
+        self._copying, self._in_flight = copying, InFlight(work)
         if asynchronous:
-            self._copying, self._in_flight = copying, InFlight(work)
             return None
-        outcome = work()
-        self._note(outcome)
+        outcome = self._end_of(self._in_flight)
         if outcome.error is not None:
             raise outcome.error
         return outcome
@@ -351,11 +355,18 @@ class CheckpointManager:
 
     def _join(self) -> None:
         self.copied()  # two saves never copy at once, however the first has ended
-        flight, self._in_flight = self._in_flight, None
-        if flight is not None:
+        if self._in_flight is not None:
             self.hurry()
-            self._unreported = flight.result()
-            self._note(self._unreported)
+            self._unreported = self._end_of(self._in_flight)
+
+    def _end_of(self, flight: InFlight[SaveOutcome]) -> SaveOutcome:
+        """The outcome of the save in flight, which is waited for."""
+        while not flight.wait(_LOOK_SECONDS):
+            self._while_waiting()
+        self._in_flight = None
+        outcome = flight.result()
+        self._note(outcome)
+        return outcome
 
     def _note(self, outcome: SaveOutcome) -> None:
         if outcome.error is None:
