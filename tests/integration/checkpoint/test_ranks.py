@@ -89,6 +89,7 @@ def save_here(store: Store, steps: int, asynchronous: bool) -> Numbers:
     before = whole(*state)
     manager.save(steps, boxes, RunState(cursor=steps), asynchronous=asynchronous)
     if asynchronous:
+        manager.copied()
         for box in boxes:
             box.local.detach().fill_(-5)
         for _ in range(20):  # and training's own collectives go on meanwhile
