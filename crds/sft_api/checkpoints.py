@@ -147,6 +147,14 @@ class RunState(StoredModel):
     """Of the model that the run started from, as the trainer computes it; empty where it was not recorded.
 
     A checkpoint that lacks tensors of the model, because they are not trained, means nothing without that base."""
+    eval_data: dict[str, str] = {}
+    """Digest of the tokenised examples of every evaluation set, by its name; empty where it was not recorded."""
+
+    @property
+    def evaluated_on(self) -> str:
+        """What ``evalLoss`` is of: only losses of the same can be compared. Empty where it was not recorded."""
+        # Names of sets and their order change no loss over all of them.
+        return digest_of({"sets": sorted(self.eval_data.values())})[:16] if self.eval_data else ""
 
 
 class StoredFile(StoredModel):

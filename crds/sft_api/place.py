@@ -225,7 +225,7 @@ def complete_progress(
         if last is not None:
             folder = f"{uri}/{last.id.prefix}".rstrip("/")
             metric = finite(last.run.metrics.get(BEST_METRIC))
-            kept = [checkpoint_status(last.id, folder, last.created, last.bytes, metric)]
+            kept = [checkpoint_status(last.id, folder, last.created, last.bytes, metric, last.run.evaluated_on)]
         total = None if done.stopped_early else done.step
         reported = TrainingProgress(
             attempt=done.attempt, step=done.step, total_steps=total, checkpoints=checkpoints_status(kept)

@@ -110,9 +110,12 @@ def progress_status(training: TrainingProgress) -> ProgressStatus:
 
 
 def checkpoint_status(
-    identity: CheckpointId, uri: str, time: datetime, size_bytes: int, eval_loss: float | None
+    identity: CheckpointId, uri: str, time: datetime, size_bytes: int, eval_loss: float | None, eval_data: str = ""
 ) -> CheckpointStatus:
-    """The entry of ``status.checkpoints`` for a verified checkpoint in the folder ``uri``."""
+    """The entry of ``status.checkpoints`` for a verified checkpoint in the folder ``uri``.
+
+    ``eval_data``: ``RunState.evaluated_on``.
+    """
     return CheckpointStatus(
         step=identity.step,
         attempt=identity.attempt,
@@ -121,15 +124,28 @@ def checkpoint_status(
         size_bytes=size_bytes,
         verified=True,
         eval_loss=eval_loss,
+        eval_data=eval_data,
     )
+
+
+def best_of(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
+    """Of ``checkpoints``, newest first, those whose evaluation losses can be compared, lowest first; of equal ones the
+    newer.
+
+    Losses of other data than was evaluated on last cannot. What earlier versions evaluated on is not known: it counts
+    as the same.
+    """
+    with_loss = [entry for entry in checkpoints if entry.eval_loss is not None]
+    last = next((entry.eval_data for entry in with_loss if entry.eval_data), "")
+    comparable = [entry for entry in with_loss if entry.eval_data in ("", last)]
+    return sorted(comparable, key=lambda entry: (entry.eval_loss, -entry.attempt, -entry.step))
 
 
 def checkpoints_status(verified: Sequence[CheckpointStatus]) -> CheckpointsStatus:
     """``status.checkpoints`` for all that are kept, newest first; of equally good ones the newer is the best."""
-    scored = [entry for entry in verified if entry.eval_loss is not None]
     return CheckpointsStatus(
         latest=verified[0] if verified else None,
-        best=min(scored, key=lambda entry: entry.eval_loss or 0.0, default=None),
+        best=next(iter(best_of(verified)), None),
         kept=list(verified[:_SHOWN_CHECKPOINTS]),
     )
 
@@ -141,12 +157,14 @@ def committed(checkpoints: CheckpointsStatus) -> tuple[str, list[CommittedCheckp
         entries = [*entries[: _SHOWN_CHECKPOINTS - 1], checkpoints.best]
     if not entries or len(parent := entries[0].uri.rpartition("/")[0]) > 1000 or not parent.isascii():
         return "", []
+    # Whoever reads them takes the lowest loss for the best.
+    comparable = best_of(entries)
     return parent, [
         CommittedCheckpoint(
             folder=entry.uri.rpartition("/")[2],
             time=datetime.fromisoformat(entry.time),
             size_bytes=entry.size_bytes,
-            eval_loss=entry.eval_loss,
+            eval_loss=entry.eval_loss if entry in comparable else None,
         )
         for entry in entries
     ]

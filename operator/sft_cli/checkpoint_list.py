@@ -6,8 +6,9 @@ from typing import Any
 
 from sft_api.checkpoints import BEST_METRIC, CheckpointId
 from sft_api.place import Beat, Done, RunRecord
+from sft_api.report import best_of
 from sft_api.times import timestamp
-from sft_trainer.checkpoint.catalog import best_of, status_of
+from sft_trainer.checkpoint.catalog import status_of
 from sft_trainer.checkpoint.inspecting import Folder
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

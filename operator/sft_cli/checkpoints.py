@@ -10,8 +10,9 @@ from pathlib import Path
 from sft_api.checkpoints import CheckpointId, checkpoint_id
 from sft_api.failures import FailureClass, exit_code
 from sft_api.place import Beat
+from sft_api.report import best_of
 from sft_trainer.alive import WATCH_SECONDS, name_of, next_sign, read_beat
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, best_of
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.inspecting import Folder, damage, folders_of, is_gone
 from sft_trainer.checkpoint.protocol import Protocol, Pruning

@@ -10,13 +10,14 @@ from pydantic import ValidationError
 
 from sft_api.checkpoints import Manifest
 from sft_api.failures import exit_code
+from sft_api.report import best_of
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.places import default_export
 from sft_api.v1alpha1.runtime import CheckpointSpec, ExportSpec
 from sft_api.v1alpha1.workload import ModelSpec
 from sft_trainer.cache import cache_directory
-from sft_trainer.checkpoint.catalog import Catalog, Skipped, best_of, status_of
+from sft_trainer.checkpoint.catalog import Catalog, Skipped, status_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.opening import open_store

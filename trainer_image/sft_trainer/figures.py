@@ -104,6 +104,11 @@ class Figures:
             judged_at=self.step,
         )
 
+    def evaluated_on_other_data(self) -> "Figures":
+        """Those of a run that goes on with other evaluation data: no loss of before can be compared with one of now."""
+        unjudged = replace(self, best_eval_loss=None, worse_evaluations=0, judged_at=-1)
+        return replace(unjudged, eval_loss=None, eval_accuracy=None, first_eval_loss=None)
+
     def as_another_run(self) -> "Figures":
         """Those of a run that goes on from another one's checkpoint: how its own go, and how long, it tells itself."""
         return replace(self, step_seconds=0.0, best_eval_loss=None, worse_evaluations=0, judged_at=-1, stopped_early="")

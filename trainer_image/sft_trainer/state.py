@@ -30,6 +30,8 @@ class Facts:
     """Of the model that is there."""
     companions: dict[str, str]
     """Digests of the files beside its weights, by name."""
+    eval_data: dict[str, str]
+    """Digest of the tokenised examples of every evaluation set, by its name: of what the run is judged by."""
 
     @classmethod
     def of(cls, config: TrainerConfig, prepared: Prepared, device: torch.device, topology: Topology) -> "Facts":
@@ -48,6 +50,7 @@ class Facts:
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
             prepared.base_digest,
             prepared.companions,
+            {name: source.digest[:16] for name, source in prepared.eval.items()},
         )
 
 
@@ -68,8 +71,14 @@ def run_state(config: TrainerConfig, facts: Facts, figures: Figures, *, updates:
             "base_digest": base_digest,
             "data": facts.data,
             "companions": facts.companions,
+            "eval_data": facts.eval_data,
         }
     )
+
+
+def evaluates_on_other_data(run: RunState, here: Facts) -> bool:
+    """Whether losses of evaluations of now cannot be compared with those that ``run`` tells of."""
+    return run.evaluated_on not in ("", RunState(eval_data=here.eval_data).evaluated_on)
 
 
 def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str]:
@@ -87,6 +96,12 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
         warnings.append(
             f"the data is not what it was at step {manifest.step}: digests of {', '.join(changed)}; only later steps "
             "see the rows of now: give the run another metadata.name to train all of it on them"
+        )
+    if evaluates_on_other_data(run, here):
+        changed = changed_fields(run.eval_data, here.eval_data, "data.eval")
+        warnings.append(
+            f"the evaluation data is not what it was at step {manifest.step}: digests of {', '.join(changed)}; losses "
+            "of before are compared with none of now: early stopping and the best checkpoint begin anew"
         )
     return warnings
 

@@ -67,7 +67,7 @@ from .prepared import Prepared
 from .reporting import Reporter
 from .revisions import pinned
 from .saving import Saving
-from .state import Facts, resume_warnings, run_state
+from .state import Facts, evaluates_on_other_data, resume_warnings, run_state
 from .storage import check_same_base
 from .strategies import build, holding_device
 from .topology import Topology
@@ -310,8 +310,11 @@ class Trainer:
 
     def _go_on_after(self, manifest: Manifest, figures: Figures, warnings: list[str]) -> None:
         self.strategy.updates = manifest.run.updates
+        facts = self._facts()
+        if evaluates_on_other_data(manifest.run, facts):
+            figures = figures.evaluated_on_other_data()
         self.step, self.figures = manifest.step, figures
-        warnings += resume_warnings(manifest, self._facts(), self.spec.model.uri)
+        warnings += resume_warnings(manifest, facts, self.spec.model.uri)
         self.events.emit(Resumed(manifest.id, figures, self.saving.checkpoints, warnings))
 
     def _check_base(self, run: RunState) -> None:

@@ -89,13 +89,18 @@ class CheckpointStatus(ApiModel):
     size_bytes: int = Field(description="Size of all its files.")
     verified: bool = Field(description="Manifest read, and every file there with the size it names.")
     eval_loss: float | None = Field(default=None, description="Evaluation loss at that step, when known.")
+    eval_data: Annotated[str, Field(max_length=64)] = Field(
+        default="", description="Digest of what was evaluated on: only losses of the same can be compared."
+    )
 
 
 class CheckpointsStatus(ApiModel):
     """Checkpoints in the store."""
 
     latest: CheckpointStatus | None = Field(default=None, description="The one a restart would go on from.")
-    best: CheckpointStatus | None = Field(default=None, description="The one with the lowest evaluation loss.")
+    best: CheckpointStatus | None = Field(
+        default=None, description="The one with the lowest evaluation loss, on the data evaluated on last."
+    )
     kept: Annotated[list[CheckpointStatus], Field(max_length=10)] = Field(
         default_factory=list, description="All that are kept, newest first, at most 10."
     )

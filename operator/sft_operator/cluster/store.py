@@ -138,7 +138,8 @@ class CheckpointStore:
                 if isinstance(manifest, str):
                     return manifest
                 loss = finite(manifest.run.metrics.get(BEST_METRIC))
-                return checkpoint_status(one, folder, manifest.created, manifest.bytes, loss)
+                on = manifest.run.evaluated_on
+                return checkpoint_status(one, folder, manifest.created, manifest.bytes, loss, on)
             except (ValueError, OverflowError) as error:  # no clock shows its time
                 return f"its manifest cannot be read: {error}"
 

@@ -1,5 +1,6 @@
 """What a run has come to, and what its checkpoints keep of it."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -50,6 +51,16 @@ def test_an_evaluation_that_a_restart_repeats_counts_once() -> None:
     figures = restarted(evaluations(1.0, 1.5))
     again = figures.evaluated(1.5)
     assert (again.worse_evaluations, again.eval_loss, again.evaluated_at) == (1, 1.5, 2)
+
+
+def test_evaluations_of_other_data_are_judged_by_none_of_before() -> None:
+    before = restarted(evaluations(0.6, 0.5, 0.7))
+    figures = before.evaluated_on_other_data()
+    assert (figures.step, figures.eval_loss, figures.first_eval_loss) == (3, None, None)
+    # Also one after the very step that was evaluated before.
+    for step, loss in ((3, 1.9), (4, 1.7), (5, 1.5)):
+        figures = replace(figures, step=step).evaluated(loss)
+        assert (figures.best_eval_loss, figures.worse_evaluations) == (loss, 0)
 
 
 def test_the_end_of_a_run_is_recorded_and_is_not_that_of_one_that_goes_on_from_it() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import CheckpointId
+from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.progress import Activity, Phase
 from sft_api.report import checkpoints_status
 from sft_api.rundir import ACTIVITY_FOLDER
@@ -474,6 +475,40 @@ def test_a_run_that_goes_on_from_its_last_checkpoint_makes_no_step_more(tmp_path
     story.run()
 
     assert story.told == ["save 4 at the end"]
+
+
+@pytest.mark.parametrize(
+    ("evaluated_on", "told"),
+    [
+        ("A", ["evaluate 3", "evaluate 4", "save 4 at the end"]),
+        ("B", [*(f"evaluate {step}" for step in (2, 3, 4, 5, 6)), "save 6 at the end"]),
+    ],
+)
+def test_a_run_that_goes_on_is_judged_by_losses_of_the_data_of_now(
+    tmp_path: Path, evaluated_on: str, told: list[str]
+) -> None:
+    # Given a checkpoint that was evaluated on A, far better than any evaluation to come
+    figures = Figures(2).evaluated(0.5)
+    run = RunState.model_validate({**figures.record(), "updates": 2, "eval_data": {"held-out": "A"}})
+    saved = Manifest(step=2, attempt=1, job_uid="u", world_size=1, created=datetime.now(UTC), run=run, files=())
+
+    class GoesOn(Story):
+        def _resume_or_load(self) -> None:
+            self._go_on_after(saved, Figures.recorded(saved), [])
+
+    story = GoesOn(tmp_path, {}, **EARLY)
+    sets = {"held-out": SimpleNamespace(digest=evaluated_on)}
+    story.prepared = SimpleNamespace(  # type: ignore[assignment]
+        total_steps=6, train=(), eval=sets, base_digest="", companions={}
+    )
+    # When each of these is better than the one before
+    story.eval_losses = {2: 2.0, 3: 1.9, 4: 1.7, 5: 1.5, 6: 1.4}
+    story.run()
+
+    # Then only what is judged by A is no better
+    assert story.told == told
+    warned = [text for text in story.reporter.progress.warnings if "evaluation data" in text]
+    assert len(warned) == (evaluated_on == "B")
 
 
 def test_a_stop_within_the_step_that_finishes_the_run_loses_nothing_of_that(tmp_path: Path) -> None:

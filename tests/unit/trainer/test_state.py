@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sft_api.checkpoints import Manifest
+from sft_api.checkpoints import Manifest, RunState
 from sft_trainer import state
 from sft_trainer.prepared import Prepared
 from sft_trainer.state import Facts, changed_fields
@@ -19,15 +19,28 @@ UNEVEN = {"pipelineParallelDegree": 2, "transformerConfigOverrides": {"num_layer
 
 
 def environment(folder: Path, topology: Topology = ALONE, **sections: Any) -> dict[str, str | int]:
-    prepared = SimpleNamespace(train=(), base_digest="", companions={})
+    prepared = SimpleNamespace(train=(), base_digest="", companions={}, eval={})
     config = resolve(manifest(folder, folder / "store", **sections))
     return Facts.of(config, cast(Prepared, prepared), torch.device("cpu"), topology).environment
 
 
 def warned(before: dict[str, str | int], now: dict[str, str | int], **plan: int) -> list[str]:
-    run = SimpleNamespace(environment=before, base_digest="", model_extra={}, plan=plan)
+    run = RunState.model_validate({"environment": before, "plan": plan})
     manifest = cast(Manifest, SimpleNamespace(run=run, step=1))
-    return state.resume_warnings(manifest, Facts(now, {}, "", {}), "file:///model")
+    return state.resume_warnings(manifest, Facts(now, {}, "", {}, {}), "file:///model")
+
+
+def test_other_evaluation_data_is_said_with_what_changed() -> None:
+    before = cast(Manifest, SimpleNamespace(run=RunState(eval_data={"a": "1", "b": "2"}), step=100))
+
+    def told(now: dict[str, str]) -> list[str]:
+        return state.resume_warnings(before, Facts({}, {}, "", {}, now), "file:///model")
+
+    assert [text for text in told({"a": "1", "b": "3"}) if "evaluation" in text] == [
+        "the evaluation data is not what it was at step 100: digests of data.eval.b: '2' -> '3'; losses of before are "
+        "compared with none of now: early stopping and the best checkpoint begin anew"
+    ]
+    assert told({"b": "1", "a": "2"}) == told({"a": "1", "b": "2"}) == []
 
 
 def test_what_was_usual_before_is_said(tmp_path: Path) -> None:

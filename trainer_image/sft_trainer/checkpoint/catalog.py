@@ -22,7 +22,7 @@ from sft_api.checkpoints import (
     missing_or_wrong,
     newest_attempt,
 )
-from sft_api.report import checkpoint_status
+from sft_api.report import best_of, checkpoint_status
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
 from sft_trainer.checkpoint.store import Store
@@ -179,18 +179,13 @@ def _who(claim: bytes) -> str:
 
 def describe(identity: CheckpointId, uri: str, time: datetime, size: int, run: RunState) -> CheckpointStatus:
     """The entry of the job's status for a verified checkpoint below the store ``uri``."""
-    return checkpoint_status(identity, f"{uri}/{identity.prefix}".rstrip("/"), time, size, run.metrics.get(BEST_METRIC))
+    folder = f"{uri}/{identity.prefix}".rstrip("/")
+    return checkpoint_status(identity, folder, time, size, run.metrics.get(BEST_METRIC), run.evaluated_on)
 
 
 def status_of(manifest: Manifest, uri: str) -> CheckpointStatus:
     """The same, from its manifest."""
     return describe(manifest.id, uri, manifest.created, manifest.bytes, manifest.run)
-
-
-def best_of(checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
-    """Those with an evaluation loss, lowest first; of equal ones the newer."""
-    with_loss = [entry for entry in checkpoints if entry.eval_loss is not None]
-    return sorted(with_loss, key=lambda entry: (entry.eval_loss, -entry.attempt, -entry.step))
 
 
 def kept_by(policy: KeepPolicy, checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
