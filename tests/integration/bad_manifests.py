@@ -435,15 +435,15 @@ RULES = [
             "training": "{compile: true}",
             "compute": "{gpusPerNode: 0}",
         },
-        "model.configOverrides.attention_dropout has attention computed document by document, which cannot be "
-        "compiled: set it to 0, or leave training.compile out",
+        "model.configOverrides.attention_dropout (or attention_probs_dropout_prob) has attention computed "
+        "document by document, which cannot be compiled: set it to 0, or leave training.compile out",
     ),
     Bad(
         "attention that drops, on GPUs",
         "spec",
         {"model": "{uri: hf://org/name, configOverrides: {attention_dropout: 0.1}}", "compute": "{gpusPerNode: 1}"},
-        "model.configOverrides.attention_dropout must be 0 on GPUs, whose kernel knows none, but with "
-        "training.precision: fp32",
+        "model.configOverrides.attention_dropout (or attention_probs_dropout_prob) must be 0 on GPUs, whose "
+        "kernel knows none, but with training.precision: fp32",
     ),
     Bad(
         "examples longer than the model is said to be for",

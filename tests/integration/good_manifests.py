@@ -68,7 +68,9 @@ spec:
       max_position_embeddings: 131072
       sliding_window: 8192
       attention_dropout: 0
+      attention_probs_dropout_prob: 0
       hidden_dropout: 0.1
+      hidden_dropout_prob: 0.1
       resid_pdrop: 0
       residual_dropout: 0.1
       embd_pdrop: 0.1

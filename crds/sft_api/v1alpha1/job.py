@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .lora import LoraSpec
 from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
+from .model_config import ATTENTION_DROPOUTS
 from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
@@ -63,9 +64,9 @@ _SHARE = (
 
 _OVERRIDES = "self.model.configOverrides"
 _ROTARY = f"{_OVERRIDES}.rope_parameters"
-_NO_ATTENTION_DROPOUT = (
-    f"!has({_OVERRIDES}) || !has({_OVERRIDES}.attention_dropout) || {_OVERRIDES}.attention_dropout == 0.0"
-)
+_ZERO = " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in ATTENTION_DROPOUTS)
+_NO_ATTENTION_DROPOUT = f"!has({_OVERRIDES}) || ({_ZERO})"
+_ATTENTION_DROPOUT = f"{ATTENTION_DROPOUTS[0]} (or {', '.join(ATTENTION_DROPOUTS[1:])})"
 
 
 def _batch_in_numbers(spec: "SFTJobSpec") -> str:
@@ -78,7 +79,7 @@ def _batch_in_numbers(spec: "SFTJobSpec") -> str:
 
 def _drops_attention(spec: "SFTJobSpec") -> bool:
     overrides = spec.model.config_overrides
-    return bool(overrides and overrides.attention_dropout)
+    return overrides is not None and any(getattr(overrides, name) for name in ATTENTION_DROPOUTS)
 
 
 class SFTJobSpec(ApiModel):
@@ -213,14 +214,14 @@ class SFTJobSpec(ApiModel):
         ),
         Rule(
             f"{_NO_ATTENTION_DROPOUT} || !self.training.compile",
-            "model.configOverrides.attention_dropout has attention computed document by document, which cannot be "
+            f"model.configOverrides.{_ATTENTION_DROPOUT} has attention computed document by document, which cannot be "
             "compiled: set it to 0, or leave training.compile out",
             lambda self: not _drops_attention(self) or not self.training.compile,
         ),
         Rule(
             f"{_NO_ATTENTION_DROPOUT} || self.compute.gpusPerNode == 0 || "
             "(has(self.training.precision) && self.training.precision == 'fp32')",
-            "model.configOverrides.attention_dropout must be 0 on GPUs, whose kernel knows none, but with "
+            f"model.configOverrides.{_ATTENTION_DROPOUT} must be 0 on GPUs, whose kernel knows none, but with "
             "training.precision: fp32",
             lambda self: (
                 not _drops_attention(self) or self.compute.gpus_per_node == 0 or self.training.precision == "fp32"

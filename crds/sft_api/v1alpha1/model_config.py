@@ -121,7 +121,13 @@ class ConfigOverrides(ApiModel):
     attention_dropout: Dropout | None = Field(
         default=None, description="Probability with which attention to a token is dropped; on GPUs in fp32 only."
     )
+    attention_probs_dropout_prob: Dropout | None = Field(
+        default=None, description="The same of attention, by this name."
+    )
     hidden_dropout: Dropout | None = Field(default=None, description="The same of a layer's outputs, by this name.")
+    hidden_dropout_prob: Dropout | None = Field(
+        default=None, description="The same of embeddings and a layer's outputs, by this name."
+    )
     resid_pdrop: Dropout | None = Field(default=None, description="The same of a layer's outputs, by this name.")
     residual_dropout: Dropout | None = Field(default=None, description="The same of a layer's outputs, by this name.")
     embd_pdrop: Dropout | None = Field(default=None, description="The same of embeddings, by this name.")
@@ -149,5 +155,7 @@ class ConfigOverrides(ApiModel):
         return self.model_dump(mode="json", exclude_none=True)
 
 
-DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if name.endswith(("dropout", "pdrop")))
+DROPOUTS = tuple(name for name in ConfigOverrides.model_fields if "drop" in name)
 """Those fields of overrides that are probabilities of a dropout."""
+ATTENTION_DROPOUTS = tuple(name for name in DROPOUTS if name.startswith("attention"))
+"""Those of them that are of attention: each architecture that is accepted has one of these names for it."""

@@ -118,7 +118,8 @@ SENTENCES = {
     "spec.model.configOverrides.rope_theta; did you mean spec.model.configOverrides.rope_parameters.rope_theta?",
     "model: {uri: hf://org/name, configOverrides: {num_hidden_layers: 2}}": "unknown field "
     "spec.model.configOverrides.num_hidden_layers; allowed are rope_parameters, max_position_embeddings, "
-    "sliding_window, attention_dropout, hidden_dropout, resid_pdrop, residual_dropout, embd_pdrop, embedding_dropout",
+    "sliding_window, attention_dropout, attention_probs_dropout_prob, hidden_dropout, hidden_dropout_prob, "
+    "resid_pdrop, residual_dropout, embd_pdrop, embedding_dropout",
     "model: {uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: linear, factor: 2, mscale: 1}}}": ""
     "unknown field spec.model.configOverrides.rope_parameters.mscale; allowed are rope_type, factor, "
     "original_max_position_embeddings, rope_theta, attention_factor, beta_fast, beta_slow, truncate, "

@@ -65,16 +65,17 @@ def test_what_the_kernel_of_a_gpu_takes_is_known_before_anything_is_compiled(
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "words"),
+    ("kind", "options", "device", "words"),
     [
-        ({"attention_dropout": 0.1}, "cpu", "attention_dropout 0.1 in its config"),
-        ({}, "cuda", "training.precision: fp32 on a GPU"),
+        ("llama", {"attention_dropout": 0.1}, "cpu", "attention_dropout 0.1 in its config"),
+        ("biogpt", {}, "cpu", "attention_probs_dropout_prob 0.1 in its config"),
+        ("llama", {}, "cuda", "training.precision: fp32 on a GPU"),
     ],
 )
 def test_attention_that_is_not_one_operator_is_refused(
-    tmp_path: Path, options: dict[str, Any], device: str, words: str
+    tmp_path: Path, kind: str, options: dict[str, Any], device: str, words: str
 ) -> None:
-    save_config("llama", tmp_path, **options)
+    save_config(kind, tmp_path, **options)
     model = build_on_meta(tmp_path).huggingface
     with pytest.raises(ConfigError, match=f"{words}.*set training.compile: false"):
         check_compiles(model, torch.device(device), torch.float32, tmp_path)

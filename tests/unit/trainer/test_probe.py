@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
+from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 from sft_trainer.models import attention
 from sft_trainer.models.causal_lm import build_on_meta
@@ -69,15 +70,23 @@ def test_what_no_kernel_computes_is_said_before_the_data_is_read(
         prepare(config, Reporter(tmp_path, writes=False), CPU)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"), [("llama", "attention_dropout"), ("biogpt", "attention_probs_dropout_prob")]
+)
 def test_dropout_that_a_kernel_does_not_know_is_refused_before_the_data_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, field: str
 ) -> None:
     # Given the kernel of the GPU, and a model that drops
     monkeypatch.setattr(attention, "_per_document", lambda q, k, v, _, *rest: attention._varlen(q, k, v, *rest, {}))
     monkeypatch.setattr("sft_trainer.models.causal_lm.check_documents_stay_apart", lambda model: None)
-    save_config("llama", tmp_path, attention_dropout=0.1)
-    with pytest.raises(ModelError, match=r"not supported on the GPU: set model\.configOverrides\.attention_dropout: 0"):
+    save_config(kind, tmp_path, **{field: 0.1})
+    told = r"not supported on the GPU: set model\.configOverrides\.attention_dropout: 0 \(attention_probs_dropout_prob "
+    with pytest.raises(ModelError, match=told):
         check_trains_on(build_on_meta(tmp_path).huggingface, CPU, torch.bfloat16)
+
+    # And what the sentence names can be set
+    without = ConfigOverrides.model_validate({field: 0.0})
+    check_trains_on(build_on_meta(tmp_path, without).huggingface, CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

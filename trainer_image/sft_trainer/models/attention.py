@@ -28,6 +28,10 @@ IMPLEMENTATION = "sft_documents"
 _SHORTEST_BUCKET = 8
 """Power of 2: documents of up to so many tokens are all of one length to what depends on it."""
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_WITHOUT_DROPOUT = (
+    "set model.configOverrides.attention_dropout: 0 (attention_probs_dropout_prob where the model's config.json calls "
+    "it so)"
+)
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -140,7 +144,7 @@ def document_attention(
         if dropout:
             raise ModelError(
                 f"{type(module).__name__} has attention dropout beside sinks or capped scores, which is not supported: "
-                "set model.configOverrides.attention_dropout: 0"
+                f"{_WITHOUT_DROPOUT}"
             )
         output = attend_explicitly(query, key, value, s_aux, document_ends, scaling, sliding_window, softcap)
         return output, None
@@ -200,9 +204,7 @@ def _varlen(
     arguments: dict[str, Any],
 ) -> torch.Tensor:
     if dropout:
-        raise ModelError(
-            "attention dropout is not supported on the GPU: set model.configOverrides.attention_dropout: 0"
-        )
+        raise ModelError(f"attention dropout is not supported on the GPU: {_WITHOUT_DROPOUT}")
     output = variable_length_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sft_api.model_shape import UNCOMPILED_EXPERTS
+from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
 from sft_trainer.errors import ConfigError
 from sft_trainer.versions import keep_compiled_in, keep_what_layers_tell, look_at_attention, mark_dynamic
 
@@ -86,8 +87,9 @@ def _check_experts(config: Any) -> None:
 
 def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Only the operators of attention are compiled around, not what replaces them."""
-    if getattr(config, "attention_dropout", 0):
-        reason = f"attention_dropout {config.attention_dropout} in its config"
+    dropout = next((name for name in ATTENTION_DROPOUTS if getattr(config, name, 0)), None)
+    if dropout:
+        reason = f"{dropout} {getattr(config, dropout)} in its config"
     elif getattr(config, "v_head_dim", None):
         reason = f"heads whose values have a size of their own (v_head_dim {config.v_head_dim})"
     elif device.type == "cuda" and dtype == torch.float32:
