@@ -19,8 +19,9 @@ from sft_trainer.models.attention import (
     document_attention,
     register,
 )
-from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.causal_lm import build_on_meta, draws_random_numbers
 from sft_trainer.models.experts import kernel_options
+from sft_trainer.models.probe import _output, small_model
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
@@ -317,6 +318,32 @@ def test_layers_that_processes_would_leave_out_each_by_itself_are_refused(tmp_pa
     save_config("biogpt", tmp_path, layerdrop=0.1)
     with pytest.raises(ModelError, match=r"layerdrop 0\.1 in its config.* set layerdrop to 0"):
         build_on_meta(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "draws"),
+    [
+        ("llama", {}, False),
+        ("llama", {"attention_dropout": 0.1}, True),
+        # Of a head for classes, which is not there.
+        ("gpt_neox", {"classifier_dropout": 0.1}, False),
+        ("gpt_neox", {"hidden_dropout": 0.1}, True),
+        ("biogpt", {}, True),
+        ("mixtral", {"router_jitter_noise": 0.1}, True),
+    ],
+)
+def test_random_numbers_are_known_where_a_forward_pass_draws_them(
+    tmp_path: Path, kind: str, options: dict[str, Any], draws: bool
+) -> None:
+    save_config(kind, tmp_path, **options)
+    model = build_on_meta(tmp_path)
+    assert draws_random_numbers(model) == draws
+
+    # And so does a small one of them
+    small = small_model(model.huggingface).train()
+    before = torch.get_rng_state()
+    _output(small)
+    assert torch.equal(torch.get_rng_state(), before) != draws
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from .routers import Routers
 
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
+_OF_OTHER_HEADS = ("classifier", "summary")
+"""How the names of those begin that heads read which no causal language model has: GPT-NeoX has 0.1 of one."""
 
 
 class CausalLM(nn.Module):
@@ -196,5 +198,5 @@ def draws_random_numbers(model: CausalLM) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()) or any(
         isinstance(value, int | float) and value > 0
         for name, value in vars(huggingface.config).items()
-        if any(word in name for word in _RANDOM)
+        if any(word in name for word in _RANDOM) and not name.startswith(_OF_OTHER_HEADS)
     )
