@@ -40,6 +40,7 @@ class Facts:
                 device,
                 topology.world_size,
                 compiled=config.spec.training.compile,
+                checkpointing=config.spec.training.activation_checkpointing,
                 offloaded=offloads(config.spec),
                 sequence=config.spec.sequence_parallel,
                 shares=topology.data_parallel,
@@ -135,6 +136,7 @@ def environment_facts(
     world_size: int,
     *,
     compiled: bool,
+    checkpointing: str,
     offloaded: bool,
     sequence: int = 1,
     shares: int = 1,
@@ -152,7 +154,7 @@ def environment_facts(
         "cpuCapability": torch.backends.cpu.get_cpu_capability(),
         "deterministic": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if on_gpu else "yes",
         # Left out where it is not so: a checkpoint that says nothing of it was made without.
-        **({"compiled": "yes"} if compiled else {}),
+        **({"compiled": _compiled(checkpointing)} if compiled else {}),
         # The norm is then added up in another order, and AdamW of a GPU is the kernel of its host.
         **({"cpuOffload": "yes"} if offloaded else {}),
         # Sums over tokens are those of other parts.
@@ -165,6 +167,11 @@ def environment_facts(
         # Which process computes which bins: an earlier version dealt them out in their order, and said nothing of it.
         **({"bins": "dealt by cost"} if shares > 1 else {}),
     }
+
+
+def _compiled(checkpointing: str) -> str:
+    # What a layer computes again is the compiler's to fuse, and rounded otherwise; without it that changes nothing.
+    return "yes" if checkpointing == "none" else f"yes, {checkpointing} activation checkpointing"
 
 
 def _in_words(megatron: MegatronSpec) -> str:

@@ -59,6 +59,10 @@ def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
     ("sections", "change"),
     [
         ({"training": {"compile": True}}, "compiled: None -> 'yes'"),
+        (
+            {"training": {"compile": True, "activationCheckpointing": "selective"}},
+            "compiled: None -> 'yes, selective activation checkpointing'",
+        ),
         ({"strategy": {"fsdp": {"cpuOffload": True}}}, "cpuOffload: None -> 'yes'"),
         ({"strategy": {"megatron": {}}}, "strategy: None -> 'megatron TP1 PP1 EP1'"),
         (
@@ -76,6 +80,18 @@ def test_a_resume_that_computes_in_another_way_says_that_its_last_bits_differ(
     tmp_path: Path, sections: dict[str, Any], change: str
 ) -> None:
     assert changed_fields(environment(tmp_path), environment(tmp_path, **sections)) == [change]
+
+
+def test_what_is_computed_again_is_said_where_it_is_compiled(tmp_path: Path) -> None:
+    ways = [{"activationCheckpointing": how} for how in ("none", "full")]
+    plain, again = (environment(tmp_path, training=way) for way in ways)
+    assert warned(plain, again) == []
+
+    plain, again = (environment(tmp_path, training={"compile": True, **way}) for way in ways)
+    assert warned(plain, again) == [
+        "resumed in another environment (compiled: 'yes' -> 'yes, full activation checkpointing'): not equal to the "
+        "last bit"
+    ]
 
 
 def test_sums_in_another_order_are_said_where_several_processes_make_them(tmp_path: Path) -> None:
