@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sft_api.report import checkpoints_status
-from sft_api.v1alpha1 import CallbackSpec
+from sft_api.v1alpha1 import CallbackSpec, SFTJob
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.callbacks.loading import find
 from sft_trainer.callbacks.telling import Callbacks
@@ -183,6 +183,19 @@ def test_an_error_at_the_end_takes_nothing_from_a_run_that_is_complete(
 def checkpoint(step: int) -> CheckpointStatus:
     time = "2026-01-01T00:00:00Z"
     return CheckpointStatus(step=step, attempt=2, uri=f"file:///c/{step}", time=time, size_bytes=1, verified=True)
+
+
+def test_the_spec_that_is_told_is_that_of_the_job_but_for_what_pods_are_not_given(tmp_path: Path) -> None:
+    job = manifest(tmp_path, tmp_path / "store", runPolicy={"maxRestarts": 3, "ttlSecondsAfterFinished": 60})
+    job["spec"]["training"]["callbacks"] = [spec("WritesSpec", folder=str(tmp_path))]
+    callbacks = Callbacks(resolve(job), ALONE)
+
+    callbacks.on_start(Started(0, 6), Control())
+
+    said = json.loads((tmp_path / "spec.json").read_text())
+    defaults = SFTJob.from_manifest(job).spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert "maxRestarts" not in said["runPolicy"]
+    assert {**said, "runPolicy": {**said["runPolicy"], "maxRestarts": 3}} == defaults
 
 
 def test_checkpoints_and_the_export_are_told_once_and_of_a_new_attempt(tmp_path: Path) -> None:

@@ -8,6 +8,16 @@ from typing import Literal
 from sft_trainer.callbacks import Callback, Checkpoint, Control, End, Evaluation, Log, Run, Step
 
 
+class WritesSpec(Callback):
+    """Writes down the spec that it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "spec.json"
+
+    def on_start(self, run: Run, control: Control) -> None:
+        self._file.write_text(json.dumps(run.spec))
+
+
 class Diary(Callback):
     """Writes down what it hears, one line an event, and asks for things after steps."""
 

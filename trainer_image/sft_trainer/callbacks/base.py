@@ -28,7 +28,8 @@ class Run:
     export_uri: str | None
     """None where nothing is exported."""
     spec: Mapping[str, Any]
-    """``spec`` of the SFTJob with its defaults, as YAML has it; without what Secrets hold."""
+    """``spec`` of the SFTJob with its defaults, as YAML has it; without what Secrets hold, and without
+    ``runPolicy.maxRestarts``, which may change while the run lasts."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,10 @@ class Callbacks(Listener):
             is_first_process=topology.writes,
             checkpoint_uri=config.checkpoint_uri,
             export_uri=config.export_uri,
-            spec=config.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+            # How often it restarts is the SFTJob's to say at any time: what pods are given is no value of its own.
+            spec=config.spec.model_dump(
+                mode="json", by_alias=True, exclude_none=True, exclude={"run_policy": {"max_restarts"}}
+            ),
         )
         self._tell("on_start", run, control)
 
