@@ -320,10 +320,14 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Co
             mlp += 4 * shape.experts
     kept = norms + between + attention + mlp
     if lora:
+        kept -= computed * _unread(shape, [] if lora.dropout else adapted)
         kept += computed * lora.rank * len(adapted)
         if lora.dropout:
             kept += sum((computed + 1) * shape.linear[name][1] for name in adapted)
     working: float = computed * 2 * (inner + width)
+    if lora and (lora.dropout or "mlp.down_proj" not in adapted):
+        # What down_proj read is not kept, so nothing is let go of when its gradient is there.
+        working += computed * inner
     if shape.experts:
         working = shape.chosen * (computed * (3 * width + 2 * inner))
         if family.weighed_in_fp32 and computed < 4:
@@ -345,6 +349,19 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Co
         least += computed * (products + (lora.rank * len(adapted) if lora else 0)) + 4 * shape.heads
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
+
+
+def _unread(shape: ModelShape, read: Collection[str]) -> int:
+    """Numbers of a token that go into layers with frozen weights and that no adapter keeps: it does of those ``read``.
+
+    What o_proj reads attention keeps anyway; what goes into experts ``_mixture`` leaves out itself.
+    """
+    readers = {
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"): shape.hidden_size,
+        ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"): shape.hidden_size,
+        ("mlp.down_proj",): 0 if shape.experts else shape.intermediate_size,
+    }
+    return sum(numbers for names, numbers in readers.items() if not set(names) & set(read))
 
 
 def _mixture(shape: ModelShape, computed: int, *, frozen: bool) -> float:

@@ -110,21 +110,47 @@ def test_in_fp32_too(kind: str) -> None:
     assert reckoned.working == pytest.approx(seen.working, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "lora", [{"rank": 32}, {"rank": 8, "dropout": 0.1}, {"rank": 8, "targetModules": ["q_proj", "down_proj"]}]
-)
+ADAPTED = [
+    ["all-linear"],
+    ["q_proj", "v_proj"],
+    ["o_proj"],
+    ["gate_proj"],
+    ["q_proj", "down_proj"],
+]
+
+
+@pytest.mark.parametrize("dropout", [0, 0.1])
+@pytest.mark.parametrize("names", ADAPTED, ids=" ".join)
 @pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma3_text"])
-def test_beside_a_frozen_base(kind: str, lora: dict[str, Any]) -> None:
-    reckoned, seen = both(kind, lora=lora)
+def test_beside_a_frozen_base(kind: str, names: list[str], dropout: float) -> None:
+    reckoned, seen = both(kind, lora={"rank": 32, "targetModules": names, "dropout": dropout})
 
-    assert reckoned.kept == pytest.approx(seen.kept, rel=0.1)
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
 
 
+@pytest.mark.parametrize("names", [["q_proj", "v_proj"], ["o_proj"], ["gate_proj"]], ids=" ".join)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_layers_without_adapters_keep_nothing_of_what_they_read(kind: str, names: list[str]) -> None:
+    reckoned, seen = both(kind, lora={"rank": 32, "targetModules": names})
+
+    assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.02)
+
+
+@pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)
 @pytest.mark.parametrize("kind", OF_EXPERTS)
-def test_beside_frozen_experts(kind: str) -> None:
-    reckoned, seen = both(kind, lora={"rank": 8})
+def test_beside_frozen_experts(kind: str, names: list[str]) -> None:
+    reckoned, seen = both(kind, lora={"rank": 8, "targetModules": names})
 
-    assert reckoned.kept == pytest.approx(seen.kept, rel=0.1)
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
+
+
+def test_dropout_keeps_a_byte_for_each_number_as_on_a_gpu() -> None:
+    # Given adapters on layers that do not keep what they read themselves
+    _, seen = both("llama", lora={"rank": 8, "targetModules": ["o_proj"], "dropout": 0.1})
+    _, without = both("llama", lora={"rank": 8, "targetModules": ["o_proj"]})
+
+    # Then of each number a copy and a byte are there besides
+    assert seen.kept - without.kept == pytest.approx(3 * SIZES["hidden_size"])
 
 
 def test_the_model_that_is_looked_at_stays_as_it_is() -> None:

@@ -5,6 +5,7 @@ and dtype and hold nothing: so an architecture that no formula knows is counted 
 """
 
 import copy
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -109,6 +110,18 @@ def count_attention(huggingface: Any) -> None:
     huggingface.set_attn_implementation(_STAND_IN)
 
 
+def count_dropout(huggingface: Any) -> None:
+    """Have dropout of the model ``huggingface`` keep, of any device, what it keeps of a GPU: a byte for each number."""
+    for module in huggingface.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            # torch's own of a CPU keeps the factors themselves.
+            module.forward = functools.partial(_fused_dropout, module.p)  # type: ignore[method-assign]
+
+
+def _fused_dropout(share: float, inputs: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(inputs, share, True)[0]
+
+
 class _Arrived(Exception):
     """All blocks that are looked at were called."""
 
@@ -130,6 +143,7 @@ def track_blocks(
     """
     huggingface: Any = copy.deepcopy(blueprint.huggingface)
     count_attention(huggingface)
+    count_dropout(huggingface)
     model = CausalLM(huggingface)
     prepared(model)
     boundaries = boundary_arguments(Boundaries.of([tokens * degree]))
