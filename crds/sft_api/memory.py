@@ -27,6 +27,9 @@ GROUP_BYTES = 704 * 2**20
 """Buffers of NCCL for each group of processes: 544 to 688 MiB were measured on an A100 (NVIDIA/nccl, issue 964)."""
 EXPORT_BYTES = 2 * 2**30
 """Host memory of the process that exports a checkpoint beside training: its libraries, and a few blocks."""
+LOW_RANK = 8
+"""A product of matrices that share fewer numbers than a part of its columns takes less time than reading it: the
+second factor of an adapter. Selective checkpointing computes it again."""
 BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -328,6 +331,9 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Co
     if lora and (lora.dropout or "mlp.down_proj" not in adapted):
         # What down_proj read is not kept, so nothing is let go of when its gradient is there.
         working += computed * inner
+    if lora and "mlp.gate_up_proj" in adapted:
+        # The gradients of both halves, and of the whole that they are put together to for the adapter.
+        working += computed * 2 * inner
     if shape.experts:
         working = shape.chosen * (computed * (3 * width + 2 * inner))
         if family.weighed_in_fp32 and computed < 4:
@@ -342,13 +348,22 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Co
     # The rest is there again, as a whole, while the block's backward pass is computed.
     least = float(computed * width)
     if how == "selective":
-        # Products of matrices, the first factor's of adapters too, and attention.
+        # Products of matrices, those of adapters too, and attention.
         products = 2 * queries + 2 * keys + 2 * inner + 2 * width
         if shape.experts:
             products = 2 * queries + 2 * keys + width + shape.experts + shape.chosen * (2 * inner + width)
-        least += computed * (products + (lora.rank * len(adapted) if lora else 0)) + 4 * shape.heads
+        least += computed * (products + (_adapter_products(shape, lora, adapted) if lora else 0)) + 4 * shape.heads
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
+
+
+def _adapter_products(shape: ModelShape, lora: LoraSpec, adapted: Collection[str]) -> int:
+    """Numbers of a token that selective checkpointing keeps of ``adapted`` layers' adapters.
+
+    What comes out of the first factor, and of the second where it shares enough numbers to be worth it.
+    """
+    outputs = [shape.linear[name][0] for name in adapted]
+    return lora.rank * len(outputs) + sum(number for number in outputs if lora.rank * LOW_RANK >= number)
 
 
 def _unread(shape: ModelShape, read: Collection[str]) -> int:

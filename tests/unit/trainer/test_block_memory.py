@@ -144,6 +144,24 @@ def test_beside_frozen_experts(kind: str, names: list[str]) -> None:
     assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
 
 
+@pytest.mark.parametrize("rank", [16, 64, 128, 512])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "qwen3_moe"])
+def test_selective_checkpointing_keeps_products_of_adapters_that_are_worth_it(kind: str, rank: int) -> None:
+    # From rank 32, 128, 352 on these are the products of second factors with 256, 1024 and 2816 outputs
+    reckoned, seen = both(kind, lora={"rank": rank}, training={"activationCheckpointing": "selective"})
+
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("names", [["all-linear"], ["gate_up_proj"], ["qkv_proj"]], ids=" ".join)
+def test_gate_and_up_in_one_layer_take_more_to_follow(names: list[str], how: str) -> None:
+    lora = {"rank": 32, "targetModules": names}
+    reckoned, seen = both("phi3", lora=lora, training={"activationCheckpointing": how})
+
+    assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
+
+
 def test_dropout_keeps_a_byte_for_each_number_as_on_a_gpu() -> None:
     # Given adapters on layers that do not keep what they read themselves
     _, seen = both("llama", lora={"rank": 8, "targetModules": ["o_proj"], "dropout": 0.1})

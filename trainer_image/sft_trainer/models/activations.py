@@ -12,13 +12,10 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from sft_api.memory import LOW_RANK
 from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels
 
 from .causal_lm import CausalLM
-
-_LOW_RANK = 8
-"""A product of matrices that share fewer numbers than a part of its columns takes less time than reading it: the
-second factor of an adapter."""
 
 
 def checkpoint_activations(model: CausalLM, how: Literal["none", "selective", "full"]) -> None:
@@ -66,4 +63,4 @@ def _factors(operator: Any, arguments: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _is_worth_it(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape[1] * _LOW_RANK >= other.shape[1]
+    return one.shape[1] * LOW_RANK >= other.shape[1]
