@@ -305,7 +305,8 @@ def _changes(
         yield from changes(spec, plan, shape, lambda other, then: _takes(other, then, shape) <= WARNED_SHARE * gpu)
     if plan.shard_degree < plan.processes:
         wider = plan.model_copy(update={"shard_degree": plan.processes})
-        yield f"no strategy.fsdp.shardDegree, to shard over all {plan.processes} GPUs", spec, wider
+        # Said outright: where the field is left out, each of several nodes has a replica of its own if it fits there.
+        yield f"strategy.fsdp.shardDegree: {plan.processes}", spec, wider
     else:
         more = [_over(plan, 2**doubled * plan.processes) for doubled in range(1, _MOST_DOUBLED + 1)]
         fitting = (wider for wider in more if _takes(spec, wider, shape) <= WARNED_SHARE * gpu)

@@ -6,7 +6,7 @@ import pytest
 
 from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_shape
-from sft_api.memory_plan import Fit, judge, parameter_count, staging_warning
+from sft_api.memory_plan import Fit, judge, parameter_count, remedies, staging_warning
 from sft_api.model_shape import shape_of
 from sft_api.plan import make_plan
 from sft_api.v1alpha1.job import SFTJobSpec
@@ -85,7 +85,7 @@ def test_remedies_are_those_that_make_a_difference() -> None:
     told = verdict(adapters).refused
     assert "activationCheckpointing" not in told
     assert ", lora" not in told
-    over_all = f"no strategy.fsdp.shardDegree, to shard over all 8 GPUs ({total(spec(gpus=8))})"
+    over_all = f"strategy.fsdp.shardDegree: 8 ({total(spec(gpus=8))})"
     assert over_all in verdict(hybrid).refused
     bins = spec(gpus=4, training={"maxTokensPerMicroBatch": 65536})
     assert "training.maxTokensPerMicroBatch: 8192 (" in verdict(bins).refused
@@ -96,6 +96,22 @@ def test_remedies_are_those_that_make_a_difference() -> None:
         training={"microBatchSize": 4},
     ).spec
     assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).warning
+
+
+@pytest.mark.parametrize("strategy", [{}, {"strategy": {"fsdp": {"shardDegree": 4}}}], ids=["left out", "given"])
+def test_to_shard_over_all_nodes_is_a_remedy_that_can_be_followed(strategy: dict[str, Any]) -> None:
+    # Given nodes that each have a replica of their own, for whose size there is room, but not much
+    nodes: dict[str, Any] = {"compute": {"nodes": 8, "memoryCheck": "Warn"}}
+    crowded = spec(length=6144, **nodes, **strategy)
+    plan = make_plan(crowded)
+    assert plan.shard_degree < plan.processes
+
+    told = remedies(crowded, plan, known_shape(EIGHT_BILLION["uri"]), 80 * GIB)
+
+    # Then what is told is what a run takes that follows it
+    followed = spec(length=6144, strategy={"fsdp": {"shardDegree": 64}}, **nodes)
+    assert make_plan(followed).shard_degree == 64
+    assert f"strategy.fsdp.shardDegree: 64 ({total(followed)})" in told
 
 
 def test_tokens_are_shared_out_to_as_few_as_make_it_fit() -> None:
