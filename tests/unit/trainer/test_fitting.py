@@ -77,6 +77,27 @@ def test_what_may_not_fit_is_warned_of_and_what_fits_is_told(tmp_path: Path, cap
     assert told == [reckoned, ("WARNING", "it may not fit"), reckoned]
 
 
+def test_of_a_model_without_a_formula_remedies_are_told_without_numbers(tmp_path: Path) -> None:
+    # Given the number of its parameters, of which nothing follows of what its layers keep
+    save_model("gemma2", tmp_path)
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"parameters": "9B"}))
+    blueprint = build_on_meta(tmp_path)
+    taken = estimate_blueprint(config, blueprint, trainable_of(config))
+
+    with pytest.raises(ConfigError) as refusal:
+        check_fits(config, blueprint, round(taken.total / 1.15), CPU, lambda: taken, tells=True)
+
+    # Then what makes layers keep less is told, beside the rest
+    told = str(refusal.value).partition("several of: ")[2].partition(". Where")[0].split(", ")
+    assert told[:3] == [
+        "training.activationCheckpointing: selective",
+        "training.activationCheckpointing: full",
+        "2 GPUs in compute",
+    ]
+    assert "data.maxLength: 256" in told
+    assert not any("Gi" in words for words in told)
+
+
 def test_a_stage_that_does_not_fit_is_refused_too(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
     gpus = {"compute": {"gpusPerNode": 2, "processesPerNode": 2}, "strategy": {"megatron": {"tensorParallelDegree": 2}}}

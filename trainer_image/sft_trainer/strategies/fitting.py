@@ -40,7 +40,12 @@ def check_fits(
         return
     spec, plan = config.spec, config.plan
     huggingface: Any = blueprint.huggingface
-    remedy = remedies(spec, plan, shape_of(huggingface.config.to_dict()), int(gpu))
+    shape, changing = shape_of(huggingface.config.to_dict()), spec
+    if shape is None and estimate.known:
+        # No formula says what would be taken then, and of model.parameters follows a part only, which compares with
+        # nothing here: the remedies are told without numbers.
+        changing = spec.model_copy(update={"model": spec.model.model_copy(update={"parameters": None})})
+    remedy = remedies(changing, plan, shape, int(gpu))
     fit = sentences(spec, estimate, int(gpu), remedy)
     if fit.refused:
         raise ConfigError(fit.refused)
