@@ -147,7 +147,7 @@ def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int 
     """What to say when a pod with ``pod_memory`` bytes does not hold what is offloaded, copied to it for a save, or
     exported beside training."""
     staged, held = round(staging(spec, shape) * _STAGED), offloaded(spec, shape)
-    exporting = EXPORT_BYTES if spec.export.every_steps else 0
+    exporting = EXPORT_BYTES if spec.export.every_steps and spec.training.dummy_run is None else 0
     if pod_memory is None or staged + held + exporting <= pod_memory:
         return ""
     memory = "give compute.resources.requests.memory and limits.memory"

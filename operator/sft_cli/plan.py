@@ -425,8 +425,11 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
 
 
 def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
-    """What to say of data that is small beside a step, as far as this machine has the data."""
-    size = measure(spec)
+    """What to say of data that is small beside a step, as far as this machine has the data.
+
+    None of a dummy run, which reads no data.
+    """
+    size = measure(spec) if spec.training.dummy_run is None else None
     if size is None:
         return None
     rows, tokens = size

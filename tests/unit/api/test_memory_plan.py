@@ -304,7 +304,9 @@ def test_a_dummy_run_is_warned_only() -> None:
 
     assert verdict(asked).refused == ""
     assert "it may not fit" in verdict(asked).warning
-    assert staging_warning(asked, known_shape(EIGHT_BILLION["uri"]), 1) == ""
+    often = asked.model_copy(update={"export": asked.export.model_copy(update={"every_steps": 100})})
+    for nothing_saved in (asked, often):
+        assert staging_warning(nothing_saved, known_shape(EIGHT_BILLION["uri"]), 1) == ""
 
 
 def test_the_plan_shows_the_parts_and_what_is_not_known() -> None:

@@ -270,6 +270,8 @@ def test_a_plan_warns_of_data_that_is_small_beside_a_step(tmp_path: Path) -> Non
     assert re.fullmatch(r"Warning: every step holds all 40 rows about \d\d times: set .*\n", many)
     enough = sft("plan", written(tmp_path, manifest(data=data, training={"globalBatchSize": 4})))
     assert (enough.exit_code, enough.stderr) == (0, "")
+    dummy = sft("plan", written(tmp_path, manifest(data=data, training={"dummyRun": {}})))
+    assert (dummy.exit_code, dummy.stderr) == (0, "")
 
 
 def test_a_plan_of_data_that_cannot_be_read_here_says_nothing_of_it(tmp_path: Path) -> None:
