@@ -122,7 +122,7 @@ bench-trainer: setup .venv-bench/.installed ## Tokens/s beside TRL in all its mo
 	$(PYTHON) -m tests.bench.trainer .venv-bench/bin/python $(ARGUMENTS)
 
 .PHONY: bench-checkpoint
-bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio, in 20 minutes (ARGUMENTS="--rounds 1 ...")
+bench-checkpoint: setup ## What a checkpoint of 100 M parameters costs: stall_ratio, upload_ratio, resume_read_ratio (ARGUMENTS="--rounds 1 --parts stalls ...")
 	$(PYTHON) -m tests.bench.checkpoint $(ARGUMENTS)
 
 .PHONY: bench-recovery

@@ -28,8 +28,8 @@ GROUP_BYTES = 704 * 2**20
 EXPORT_BYTES = 2 * 2**30
 """Host memory of the process that exports a checkpoint beside training: its libraries, and a few blocks."""
 LOW_RANK = 8
-"""A product of matrices that share fewer numbers than a part of its columns takes less time than reading it: the
-second factor of an adapter. Selective checkpointing computes it again."""
+"""Selective checkpointing computes a product of matrices again where the numbers that they share, times this, are fewer
+than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
 BYTES = {"bf16": 2, "fp32": 4}
 
 

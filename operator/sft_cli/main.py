@@ -300,8 +300,8 @@ def prune(
 
     The newest one always stays, the last and the best one of a complete run, and without --keep-best as many of the
     best as PLACE says, where it is a manifest (checkpoint.keep.best); what that keeps for ever
-    (checkpoint.keep.everySteps) stays. Those that cannot be verified are neither
-    counted nor removed. While a run trains in the place only --unfinished is done, of earlier attempts.
+    (checkpoint.keep.everySteps) stays. Those that cannot be verified are neither counted nor removed. While a run
+    trains in the place only --unfinished is done, of earlier attempts.
     """
     if keep_last is None and keep_best is None and not unfinished:
         raise click.UsageError("say what stays (--keep-last, --keep-best) or that --unfinished saves go")

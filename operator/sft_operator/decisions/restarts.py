@@ -56,9 +56,9 @@ def _told(previous: RestartsStatus, observed: Observed) -> list[Incident]:
     """
     leaders = [pod for pod in (*observed.gone_pods, *observed.pods) if pod.index == 0]
     ends = [pod.terminated for pod in leaders if pod.terminated and pod_key(pod) not in previous.counted]
-    words = [report for end in ends if (report := end.report) is not None]
+    words = [incident for end in ends if (report := end.report) for incident in report.incidents]
     told = {incident.id: incident for incident in (observed.report.progress.incidents if observed.report else ())}
-    for incident in (incident for report in words for incident in report.incidents):
+    for incident in words:
         known = told.setdefault(incident.id, incident)
         if known.recovered_time is None:
             # A supervisor that has come since may not know what it cost.

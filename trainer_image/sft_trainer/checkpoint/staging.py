@@ -140,21 +140,22 @@ class Room:
 
 def no_room(ranks: Sequence[Room]) -> str:
     """A sentence when the ranks of any node need more than it has, or had no copies; empty when all fit."""
+    if not (why := _why_not(ranks)):
+        return ""
+    return (
+        "checkpoints are saved while training waits: for a save in the background the state is copied to host memory, "
+        f"which {why}; raise compute.resources.limits.memory, or set checkpoint.async: false"
+    )
+
+
+def _why_not(ranks: Sequence[Room]) -> str:
     for rank in ranks:
         if rank.refused:
-            return (
-                "checkpoints are saved while training waits: for a save in the background the state is copied to host "
-                f"memory, which failed on {rank.node}: {rank.refused}; raise compute.resources.limits.memory, or set "
-                "checkpoint.async: false"
-            )
+            return f"failed on {rank.node}: {rank.refused}"
     for node in dict.fromkeys(rank.node for rank in ranks):
         here = [rank for rank in ranks if rank.node == node]
         needed = sum(rank.needed for rank in here)
         available = min((rank.available for rank in here if rank.available is not None), default=None)
         if needed and available is not None and needed * _MARGIN > available:
-            return (
-                "checkpoints are saved while training waits: for a save in the background the state is copied to host "
-                f"memory, which takes {needed / 2**30:.1f} GiB on {node}, and {available / 2**30:.1f} GiB are free; "
-                "raise compute.resources.limits.memory, or set checkpoint.async: false"
-            )
+            return f"takes {needed / 2**30:.1f} GiB on {node}, and {available / 2**30:.1f} GiB are free"
     return ""
