@@ -22,6 +22,7 @@ from sft_trainer.errors import StopRequested, StorageUnavailableError
 from sft_trainer.events import Control, Ended, Evaluated, Listener, Listeners, Logged, SaveEnded
 from sft_trainer.figures import Figures
 from sft_trainer.place import open_place
+from sft_trainer.prepared import Prepared
 from sft_trainer.records import RecordsFile, StatusFile
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
@@ -56,8 +57,10 @@ class Run(Trainer):
         super().__init__(config, ranks, folder)  # type: ignore[arg-type]
         self.device = torch.device("cpu")
         self.store = AwayStore(folder / "store")
-        model = SimpleNamespace(huggingface=torch.nn.Module())
-        self.prepared = SimpleNamespace(total_steps=6, train=[], base_digest="", companions=COMPANIONS, model=model)  # type: ignore[assignment]
+        model: Any = SimpleNamespace(huggingface=torch.nn.Module())
+        steps: Any = None  # No step is read from it.
+        uri = config.spec.model.uri
+        self.prepared = Prepared(uri, folder, model, "", COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6)
 
     def go_to_the_loop(self) -> None:
         self.store.path.mkdir(exist_ok=True)
