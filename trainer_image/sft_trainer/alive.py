@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -18,7 +19,7 @@ from sft_api.trainer_config import TrainerConfig
 from .checkpoint.catalog import Catalog
 from .checkpoint.store import Store
 from .errors import PlaceInUseError, StorageNotFoundError
-from .events import Claimed, Control, Ended, Listener, Request
+from .events import Claimed, Control, Ended, Listener, Outcome, Request
 from .reporting import Reporter
 
 log = logging.getLogger("sft_trainer")
@@ -31,11 +32,16 @@ _LAST_WORD_SECONDS = 10.0
 
 
 class Alive(Listener):
-    """Puts signs of life by a thread that no step waits for, until the last one says how the run ended."""
+    """Puts signs of life by a thread that no step waits for. The last one says how the run ended, where this process
+    knows that nobody starts it again: it is complete, or its pod was asked to stop. Else its supervisor says so."""
 
-    def __init__(self, config: TrainerConfig, store: Store, *, beat_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(
+        self, config: TrainerConfig, store: Store, stop_file: Path, *, beat_seconds: float = BEAT_SECONDS
+    ) -> None:
+        """``stop_file`` is there once this pod was asked to stop."""
         self._config = config
         self._store = store
+        self._stop_file = stop_file
         self._seconds = beat_seconds
         self._thread: threading.Thread | None = None
         self._control = Control()
@@ -49,7 +55,8 @@ class Alive(Listener):
         self._thread.start()
 
     def on_end(self, event: Ended, control: Control) -> None:
-        self._ended = event.outcome.value
+        if event.outcome is Outcome.COMPLETE or self._stop_file.exists():
+            self._ended = event.outcome.value
         self._over.set()
         if self._thread is not None:
             self._thread.join(_LAST_WORD_SECONDS)
@@ -76,6 +83,15 @@ def sign(config: TrainerConfig, attempt: int) -> Beat:
     """The sign of life of ``attempt`` on this machine."""
     job = config.job
     return Beat(attempt=attempt, name=job.name, namespace=job.namespace, uid=job.uid, host=socket.gethostname())
+
+
+def say_ended(config: TrainerConfig, store: Store) -> None:
+    """Have the last sign of life say that the run failed: by who knows that nothing starts it again, as its processes
+    did not. Signs of another object, and such words, are left as they are."""
+    there = read_beat(store)
+    if isinstance(there, Beat) and there.uid == config.job.uid and not there.ended:
+        last = there.model_copy(update={"count": there.count + 1, "ended": Outcome.FAILED.value})
+        store.put(ALIVE_KEY, last.model_dump_json(by_alias=True).encode())
 
 
 def read_beat(store: Store) -> Beat | bytes | None:

@@ -49,7 +49,7 @@ class OurListeners:
             # Before the curve, which is waited for at the end: who is asked to stop may be killed meanwhile.
             StatusFile(store, reporter),
             DoneFile(store, saving),
-            Alive(config, store),
+            Alive(config, store, stop_file),
             Curve(store, config.job.name, reporter),
         ]
         if (profile := config.spec.monitoring.profile) is not None:

@@ -117,6 +117,8 @@ def test_an_error_of_a_callback_ends_the_run_for_good_and_mended_it_goes_on(plac
     sentence = r"my_team.watch:Breaks.on_step raised ValueError: this loss cannot be \(watch.py, line \d+\): mend it"
     assert_failed(ended, 20, "CallbackError", sentence)
     assert "restarts" not in ended.status
+    sign = json.loads((place.store() / "alive.json").read_text())
+    assert sign["ended"] == "failed", "whoever starts it again as another object need not watch for a sign of life"
 
     mended = Path(code["PYTHONPATH"]) / "my_team" / "watch.py"
     mended.write_text(mended.read_text().replace("this loss", "no loss").replace("step.step == 2", "step.step == 9"))

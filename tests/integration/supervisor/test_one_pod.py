@@ -106,6 +106,47 @@ def test_the_cause_is_told_not_its_consequence(group: Group) -> None:
     assert len(group.starts(0)) == 1
 
 
+def test_who_starts_a_failed_run_again_need_not_watch_and_who_finds_it_between_two_starts_must(group: Group) -> None:
+    # Given a run that gives signs of life, and crashes
+    sign = {"attempt": 1, "name": "fake", "namespace": "team", "uid": "uid-1", "host": "h", "count": 3, "ended": ""}
+    place = group.folder / "checkpoints" / "alive.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps(sign))
+    group.steps = 10_000
+    group.faults = [
+        {"rank": 0, "start": 1, "step": 3, "do": "fail OutOfMemory,1"},
+        {"rank": 0, "start": 2, "step": 6, "do": "fail DataError,11"},
+    ]
+
+    # When it is started again, then nothing says meanwhile that it has ended
+    pod = group.start()
+    wait_for(lambda: "start 2\n" in pod.log, pod)
+    assert json.loads(place.read_text()) == sign
+
+    # And when no start mends it, that is its last sign
+    assert pod.wait() == 11
+    assert json.loads(place.read_text()) == {**sign, "count": 4, "ended": "failed"}
+
+
+def test_what_is_asked_to_stop_between_two_starts_has_ended(group: Group) -> None:
+    # Given a crash that waits for a verdict
+    sign = {"attempt": 1, "name": "fake", "namespace": "team", "uid": "uid-1", "host": "h", "count": 3, "ended": ""}
+    place = group.folder / "checkpoints" / "alive.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps(sign))
+    group.judged_first = True
+    group.faults = [{"rank": 0, "start": 1, "step": 3, "do": "exit 1"}]
+    pod = group.start()
+    wait_for(lambda: "waits until that is judged" in pod.log, pod)
+
+    # When the verdict is that it ends
+    pod.signal(signal.SIGTERM)
+
+    # Then its place says so
+    assert pod.wait() != 0
+    assert json.loads(place.read_text())["ended"] == "failed"
+
+
 def test_the_last_words_of_a_worker_that_says_nothing_else(group: Group) -> None:
     group.steps = 10_000
     group.faults = [{"rank": 0, "start": 1, "step": 1, "do": "exit 1"}]

@@ -8,7 +8,7 @@ import pytest
 
 from sft_api.place import ALIVE_KEY, Beat
 from sft_api.progress import Phase
-from sft_trainer.alive import Alive, read_beat, watch
+from sft_trainer.alive import Alive, read_beat, say_ended, watch
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.errors import PlaceInUseError, StopRequested, StorageUnavailableError
@@ -120,10 +120,18 @@ def test_a_sign_that_says_nothing_is_watched_all_the_same(store: LocalStore, tmp
 
 
 @pytest.mark.parametrize(
-    ("error", "word"), [(None, "complete"), (StopRequested("asked"), "stopped"), (KeyboardInterrupt(), "failed")]
+    ("error", "asked", "word"),
+    [
+        (None, False, "complete"),
+        (StopRequested("asked"), True, "stopped"),
+        (KeyboardInterrupt(), True, "failed"),
+        # A supervisor may start it again at once, as it does when another pod was asked to stop
+        (StopRequested("asked"), False, ""),
+        (KeyboardInterrupt(), False, ""),
+    ],
 )
-def test_signs_are_put_until_the_last_one_says_how_it_ended(
-    store: LocalStore, tmp_path: Path, error: BaseException | None, word: str
+def test_the_last_sign_says_how_it_ended_where_nobody_starts_it_again(
+    store: LocalStore, tmp_path: Path, error: BaseException | None, asked: bool, word: str
 ) -> None:
     config = resolve(manifest(tmp_path, tmp_path))
 
@@ -131,19 +139,40 @@ def test_signs_are_put_until_the_last_one_says_how_it_ended(
         there = read_beat(store)
         return there.count if isinstance(there, Beat) else 0
 
-    alive, control = Alive(config, store, beat_seconds=0.01), Control()
+    alive, control = Alive(config, store, tmp_path / "stop", beat_seconds=0.01), Control()
     alive.on_claim(Claimed(4, 60), control)
     wait_until(lambda: count() >= 3)
+    if asked:
+        (tmp_path / "stop").touch()
     alive.on_end(Ended(20, error), control)
     last = read_beat(store)
     assert isinstance(last, Beat)
     assert (last.ended, last.attempt, last.uid) == (word, 4, "parity")
 
 
+def test_who_ends_it_for_good_says_so_for_its_own_object_alone(store: LocalStore, tmp_path: Path) -> None:
+    config = resolve(manifest(tmp_path, tmp_path))
+    say_ended(config, store)
+    assert read_beat(store) is None
+    for uid, ended in (("other", ""), ("parity", "stopped")):
+        beat(store, uid=uid, ended=ended)
+        before = store.read(ALIVE_KEY)
+        say_ended(config, store)
+        assert store.read(ALIVE_KEY) == before
+    beat(store, uid="parity", count=7)
+    say_ended(config, store)
+    last = read_beat(store)
+    assert isinstance(last, Beat)
+    assert (last.ended, last.count, last.attempt) == ("failed", 8, 3)
+
+
 def test_a_newer_attempt_is_not_written_over(store: LocalStore, tmp_path: Path) -> None:
     beat(store, attempt=9)
     before = store.read(ALIVE_KEY)
-    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), store, beat_seconds=0.01), Control()
+    alive, control = (
+        Alive(resolve(manifest(tmp_path, tmp_path)), store, tmp_path / "stop", beat_seconds=0.01),
+        Control(),
+    )
     alive.on_claim(Claimed(4, 60), control)
     alive.on_end(Ended(20), control)
     assert store.read(ALIVE_KEY) == before
@@ -158,12 +187,13 @@ def test_a_store_that_is_away_keeps_nobody(tmp_path: Path) -> None:
             tried.set()
             raise StorageUnavailableError("out")
 
-    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), Away(tmp_path)), Control()
+    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), Away(tmp_path), tmp_path / "stop"), Control()
     alive.on_claim(Claimed(1, 60), control)
     assert tried.wait(60)
     alive.on_end(Ended(20), control)
 
 
 def test_a_run_that_never_came_to_an_attempt_leaves_no_sign(store: LocalStore, tmp_path: Path) -> None:
-    Alive(resolve(manifest(tmp_path, tmp_path)), store).on_end(Ended(0, KeyboardInterrupt()), Control())
+    config = resolve(manifest(tmp_path, tmp_path))
+    Alive(config, store, tmp_path / "stop").on_end(Ended(0, KeyboardInterrupt()), Control())
     assert read_beat(store) is None

@@ -483,7 +483,8 @@ def test_whatever_a_store_raises_who_lives_goes_on_to_say_so(tmp_path: Path) -> 
             super().put(key, data)
 
     store = Surprising(tmp_path / "store")
-    alive, control = Alive(resolve(manifest(tmp_path, tmp_path)), store, beat_seconds=0.01), Control()
+    config = resolve(manifest(tmp_path, tmp_path))
+    alive, control = Alive(config, store, tmp_path / "stop", beat_seconds=0.01), Control()
     alive.on_claim(Claimed(1, 60), control)
 
     # Then its next signs are there

@@ -18,7 +18,9 @@ from .cgroup import Cgroup
 from .check import Check
 from .clock import AwakeClock
 from .coordinator import Coordinator
+from .group import Group
 from .http import Request, Response, serve
+from .last_sign import LastSign
 from .ledger import termination
 from .link import Link
 from .monitor import Monitor
@@ -38,6 +40,8 @@ GONE_SECONDS = 2 * EXCHANGE_SECONDS
 """An index 0 that has not answered for so long, while all are asked to stop and none trains yet, has left."""
 KEEPING_SECONDS = 20.0
 """The end of a pod waits so long for what is kept of workers that hung."""
+LAST_SIGN_SECONDS = 10.0
+"""Nor does it wait longer for the word that the run has ended: who comes after it watches for signs of life then."""
 UNKILLABLE_SECONDS = 60.0
 """A process that survives SIGKILL for so long is stuck in the kernel; only another node can help."""
 
@@ -70,6 +74,7 @@ class Node:
         self._check = Check(settings, output)
         self._starts = Starts(settings, output, self._cgroup)
         self._keeping = Keeping(settings.config, prunes=settings.node == 0, output=output)
+        self._last_sign = LastSign(settings.config, output)
         self._monitor = Monitor(
             settings.run_dir, output, node=settings.node, gpus=settings.gpus, cache=cache_directory()
         )
@@ -110,6 +115,7 @@ class Node:
                 self._coordinator.leave_report()
             await self._leave()
             await asyncio.to_thread(self._keeping.finish, self._keeping_seconds())
+            await asyncio.to_thread(self._last_sign.finish, min(LAST_SIGN_SECONDS, self._keeping_seconds()))
             await self._clear()
         return self._end
 
@@ -275,7 +281,7 @@ class Node:
         if order.kind is OrderKind.EXIT:
             self._end = order.end
             if self._coordinator is not None and order.end is not None:
-                self._end = self._coordinator.group.last_words(order.end)
+                self._leave_last_words(self._coordinator.group, order.end, said=order.end.failure is None)
             return
         generation = order.generation
         done = self._ended is not None and generation is not None and self._ended.generation == generation.id
@@ -312,12 +318,20 @@ class Node:
         else:
             message = f"asked to stop; the workers ended with {last.failure}: {last.message}"
         if self._coordinator is not None:
-            group = self._coordinator.group
-            self._end = group.last_words(termination(FailureClass.INTERRUPTED, message, group.training))
+            end = termination(FailureClass.INTERRUPTED, message, self._coordinator.group.training)
+            self._leave_last_words(
+                self._coordinator.group, end, said=last is not None and last.failure is FailureClass.INTERRUPTED
+            )
         else:
             self._end = TerminationMessage(
                 failure=FailureClass.INTERRUPTED, message=message, step=last.step if last else 0
             )
+
+    def _leave_last_words(self, group: Group, end: TerminationMessage, *, said: bool) -> None:
+        """End as index 0; ``said``: its workers have left the word in their place that nobody trains there."""
+        self._end = group.last_words(end)
+        if self._settings.place and group.refusals.claimed and not said:
+            self._last_sign.begin()
 
     def _give_up_on_unkillable(self) -> None:
         if self._kill_since is not None and time.monotonic() - self._kill_since > UNKILLABLE_SECONDS:

@@ -1,0 +1,43 @@
+"""The word that a run has ended, where its processes could not know it: who starts it as another object need not watch.
+
+A process that fails does not know whether it is started again, and one that is killed says nothing. Index 0 does.
+"""
+
+import threading
+from pathlib import Path
+
+from sft_api.trainer_config import TrainerConfig
+
+from .output import Output
+
+
+class LastSign:
+    """Says it by a thread: a store that is away keeps no pod."""
+
+    def __init__(self, config: Path, output: Output) -> None:
+        """``config`` is the file with the run's configuration."""
+        self._config = config
+        self._output = output
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Say that the run failed, unless it has said how it ended."""
+        self._thread = threading.Thread(target=self._say, name="last-sign", daemon=True)
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait until it is said, at most ``seconds``."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _say(self) -> None:
+        # Not at the top: what the store needs is imported by those alone that end so.
+        from sft_trainer.alive import say_ended
+        from sft_trainer.checkpoint.opening import open_store
+        from sft_trainer.checkpoint.store import S3Settings
+
+        try:
+            config = TrainerConfig.model_validate_json(self._config.read_bytes())
+            say_ended(config, open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3)))
+        except Exception as error:
+            self._output.say(f"that the run has ended is not told in its place: {type(error).__name__}: {error}")
