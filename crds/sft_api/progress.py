@@ -240,4 +240,6 @@ class WorkerError(ReportModel):
     attempt: int = 0
     outage: bool = False
     """Whether a place that the run saves in is away, full or refuses: after a first claim that is no verdict."""
+    superseded: bool = False
+    """Whether a newer attempt was claimed, by whatever start: this group has nothing more to do."""
     traceback: str = ""

@@ -17,6 +17,7 @@ from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog
+from .checkpoint.errors import AttemptSupersededError
 from .checkpoint.store import Store
 from .errors import PlaceInUseError, StorageNotFoundError
 from .events import Claimed, Control, Ended, Listener, Outcome, Request
@@ -47,6 +48,8 @@ class Alive(Listener):
         self._control = Control()
         self._over = threading.Event()
         self._ended = ""
+        self.superseded: AttemptSupersededError | None = None
+        """Why this attempt must stop, once a newer one was found in its place."""
 
     def on_claim(self, event: Claimed, control: Control) -> None:
         first = sign(self._config, event.attempt)
@@ -67,12 +70,17 @@ class Alive(Listener):
             last = self._over.is_set()
             try:
                 there = read_beat(self._store)
-                if isinstance(there, Beat) and there.attempt > beat.attempt:
-                    # It is theirs now. What this attempt would save says so, and no step after that is worth its time.
-                    self._control.ask(Request.STOP)
-                    return
+                newer = isinstance(there, Beat) and there.attempt > beat.attempt
+                if newer or (there is None and beat.count):
+                    # What is left of signs says nothing by itself: the claims do.
+                    Catalog(self._store).check_newest(beat.attempt, beat.uid)
                 beat = beat.model_copy(update={"count": beat.count + 1, "ended": self._ended if last else ""})
                 self._store.put(ALIVE_KEY, beat.model_dump_json(by_alias=True).encode())
+            except AttemptSupersededError as error:
+                # It is theirs now. What this attempt would save says so, and no step after that is worth its time.
+                self.superseded = error
+                self._control.ask(Request.STOP)
+                return
             except Exception as error:  # of whatever kind: who lives must not look dead for one sign that is missing
                 log.info("%s was not written: %s: %s", ALIVE_KEY, type(error).__name__, error)
             if not last:
@@ -85,11 +93,11 @@ def sign(config: TrainerConfig, attempt: int) -> Beat:
     return Beat(attempt=attempt, name=job.name, namespace=job.namespace, uid=job.uid, host=socket.gethostname())
 
 
-def say_ended(config: TrainerConfig, store: Store) -> None:
+def say_ended(config: TrainerConfig, store: Store, attempt: int) -> None:
     """Have the last sign of life say that the run failed: by who knows that nothing starts it again, as its processes
-    did not. Signs of another object, and such words, are left as they are."""
+    did not. ``attempt`` is its last one: signs of a later one, of another object, and such words stay as they are."""
     there = read_beat(store)
-    if isinstance(there, Beat) and there.uid == config.job.uid and not there.ended:
+    if isinstance(there, Beat) and there.uid == config.job.uid and there.attempt <= attempt and not there.ended:
         last = there.model_copy(update={"count": there.count + 1, "ended": Outcome.FAILED.value})
         store.put(ALIVE_KEY, last.model_dump_json(by_alias=True).encode())
 

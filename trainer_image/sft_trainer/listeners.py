@@ -31,6 +31,8 @@ class OurListeners:
     others: list[Listener]
     exports: ExportsOnTheWay | None = None
     """Where there are any, on the process that writes for all."""
+    alive: Alive | None = None
+    """Where there is a place, on the process that writes for all."""
 
     @classmethod
     def of(
@@ -43,13 +45,14 @@ class OurListeners:
         stop_file: Path,
     ) -> "OurListeners":
         """``stop_file``, in the run directory, is the supervisor's word that the run shall save and leave."""
+        alive = Alive(config, store, stop_file)
         # What a run has once is written by one process.
         written: list[Listener] = [
             RecordsFile(store),
             # Before the curve, which is waited for at the end: who is asked to stop may be killed meanwhile.
             StatusFile(store, reporter),
             DoneFile(store, saving),
-            Alive(config, store, stop_file),
+            alive,
             Curve(store, config.job.name, reporter),
         ]
         if (profile := config.spec.monitoring.profile) is not None:
@@ -76,6 +79,7 @@ class OurListeners:
                 StopsWhenAsked(stop_file),
             ],
             exports,
+            alive if topology.writes else None,
         )
 
     def in_order(self) -> list[Listener]:

@@ -14,6 +14,7 @@ from sft_api.progress import WorkerError
 from sft_api.rundir import ERRORS_FOLDER, write_atomically
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig
 
+from .checkpoint.errors import AttemptSupersededError
 from .classify import classify
 from .errors import TrainingError
 
@@ -54,6 +55,7 @@ def report_end(error: BaseException, run_dir: Path, *, rank: int, step: int = 0,
         step=step,
         attempt=attempt,
         outage=isinstance(error, TrainingError) and error.outage is True,
+        superseded=isinstance(error, AttemptSupersededError),
         traceback=traceback.format_exc()[-8000:],
     )
     try:

@@ -195,12 +195,16 @@ class Trainer:
         return self.control.wants(Request.SAVE) and self.ours.saves.may_save(self.step)
 
     def _stop(self) -> NoReturn:
-        if not self.ours.skipped.in_a_row:
+        if self.ours.skipped.in_a_row:
+            # What is saved now would be taken for the newest good state, and is perhaps what broke the gradients.
+            self.saving.settle()
+            told = self.ours.skipped.why_unsaved(self.step)
+        else:
             self._save(final=True)
-            raise StopRequested(f"stopped after step {self.step}, which is saved")
-        # What is saved now would be taken for the newest good state, and is perhaps what broke the gradients.
-        self.saving.settle()
-        raise StopRequested(self.ours.skipped.why_unsaved(self.step))
+            told = f"stopped after step {self.step}, which is saved"
+        # Where there was nothing left to save no save has said so.
+        superseded = self.ours.alive.superseded if self.ours.alive else None
+        raise superseded or StopRequested(told)
 
     # Before the first step
 

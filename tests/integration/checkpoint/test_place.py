@@ -11,6 +11,8 @@ import pytest
 from sft_api.checkpoints import CheckpointId
 from sft_api.place import RUN_KEY, RunRecord, decode_record
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import ConfigError, StorageUnavailableError, TrainingError
 from sft_trainer.place import check_record, look, open_place, read_record
@@ -149,6 +151,30 @@ def test_a_record_of_its_own_lets_nobody_in_where_another_start_has_saved(store:
     saved(run(store, uid="second"), store, 10)
     with pytest.raises(ConfigError, match=r"holds checkpoints of an earlier start \(uid second\)"):
         opened(config, store)
+
+
+@pytest.mark.parametrize("looks", [1, 2], ids=["before its claim", "after it"])
+def test_who_is_refused_stops_nobody_by_its_claim(store: Store, looks: int) -> None:
+    # Given two runs of one place by mistake, of which the faster one trains there
+    slow, fast = run(store), run(store, uid="second", **SEED)
+    opened(slow, store)
+    opened(fast, store)
+    trains = started(store, "second")
+    looked = 0
+
+    def accept() -> None:
+        nonlocal looked
+        looked += 1
+        if looked == looks:
+            check_record(slow, store)
+
+    # When the other one begins
+    with pytest.raises(ConfigError, match="the run parity with other settings"):
+        Protocol(store).claim("first", accept)
+
+    # Then the first goes on
+    assert looked == looks
+    Catalog(store).check_newest(trains.attempt, "second")
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -100,6 +100,22 @@ def assert_as_if_nothing_happened(after: Ended, store: Path, undisturbed: Place)
     assert json.loads((store / "alive.json").read_text())["ended"] == "complete"
 
 
+def test_a_start_that_another_pod_of_its_job_has_replaced_leaves_it_alone(place: Place) -> None:
+    # Given a run that goes on somewhere else as the same object, since the cluster could not reach this pod
+    process = place.start_standing(place.job(**LONG), 5)
+    first = place.store() / "attempts" / "00001.json"
+    other = {**json.loads(first.read_text()), "attempt": 2, "claimId": "other"}
+    first.with_name("00002.json").write_text(json.dumps(other))
+
+    # When it comes to its next save
+    ended = place.finish(process)
+
+    # Then it ends, and claims nothing
+    assert ended.code == 35, ended.said
+    assert "attempt 1 was superseded: attempt 2" in ended.said
+    assert len(list(first.parent.iterdir())) == 2
+
+
 def test_a_living_holder_is_named(place: Place) -> None:
     # Given a run that was killed without a word, and somebody who still gives signs for it
     assert place.run(elsewhere(place, "first")).code == 0

@@ -2,6 +2,7 @@
 
 import itertools
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -43,10 +44,11 @@ def test_an_own_code_counts_even_when_we_had_killed() -> None:
 
 
 def test_the_error_report_says_it_all() -> None:
-    error = WorkerError(failure=FailureClass.DATA_ERROR, message="no column", rank=3, step=7, attempt=2)
-    found = classify(end(-9, killed=True, error=error), memory_ran_out=True)
+    told: dict[str, Any] = {"failure": FailureClass.DATA_ERROR, "message": "no column", "rank": 3, "step": 7}
+    told |= {"attempt": 2, "outage": True, "superseded": True}
+    found = classify(end(-9, killed=True, error=WorkerError(**told)), memory_ran_out=True)
 
-    assert found == Failure(failure=FailureClass.DATA_ERROR, message="no column", time=NOW, rank=3, step=7, attempt=2)
+    assert found == Failure(**told, time=NOW)
 
 
 @pytest.mark.parametrize(

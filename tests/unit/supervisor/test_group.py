@@ -84,6 +84,19 @@ def test_the_cause_counts_even_when_it_is_told_last(running: World) -> None:
     assert running.incidents == [(FailureClass.STORAGE_UNAVAILABLE, False)]
 
 
+def test_who_was_superseded_leaves_instead_of_superseding_the_other(running: World) -> None:
+    # Given a pod that the cluster has replaced, as it could not reach it: the newcomer claimed the next attempt
+    running.ends(1, FailureClass.PEER_LOST)
+    running.ends(0, FailureClass.PEER_LOST, superseded=True, after=0.5)
+    running.obey()
+
+    # Then it does not claim the one after, and nothing has gone wrong
+    end = running.group.order.end
+    assert end is not None
+    assert (end.failure, end.message, end.rank) == (FailureClass.PEER_LOST, "PeerLost on 0", 0)
+    assert running.incidents == []
+
+
 def test_a_failure_that_no_retry_mends_ends_the_run(running: World) -> None:
     running.ends(1, FailureClass.DATA_ERROR)
     running.obey()

@@ -69,6 +69,7 @@ class World:
         *,
         after: float = 0.0,
         outage: bool = False,
+        superseded: bool = False,
         attempt: int = 0,
     ) -> Order:
         """The workers of ``node`` end by themselves."""
@@ -80,6 +81,7 @@ class World:
             time=START + timedelta(seconds=self.now + after),
             rank=node,
             outage=outage,
+            superseded=superseded,
             attempt=attempt,
         )
         outcome = Outcome.FAILED if cause else Outcome.COMPLETE

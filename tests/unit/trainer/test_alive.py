@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_api.checkpoints import attempt_key
 from sft_api.place import ALIVE_KEY, Beat
 from sft_api.progress import Phase
 from sft_trainer.alive import Alive, read_beat, say_ended, watch
@@ -152,31 +153,70 @@ def test_the_last_sign_says_how_it_ended_where_nobody_starts_it_again(
 
 def test_who_ends_it_for_good_says_so_for_its_own_object_alone(store: LocalStore, tmp_path: Path) -> None:
     config = resolve(manifest(tmp_path, tmp_path))
-    say_ended(config, store)
+    say_ended(config, store, 3)
     assert read_beat(store) is None
-    for uid, ended in (("other", ""), ("parity", "stopped")):
-        beat(store, uid=uid, ended=ended)
+    # The last: who goes on as the same object may be another pod
+    for uid, ended, attempt in (("other", "", 3), ("parity", "stopped", 3), ("parity", "", 4)):
+        beat(store, uid=uid, ended=ended, attempt=attempt)
         before = store.read(ALIVE_KEY)
-        say_ended(config, store)
+        say_ended(config, store, 3)
         assert store.read(ALIVE_KEY) == before
     beat(store, uid="parity", count=7)
-    say_ended(config, store)
+    say_ended(config, store, 3)
     last = read_beat(store)
     assert isinstance(last, Beat)
     assert (last.ended, last.count, last.attempt) == ("failed", 8, 3)
 
 
+def claimed(store: LocalStore, tmp_path: Path, uid: str = "parity") -> tuple[Alive, Control, int]:
+    """The signs of a run that has claimed an attempt, before the first one."""
+    attempt = Protocol(store).claim(uid).attempt
+    config = resolve(manifest(tmp_path, tmp_path))
+    return Alive(config, store, tmp_path / "stop", beat_seconds=0.01), Control(), attempt
+
+
+def stops(control: Control) -> bool:
+    return bool(control.asked()[list(Request).index(Request.STOP)])
+
+
 def test_a_newer_attempt_is_not_written_over(store: LocalStore, tmp_path: Path) -> None:
-    beat(store, attempt=9)
+    alive, control, attempt = claimed(store, tmp_path)
+    beat(store, attempt=Protocol(store).claim("parity").attempt)
     before = store.read(ALIVE_KEY)
-    alive, control = (
-        Alive(resolve(manifest(tmp_path, tmp_path)), store, tmp_path / "stop", beat_seconds=0.01),
-        Control(),
-    )
-    alive.on_claim(Claimed(4, 60), control)
+    alive.on_claim(Claimed(attempt, 60), control)
     alive.on_end(Ended(20), control)
     assert store.read(ALIVE_KEY) == before
-    assert control.asked()[list(Request).index(Request.STOP)], "no step of the older one is worth its time"
+    assert stops(control), "no step of the older one is worth its time"
+    assert "attempt 1 was superseded: attempt 2" in str(alive.superseded), "so that it is not started again"
+
+
+def test_a_sign_that_was_left_behind_stops_nobody(store: LocalStore, tmp_path: Path) -> None:
+    # Given a sign with a higher number, of which nothing else is there
+    alive, control, attempt = claimed(store, tmp_path)
+    beat(store, attempt=9, ended="failed")
+    alive.on_claim(Claimed(attempt, 60), control)
+    alive.on_end(Ended(20), control)
+    last = read_beat(store)
+    assert isinstance(last, Beat)
+    assert (last.attempt, last.ended) == (attempt, "complete")
+    assert not stops(control)
+
+
+def test_a_place_that_was_removed_meanwhile_gets_no_sign(store: LocalStore, tmp_path: Path) -> None:
+    # Given a run whose pod was out of reach when its place was removed
+    alive, control, attempt = claimed(store, tmp_path)
+    alive.on_claim(Claimed(attempt, 60), control)
+    wait_until(lambda: read_beat(store) is not None)
+    store.delete([attempt_key(attempt)])
+
+    def found_out() -> bool:
+        store.delete([ALIVE_KEY])  # also one that was on its way
+        return alive.superseded is not None
+
+    wait_until(found_out)
+    alive.on_end(Ended(20), control)
+    assert read_beat(store) is None
+    assert stops(control)
 
 
 def test_a_store_that_is_away_keeps_nobody(tmp_path: Path) -> None:

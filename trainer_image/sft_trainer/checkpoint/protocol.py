@@ -5,6 +5,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -78,19 +79,26 @@ class Protocol:
     ) -> AttemptClaim:
         """Claim the next attempt by a conditional create, then drop what crashed writers left unfinished.
 
-        ``accept`` may raise in between, before anything is removed. ``incidents`` are those that are known here: the
-        claim carries them on, with those of the claim before it where that is of the same object. ``took_over`` is the
-        word by which that was asked.
+        ``accept`` may raise, before anything is removed. It is asked before the claim as well as after it, of what came
+        in between; a claim that it refused is taken back, since it would stop who trains there. ``incidents`` are those
+        that are known here: the claim carries them on, with those of the claim before it where that is of the same
+        object. ``took_over`` is the word by which that was asked.
         """
 
         def claim_of(number: int) -> AttemptClaim:
             return self._claim(number, job_uid, incidents).model_copy(update={"took_over": took_over})
 
+        accept()
         number = self._first_free()
         while not self._store.create(attempt_key(number), _encoded(claim := claim_of(number))):
             number += 1
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
-        accept()
+        try:
+            accept()
+        except ConfigError:
+            with suppress(TrainingError):
+                self._store.delete([attempt_key(number)])
+            raise
         self.drop_unfinished_uploads()
         self._remove_unfinished_folders(number)
         return claim

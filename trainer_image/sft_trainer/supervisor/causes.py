@@ -60,6 +60,7 @@ def classify(end: WorkerExit, *, memory_ran_out: bool) -> Failure | None:
             step=error.step,
             attempt=error.attempt,
             outage=error.outage,
+            superseded=error.superseded,
         )
     if end.code == 0 or (end.killed and end.code == -signal.SIGKILL):
         return None
@@ -88,7 +89,7 @@ def _signal_name(number: int) -> str:
 
 def is_consequence(failure: Failure) -> bool:
     """Whether ``failure`` looks like the echo of another worker's end rather than a cause."""
-    if failure.unreachable:
+    if failure.unreachable or failure.superseded:
         return False
     if failure.failure is FailureClass.PEER_LOST:
         return True

@@ -296,6 +296,11 @@ class Group:
         if self.refusals.are_met_by(cause):
             self._wait_for_store(cause, now)
             return
+        if cause.superseded:
+            # Started again it would claim the next attempt, and so would the other: each would end the other for ever.
+            self._spent, self._part = self.spent, None
+            self._exit(termination(cause.failure, cause.message, self.training, rank=cause.rank), now)
+            return
         self.refusals.failed_otherwise()
         asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
         self._spent = self.spent

@@ -20,9 +20,9 @@ class LastSign:
         self._output = output
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """Say that the run failed, unless it has said how it ended."""
-        self._thread = threading.Thread(target=self._say, name="last-sign", daemon=True)
+    def begin(self, attempt: int) -> None:
+        """Say that the run failed, whose last attempt this is, unless it has said how it ended."""
+        self._thread = threading.Thread(target=self._say, args=(attempt,), name="last-sign", daemon=True)
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
@@ -30,7 +30,7 @@ class LastSign:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _say(self) -> None:
+    def _say(self, attempt: int) -> None:
         # Not at the top: what the store needs is imported by those alone that end so.
         from sft_trainer.alive import say_ended
         from sft_trainer.checkpoint.opening import open_store
@@ -38,6 +38,7 @@ class LastSign:
 
         try:
             config = TrainerConfig.model_validate_json(self._config.read_bytes())
-            say_ended(config, open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3)))
+            store = open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+            say_ended(config, store, attempt)
         except Exception as error:
             self._output.say(f"that the run has ended is not told in its place: {type(error).__name__}: {error}")

@@ -330,8 +330,9 @@ class Node:
     def _leave_last_words(self, group: Group, end: TerminationMessage, *, said: bool) -> None:
         """End as index 0; ``said``: its workers have left the word in their place that nobody trains there."""
         self._end = group.last_words(end)
-        if self._settings.place and group.refusals.claimed and not said:
-            self._last_sign.begin()
+        attempt = group.refusals.reached.attempt
+        if self._settings.place and attempt and not said:
+            self._last_sign.begin(attempt)
 
     def _give_up_on_unkillable(self) -> None:
         if self._kill_since is not None and time.monotonic() - self._kill_since > UNKILLABLE_SECONDS:

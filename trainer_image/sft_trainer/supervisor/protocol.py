@@ -26,6 +26,8 @@ class Failure(ReportModel):
     """True when it was killed by something that does not belong to the run."""
     outage: bool = False
     """True when a place that the run saves in is away, full or refuses."""
+    superseded: bool = False
+    """True when a newer attempt was claimed, by whatever start."""
 
 
 class Outcome(StrEnum):
