@@ -27,12 +27,14 @@ from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.s3 import S3Store, part_size
+from sft_trainer.checkpoint.s3_errors import UploadGone
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
     StorageNotFoundError,
     StorageUnavailableError,
 )
+from sft_trainer.outage import is_outage
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server, server_on_a_tiny_disk, settings
 
 MiB = 2**20
@@ -223,6 +225,33 @@ def test_uploads_survive_lost_answers(flaky: Flaky) -> None:
     assert flaky.lost == set()
     flaky.lost = {"get_object"}
     assert flaky.read("x.bin") == data
+
+
+def test_an_upload_that_is_gone_before_its_completion_arrives_is_a_save_that_failed(
+    s3_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a completing request that never arrives, and an upload that somebody drops meanwhile
+    plain, completions = S3Store.call, 0
+
+    def losing(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
+        nonlocal completions
+        if operation != "complete_multipart_upload":
+            return plain(store, client, operation, key, arguments)
+        completions += 1
+        if completions == 1:
+            plain(store, client, "abort_multipart_upload", key, {"UploadId": arguments["UploadId"]})
+            raise EndpointConnectionError(endpoint_url="lost")
+        gone: Any = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+        raise ClientError(gone, operation)  # moto answers 500
+
+    monkeypatch.setattr(S3Store, "call", losing)
+
+    # Then it is tried again as any other, and does not end the run as a bucket that is not there
+    with pytest.raises(UploadGone, match="the upload was aborted") as failed, s3_store.open_write("x.bin") as stream:
+        stream.write(bytes(9 * MiB))
+    assert completions == 2
+    assert is_outage(failed.value)
+    assert s3_store.list("") == []
 
 
 def test_uploads_without_checksum_headers(s3_server: S3Server) -> None:

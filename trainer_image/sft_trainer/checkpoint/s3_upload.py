@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import UploadGone
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.errors import ConfigError
@@ -167,7 +168,11 @@ class MultipartStream(WriteStream):
         """The first answer to the completing request may have been lost: then the object is there."""
         if not gone.retried:
             raise gone
-        if self._store.request("head_object", self._key)["ContentLength"] != self.size:
+        try:
+            size = self._store.request("head_object", self._key)["ContentLength"]
+        except ObjectNotFoundError:
+            raise gone from None  # it was not completed either: a save that failed, and no object that is missing
+        if size != self.size:
             raise gone
 
     def _discard(self) -> None:
