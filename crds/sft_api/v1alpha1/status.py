@@ -253,7 +253,9 @@ class SFTJobStatus(ApiModel):
         default_factory=list, description="What the user should know about data, settings and losses, the newest last."
     )
     retried: Annotated[str, Field(max_length=256)] = Field(
-        default="", description="Value of the annotation sftjob.dev/retry for which the job began again last."
+        default="",
+        description="Value of the annotation sftjob.dev/retry for which the job began again last, or that stood there "
+        "when it ended.",
     )
     avoided_nodes: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=10)] = Field(
         default_factory=list, description="Nodes that the pods are kept off, after failures there."

@@ -218,12 +218,15 @@ class _Look(Notes):
         now = self._now
         self._look_in(seconds_to_complete(observed, now), later=1.0)
         _, export_uri = self._places(job)
-        # What stands there before the run fails does not ask that it begins again.
-        previous = self._previous.model_copy(update={"retried": retry_word(self._manifest)})
+        previous = self._previous
         if job is None:
             status = follow(terms, previous, observed, now, export_uri=export_uri)
         else:
             status = compute_status(job, previous, observed, now, export_uri=export_uri, pods=self._settings.pods)
+        if is_finished(status):
+            # What stands there when the run fails does not ask that it begins again. Not before: until then the word
+            # is the one that it began again for, and may have asked for another's place.
+            status = status.model_copy(update={"retried": retry_word(self._manifest)})
         self._look_in(seconds_to_next_word(observed, status.restarts or RestartsStatus(), now))
         return status
 

@@ -160,11 +160,41 @@ def test_what_has_begun_again_for_a_word_or_is_complete_does_not_for_the_same(st
     assert (result.actions, state(result)) == ((), status["state"])
 
 
-def test_a_word_that_stands_there_before_a_job_fails_is_taken_note_of() -> None:
-    result = decided(seen(running(), manifest=asked_again("early"), healing=healed_lately(), **ASKED))
+def test_a_word_that_stands_there_before_a_job_fails_is_taken_note_of_when_it_does() -> None:
+    failed = running(job=make_child(conditions={"Failed": ("x", "")}), pods=())
 
-    assert result.status is not None
-    assert result.status.retried == "early"
+    result = decided(seen(failed, manifest=asked_again("early"), seconds=90, **ASKED))
+
+    assert (state(result), result.status and result.status.retried) == ("Failed", "early")
+    assert decided(seen(failed, manifest=asked_again("early"), status=result.document, seconds=91)).news == ()
+
+
+def taken_over(result: Result) -> list[str]:
+    """What the trainer of the Job that is made is told."""
+    (made,) = [action for action in result.actions if isinstance(action, CreateChildren)]
+    (container,) = made.manifests[-1]["spec"]["template"]["spec"]["containers"]
+    return [entry["value"] for entry in container["env"] if entry["name"] == "SFT_TAKE_OVER"]
+
+
+def test_only_a_word_for_which_a_job_begins_again_takes_a_place_over() -> None:
+    word, searched = "once take-over", {**ASKED, "next_search": 1e9}
+
+    # Given an object with the word of another one, copied or kept in Git, whose Job cannot be made at first
+    late = decided(seen(Observed(earlier_pods=(make_pod(0),)), manifest=asked_again(word), **searched))
+    assert late.document is not None
+    copied = decided(seen(manifest=asked_again(word), status=late.document, **ASKED))
+    assert taken_over(copied) == []
+
+    # Or one that came while it ran, and whose Job is made anew
+    runs = decided(seen(running(), manifest=asked_again(word), healing=healed_lately(), **ASKED))
+    assert runs.document is not None
+    assert taken_over(decided(seen(manifest=asked_again(word), status=runs.document, **ASKED))) == []
+
+    # When it is asked to begin again, and waits for its Job
+    asked = decided(seen(manifest=asked_again(word), status=FAILED, seconds=90)).document
+    waits = decided(seen(Observed(earlier_pods=(make_pod(0),)), manifest=asked_again(word), status=asked, **searched))
+    assert waits.document is not None
+    assert taken_over(decided(seen(manifest=asked_again(word), status=waits.document, **ASKED))) == [word]
 
 
 def test_what_was_deleted_is_deleted_again_only_when_nothing_tells_that_it_goes() -> None:
