@@ -25,6 +25,7 @@ from .events import Control, Ended, Listener, Outcome
 from .export.record import is_finished, refuse_other_run
 from .fetch import localise
 from .figures import Figures
+from .outage import of_another_place
 from .reporting import Reporter
 from .revisions import pinned
 from .saving import Saving
@@ -139,7 +140,8 @@ def _export(
             reporter.alive(Phase.EXPORTING, f"fetching {uri}: {count / 2**30:.1f} GiB")
 
         reporter.phase(Phase.EXPORTING, f"fetching {uri}")
-        return localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind=kind, on_progress=told)
+        with of_another_place():
+            return localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind=kind, on_progress=told)
 
     done = 0
 

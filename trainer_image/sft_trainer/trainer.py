@@ -218,7 +218,8 @@ class Trainer:
     def _end_again(self, done: Done) -> None:
         self.step = done.step
         if self.topology.writes:
-            end_again(self.config, self.store, done, self._place.revisions, self.reporter)
+            with of_the_place():
+                end_again(self.config, self.store, done, self._place.revisions, self.reporter)
 
     def _make_callbacks(self) -> None:
         self._theirs.append(Callbacks(self.config, self.topology))
@@ -277,7 +278,11 @@ class Trainer:
 
     def _as_tried(self) -> TrainerConfig:
         """The configuration; what has been trained is not refused for what it is reckoned to take of its GPUs."""
-        if not self.spec.compute.gpus_per_node or not self.saving.anything_saved():
+        if not self.spec.compute.gpus_per_node:
+            return self.config
+        with of_the_place():
+            tried = self.saving.anything_saved()
+        if not tried:
             return self.config
         compute = self.spec.compute.model_copy(update={"memory_check": "Warn"})
         return self.config.model_copy(update={"spec": self.spec.model_copy(update={"compute": compute})})

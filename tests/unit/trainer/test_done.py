@@ -11,12 +11,14 @@ from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest, checkpoint_i
 from sft_api.place import DONE_KEY, EXPORT_RECORD, Done
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer import done as done_again
 from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.done import DoneFile, end_again
-from sft_trainer.errors import ConfigError
+from sft_trainer.errors import AccessDeniedError, ConfigError
 from sft_trainer.events import Control, Ended
 from sft_trainer.export.record import refuse_other_run
+from sft_trainer.outage import of_the_place
 from sft_trainer.place import read_done
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
@@ -156,6 +158,19 @@ def test_when_all_is_gone_nothing_is_trained_in_silence(config: TrainerConfig, t
     without = config.model_copy(update={"export_uri": None})
     with pytest.raises(ConfigError, match=r"but neither its last checkpoint can be used"):
         again(without, tmp_path)
+
+
+@pytest.mark.usefixtures("final")
+def test_a_model_that_is_refused_to_the_export_is_no_outage_of_the_place(
+    config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object, **__: object) -> Path:
+        raise AccessDeniedError("gated")
+
+    monkeypatch.setattr(done_again, "localise", denied)
+    with pytest.raises(AccessDeniedError) as raised, of_the_place():
+        again(config, tmp_path)
+    assert raised.value.outage is False
 
 
 @pytest.mark.usefixtures("final")

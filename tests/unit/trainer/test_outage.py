@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
-from sft_api.place import ALIVE_KEY, RunRecord
+from sft_api.place import ALIVE_KEY, Done, RunRecord
 from sft_api.progress import Phase, StorageOutage, WorkerError
 from sft_api.rundir import ERRORS_FOLDER
-from sft_trainer import entering, saving
+from sft_trainer import entering, saving, trainer
 from sft_trainer import outage as outages
 from sft_trainer.alive import Alive, read_beat
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
@@ -123,6 +124,28 @@ def test_of_what_a_start_does_in_its_place_the_data_and_other_places_are_none_of
     with pytest.raises(AccessDeniedError) as raised:
         entering.enter(config, LocalStore(tmp_path), Reporter(tmp_path, writes=False), writes=True)
     assert (raised.value.outage is True) is expected
+
+
+def test_what_a_start_reads_after_its_claim_or_instead_of_it_is_of_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> Any:
+        raise DENIED
+
+    # Given a process whose key is revoked when it has claimed an attempt, or has found the run complete
+    one = trainer.Trainer.__new__(trainer.Trainer)
+    one.config = resolve(manifest(tmp_path / "inputs", tmp_path / "store", compute={"gpusPerNode": 1}))
+    one.spec, one.topology = one.config.spec, ALONE
+    one.store, one.reporter = LocalStore(tmp_path), Reporter(tmp_path, writes=False)
+    one.saving, one._place = SimpleNamespace(anything_saved=denied), entering.Entered(None, None)  # type: ignore[assignment]
+    monkeypatch.setattr(trainer, "end_again", denied)
+
+    # Then it ends with the word that lets the run wait
+    for read in (one._as_tried, lambda: one._end_again(Done(step=6, attempt=1))):
+        monkeypatch.setattr(DENIED, "outage", None)
+        with pytest.raises(AccessDeniedError) as raised:
+            read()
+        assert raised.value.outage is True
 
 
 def test_an_outage_is_told_from_its_beginning_in_the_words_of_its_last_answer() -> None:

@@ -41,8 +41,9 @@ class Refusals:
             self.claimed, self.reached = True, training
         if training.storage_outage is not None:
             self._outage.begin_as(training.storage_outage)
-        elif training.phase not in (*BEFORE_TRAINING, Phase.FAILED):
-            # It has looked at its places, claimed an attempt and read a checkpoint: nothing is refused any more.
+        elif training.attempt and training.phase not in (*BEFORE_TRAINING, Phase.FAILED):
+            # It has looked at its places, claimed an attempt and read a checkpoint: nothing is refused any more. (A
+            # complete run whose export is made once more claims none, and may be refused until that is there.)
             self._outage.ended()
         self._answered = training.storage_outage is None and training.phase is not Phase.STARTING
 
