@@ -21,6 +21,7 @@ from sft_trainer import outage as outages
 from sft_trainer.alive import Alive, read_beat
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.due import SavesWhenDue
 from sft_trainer.errors import (
@@ -506,6 +507,7 @@ def test_whatever_a_store_raises_who_lives_goes_on_to_say_so(tmp_path: Path) -> 
             super().put(key, data)
 
     store = Surprising(tmp_path / "store")
+    Protocol(store).claim("parity")
     config = resolve(manifest(tmp_path, tmp_path))
     alive, control = Alive(config, store, tmp_path / "stop", beat_seconds=0.01), Control()
     alive.on_claim(Claimed(1, 60), control)
