@@ -34,10 +34,10 @@ class Config:
         ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}, 64),
         ({"rope_type": "llama3", "original_max_position_embeddings": 64}, None),
         ({"rope_type": "default"}, None),
-        (None, None),
+        (None, 256),
     ],
 )
-def test_examples_are_not_longer_than_where_positions_change(parameters: Any, longest: int | None) -> None:
+def test_examples_are_not_longer_than_positions_and_where_they_change(parameters: Any, longest: int | None) -> None:
     check_positions(Config(parameters), longest or 100_000)
     if longest is not None:
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Rotary positions that depend on what else is in a forward pass, and up to which length they do not."""
+"""Up to which length a model has positions, and rotary ones that do not depend on what else is in a forward pass."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +7,21 @@ from sft_trainer.errors import ConfigError
 
 
 def check_positions(config: Any, max_length: int) -> None:
-    """Raise ``ConfigError`` when examples of up to ``max_length`` tokens would change the positions of others.
+    """Raise ``ConfigError`` when examples of up to ``max_length`` tokens have no positions, or change those of others.
 
-    ``config`` is a model's, of transformers. Its layers with ``longrope`` or ``dynamic`` scaling choose the frequencies
-    for all tokens of a forward pass by the longest document in it; up to the length of the original model they are
-    always the same.
+    ``config`` is a model's, of transformers. Without rotary positions it has a learnt one for each of
+    ``max_position_embeddings`` tokens. Its layers with ``longrope`` or ``dynamic`` scaling choose the frequencies for
+    all tokens of a forward pass by the longest document in it; up to the length of the original model they are always
+    the same.
     """
-    for parameters in _rope_parameters(getattr(config, "rope_parameters", None)):
+    rotary = getattr(config, "rope_parameters", None)
+    learnt = None if rotary else getattr(config, "max_position_embeddings", None)
+    if learnt is not None and max_length > learnt:
+        raise ConfigError(
+            f"data.maxLength is {max_length}, but a model of type {config.model_type!r} has learnt a position for each "
+            f"of {learnt} tokens (max_position_embeddings), and has none beyond: set data.maxLength to {learnt} at most"
+        )
+    for parameters in _rope_parameters(rotary):
         kind = str(parameters.get("rope_type"))
         if kind != "longrope" and "dynamic" not in kind:
             continue
