@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError
+from sft_trainer.models.overrides import config_of
 from sft_trainer.models.positions import check_positions
 from sft_trainer.preparation import prepare, prepare_model
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
-from tests.unit.trainer.test_models import save_model
+from tests.unit.trainer.test_models import save_config, save_model
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 
@@ -34,6 +36,7 @@ class Config:
         ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}, 64),
         ({"rope_type": "llama3", "original_max_position_embeddings": 64}, None),
         ({"rope_type": "default"}, None),
+        ({"rope_type": "dynamic", "alpha": 1000.0}, 256),
         (None, 256),
     ],
 )
@@ -44,6 +47,17 @@ def test_examples_are_not_longer_than_positions_and_where_they_change(parameters
             ConfigError, match=f"data.maxLength is {longest + 1}, .* data.maxLength to {longest} at most"
         ):
             check_positions(Config(parameters), longest + 1)
+
+
+def test_frequencies_of_hunyuan_that_alpha_fixes_bound_no_length(tmp_path: Path) -> None:
+    fixed = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+    save_config("hunyuan_v1_dense", tmp_path, rope_parameters=fixed, max_position_embeddings=256)
+    check_positions(config_of(tmp_path, None), 257)
+    assert config_of(tmp_path, ConfigOverrides(max_position_embeddings=512)).max_position_embeddings == 512
+    del fixed["alpha"]
+    save_config("hunyuan_v1_dense", tmp_path, rope_parameters=fixed, max_position_embeddings=256)
+    with pytest.raises(ConfigError, match=r"data\.maxLength is 257"):
+        check_positions(config_of(tmp_path, None), 257)
 
 
 def test_that_is_found_out_before_anything_is_tokenised(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from sft_api.v1alpha1.model_config import DROPOUTS, ConfigOverrides
 from sft_trainer.errors import ConfigError
 
+from .positions import follow_the_longest
+
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Of the model's own rotary parameters: they say nothing about scaling, and stay."""
 
@@ -78,7 +80,7 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
                 reason = "has no rotary positions"
             elif name == "rope_parameters" and "rope_type" not in rotary:
                 reason = "has other rotary positions for each kind of layer"
-            elif name == "max_position_embeddings" and _scaled_by_it(rotary):
+            elif name == "max_position_embeddings" and follow_the_longest(kind, rotary):
                 reason = "scales its positions by that length itself"
         elif getattr(config, name, None) is None:
             reason = _missing(config, name)
@@ -99,11 +101,6 @@ def _missing(config: Any, name: str) -> str:
         return reason
     own = ", ".join(each for each in DROPOUTS if getattr(config, each, None) is not None)
     return f"{reason} (its dropouts: {own or 'none'})"
-
-
-def _scaled_by_it(rotary: Mapping[str, Any]) -> bool:
-    """Whether frequencies follow from max_position_embeddings."""
-    return rotary.get("rope_type") in ("dynamic", "longrope")
 
 
 def _rotary(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:

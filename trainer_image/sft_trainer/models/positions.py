@@ -5,6 +5,9 @@ from typing import Any
 
 from sft_trainer.errors import ConfigError
 
+_FIXED_BY_ALPHA = ("hunyuan_v1_dense",)
+"""Types of models that are published as ``dynamic`` and, with ``alpha``, have the same frequencies at any length."""
+
 
 def check_positions(config: Any, max_length: int) -> None:
     """Raise ``ConfigError`` when examples of up to ``max_length`` tokens have no positions, or change those of others.
@@ -22,9 +25,9 @@ def check_positions(config: Any, max_length: int) -> None:
             f"of {learnt} tokens (max_position_embeddings), and has none beyond: set data.maxLength to {learnt} at most"
         )
     for parameters in _rope_parameters(rotary):
-        kind = str(parameters.get("rope_type"))
-        if kind != "longrope" and "dynamic" not in kind:
+        if not follow_the_longest(config.model_type, parameters):
             continue
+        kind = str(parameters.get("rope_type"))
         limit = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
         if max_length > limit:
             raise ConfigError(
@@ -33,6 +36,14 @@ def check_positions(config: Any, max_length: int) -> None:
                 f"than {limit} tokens: what is learnt of one would depend on the others; set data.maxLength to {limit} "
                 "at most"
             )
+
+
+def follow_the_longest(model_type: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether frequencies of a model by rotary ``parameters`` follow from the length of the longest document."""
+    if parameters.get("alpha") and model_type in _FIXED_BY_ALPHA:
+        return False
+    kind = str(parameters.get("rope_type"))
+    return kind == "longrope" or "dynamic" in kind
 
 
 def _rope_parameters(found: Any) -> Iterator[Mapping[str, Any]]:
