@@ -125,6 +125,22 @@ def test_what_the_model_has_no_place_for_is_refused(
         config_of(tmp_path, overrides(**given))
 
 
+@pytest.mark.parametrize(
+    ("kind", "own", "lost"),
+    [
+        ("hunyuan_v1_dense", {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "alpha"),
+        ("youtu", {**YARN, "mscale": None, "mscale_all_dim": 1.0}, "mscale_all_dim"),
+        ("ministral3", {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0}, "llama_4_scaling_beta, mscale"),
+    ],
+)
+def test_scaling_that_would_take_away_what_else_the_model_scales_by_is_refused(
+    tmp_path: Path, kind: str, own: dict[str, Any], lost: str
+) -> None:
+    save_config(kind, tmp_path, max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **own})
+    with pytest.raises(ConfigError, match=f"rope_parameters is .*'{kind}' has {lost} of its own there, .*leave it out"):
+        config_of(tmp_path, overrides(rope_parameters=YARN))
+
+
 def test_a_dropout_that_no_layer_reads_is_refused(tmp_path: Path) -> None:
     # Given a type whose config has a field that its layers do not look at, beside one that they do
     save_config("phi3", tmp_path, num_hidden_layers=2, pad_token_id=0)

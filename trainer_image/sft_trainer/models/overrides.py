@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from sft_api.v1alpha1.model_config import DROPOUTS, ConfigOverrides
+from sft_api.v1alpha1.model_config import DROPOUTS, ConfigOverrides, RopeParameters
 from sft_trainer.errors import ConfigError
 
 from .positions import follow_the_longest
 
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Of the model's own rotary parameters: they say nothing about scaling, and stay."""
+_KNOWN = {*_OF_EVERY_TYPE, "type", *RopeParameters.model_fields}
+"""Of the model's own rotary parameters: those that stay, or that overrides have too. Any other would be lost."""
 
 
 def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
@@ -80,6 +82,8 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
                 reason = "has no rotary positions"
             elif name == "rope_parameters" and "rope_type" not in rotary:
                 reason = "has other rotary positions for each kind of layer"
+            elif name == "rope_parameters" and (lost := _lost(rotary)):
+                reason = f"has {', '.join(lost)} of its own there, which these would take away"
             elif name == "max_position_embeddings" and follow_the_longest(kind, rotary):
                 reason = "scales its positions by that length itself"
         elif getattr(config, name, None) is None:
@@ -101,6 +105,11 @@ def _missing(config: Any, name: str) -> str:
         return reason
     own = ", ".join(each for each in DROPOUTS if getattr(config, each, None) is not None)
     return f"{reason} (its dropouts: {own or 'none'})"
+
+
+def _lost(rotary: Mapping[str, Any]) -> list[str]:
+    """Of the model's own ``rotary`` parameters, those that no overrides can say again."""
+    return sorted(name for name, value in rotary.items() if value is not None and name not in _KNOWN)
 
 
 def _rotary(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
