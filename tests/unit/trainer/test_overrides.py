@@ -160,6 +160,17 @@ def test_positions_that_follow_from_the_longest_one_are_left_alone(tmp_path: Pat
         config_of(tmp_path, overrides(max_position_embeddings=128))
 
 
+def test_a_model_that_is_scaled_by_yarn_has_no_positions_beyond_that(tmp_path: Path) -> None:
+    save_config("gpt_oss", tmp_path)
+    for given in (
+        {"max_position_embeddings": 131072},
+        {"max_position_embeddings": 200_000, "rope_parameters": {**YARN, "factor": 8000.0}},
+    ):
+        assert config_of(tmp_path, overrides(**given)).max_position_embeddings == given["max_position_embeddings"]
+    with pytest.raises(ConfigError, match=r"embeddings is 131073, but .* scales its positions to 131072 by yarn"):
+        config_of(tmp_path, overrides(max_position_embeddings=131073))
+
+
 def test_without_overrides_the_config_is_the_published_one(tmp_path: Path) -> None:
     save_config("llama", tmp_path)
     assert config_of(tmp_path, ConfigOverrides()).to_dict() == config_of(tmp_path, None).to_dict()

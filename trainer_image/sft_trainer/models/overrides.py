@@ -1,5 +1,6 @@
 """A model's config as a run has it: as it is published, with what ``spec.model.configOverrides`` says in its place."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def in_words(overrides: ConfigOverrides | None) -> str:
 def _check_names(config: Any, values: Mapping[str, Any]) -> None:
     kind = config.model_type
     rotary = getattr(config, "rope_parameters", None)
-    for name in values:
+    for name, value in values.items():
         reason = ""
         if name in ("rope_parameters", "max_position_embeddings"):
             if not rotary:
@@ -86,6 +87,8 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
                 reason = f"has {', '.join(lost)} of its own there, which these would take away"
             elif name == "max_position_embeddings" and follow_the_longest(kind, rotary):
                 reason = "scales its positions by that length itself"
+            elif name == "max_position_embeddings" and "rope_parameters" not in values and value > _reach(rotary):
+                reason = f"scales its positions to {_reach(rotary):.0f} by yarn, and has none beyond"
         elif getattr(config, name, None) is None:
             reason = _missing(config, name)
         elif name == "sliding_window" and "sliding_attention" not in (
@@ -94,7 +97,7 @@ def _check_names(config: Any, values: Mapping[str, Any]) -> None:
             reason = "has no layer with a sliding window"
         if reason:
             raise ConfigError(
-                f"model.configOverrides.{name} is {values[name]!r}, but a model of type {kind!r} {reason}: leave it out"
+                f"model.configOverrides.{name} is {value!r}, but a model of type {kind!r} {reason}: leave it out"
             )
 
 
@@ -105,6 +108,12 @@ def _missing(config: Any, name: str) -> str:
         return reason
     own = ", ".join(each for each in DROPOUTS if getattr(config, each, None) is not None)
     return f"{reason} (its dropouts: {own or 'none'})"
+
+
+def _reach(rotary: Mapping[str, Any]) -> float:
+    """Tokens up to which the model's own ``rotary`` parameters scale by yarn; of other types nothing is said."""
+    factor, original = rotary.get("factor"), rotary.get("original_max_position_embeddings")
+    return factor * original if rotary.get("rope_type") == "yarn" and factor and original else math.inf
 
 
 def _lost(rotary: Mapping[str, Any]) -> list[str]:
