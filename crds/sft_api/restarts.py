@@ -170,7 +170,7 @@ def count_disruptions(
     restarts: RestartsStatus, number: int, reason: str, message: str, time: datetime
 ) -> RestartsStatus:
     """``restarts`` with ``number`` more of what is nobody's fault, and free."""
-    update = {"disruptions": restarts.disruptions + number}
+    update = {"disruptions": restarts.disruptions + number, "recovery_seconds": None}
     return _shown_last(restarts.model_copy(update=update), reason, message, time)
 
 

@@ -145,7 +145,11 @@ class RestartsStatus(ApiModel):
     last_reason: Text = Field(default="", description="Class of the last one.")
     last_message: Text = Field(default="", description="Its message: what happened, and what to change.")
     lost_steps: int = Field(default=0, description="Steps computed twice because of restarts.")
-    recovery_seconds: float | None = Field(default=None, description="From the last failure to the next new step.")
+    recovery_seconds: float | None = Field(
+        default=None,
+        description="From the last failure or lost pod to the next new step; absent until then, and where the run was "
+        "suspended, or had failed and began again, between them.",
+    )
     total_recovery_seconds: float = Field(default=0.0, description="The same, of all failures and lost pods so far.")
     last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
     repeated: RepeatedFailure | None = Field(

@@ -96,7 +96,7 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     restarts = status.restarts or RestartsStatus()
     lost = max(0, status.progress.step - (training.resumed_from_step or 0))
     update: dict[str, object] = {"lost_steps": restarts.lost_steps + lost}
-    happened = parse_time(restarts.last_time)
+    happened = _open_since(restarts, observed)
     # Reports are read now and then: the first new step lies back by the steps made since.
     later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
     first_step = shifted(training.update_time, -later_steps * (training.median_step_seconds or 0.0))
@@ -105,6 +105,18 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
         update["recovery_seconds"] = seconds
         update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + seconds, 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
+
+
+def _open_since(restarts: RestartsStatus, observed: Observed) -> datetime | None:
+    """When that happened from which the run is recovering; None: from nothing that is known.
+
+    A Job that has started since rested, or is a new one: nobody waited for a recovery all that time.
+    """
+    happened = parse_time(restarts.last_time)
+    started = observed.job.started if observed.job else None
+    if restarts.recovery_seconds is not None or (happened and started and started > happened):
+        return None
+    return happened
 
 
 def _told_from(told: Iterable[Incident], happened: datetime, first_step: datetime) -> datetime:

@@ -214,6 +214,7 @@ def _preempted(restarts: RestartsStatus, situation: Situation, now: datetime) ->
     return restarts.model_copy(
         update={
             "disruptions": restarts.disruptions + 1,
+            "recovery_seconds": None,
             "last_reason": "Preempted",
             "last_message": situation.message,
             "last_time": timestamp(now),

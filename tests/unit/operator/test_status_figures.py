@@ -8,7 +8,7 @@ from sft_api.failures import FailureClass
 from sft_api.progress import BEFORE_TRAINING, Phase
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import ExportStatus
-from sft_operator.decisions.status import write_status
+from sft_operator.decisions.status import retried_status, write_status
 from tests.unit.operator.make import (
     at,
     committed_at,
@@ -16,6 +16,7 @@ from tests.unit.operator.make import (
     incident,
     make_child,
     make_pod,
+    make_terms,
     report,
     running,
     training,
@@ -101,6 +102,31 @@ def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
     assert recovered.restarts.recovery_seconds == 31
     assert later.restarts
     assert later.restarts.lost_steps == 10
+
+
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize("between", ["suspended", "retried", "unseen"])
+def test_a_loss_that_was_recovered_long_ago_counts_no_more(between: str) -> None:
+    # Given an index 0 that was evicted, from which the run recovered
+    first = status_of(running(report=report(training(50, update_time=at(-60)))))
+    gone = make_pod(0, phase="Failed", exit_code=137, conditions=disruption())
+    lost = status_of(running(pods=(make_pod(1), gone)), first)
+    told = training(41, attempt=2, resumed_from_step=40, update_time=at(30))
+    before = status_of(running(report=report(told, received=31)), lost, seconds=31)
+    assert before.restarts
+    assert (lost.restarts and lost.restarts.recovery_seconds, before.restarts.recovery_seconds) == (None, 31)
+
+    # When another attempt begins two days later: after a pause, a retry, or what happened while no operator lived
+    job = make_child(started=-600 if between == "unseen" else 2 * DAY - 10)
+    if between == "retried":
+        before = retried_status(make_terms(), before, "again", at(2 * DAY - 20))
+    late = training(61, attempt=3, resumed_from_step=60, update_time=at(2 * DAY))
+    after = status_of(running(job=job, report=report(late, received=2 * DAY)), before, seconds=2 * DAY)
+
+    assert after.restarts
+    assert after.restarts.total_recovery_seconds == 31
 
 
 @pytest.mark.parametrize("polled", [True, False])
