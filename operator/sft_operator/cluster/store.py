@@ -106,9 +106,13 @@ class CheckpointStore:
 
         kept: list[CheckpointStatus] = []
         problems: list[str] = []
+        unread = None
         try:
             reading = self._reading(uri, READ_SECONDS)
             for one in sorted(reading.folders(), reverse=True):
+                if len(kept) + len(problems) == KEPT:
+                    unread = one
+                    break
                 files = reading.files(one.prefix)
                 if MANIFEST_NAME not in files:
                     continue  # it was not committed
@@ -117,11 +121,9 @@ class CheckpointStore:
                     problems.append(f"checkpoint {one.folder} is not usable: {found}")
                 else:
                     kept.append(found)
-                if len(kept) + len(problems) == KEPT:
-                    break
         except (BotoCoreError, ClientError, StoreError) as error:
             raise StoreError(f"{uri}: {error}") from error
-        return Stored(checkpoints_status(kept), tuple(problems))
+        return Stored(checkpoints_status(kept), tuple(problems), unread)
 
     def _status_of(
         self, reading: Reading, uri: str, one: CheckpointId, files: Mapping[str, StoreFile]

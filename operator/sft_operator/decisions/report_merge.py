@@ -204,9 +204,12 @@ def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     stored = observed.stored
     if stored is None:
         return status
-    # What the operator did not check itself the trainer may have.
-    told = {item.uri: item for item in (status.checkpoints.kept if status.checkpoints else ())}
+    # What the operator did not check, or read, itself the trainer may have: the best is often an old one.
+    known = status.checkpoints or CheckpointsStatus()
+    told = {item.uri: item for item in (*known.kept, known.best) if item}
     kept = [item if item.verified else told.get(item.uri, item) for item in stored.checkpoints.kept]
+    older = [item for item in told.values() if stored.unread and (item.attempt, item.step) <= stored.unread]
+    kept += sorted(older, key=lambda item: (item.attempt, item.step), reverse=True)
     update = {"checkpoints": checkpoints_status(kept), "warnings": with_told(status.warnings, stored.problems)}
     return status.model_copy(update=update)
 

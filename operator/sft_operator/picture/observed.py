@@ -10,6 +10,7 @@ from datetime import datetime
 from sys import intern
 from typing import Any
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
 from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
@@ -356,6 +357,8 @@ class Stored:
     checkpoints: CheckpointsStatus
     problems: tuple[str, ...] = ()
     """One sentence for each checkpoint that a resume would pass over."""
+    unread: CheckpointId | None = None
+    """The newest of those that were not read, because enough newer ones had been; None: all were."""
 
 
 @dataclass(frozen=True)

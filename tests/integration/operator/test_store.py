@@ -97,7 +97,20 @@ def test_only_whole_committed_checkpoints_count_the_newest_attempt_first(
     assert stored.checkpoints.best.step == 30
     assert stored.checkpoints.latest.uri == f"{URI}/team/several/checkpoints/step-00000020-a00002"
     assert stored.checkpoints.latest.size_bytes == 100
+    assert stored.unread is None
     assert stored.problems == ("checkpoint step-00000040-a00002 is not usable: rank-0.bin has 60 bytes instead of 100",)
+
+
+def test_older_ones_than_the_newest_ten_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any
+) -> None:
+    for step in range(1, 13):
+        save(s3, "team/long", step)
+
+    stored = read(monkeypatch, versitygw, "team/long")
+
+    assert [item.step for item in stored.checkpoints.kept] == list(range(12, 2, -1))
+    assert stored.unread == CheckpointId(1, 2)
 
 
 def test_a_damaged_manifest_is_told(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore, s3: Any) -> None:

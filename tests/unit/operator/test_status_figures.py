@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.failures import FailureClass
 from sft_api.progress import BEFORE_TRAINING, Phase
+from sft_api.report import checkpoints_status
 from sft_api.times import timestamp
-from sft_api.v1alpha1 import ExportStatus
+from sft_api.v1alpha1 import CheckpointsStatus, ExportStatus
 from sft_operator.decisions.status import retried_status, write_status
+from sft_operator.picture.observed import Stored
 from tests.unit.operator.make import (
     at,
     committed_at,
@@ -185,6 +190,25 @@ def test_checkpoints_stay_known_while_a_new_attempt_has_none_to_tell() -> None:
     assert second.checkpoints
     assert second.checkpoints.latest == checkpoint(40)
     assert second.steps_at_risk == 1
+
+
+@pytest.mark.parametrize(("unread", "best"), [(CheckpointId(1, 140), 100), (CheckpointId(1, 90), 250), (None, 250)])
+def test_the_best_may_be_older_than_what_the_operator_reads_itself(unread: CheckpointId | None, best: int) -> None:
+    # Given a trainer that told of its best, and a store of which the newest ten were read when it had ended
+    found = [checkpoint(step).model_copy(update={"eval_loss": 2.0}) for step in range(250, 150, -10)]
+    first = checkpoint(100).model_copy(update={"eval_loss": 1.0})
+    told = CheckpointsStatus(latest=found[0], best=first, kept=[*found[:9], first])
+    trains = status_of(running(report=report(training(250, checkpoints=told))))
+
+    # When the status is that of its end
+    stored = Stored(checkpoints_status(found), unread=unread)
+    ended = status_of(replace(running(pods=()), stored=stored), trains)
+
+    # Then that one is the best still, unless the store says that it is gone
+    assert ended.checkpoints
+    assert ended.checkpoints.best
+    assert ended.checkpoints.best.step == best
+    assert ended.checkpoints.kept == found
 
 
 def test_the_picture_of_the_losses_stays_known_and_last_words_may_be_the_first_to_name_it() -> None:
