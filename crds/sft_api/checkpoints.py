@@ -83,6 +83,13 @@ def checkpoint_id(folder: str) -> CheckpointId | None:
     return CheckpointId(attempt=int(match[2]), step=int(match[1])) if match else None
 
 
+def run_place(uri: str) -> str | None:
+    """The place of the run of which the folder ``uri`` is a checkpoint; None when it is no such folder."""
+    parent, _, folder = uri.rpartition("/")
+    inside = f"/{CHECKPOINTS_PREFIX}".rstrip("/")
+    return parent.removesuffix(inside) if checkpoint_id(folder) and parent.endswith(inside) else None
+
+
 def attempt_key(attempt: int) -> str:
     """Key of the claim of attempt number ``attempt``."""
     return f"{ATTEMPTS_PREFIX}{attempt:05d}.json"

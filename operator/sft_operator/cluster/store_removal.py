@@ -135,7 +135,7 @@ class _Place:
     def remove(self) -> RemovalTurn:
         """The story of a turn."""
         if not self._is_ours():
-            return RemovalTurn("gone")
+            return RemovalTurn("empty")
         claim = self._own_claim()
         self._put_sign()
         if (wait := self._seconds_to_wait(claim)) > 0:

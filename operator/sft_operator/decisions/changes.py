@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from sft_api.checkpoints import run_place
 from sft_api.times import parse_time
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import TAKE_OVER_ENDING
@@ -108,10 +109,11 @@ def _changed_size(terms: Terms, child: ChildJob) -> Manifest:
 
 
 def run_places(
-    job: SFTJob | None, child: ChildJob | None, store: StoreSettings | None
+    job: SFTJob | None, child: ChildJob | None, status: SFTJobStatus, store: StoreSettings | None
 ) -> tuple[str | None, str | None]:
     """Where the run saves and exports: as it stands on its Job, since the settings may have changed after that.
 
+    Without a Job its newest checkpoint tells where it saved: another Job of it has the same configuration.
     ``job`` is None when its spec cannot be read.
     """
     if child and child.checkpoint_uri:
@@ -122,7 +124,9 @@ def run_places(
         config = trainer_config(job, store)
     except ValueError:
         return None, None
-    return config.checkpoint_uri, config.export_uri
+    latest = status.checkpoints.latest if status.checkpoints else None
+    saved = run_place(latest.uri) if latest and job.spec.checkpoint.uri is None else None
+    return saved or config.checkpoint_uri, config.export_uri
 
 
 def time_to_live(manifest: Manifest, status: SFTJobStatus, now: datetime) -> timedelta | None:

@@ -61,8 +61,9 @@ def why_not_removable(uri: str | None, s3: S3Spec | None, store: StoreSettings |
         )
     if uri is None or not is_readable(uri, s3, store, namespace):
         return (
-            f"{DELETES}, and the operator can remove places in the platform's store alone: leave spec.checkpoint.uri "
-            f"and spec.checkpoint.s3 out, name a place below {own_folder(store, namespace)}/, {keep}"
+            f"{DELETES}, and the operator can remove places in the platform's store alone, of which "
+            f"{uri or 'its place'}, as this job reaches it, is none: leave spec.checkpoint.uri and spec.checkpoint.s3 "
+            f"out, name a place below {own_folder(store, namespace)}/, {keep}"
         )
     return ""
 
@@ -99,6 +100,8 @@ def remove_place(memory: Memory, job: SFTJob, uri: str, *, clock: float) -> Remo
     turn = removal.last
     if turn is not None and turn.state == "gone":
         return Removal(memory, done=True, news=News("Normal", "PlaceRemoved", f"{uri} was removed; an export stays"))
+    if turn is not None and turn.state == "empty":
+        return Removal(memory, done=True, news=News("Normal", "PlaceEmpty", f"nothing of this run lies in {uri}"))
     if turn is not None and turn.state == "kept":
         return Removal(memory, done=True, news=kept(turn.why))
     if removal.stuck_since is not None and clock - removal.stuck_since >= GIVE_UP_SECONDS:

@@ -144,7 +144,7 @@ class Notes:
         return job, run_terms(job)
 
     def _places(self, job: SFTJob | None) -> tuple[str | None, str | None]:
-        return run_places(job, self._observed.job, self._settings.store)
+        return run_places(job, self._observed.job, self._read_status(), self._settings.store)
 
     def _owner(self, terms: Terms) -> ObjectMeta:
         return ObjectMeta(name=self._key.name, namespace=self._key.namespace, uid=terms.uid)

@@ -96,7 +96,7 @@ def test_all_goes_but_the_export_and_what_is_not_the_run_s(s3: Any, remover: Rem
 
     assert below(s3, place) == EXPORT | theirs
     assert below(s3, f"{place}-2") == {"run.json"}
-    assert remover.turn(order(place)) == RemovalTurn("gone"), "what is gone may be removed again"
+    assert remover.turn(order(place)) == RemovalTurn("empty"), "what is gone may be removed again"
 
 
 def other_record(files: dict[str, bytes]) -> None:
@@ -158,8 +158,8 @@ def test_a_place_of_other_numbers_stays(s3: Any, remover: Remover, place: str) -
     assert "training.seed" in turn.why
 
 
-def test_an_empty_place_is_gone(remover: Remover) -> None:
-    assert remover.turn(order("never-begun")) == RemovalTurn("gone")
+def test_an_empty_place_is_none_that_was_removed(remover: Remover) -> None:
+    assert remover.turn(order("never-begun")) == RemovalTurn("empty")
 
 
 def test_it_may_be_interrupted_after_every_deletion(s3: Any, remover: Remover, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,35 @@ def test_the_place_is_removed_once_the_job_and_all_pods_are_gone() -> None:
     assert [(item.type, item.reason) for item in told(done)] == [("Normal", "PlaceRemoved")]
 
 
+@pytest.mark.parametrize(
+    ("now", "removed"), [("s3://new/sft", []), ("s3://platform/sft", ["s3://platform/sft/team/tulu-of-before"])]
+)
+def test_of_a_run_without_a_job_the_place_is_where_its_checkpoints_are(now: str, removed: list[str]) -> None:
+    # Given a run that saved where settings, or an operator, of before had it, and whose Job was deleted
+    place = "s3://platform/sft/team/tulu-of-before"
+    latest = {"step": 5, "attempt": 1, "uri": f"{place}/checkpoints/step-00000005-a00001", "time": stamp(0)}
+    known = {"attempt": 1, "checkpoints": {"latest": {**latest, "sizeBytes": 9, "verified": True}}}
+    going = manifest(PLACE_FINALIZER, going=True, checkpoint={})
+
+    # When it is to go
+    result = decided(going, store=STORE.model_copy(update={"uri": now}), status=known)
+
+    # Then no other place is taken for it, and one that cannot be removed is named
+    assert [question.uri for question in questions(result)] == removed
+    assert [item.reason for item in told(result) if place in item.note] == ([] if removed else ["PlaceKept"])
+
+
+def test_a_place_in_which_nothing_was_is_not_said_to_be_removed() -> None:
+    memory = removal_went(Memory("sft-uid"), RemovalTurn("empty"), clock=1000)
+
+    result = decided(manifest(PLACE_FINALIZER, going=True), memory=memory)
+
+    assert finalizers(result) == [()]
+    assert [(item.reason, item.note) for item in told(result)] == [
+        ("PlaceEmpty", f"nothing of this run lies in {PLACE}")
+    ]
+
+
 def told(result: Result) -> list[Any]:
     return [action.news for action in result.actions if isinstance(action, SetFinalizers) and action.news]
 
