@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -95,8 +95,11 @@ def prune_checkpoints(
             return unfinished and (identity.attempt < attempt or not lives)
 
         protocol = Protocol(store)
-        pruning = _without_final(store, protocol.pruning(keep, None, is_over))
-        _print_pruning(pruning, yes=yes)
+        planned = protocol.pruning(keep, None, is_over)
+        pruning = _without_final(store, planned)
+        staying = {entry.step for entry in pruning.staying} | {one.step for one in planned.going.keys() - pruning.going}
+        result(f"Place     {store.uri}")
+        _print_pruning(pruning, staying, yes=yes)
         if keep is not None and keep.best and pruning.going and not best_of(pruning.staying):
             say(
                 "no checkpoint here has an evaluation loss (data.eval): none of them stays for being the best",
@@ -221,7 +224,7 @@ def _without_final(store: Store, pruning: Pruning) -> Pruning:
     return replace(pruning, going={one: files for one, files in pruning.going.items() if one not in stays})
 
 
-def _print_pruning(pruning: Pruning, *, yes: bool) -> None:
+def _print_pruning(pruning: Pruning, staying: Set[int], *, yes: bool) -> None:
     if not pruning.going:
         result("Nothing goes.")
         return
@@ -229,5 +232,5 @@ def _print_pruning(pruning: Pruning, *, yes: bool) -> None:
     for identity, files in pruning.going.items():
         result(f"{verb:<10}{identity.folder}  {size_text(sum(files.values()))}")
     total = size_text(sum(sum(files.values()) for files in pruning.going.values()))
-    stays = ", ".join(str(entry.step) for entry in pruning.staying) or "none"
+    stays = ", ".join(map(str, sorted(staying, reverse=True))) or "none"
     say(f"{counted(len(pruning.going), 'folder')}, {total}; what stays: step {stays}{'' if yes else '; --yes does it'}")

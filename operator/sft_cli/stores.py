@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from sft_api.checkpoints import CHECKPOINTS_PREFIX, checkpoint_id
+from sft_api.checkpoints import CHECKPOINTS_PREFIX, checkpoint_id, run_place
 from sft_api.v1alpha1.job import SFTJob
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
@@ -44,11 +44,23 @@ def store_and_job(place: str, name: str | None, working_folder: Path) -> tuple[S
 
 
 def _place_of(job: SFTJob, working_folder: Path) -> str:
-    """Where ``job`` saves: what its status says, which only an object of a cluster has, else as ``sft run`` does."""
-    checkpoints = job.status.checkpoints
-    if job.spec.checkpoint.uri is None and checkpoints is not None and checkpoints.latest is not None:
-        return checkpoints.latest.uri.partition(f"/{CHECKPOINTS_PREFIX}")[0]
-    return (job.spec.checkpoint.uri or local_checkpoints(working_folder, job)).rstrip("/")
+    """Where ``job`` saves: what its status says, which only an object of a cluster has, else as ``sft run`` does.
+
+    Raises UserError for an object of a cluster that does not say it: a run of this folder with its name is another.
+    """
+    if job.spec.checkpoint.uri is not None:
+        return job.spec.checkpoint.uri.rstrip("/")
+    latest = job.status.checkpoints.latest if job.status.checkpoints else None
+    if latest is not None and (saved := run_place(latest.uri)):
+        return saved
+    if not job.metadata.uid:
+        return local_checkpoints(working_folder, job)
+    name, namespace = job.metadata.name, job.metadata.namespace
+    raise UserError(
+        f"{name} is an object of a cluster (uid {job.metadata.uid}), and neither spec.checkpoint.uri nor "
+        "status.checkpoints says where it saves: give that place itself, which the annotation "
+        f"sftjob.dev/checkpoint-uri of its ConfigMap names: kubectl get configmap {name}-config -n {namespace} -o yaml"
+    )
 
 
 def _run_of(uri: str) -> str:

@@ -294,6 +294,34 @@ def test_of_a_manifest_what_it_keeps_for_ever_and_as_many_of_the_best_stay_as_it
     assert folders(run) == [f"step-{step:08d}-a00001" for step in left]
 
 
+def test_what_is_meant_and_what_stays_is_said(run: LocalStore) -> None:
+    run.put(DONE_KEY, Done(step=4, attempt=1).model_dump_json(by_alias=True).encode())
+    shown = sft("prune", run.uri, "--keep-last", "1")
+    assert shown.stdout.splitlines()[0] == f"Place     {run.uri}"
+    assert "what stays: step 6, 4; --yes does it" in shown.stderr
+
+
+def test_an_object_of_a_cluster_is_no_run_of_this_folder(
+    run: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a run of this folder with the name of an object that has saved nothing yet
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft-runs").mkdir()
+    local = LocalStore(run.path.rename(tmp_path / "sft-runs" / "tiny"))
+    before = folders(local)
+    job = document()
+    job["metadata"] |= {"uid": "6ed1", "namespace": "team"}
+
+    # When that object's checkpoints are to go
+    command = ["checkpoints", "prune", "-", "--keep-last", "1", "--yes"]
+    done = CliRunner().invoke(cli, command, input=yaml.safe_dump(job))
+
+    # Then those of the run stay, and it is said where to look
+    assert (done.exit_code, folders(local)) == (10, before)
+    assert "uid 6ed1" in done.stderr
+    assert "kubectl get configmap tiny-config -n team -o yaml" in done.stderr
+
+
 def test_the_newest_that_can_be_used_stays(run: LocalStore) -> None:
     truncate(run, CheckpointId(1, 6))
     assert sft("prune", run.uri, "--keep-last", "1", "--yes").exit_code == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_api.checkpoints import CheckpointId
+from sft_api.checkpoints import CheckpointId, run_place
 from sft_api.numbers import Numbers
 from sft_api.place import (
     Done,
@@ -128,3 +128,16 @@ def test_weights_of_another_config_are_told_of() -> None:
         f"its weights were trained with another config of the model ({factor}: 4 -> not set)"
     )
     assert other_overrides(theirs, Numbers({**theirs.values, "training.seed": 9})) == ""
+
+
+@pytest.mark.parametrize(
+    ("uri", "place"),
+    [
+        ("s3://b/team/run/checkpoints/step-00000010-a00001", "s3://b/team/run"),
+        ("s3://b/checkpoints/run/checkpoints/step-00000010-a00001", "s3://b/checkpoints/run"),
+        ("s3://b/run/step-00000010-a00001", None),
+        ("s3://b/run/checkpoints/mine", None),
+    ],
+)
+def test_the_place_of_a_run_is_told_by_each_of_its_checkpoints(uri: str, place: str | None) -> None:
+    assert run_place(uri) == place
