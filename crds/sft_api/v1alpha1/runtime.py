@@ -437,7 +437,8 @@ class RunPolicy(ApiModel):
     )
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = Field(
         default=None,
-        description="The SFTJob is deleted so long after it ended; its checkpoints and export stay.",
+        description="The SFTJob is deleted so long after it ended; its export stays, and so do its checkpoints unless "
+        "deletionPolicy is Delete.",
     )
     progress_deadline_seconds: Seconds | None = Field(
         default=None,
