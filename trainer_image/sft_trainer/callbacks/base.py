@@ -105,7 +105,9 @@ class End:
 
 
 class Control:
-    """What a callback may ask for. One process is enough: all do it after the same step, one or two steps later.
+    """What a callback may ask for. One process is enough: all do it after the same step.
+
+    That is one step later on a CPU, and up to three on a GPU: a step is heard of when the next one is on its way.
 
     A plain object, so that tests of a callback can look at it.
     """
