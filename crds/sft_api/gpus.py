@@ -12,6 +12,7 @@ _GIBIBYTE = 2**30
 _SLICE = re.compile(r"-MIG-\d+g\.(?P<size>\d+)gb", re.IGNORECASE)
 _SIZE = re.compile(r"(?<![\d.])(?P<size>\d+)GB(?![a-z])", re.IGNORECASE)
 _WITHOUT_SIZE = {
+    "GH200 144G": 140.0,
     "GH200": 95.0,
     "B200": 179.0,
     "H200": 140.0,
@@ -24,7 +25,10 @@ _WITHOUT_SIZE = {
     "L4": 22.5,
     "T4": 15.0,
 }
-"""GiB that nvidia-smi shows of products whose label does not name their memory, or (GH200-480GB) that of the board."""
+"""GiB that nvidia-smi shows of products whose label does not name their memory, or (GH200-480GB) that of the board.
+
+The first that fits counts: boards of one name with more memory stand before the others.
+"""
 
 
 def declared_gpu_memory(spec: SFTJobSpec) -> int | None:

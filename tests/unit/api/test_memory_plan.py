@@ -275,6 +275,7 @@ def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: 
         ("NVIDIA-H100-PCIe", 79.5),
         ("NVIDIA-A100-PCIE-40GB", 40),
         ("NVIDIA-GH200-480GB", 95),
+        ("NVIDIA-GH200-144G-HBM3e", 140),
         ("NVIDIA-L40S", 45),
         ("Tesla-T4", 15),
         ("NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", 5),
