@@ -261,7 +261,9 @@ def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
 
 def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     share = ceil(trained / plan.shard_degree)
-    groups = (plan.processes > 1) + (1 < plan.shard_degree < plan.processes) + (plan.sequence_parallel > 1)
+    # All together, for the sums of a step; replicas and shards, where they are not the same group; shared tokens.
+    replicated = 1 < plan.shard_degree < plan.processes
+    groups = (plan.processes > 1) + 2 * replicated + (plan.sequence_parallel > 1)
     reserve = CONTEXT_BYTES + groups * GROUP_BYTES
     if offloads(spec):
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
