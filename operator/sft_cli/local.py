@@ -134,10 +134,12 @@ def _machine_id() -> str:
 
 
 def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
-    """Every URI that the run reads or writes, with its path in the manifest."""
+    """Every URI that the run reads or writes, with its path in the manifest; of a dummy run those of its model."""
     yield "spec.model.uri", spec.model.uri
     if spec.model.tokenizer_uri:
         yield "spec.model.tokenizerUri", spec.model.tokenizer_uri
+    if spec.training.dummy_run:
+        return
     for kind, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
         for index, source in enumerate(sources):
             yield f"spec.data.{kind}[{index}].uri", source.uri
@@ -158,8 +160,7 @@ def _claims(spec: SFTJobSpec) -> Iterator[str]:
 def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
     for path, uri in _uris(spec):
         written = path in ("spec.checkpoint.uri", "spec.export.uri")
-        unread = spec.training.dummy_run is not None and path.startswith("spec.data.")
-        if written or unread or not uri.startswith(FILE_SCHEME):
+        if written or not uri.startswith(FILE_SCHEME):
             continue
         file = Path(uri.removeprefix(FILE_SCHEME))
         if not file.exists():

@@ -210,6 +210,19 @@ def test_files_that_are_not_there_are_refused_before_anything_starts(tmp_path: P
     )
 
 
+def test_of_what_a_dummy_run_does_not_touch_nothing_is_asked(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "data": {"train": [{"uri": "pvc://claim/b"}], "eval": [{"uri": f"file://{tmp_path}/eval.jsonl", "name": "e"}]},
+        "checkpoint": {"uri": "pvc://claim/d", "resume": {"from": {"uri": f"file://{tmp_path}/absent"}}},
+        "export": {"uri": "pvc://claim/e"},
+        "training": {"dummyRun": {"steps": 3}},
+    }
+
+    assert prepared(job(**sections)).is_dummy
+    (found,) = problems(job(**sections, model={"uri": f"file://{tmp_path}/model"}))
+    assert found.startswith(f"spec.model.uri: there is no {tmp_path}/model on this machine")
+
+
 def test_the_export_is_not_written_over_the_model_it_came_from(tmp_path: Path) -> None:
     exported = tmp_path / "sft-runs" / "tiny" / "export"
     exported.mkdir(parents=True)
