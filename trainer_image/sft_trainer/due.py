@@ -55,15 +55,15 @@ class SavesWhenDue(Listener):
         self._total_steps = event.total_steps
 
     def on_ask(self, event: Asking, control: Control) -> None:
+        # Each process knows of its own part of a save alone. While that arrives the outage may be about to end.
+        if self._saving.look_after() or (self._keeps_time and not self._saving.in_flight):
+            self._saving.outage.check()
         timer = self._keeps_time and self._is_time()
         if timer or Request.SAVE in planned(self._spec, event.step):
             control.ask(Request.SAVE)
 
     def _is_time(self) -> bool:
-        self._saving.look_after()
-        outage = self._saving.outage
-        outage.check()
-        return outage.wants_a_try or self._saving.seconds_since_save >= self._checkpoint.every_seconds
+        return self._saving.outage.wants_a_try or self._saving.seconds_since_save >= self._checkpoint.every_seconds
 
     def on_step(self, event: StepDone, control: Control) -> None:
         self._skipping, self.in_flight = not event.is_finite, event.save_in_flight

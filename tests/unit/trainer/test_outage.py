@@ -435,15 +435,29 @@ def test_a_save_that_stands_still_is_an_outage_until_it_moves(
 
 
 @pytest.mark.parametrize("keeps_time", [True, False])
-def test_who_keeps_the_time_looks_after_saves_at_every_step(tmp_path: Path, keeps_time: bool) -> None:
-    looked: list[int] = []
-    run = Run(tmp_path, asynchronous=True)
-    run.saving.look_after = lambda: looked.append(1)  # type: ignore[method-assign]
+@pytest.mark.usefixtures("short_pauses")
+def test_the_deadline_of_an_outage_leaves_a_save_alone_that_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Hanging, keeps_time: bool
+) -> None:
+    # Given an outage whose deadline passes while the first save after it is on its way
+    run = Run(tmp_path, asynchronous=True, deadline=1)
     due = SavesWhenDue(run.config.spec, run.saving, keeps_time=keeps_time)
+    run.saving.outage.failed(DENIED)
+    run.save(5)
+    assert hanging.asked.wait(PATIENCE_SECONDS)
+    wait_until(lambda: run.saving.outage.verdict)
 
-    for step in (1, 2):
-        due.on_ask(Asking(step), Control())
-    assert len(looked) == (2 if keeps_time else 0)
+    # Then it ends the run where its part of the save stands still, on whatever process, and not while that goes on
+    due.on_ask(Asking(6), Control())
+    monkeypatch.setattr(saving, "_STILL_SECONDS", 0)
+    with pytest.raises(StorageDeadlineError):
+        due.on_ask(Asking(7), Control())
+
+    # And by the clock of one process once there is none on its way
+    hanging.answers.set()
+    wait_until(lambda: not run.saving.in_flight)
+    with pytest.raises(StorageDeadlineError) if keeps_time else nullcontext():
+        due.on_ask(Asking(8), Control())
 
 
 @pytest.mark.usefixtures("short_pauses")

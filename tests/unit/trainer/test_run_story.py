@@ -77,7 +77,8 @@ class Story(Trainer):
             checkpoints=CheckpointsStatus(),
             checkpoint_of=lambda step: CheckpointId(1, step),
             outage=Outage(3600),
-            look_after=lambda: None,
+            look_after=lambda: False,
+            in_flight=False,
         )
         self.store = LocalStore(folder / "store")
         self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
