@@ -17,7 +17,7 @@ from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.inspecting import Folder, damage, folders_of, is_gone
 from sft_trainer.checkpoint.protocol import Protocol, Pruning
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.errors import ConfigError, StorageNotFoundError, TrainingError
+from sft_trainer.errors import ConfigError, StorageNotFoundError, StorageRefusedError, TrainingError
 from sft_trainer.place import read_done, read_record
 
 from .checkpoint_list import Place, document_of, lines_of, size_text
@@ -137,10 +137,14 @@ def _look(store: Store) -> Place:
     record = done = None
     try:
         record = read_record(store)
+    except StorageRefusedError:
+        raise
     except ConfigError as error:
         problems.append(str(error))
     try:
         done = read_done(store)
+    except StorageRefusedError:
+        raise
     except ConfigError as error:
         problems.append(str(error))
     folders = folders_of(store)  # says it when there is no such place

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from sft_trainer.checkpoint.inspecting import damage, folders_of
 from sft_trainer.checkpoint.s3 import PART_SIZE, S3Store
 from sft_trainer.errors import TrainingError
 from sft_trainer.outage import is_outage
 from tests.fault_proxy import Answer, FaultProxy, Says, fault_proxy
+from tests.integration.checkpoint.managers import save, started
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server
 
 _HTML = (("Content-Type", "text/html"),)
@@ -75,3 +77,23 @@ def test_it_is_an_outage_that_says_what_to_look_at(
     fault.stop()
     assert store.read(KEY) == b"bytes"
     assert request(store) is not False
+
+
+def test_one_of_them_says_nothing_of_the_conditional_writes_of_the_server(through: tuple[S3Store, FaultProxy]) -> None:
+    store, proxy = through
+    proxy.add(Says("PUT", "/probe-", PAGES["404"]))
+    with pytest.raises(TrainingError, match="there is no S3 server") as refused:
+        store.probe()
+    assert is_outage(refused.value)
+    assert store.probe().conditional_writes
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_they_are_no_verdict_on_a_checkpoint(through: tuple[S3Store, FaultProxy]) -> None:
+    store, proxy = through
+    save(started(store), 10)
+    (folder,) = folders_of(store)
+    proxy.add(Says("GET", r"\.idx", PAGES["404"], count=None))
+    for look in (lambda: folders_of(store), lambda: damage(store, folder)):
+        with pytest.raises(TrainingError, match="there is no S3 server"):
+            look()

@@ -24,6 +24,7 @@ from sft_trainer.checkpoint.catalog import KeepPolicy
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.checkpoint.store import RangeStream, S3Settings, Store
+from sft_trainer.errors import StorageRefusedError
 from tests.cluster.object_store import ObjectStore
 from tests.integration.checkpoint.managers import a_file_of, folders, save, started, truncate
 from tests.integration.run.stores import credentials, s3_spec
@@ -90,6 +91,22 @@ def flip(store: Store, key: str, at: int) -> None:
 
 
 # list
+
+
+@pytest.mark.parametrize("key", [RUN_KEY, DONE_KEY])
+def test_what_a_proxy_says_is_not_said_of_the_run(run: LocalStore, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    read = LocalStore.read
+
+    def through_a_proxy(store: LocalStore, name: str) -> bytes:
+        if key in name:
+            raise StorageRefusedError("what answers there is no S3 server")
+        return read(store, name)
+
+    monkeypatch.setattr(LocalStore, "read", through_a_proxy)
+    done = sft("list", str(run.path))
+    assert done.exit_code != 0
+    assert "what answers there is no S3 server" in done.stderr
+    assert "Run " not in done.stdout
 
 
 def test_the_run_and_its_checkpoints(run: LocalStore) -> None:

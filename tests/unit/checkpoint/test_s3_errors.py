@@ -17,7 +17,7 @@ from botocore.exceptions import (
     UnauthorizedSSOTokenError,
 )
 
-from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.errors import NoS3ServerError, ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, is_transient, retrying, translated
 from sft_trainer.errors import (
     AccessDeniedError,
@@ -41,7 +41,7 @@ def refusal(code: str, status: int, operation: str = "PutObject") -> ClientError
     [
         ("NoSuchBucket", 404, False, StorageNotFoundError),
         ("NoSuchKey", 404, False, ObjectNotFoundError),
-        ("404", 404, False, StorageRefusedError),
+        ("404", 404, False, NoS3ServerError),
         ("AccessDenied", 403, False, AccessDeniedError),
         ("SignatureDoesNotMatch", 403, False, AccessDeniedError),
         ("ExpiredToken", 400, False, AccessDeniedError),
@@ -73,7 +73,7 @@ def test_answers(code: str, status: int, transient: bool, expected: type[Excepti
 
 def test_only_the_answer_to_head_has_no_words_for_what_is_not_there() -> None:
     assert type(translated(refusal("404", 404, "HeadObject"), PLACE)) is ObjectNotFoundError
-    assert type(translated(refusal("404", 404, "GetObject"), PLACE)) is StorageRefusedError
+    assert type(translated(refusal("404", 404, "GetObject"), PLACE)) is NoS3ServerError
 
 
 @pytest.mark.parametrize(

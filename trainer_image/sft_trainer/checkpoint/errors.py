@@ -3,11 +3,15 @@
 from typing import ClassVar
 
 from sft_api.failures import FailureClass
-from sft_trainer.errors import StorageNotFoundError, TrainingError
+from sft_trainer.errors import StorageNotFoundError, StorageRefusedError, TrainingError
 
 
 class ObjectNotFoundError(StorageNotFoundError):
     """The bucket or folder is there, but not this object."""
+
+
+class NoS3ServerError(StorageRefusedError):
+    """Something else answered in the place of the S3 server, which has said nothing itself."""
 
 
 class CheckpointCorruptError(TrainingError):

@@ -10,7 +10,7 @@ from sft_trainer.checkpoint.reading import open_index
 from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.writing import OnBytes
-from sft_trainer.errors import ConfigError
+from sft_trainer.errors import ConfigError, StorageRefusedError
 
 _INDEXES_AT_ONCE = 4
 """One may take hundreds of megabytes."""
@@ -38,7 +38,10 @@ UNFINISHED = "it has no manifest: a save that goes on, or was interrupted"
 
 
 def folders_of(store: Store) -> list[Folder]:
-    """Every checkpoint folder in ``store``, newest first. Reads manifests and indexes, and no tensors."""
+    """Every checkpoint folder in ``store``, newest first. Reads manifests and indexes, and no tensors.
+
+    Storage errors are no verdict: they are raised as they are.
+    """
     catalog = Catalog(store)
 
     def look(one: tuple[CheckpointId, dict[str, int]]) -> Folder:
@@ -51,6 +54,8 @@ def folders_of(store: Store) -> list[Folder]:
             return Folder(identity, size, None, found.reason)
         try:
             open_index(store, found)
+        except StorageRefusedError:
+            raise
         except (CheckpointCorruptError, ConfigError) as error:
             return Folder(identity, size, found, str(error))
         return Folder(identity, size, found)
@@ -69,6 +74,8 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
     prefix = folder.id.prefix
     try:
         index, _ = open_index(store, folder.manifest)
+    except StorageRefusedError:
+        raise
     except (CheckpointCorruptError, ConfigError) as error:
         return [str(error)]
 

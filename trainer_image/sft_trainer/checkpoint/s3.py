@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from typing import Any, TypeVar
 
-from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.errors import NoS3ServerError, ObjectNotFoundError
 from sft_trainer.checkpoint.s3_credentials import name_their_provider
 from sft_trainer.checkpoint.s3_errors import (
     Place,
@@ -205,6 +205,8 @@ class S3Store:
                 # Other bytes: after an answer that was lost, the same ones would be taken for the second one's own.
                 first, second = self.create(key, b"probe"), self.create(key, b"another")
                 self._conditional_writes = first and not second
+            except NoS3ServerError:
+                raise  # what a proxy says is no word about what the server knows
             except ConfigError:  # some servers refuse the header instead of ignoring it
                 self.put(key, b"probe")
                 self._conditional_writes = False

@@ -26,7 +26,7 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.errors import NoS3ServerError, ObjectNotFoundError
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -160,7 +160,7 @@ def is_transient(error: Exception) -> bool:
 def translated(error: Exception, place: Place) -> TrainingError:
     """The error to raise for ``error``, in a sentence that says what to change."""
     if _is_of_another(error):
-        return StorageRefusedError(
+        return NoS3ServerError(
             f"{place}: what answers there is no S3 server ({str(error)[:300]}); check checkpoint.s3.endpoint, and what "
             "stands before the server"
         )
