@@ -40,6 +40,10 @@ def peak_flops(device: torch.device) -> float | None:
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
+_ATTENDS_TWICE = ("diffllama",)
+"""Types whose layers compute attention of all their queries with one half of the values, and with the other."""
+
+
 def active_parameters(model: nn.Module, config: Any, counts: Callable[[str], bool] = lambda name: True) -> int:
     """Parameters that take part in the computation of one token: of the routed experts only those that it is sent to.
 
@@ -69,17 +73,26 @@ def training_flops(
     6 per parameter and token (the input embedding is a look-up and does not count, a head that is tied to it does),
     but 4 for those of them that are ``frozen``, which have no gradient of their own,
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
-    appendix B. ``layers`` says how many have which sliding window (None: none): there the pairs of tokens farther
-    apart are left out, (length - window)^2 of length^2.
+    appendix B; where queries and values are not of one size, by the mean of the two. ``layers`` says how many have
+    which sliding window (None: none): there the pairs of tokens farther apart are left out, (length - window)^2 of
+    length^2.
     """
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
-    attention: float = 6 * heads * head_size * sum(count * _pairs(lengths, window) for window, count in layers.items())
+    pairs = sum(count * _pairs(lengths, window) for window, count in layers.items())
+    attention: float = 3 * _queries_and_values(config) * pairs
     still = frozen if config.tie_word_embeddings else max(0, frozen - embedding_parameters)
     return (6.0 * matrices - 2.0 * still) * sum(lengths) + attention
+
+
+def _queries_and_values(config: Any) -> int:
+    """Numbers of all heads that a token has in the attention of a layer: those of its queries and of their values."""
+    heads = config.num_attention_heads
+    if (value_size := getattr(config, "v_head_dim", None)) is not None:
+        return int(heads * (config.qk_head_dim + value_size))
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * heads * head_size * (2 if config.model_type in _ATTENDS_TWICE else 1))
 
 
 def _pairs(lengths: Sequence[int], window: int | None) -> int:

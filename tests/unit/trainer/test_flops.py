@@ -75,14 +75,16 @@ SLIDING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", accepted())
-def test_windows_are_those_that_attention_is_asked_for(kind: str) -> None:
+def test_windows_and_work_are_those_that_attention_is_asked_for(kind: str) -> None:
     import transformers
 
     asked: dict[int, int | None] = {}
+    numbers_of_heads: list[int] = []
 
     def noted(module: Any, query: torch.Tensor, *given: Any, sliding_window: int | None = None, **_: Any) -> Any:
         asked[id(module)] = held(module) if sliding_window is None else sliding_window
         value = given[1]
+        numbers_of_heads.append(query.shape[1] * (query.shape[3] + value.shape[3]))
         return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
 
     transformers.AttentionInterface.register("noted", noted)
@@ -93,6 +95,7 @@ def test_windows_are_those_that_attention_is_asked_for(kind: str) -> None:
         except Exception:  # a type may have rules about them
             continue
         asked.clear()
+        numbers_of_heads.clear()
         with torch.device("meta"), torch.no_grad():
             made: Any = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation="noted", **kernel_options(config)
@@ -101,6 +104,8 @@ def test_windows_are_those_that_attention_is_asked_for(kind: str) -> None:
             made.base_model(input_ids=numbers, position_ids=numbers, use_cache=False)
 
         assert windows(made) == [*asked.values()], options
+        # Of a document of one token, whatever the windows
+        assert training_flops(config, Counter(windows(made)), 0, 0, [1]) == 3 * sum(numbers_of_heads)
         tried += 1
     assert tried >= 3
 
