@@ -15,6 +15,7 @@ _MOST_HEADER_BYTES = 100_000_000
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
+_NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(r".*\.(experts\..*|router\.layer|mlp\.router|(mlp|block_sparse_moe)\.gate)\.weight")
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
@@ -41,9 +42,16 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
     if spec.lora is None or not spec.model.uri.startswith(_FILE):
         return None
     try:
-        shapes = _shapes(Path(spec.model.uri.removeprefix(_FILE)))
+        folder = Path(spec.model.uri.removeprefix(_FILE))
+        shapes, layers_here = _shapes(folder), _layers(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # sft run says what is wrong with the files
         return None
+    # Those that predict further tokens (GLM-4.5's) stand behind the others, and are not loaded.
+    shapes = {
+        name: shape
+        for name, shape in shapes.items()
+        if (found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here
+    }
     matrices = {found["layer"]: shape for name, shape in shapes.items() if (found := _matrix(name, shape))}
     if not matrices:
         return None
@@ -72,6 +80,13 @@ def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
     if len(shape) != 2 or _OF_EXPERTS.fullmatch(name):
         return None
     return _OF_A_LAYER.fullmatch(name)
+
+
+def _layers(folder: Path) -> float:
+    """How many the model in ``folder`` has by its config.json; infinitely many where that does not say it."""
+    file = folder / "config.json"
+    found = json.loads(file.read_text(encoding="utf-8")).get("num_hidden_layers") if file.is_file() else None
+    return found if isinstance(found, int) else math.inf
 
 
 def _files(folder: Path) -> list[Path]:

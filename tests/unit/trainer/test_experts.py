@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from sft_cli.adapters import Trained, measure_adapters
@@ -236,6 +237,24 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     assert (found.layers, found.parameters) == (len(layers), trained)
     # Files hold corrections of routers besides, which are no parameters.
     assert found.frozen == pytest.approx(frozen, abs=64)
+
+
+def test_the_plan_leaves_out_layers_that_the_model_has_in_its_files_alone(tmp_path: Path) -> None:
+    save_model("glm4_moe", tmp_path)
+    spec = resolve(
+        manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
+    ).spec
+    plain = measure_adapters(spec)
+    assert isinstance(plain, Trained)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    further = {
+        name.replace(".layers.1.", ".layers.2."): value.clone()
+        for name, value in tensors.items()
+        if ".layers.1." in name
+    }
+    save_file({**tensors, **further, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, file)
+    assert measure_adapters(spec) == plain
 
 
 def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:
