@@ -58,6 +58,9 @@ def strategy(path: Path, how: str, **sections: Any) -> FsdpStrategy:
         ("llama", {"attention_dropout": 0.25}, {}),
         ("llama", {"attention_dropout": 0.25}, {"lora": {"rank": 4, "dropout": 0.3}}),
         ("qwen3", {}, {"training": {"precision": "bf16"}}),
+        ("qwen3_moe", {}, {}),
+        # Queries and values of two sizes, from products of low rank
+        ("youtu", {}, {}),
     ],
 )
 def test_gradients_are_those_of_activations_that_are_kept(

@@ -17,6 +17,7 @@ from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tracking import track_blocks
+from tests.architectures import accepted, small_config
 from tests.unit.cli.jobs import job
 
 TOKENS = 512
@@ -188,6 +189,21 @@ def test_an_architecture_without_a_formula_is_seen_all_the_same() -> None:
     assert shape_of({**SIZES, "model_type": "granite"}) is None
     llama = one_kind(model_of("llama"), torch.bfloat16, lambda name: True, TOKENS)
     assert granite.kept == pytest.approx(llama.kept, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", sorted({*accepted()} - {*FAMILIES, "granite"}))
+def test_blocks_of_every_accepted_type_are_seen(kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    register()
+    config = small_config(kind)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
+
+    seen = track_blocks(CausalLM(made), torch.bfloat16, lambda name: True, 64)
+
+    assert seen.total() == config.num_hidden_layers
+    assert all(block.kept > 0 and block.working > 0 for block in seen)
 
 
 # Which blocks have experts in place of one MLP, as configs say it
