@@ -68,6 +68,8 @@ class Alive(Listener):
         last = False
         while not last:
             last = self._over.is_set()
+            if last and not self._ended:
+                return  # a start that follows does not wait for a sign that says nothing
             try:
                 there = read_beat(self._store)
                 newer = isinstance(there, Beat) and there.attempt > beat.attempt

@@ -1,8 +1,14 @@
 """From a URI to the store behind it."""
 
+from sft_api.trainer_config import TrainerConfig
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import S3Settings, Store, bucket_and_prefix, file_path, pvc_path
 from sft_trainer.errors import ConfigError
+
+
+def store_of(config: TrainerConfig) -> Store:
+    """The store in which a run of ``config`` saves; errors as of ``open_store``."""
+    return open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
 
 
 def open_store(uri: str, s3: S3Settings | None = None) -> Store:

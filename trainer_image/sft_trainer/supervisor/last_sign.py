@@ -33,12 +33,10 @@ class LastSign:
     def _say(self, attempt: int) -> None:
         # Not at the top: what the store needs is imported by those alone that end so.
         from sft_trainer.alive import say_ended
-        from sft_trainer.checkpoint.opening import open_store
-        from sft_trainer.checkpoint.store import S3Settings
+        from sft_trainer.checkpoint.opening import store_of
 
         try:
             config = TrainerConfig.model_validate_json(self._config.read_bytes())
-            store = open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
-            say_ended(config, store, attempt)
-        except Exception as error:
+            say_ended(config, store_of(config), attempt)
+        except Exception as error:  # of whatever kind: the run ends as it does, and who comes next watches for signs
             self._output.say(f"that the run has ended is not told in its place: {type(error).__name__}: {error}")

@@ -116,12 +116,11 @@ class Keeping:
         # Not at the top: what the store needs is imported by those alone that hung.
         from sft_trainer.checkpoint.catalog import Catalog
         from sft_trainer.checkpoint.errors import AttemptSupersededError, StoreSharedError
-        from sft_trainer.checkpoint.opening import open_store
-        from sft_trainer.checkpoint.store import S3Settings
+        from sft_trainer.checkpoint.opening import store_of
 
         try:
             config = TrainerConfig.model_validate_json(self._config.read_bytes())
-            store = open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+            store = store_of(config)
             identity = checkpoint_id(folder)
             try:
                 Catalog(store).check_newest(identity.attempt if identity else 0, config.job.uid)

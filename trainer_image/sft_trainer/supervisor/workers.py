@@ -29,6 +29,9 @@ _FIRST_STACK_SECONDS = 1.0
 _SILENT_SECONDS = 1.0
 """After which a worker that has begun to print the stacks of all threads has printed them."""
 
+_NAMES_A_THREAD = b"hread 0x"
+"""In what faulthandler prints of all threads, of the current one too, and not in the stack of one alone."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -238,8 +241,10 @@ class Workers:
 
 def _has_told(worker: _Worker, now: float) -> bool:
     """Whether it has printed the stacks of all threads, and its recording is whole where it has one."""
-    if (told := len(worker.stderr.kept)) > worker.told:
-        worker.told, worker.told_at = told, now
+    kept = worker.stderr.kept
+    # What is still on its way of the first stack, which names no thread, is not the beginning of the others.
+    if len(kept) > worker.told and _NAMES_A_THREAD in kept:
+        worker.told, worker.told_at = len(kept), now
     whole = worker.told_at is not None and now - worker.told_at >= _SILENT_SECONDS
     if not worker.records:
         return whole
