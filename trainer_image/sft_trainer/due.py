@@ -5,7 +5,7 @@ from pathlib import Path
 from sft_api.v1alpha1 import SFTJobSpec
 
 from .events import Asking, Control, Evaluated, Evaluating, Listener, Request, Resumed, Started, StepDone
-from .saving import Saving
+from .saving import AskedEachStep
 
 
 class EvaluatesWhenDue(Listener):
@@ -39,7 +39,7 @@ class EvaluatesWhenDue(Listener):
 class SavesWhenDue(Listener):
     """Every so many steps or seconds, and after evaluations when the best are kept."""
 
-    def __init__(self, spec: SFTJobSpec, saving: Saving, *, keeps_time: bool) -> None:
+    def __init__(self, spec: SFTJobSpec, saving: AskedEachStep, *, keeps_time: bool) -> None:
         """``keeps_time``: this is the process whose clock counts."""
         self._spec = spec
         self._checkpoint = spec.checkpoint

@@ -4,11 +4,12 @@ The run is that of every other one in all that a step costs: model, sharding, fe
 has no place: it claims nothing, saves nothing, exports nothing, and leaves what lies in the run's own place alone.
 """
 
+import math
 import resource
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -24,9 +25,11 @@ from .errors import ConfigError, StopRequested
 from .events import Claimed, Control, Listener, Listeners, StepDone
 from .gpu_memory import TellsAllocatedMemory
 from .listeners import OurListeners
+from .outage import Outage
 from .preparation import plan_steps, prepare_model
 from .prepared import Prepared
 from .reporting import Reporter, Reporting
+from .saving import AskedEachStep, Saving
 from .skipped import SkippedSteps
 from .trainer import Trainer
 
@@ -51,11 +54,18 @@ class NothingSaved:
 
     in_flight = False
     checkpoints = CheckpointsStatus()
+    seconds_since_save = 0.0
 
-    def failed_here(self) -> bool:
-        return False
+    def __init__(self) -> None:
+        self.outage = Outage(math.inf)
 
     def anything_saved(self) -> bool:
+        return False
+
+    def look_after(self) -> bool:
+        return False
+
+    def failed_here(self) -> bool:
         return False
 
     def copied(self, device: torch.device) -> float:
@@ -106,14 +116,15 @@ class DummyRun(Trainer):
     def _compare(self) -> None: ...
 
     def _claim(self) -> None:
-        self.saving: Any = NothingSaved()
+        self._nothing: AskedEachStep = NothingSaved()
+        self.saving = cast(Saving, self._nothing)  # whose other methods only what is replaced here calls
         self._watch()
         self.attempt = 1
         self.events.emit(Claimed(self.attempt, self.prepared.total_steps))
 
     def _watch(self) -> None:
-        skipped = SkippedSteps(self.reporter, self.saving, learning_rate=self.config.plan.learning_rate)
-        saves = SavesWhenDue(self.spec, self.saving, keeps_time=False)
+        skipped = SkippedSteps(self.reporter, self._nothing, learning_rate=self.config.plan.learning_rate)
+        saves = SavesWhenDue(self.spec, self._nothing, keeps_time=False)
         others: list[Listener] = [Reporting(self.reporter), StopsWhenAsked(self._stop_file), self._measured]
         if self.spec.compute.gpus_per_node:
             others.append(TellsAllocatedMemory(self._stop_file.parent, self.topology.rank))

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,33 @@ _SLOWEST_UPLOAD = timedelta(hours=1)
 """For which processes wait for the one that takes longest."""
 _SHORT_SECONDS = 0.05
 """Of which nobody is told that training waited for a copy: to tell it would take as long."""
+
+
+class AskedEachStep(Protocol):
+    """What every step asks of ``Saving``, and a run that saves nothing has to answer as well."""
+
+    outage: Outage
+
+    @property
+    def in_flight(self) -> bool: ...
+
+    @property
+    def checkpoints(self) -> CheckpointsStatus: ...
+
+    @property
+    def seconds_since_save(self) -> float: ...
+
+    def anything_saved(self) -> bool: ...
+
+    def look_after(self) -> bool: ...
+
+    def failed_here(self) -> bool: ...
+
+    def copied(self, device: torch.device) -> float: ...
+
+    def settle(self) -> None: ...
+
+    def tell(self) -> None: ...
 
 
 class Saving:

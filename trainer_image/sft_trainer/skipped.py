@@ -3,7 +3,7 @@
 from .errors import NonFiniteLossError
 from .events import Control, Listener, StepDone
 from .reporting import Reporter
-from .saving import Saving
+from .saving import AskedEachStep
 
 MAX_SKIPPED_IN_A_ROW = 5
 """Steps without finite loss and gradients in a row after which training on is hopeless."""
@@ -12,7 +12,7 @@ MAX_SKIPPED_IN_A_ROW = 5
 class SkippedSteps(Listener):
     """Counts them, warns of them once, and ends a run that does nothing else any more, or did nothing else."""
 
-    def __init__(self, reporter: Reporter, saving: Saving, *, learning_rate: float) -> None:
+    def __init__(self, reporter: Reporter, saving: AskedEachStep, *, learning_rate: float) -> None:
         """``learning_rate`` is the highest of the run."""
         self.in_a_row = 0
         """Up to the step that was counted last."""

@@ -168,8 +168,11 @@ def complete_for(observed: Observed, now: datetime) -> timedelta | None:
     if child is None or child.deleting or not (ends or child.succeeded):
         return None
     times = [end.finished for end in ends if end and end.finished]
-    # Of a pod that was removed since, only its Job knows.
-    return now - min(times) if times else LEFT_BEHIND
+    if times:
+        return now - min(times)
+    on_its_way = any(pod.index in indexes for pod in observed.active_pods for indexes in child.completed_indexes)
+    # Jobs and pods are watched apart. Of a pod that was removed since, only its Job knows.
+    return timedelta() if on_its_way else LEFT_BEHIND
 
 
 def seconds_to_complete(observed: Observed, now: datetime) -> float | None:

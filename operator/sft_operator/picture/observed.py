@@ -4,6 +4,7 @@ Objects arrive as the API server sends them (dicts), with whatever tenants wrote
 ``untrusted`` alone, so that none of them can stop the operator or fill its memory.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -232,7 +233,9 @@ class ChildJob:
     """Of its latest start: resuming sets it anew."""
     completed: datetime | None = None
     succeeded: int = 0
-    """Indexes whose pod was complete, also of pods that are gone."""
+    """How many indexes are complete, also those whose pods are gone."""
+    completed_indexes: tuple[range, ...] = ()
+    """Those indexes."""
     deleting: bool = False
     checkpoint_uri: str | None = None
     """Where this run saves, and exports if it does; written when the Job was made."""
@@ -262,6 +265,7 @@ class ChildJob:
             started=parse_time(status.get("startTime")),
             completed=parse_time(status.get("completionTime")),
             succeeded=integer(status.get("succeeded")) or 0,
+            completed_indexes=_ranges(text(status.get("completedIndexes"))),
             deleting=deletion_time(metadata) is not None,
             checkpoint_uri=text(annotations.get(CHECKPOINT_URI_ANNOTATION)) or None,
             export_uri=text(annotations.get(EXPORT_URI_ANNOTATION)) or None,
@@ -292,6 +296,12 @@ class ChildJob:
     def failed(self) -> Condition | None:
         """Its condition Failed; FailureTarget comes first and cannot be taken back."""
         return self._holds("Failed") or self._holds("FailureTarget")
+
+
+def _ranges(indexes: str) -> tuple[range, ...]:
+    """As a Job writes them, ``1,3-5``; without what cannot be read."""
+    found = re.finditer(r"(?:^|,)([0-9]{1,9})(?:-([0-9]{1,9}))?(?=,|$)", indexes)
+    return tuple(range(int(first), int(last or first) + 1) for first, last in (match.groups() for match in found))
 
 
 def _for_kueue(labels: object) -> dict[str, str]:

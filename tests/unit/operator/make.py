@@ -67,6 +67,7 @@ def child_manifest(
     created: float = -600,
     started: float | None = -600,
     succeeded: int = 0,
+    completed_indexes: str = "",
     queue: str = "",
     labels: dict[str, str] | None = None,
     marked: bool = False,
@@ -90,6 +91,8 @@ def child_manifest(
         status["startTime"] = stamp(started)
     if succeeded:
         status["succeeded"] = succeeded
+    if completed_indexes:
+        status["completedIndexes"] = completed_indexes
     return {
         "metadata": {
             "name": "tulu",

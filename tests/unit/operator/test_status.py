@@ -323,6 +323,17 @@ def test_a_pod_that_was_complete_is_not_forgotten_when_it_is_removed() -> None:
     assert seconds_to_complete(running(), NOW) is None
 
 
+@pytest.mark.parametrize("indexes", ["0", "0,2-5", "7,0-0"])
+def test_the_last_words_of_a_pod_that_its_job_calls_complete_are_waited_for(indexes: str) -> None:
+    """Jobs and pods are watched apart, and which of the two comes first is chance."""
+    complete = make_child(succeeded=1, completed_indexes=indexes)
+
+    early = running(job=complete, pods=(make_pod(0), make_pod(1)))
+    removed = running(job=complete, pods=(make_pod(1),))
+
+    assert (status_of(early, TRAINED).state, status_of(removed, TRAINED).state) == ("Running", "Complete")
+
+
 def test_what_keeps_crashing_says_why_while_it_does_not_run() -> None:
     # Given a job whose first pod crashes again and again
     started = status_of(running(pods=()))
