@@ -180,7 +180,9 @@ class Reporter:
 
         No more are kept than a status shows: all of them are in every report.
         """
-        if message not in self.progress.warnings:
+        with self._lock:
+            if message in self.progress.warnings:
+                return
             if self._writes:
                 log.warning(message)
             kept = [warning for warning in self.progress.warnings if warning != instead_of]

@@ -4,8 +4,9 @@ from sft_api.place import Done
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
+from .checkpoint.catalog import Catalog, nothing_removed
 from .checkpoint.opening import open_store
-from .checkpoint.store import S3Settings, Store
+from .checkpoint.store import ProbeResult, S3Settings, Store
 from .errors import ConfigError
 from .export.record import refuse_other_run
 from .place import read_done
@@ -21,17 +22,29 @@ def find_done(config: TrainerConfig, store: Store, reporter: Reporter) -> Done |
 def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bool:
     """Raise what is wrong with the places of checkpoints and export; whether the first has conditional creates.
 
-    For one process, before there is a group, an attempt or any data. Leaves nothing behind.
+    For one process, before there is a group, an attempt or any data. Leaves nothing behind where it may remove. Once an
+    attempt was claimed it is only warned of that it may not: a right that was revoked keeps no run from its end.
     """
     result = store.probe()
+    _tell_not_removed(store, result, store, reporter)
     if not result.conditional_writes:
         reporter.warn(result.message)
     export_uri = config.export_uri
     if export_uri is not None and not export_uri.startswith(f"{config.checkpoint_uri}/"):
         target = open_store(export_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
-        target.probe()
+        _tell_not_removed(target, target.probe(), store, reporter)
         refuse_other_run(target, config.job.name, config.numbers().digest)
     return result.conditional_writes
+
+
+def _tell_not_removed(place: Store, result: ProbeResult, checkpoints: Store, reporter: Reporter) -> None:
+    """Raise, before the first attempt in ``checkpoints``, or else tell that in ``place`` nothing may be removed."""
+    error = result.not_removed
+    if error is None:
+        return
+    if not Catalog(checkpoints).newest_attempt():
+        raise error
+    reporter.warn(nothing_removed(place.uri, error))
 
 
 def check_same_base(model_uri: str, recorded: str, here: str) -> None:

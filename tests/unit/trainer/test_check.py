@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sft_api.checkpoints import attempt_key
 from sft_api.place import DONE_KEY, Done, encode_done
 from sft_api.progress import Phase
 from sft_trainer import check as looking
@@ -63,6 +64,21 @@ def test_a_complete_run_needs_no_place_to_write_to(
     (tmp_path / "store" / DONE_KEY).write_bytes(encode_done(Done(step=4, attempt=1)))
 
     assert look(job, tmp_path).progress.phase is Phase.STARTING
+
+
+def test_who_may_write_and_not_remove_is_refused_before_the_first_attempt_and_warned_after_it(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any) -> None:
+        raise AccessDeniedError("the right to delete was revoked")
+
+    monkeypatch.setattr(LocalStore, "delete", denied)
+    with pytest.raises(AccessDeniedError, match="was revoked"):
+        look(job, tmp_path)
+    LocalStore(tmp_path / "store").put(attempt_key(1), b"a claim")
+
+    (warning,) = look(job, tmp_path).progress.warnings
+    assert "/store fills up, as what is kept no longer cannot be removed: the right to delete was revoked; " in warning
 
 
 def test_a_source_that_does_not_answer_is_left_to_the_run(

@@ -299,6 +299,26 @@ def test_of_outages_the_last_one_is_told_beside_what_else_there_is_to_tell(tmp_p
     assert outage.endswith("nothing could be saved: the bucket is closed")
 
 
+def test_that_old_checkpoints_may_not_be_removed_is_told_once_in_the_words_of_the_last_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, answers = Run(tmp_path, asynchronous=True), iter(range(9))
+
+    def denied(*_: object) -> None:
+        raise AccessDeniedError(f"answer {next(answers)}")
+
+    monkeypatch.setattr(LocalStore, "delete", denied)
+    for step in (1, 2, 3, 4):
+        run.save(step)
+        run.settle()
+
+    # Each save is there all the same: two are kept, and of the third and the fourth the removal was refused
+    assert run.saved == [1, 2, 3, 4]
+    (warning,) = run.reporter.progress.warnings
+    assert "fills up, as what is kept no longer cannot be removed: answer 1; give the run the right" in warning
+    assert run.reporter.progress.storage_outage is None
+
+
 @pytest.mark.usefixtures("short_pauses")
 def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path) -> None:
     run = Run(tmp_path, asynchronous=True)

@@ -26,6 +26,7 @@ from sft_api.report import best_of, checkpoint_status
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import AccessDeniedError
 
 _GONE = "its manifest is gone"
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -186,6 +187,14 @@ def describe(identity: CheckpointId, uri: str, time: datetime, size: int, run: R
 def status_of(manifest: Manifest, uri: str) -> CheckpointStatus:
     """The same, from its manifest."""
     return describe(manifest.id, uri, manifest.created, manifest.bytes, manifest.run)
+
+
+def nothing_removed(uri: str, error: AccessDeniedError) -> str:
+    """What is told of a place in which this run may write and not remove."""
+    return (
+        f"{uri} fills up, as what is kept no longer cannot be removed: {error}; give the run the right to delete "
+        "there again"
+    )
 
 
 def kept_by(policy: KeepPolicy, checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:

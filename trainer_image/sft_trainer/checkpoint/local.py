@@ -10,7 +10,15 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
-from sft_trainer.checkpoint.store import ProbeResult, RangeStream, StoredObject, WriteStream, check_key, filled
+from sft_trainer.checkpoint.store import (
+    ProbeResult,
+    RangeStream,
+    StoredObject,
+    WriteStream,
+    check_key,
+    filled,
+    refused_removal,
+)
 from sft_trainer.errors import (
     AccessDeniedError,
     StorageFullError,
@@ -153,13 +161,14 @@ class LocalStore:
         try:
             first, second = self.create(key, b"probe"), self.create(key, b"probe")
         finally:
-            self.delete([key])
+            not_removed = refused_removal(self, key)
         exclusive = first and not second
         return ProbeResult(
             conditional_writes=exclusive,
             message=f"{self.uri} is writable"
             if exclusive
             else f"{self.uri} lets two processes create the same file: never start two groups on it at once",
+            not_removed=not_removed,
         )
 
     def _missing(self, path: Path) -> TrainingError:

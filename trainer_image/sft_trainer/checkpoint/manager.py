@@ -21,7 +21,7 @@ from sft_api.progress import Incident
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer.boxes import Box
-from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, describe, status_of
+from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, describe, nothing_removed, status_of
 from sft_trainer.checkpoint.errors import (
     AttemptSupersededError,
     CheckpointCorruptError,
@@ -38,7 +38,7 @@ from sft_trainer.checkpoint.staging import HostStaging, Room, no_room
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.checkpoint.turns import Turns
 from sft_trainer.checkpoint.writing import Contents, save_pieces
-from sft_trainer.errors import StorageUnavailableError, TrainingError
+from sft_trainer.errors import AccessDeniedError, StorageUnavailableError, TrainingError
 from sft_trainer.names.canonical import VERSION
 from sft_trainer.outage import is_outage
 from sft_trainer.topology import Topology
@@ -82,8 +82,9 @@ class CheckpointManager:
     ``timeout`` bounds how long ranks wait for the slowest one's upload. ``on_bytes`` is told, by any thread, how many
     bytes of this rank's tensors were written or read since it was called last. ``on_wait`` is told, by any thread, when
     this rank begins (True) and ends (False) to wait for what others do. ``while_waiting`` is called once a second while
-    a caller waits for a save to end: what it raises ends the wait, and not the save. ``threads_beside_training``: how
-    many threads of a save work at once while training goes on (None: all).
+    a caller waits for a save to end: what it raises ends the wait, and not the save. ``on_warning`` is told, by any
+    thread, what is worth acting on, and as ``instead_of`` which earlier warning that replaces.
+    ``threads_beside_training``: how many threads of a save work at once while training goes on (None: all).
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class CheckpointManager:
         on_bytes: Callable[[int], None] = lambda count: None,
         on_wait: Callable[[bool], None] = lambda waits: None,
         while_waiting: Callable[[], None] = lambda: None,
-        on_warning: Callable[[str], None] = lambda message: None,
+        on_warning: Callable[..., None] = lambda message, **_: None,
         available_memory: Callable[[], int | None] = lambda: None,
         threads_beside_training: int | None = None,
     ) -> None:
@@ -114,6 +115,7 @@ class CheckpointManager:
         self._on_warning = on_warning
         self._available_memory = available_memory
         self._told_no_room = False
+        self._told_not_removed = ""
         self._refused_copies = ""
         """Why this rank could not make the copies of a save, once it could not."""
         self._threads_beside_training = threads_beside_training
@@ -447,6 +449,9 @@ class CheckpointManager:
         newest = CheckpointId(self._known[0].attempt, self._known[0].step)
         try:
             self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep))
+        except AccessDeniedError as error:
+            before, self._told_not_removed = self._told_not_removed, nothing_removed(self.store.uri, error)
+            self._on_warning(self._told_not_removed, instead_of=before)
         except Exception as error:  # the checkpoint itself is safe; the next save prunes again
             logger.warning("Old checkpoints were not removed: %s", error)
 

@@ -32,6 +32,7 @@ from sft_trainer.checkpoint.store import (
     StoredObject,
     WriteStream,
     check_key,
+    refused_removal,
 )
 from sft_trainer.errors import ConfigError
 
@@ -211,14 +212,15 @@ class S3Store:
                 self.put(key, b"probe")
                 self._conditional_writes = False
         finally:
-            self.delete([key])
+            not_removed = refused_removal(self, key)
         if self._conditional_writes:
-            return ProbeResult(True, f"{self.uri} is writable and knows conditional writes")
+            return ProbeResult(True, f"{self.uri} is writable and knows conditional writes", not_removed)
         return ProbeResult(
             False,
             f"{self.uri}: the server at {self.place('').endpoint} lacks conditional writes (If-None-Match: *); "
             "claims are checked before they are written, so two groups starting in the same instant could both "
             "take one attempt. Update the server, and never start two jobs on this URI.",
+            not_removed,
         )
 
     def read(self, key: str) -> bytes:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from sft_trainer.checkpoint.turns import Turns
-from sft_trainer.errors import ConfigError, StorageNotFoundError
+from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError
 
 if TYPE_CHECKING:
     from sft_api.v1alpha1.runtime import S3Spec
@@ -66,6 +66,8 @@ class ProbeResult:
     conditional_writes: bool
     message: str
     """One sentence for the log; says what is at risk when conditional writes are missing."""
+    not_removed: AccessDeniedError | None = None
+    """Why the small object is still there, where one may write and not remove."""
 
 
 class WriteStream(ABC):
@@ -205,6 +207,15 @@ class Store(Protocol):
 
     def abort_incomplete_uploads(self, prefix: str) -> int:
         """Drop what crashed writers left unfinished under ``prefix``; returns how many."""
+
+
+def refused_removal(store: Store, key: str) -> AccessDeniedError | None:
+    """Remove one object; what the store says where that is not allowed."""
+    try:
+        store.delete([key])
+    except AccessDeniedError as error:
+        return error
+    return None
 
 
 def check_key(key: str) -> str:
