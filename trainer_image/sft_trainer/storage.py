@@ -6,10 +6,11 @@ from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog, nothing_removed
 from .checkpoint.opening import open_store
+from .checkpoint.protocol import Protocol
 from .checkpoint.store import ProbeResult, S3Settings, Store
-from .errors import ConfigError
+from .errors import ConfigError, StorageFullError
 from .export.record import refuse_other_run
-from .place import read_done
+from .place import look, read_done
 from .reporting import Reporter
 
 
@@ -25,7 +26,7 @@ def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bo
     For one process, before there is a group, an attempt or any data. Leaves nothing behind where it may remove. Once an
     attempt was claimed it is only warned of that it may not: a right that was revoked keeps no run from its end.
     """
-    result = store.probe()
+    result = _probe(config, store)
     _tell_not_removed(store, result, store, reporter)
     if not result.conditional_writes:
         reporter.warn(result.message)
@@ -35,6 +36,18 @@ def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bo
         _tell_not_removed(target, target.probe(), store, reporter)
         refuse_other_run(target, config.job.name, config.numbers().digest)
     return result.conditional_writes
+
+
+def _probe(config: TrainerConfig, store: Store) -> ProbeResult:
+    """What ``store`` can do; where it is full, after what a killed save of this very object left there has gone."""
+    try:
+        return store.probe()
+    except StorageFullError:
+        protocol = Protocol(store)
+        if not protocol.claimed_last_by(config.job.uid) or look(config, store) is None:
+            raise
+        protocol.make_room()
+    return store.probe()
 
 
 def _tell_not_removed(place: Store, result: ProbeResult, checkpoints: Store, reporter: Reporter) -> None:

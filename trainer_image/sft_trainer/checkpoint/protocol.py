@@ -34,6 +34,7 @@ from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
+    StorageFullError,
     StorageNotFoundError,
     StorageUnavailableError,
     TrainingError,
@@ -88,10 +89,21 @@ class Protocol:
         def claim_of(number: int) -> AttemptClaim:
             return self._claim(number, job_uid, incidents).model_copy(update={"took_over": took_over})
 
+        def create() -> AttemptClaim:
+            number = self._first_free()
+            while not self._store.create(attempt_key(number), _encoded(claim := claim_of(number))):
+                number += 1
+            return claim
+
         accept()
-        number = self._first_free()
-        while not self._store.create(attempt_key(number), _encoded(claim := claim_of(number))):
-            number += 1
+        try:
+            claim = create()
+        except StorageFullError:
+            if not self.claimed_last_by(job_uid):
+                raise
+            self.make_room()
+            claim = create()
+        number = claim.attempt
         logger.info("Claimed attempt %d in %s", number, self._store.uri)
         try:
             accept()
@@ -102,6 +114,20 @@ class Protocol:
         self.drop_unfinished_uploads()
         self._remove_unfinished_folders(number)
         return claim
+
+    def claimed_last_by(self, job_uid: str) -> bool:
+        """Whether the newest attempt was claimed by that object."""
+        newest = self._first_free() - 1
+        claim = self._catalog.newest_claim_of(job_uid) if newest else None
+        return claim is not None and claim.attempt == newest
+
+    def make_room(self) -> None:
+        """Remove what attempts left unfinished, for a start of the object of the newest one that has no room to claim.
+
+        A save of whoever is left of that attempt fails then, and is tried again until the claim.
+        """
+        self.drop_unfinished_uploads()
+        self._remove_unfinished_folders(self._first_free())
 
     def _claim(self, number: int, job_uid: str, incidents: Sequence[Incident]) -> AttemptClaim:
         return AttemptClaim(
