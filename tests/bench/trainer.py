@@ -65,7 +65,7 @@ OVERHEAD_TIMES = 3
 the machine itself makes as many of two steps."""
 OTHER_STEPS = ("trl packed", "trl wrapped")
 """Runs whose steps have about as many tokens as those of the others: which ones, is for TRL to choose."""
-COMPILED_TURNS = 5
+COMPILED_TURNS = 9
 """Of which ``ratio_compiled`` is the lower quartile."""
 ADAPTERS = ("lora", "trl lora")
 """Runs whose losses are those of the others until adapters differ from nothing, that is in the first step."""
