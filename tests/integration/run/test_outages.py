@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.object_store import ObjectStore
 from tests.fault_proxy import Answer, FaultProxy, Hold, Says, fault_proxy
 from tests.integration.run.conftest import LONG
-from tests.integration.run.disks import enlarge, small_disk
+from tests.integration.run.disks import enlarge, fill, small_disk
 from tests.integration.run.runs import Place, assert_failed, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
 from tests.worker_processes import is_worker
@@ -73,6 +73,29 @@ def test_a_full_disk_ends_the_run_at_its_deadline_and_keeps_what_was_saved(
     assert after.code == 0, after.said
     assert (after.status["attempt"], after.latest) == (2, LONG["training"]["steps"])
     assert numbers == step_numbers(undisturbed.store())
+
+
+def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_next_start(place: Place, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", kilobytes=20_000) as disk:
+        # Given a run that was killed when the save that it was at had taken the last block
+        training = {"steps": 120, "globalBatchTokens": 512}
+        job = place.job(training=training, checkpoint={"everySteps": 20, "uri": f"file://{disk}/run"})
+        process = place.start(job)
+        place.wait_until(lambda: place.reported().get("checkpoints", {}).get("latest"))
+        place.kill()
+        process.communicate()
+        left = disk / "run" / "checkpoints" / "step-00000119-a00001"
+        left.mkdir()
+        fill(left / "r00000-0-abc.bin")
+
+        # When it is run again
+        ended = place.run(job)
+
+        # Then it waits for nobody, and nothing of that is left
+        assert ended.code == 0, ended.said
+        assert (ended.status["attempt"], ended.latest) == (2, 120)
+        assert not any("saved" in warning for warning in ended.status.get("warnings", []))
+        assert not left.exists()
 
 
 def test_a_bucket_that_goes_and_comes_back_costs_two_processes_nothing(
