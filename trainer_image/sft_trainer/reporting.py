@@ -176,7 +176,7 @@ class Reporter:
             log.info(message, *values)
 
     def warn(self, message: str, *, instead_of: str = "") -> None:
-        """Tell the user something worth acting on, once; ``instead_of`` is the earlier warning that it replaces.
+        """Tell the user something worth acting on, once; ``instead_of`` is how the warning begins that it replaces.
 
         No more are kept than a status shows: all of them are in every report.
         """
@@ -185,7 +185,7 @@ class Reporter:
                 return
             if self._writes:
                 log.warning(message)
-            kept = [warning for warning in self.progress.warnings if warning != instead_of]
+            kept = [each for each in self.progress.warnings if not instead_of or not each.startswith(instead_of)]
             self.update(warnings=[*kept, message][-MOST_WARNINGS:])
 
     def step(self, done: StepDone) -> None:

@@ -57,7 +57,8 @@ def _tell_not_removed(place: Store, result: ProbeResult, checkpoints: Store, rep
         return
     if not Catalog(checkpoints).newest_attempt():
         raise error
-    reporter.warn(nothing_removed(place.uri, error))
+    message, begin = nothing_removed(place.uri, error)
+    reporter.warn(message, instead_of=begin)
 
 
 def check_same_base(model_uri: str, recorded: str, here: str) -> None:

@@ -202,3 +202,30 @@ def test_a_run_that_crashes_while_its_key_is_revoked_ends_at_the_deadline_and_ke
     assert_failed(ended, 19, "StorageDeadlineExceeded", sentence)
     assert ended.latest == 40
     assert "Mend the place of the checkpoints, then run again: it goes on from the last one." in ended.said
+
+
+def test_a_run_that_may_no_longer_delete_crashes_goes_on_and_says_what_fills_up(
+    undisturbed: Place, place: Place, versitygw: ObjectStore, guarded: tuple[str, dict[str, Any], FaultProxy]
+) -> None:
+    uri, s3, proxy = guarded
+    checkpoint = {"everySteps": 20, "keep": {"last": 1}, "uri": f"{uri}/filling", "s3": s3}
+    process = place.start_standing(place.job(**{**LONG, "checkpoint": checkpoint}), 45, **credentials(versitygw))
+
+    # When its worker is killed after the right was taken away
+    proxy.add(Says("DELETE", "", Answer.error(403, "AccessDenied", "no right to delete"), count=None))
+    kill_worker(place, process)
+    ended = place.finish(process)
+
+    # Then it comes to its end, and only what it could not remove is more than it should be
+    assert ended.code == 0, ended.said
+    assert (ended.status["attempt"], ended.latest) == (2, LONG["training"]["steps"])
+    filling = [warning for warning in ended.status["warnings"] if "fills up" in warning]
+    assert len(filling) == 1, filling
+    (warning,) = filling
+    assert "cannot be removed" in warning
+    assert "no right to delete" in warning
+    assert "storageOutage" not in ended.status
+    saved = (versitygw.folder / "guarded/filling/checkpoints").glob("*/manifest.json")
+    assert sorted(path.parent.name for path in saved) == ["step-00000040-a00001", "step-00000060-a00002"]
+    losses = {step: numbers["loss"] for step, numbers in step_numbers(versitygw.folder / "guarded/filling").items()}
+    assert losses == {step: numbers["loss"] for step, numbers in step_numbers(undisturbed.store()).items()}

@@ -189,12 +189,10 @@ def status_of(manifest: Manifest, uri: str) -> CheckpointStatus:
     return describe(manifest.id, uri, manifest.created, manifest.bytes, manifest.run)
 
 
-def nothing_removed(uri: str, error: AccessDeniedError) -> str:
-    """What is told of a place in which this run may write and not remove."""
-    return (
-        f"{uri} fills up, as what is kept no longer cannot be removed: {error}; give the run the right to delete "
-        "there again"
-    )
+def nothing_removed(uri: str, error: AccessDeniedError) -> tuple[str, str]:
+    """What is told of a place in which this run may write and not remove, and how that begins at every such answer."""
+    begin = f"{uri} fills up, as what is kept no longer cannot be removed: "
+    return f"{begin}{error}; give the run the right to delete there again", begin
 
 
 def kept_by(policy: KeepPolicy, checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:

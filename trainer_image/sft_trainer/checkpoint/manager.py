@@ -83,7 +83,7 @@ class CheckpointManager:
     bytes of this rank's tensors were written or read since it was called last. ``on_wait`` is told, by any thread, when
     this rank begins (True) and ends (False) to wait for what others do. ``while_waiting`` is called once a second while
     a caller waits for a save to end: what it raises ends the wait, and not the save. ``on_warning`` is told, by any
-    thread, what is worth acting on, and as ``instead_of`` which earlier warning that replaces.
+    thread, what is worth acting on, and as ``instead_of`` how the one begins that it replaces.
     ``threads_beside_training``: how many threads of a save work at once while training goes on (None: all).
     """
 
@@ -115,7 +115,6 @@ class CheckpointManager:
         self._on_warning = on_warning
         self._available_memory = available_memory
         self._told_no_room = False
-        self._told_not_removed = ""
         self._refused_copies = ""
         """Why this rank could not make the copies of a save, once it could not."""
         self._threads_beside_training = threads_beside_training
@@ -450,8 +449,8 @@ class CheckpointManager:
         try:
             self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep))
         except AccessDeniedError as error:
-            before, self._told_not_removed = self._told_not_removed, nothing_removed(self.store.uri, error)
-            self._on_warning(self._told_not_removed, instead_of=before)
+            message, begin = nothing_removed(self.store.uri, error)
+            self._on_warning(message, instead_of=begin)
         except Exception as error:  # the checkpoint itself is safe; the next save prunes again
             logger.warning("Old checkpoints were not removed: %s", error)
 
