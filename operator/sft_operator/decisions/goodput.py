@@ -33,7 +33,8 @@ def account_pods(
     total = (previous.gpu_seconds if previous else 0.0) + bound * devices.per_pod
     goodput = previous
     for pod, spent in _told(observed, marks.reporter if marks else ""):
-        goodput = account(goodput, devices, gpu_seconds=total, until=until, spent=spent, reporter=pod)
+        # What is left is waiting only once all have told: taken for that it would stay so.
+        goodput = account(goodput, devices, gpu_seconds=0.0, until=until, spent=spent, reporter=pod)
     return account(goodput, devices, gpu_seconds=total, until=until)
 
 

@@ -107,6 +107,9 @@ def test_the_last_words_of_a_pod_are_taken_once() -> None:
     assert goodput is not None
     assert goodput.productive_gpu_seconds == 8 * 70
     assert goodput.lost_gpu_seconds.repeated_steps == 0
+    # Both told at once, as to an operator that was away: what the second did is not taken for waiting before.
+    assert goodput.gpu_seconds == 8 * (60 + 40)
+    assert goodput.lost_gpu_seconds.waiting == 8 * 30
 
 
 def test_time_alone_is_no_news() -> None:
