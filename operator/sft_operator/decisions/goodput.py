@@ -32,7 +32,7 @@ def account_pods(
         return None
     total = (previous.gpu_seconds if previous else 0.0) + bound * devices.per_pod
     goodput = previous
-    for pod, spent in _told(observed, marks.reporter if marks else ""):
+    for pod, spent in _told(observed, marks.reporter if marks else "", since):
         # What is left is waiting only once all have told: taken for that it would stay so.
         goodput = account(goodput, devices, gpu_seconds=0.0, until=until, spent=spent, reporter=pod)
     return account(goodput, devices, gpu_seconds=total, until=until)
@@ -64,14 +64,17 @@ def _bound_seconds(pod: Pod, since: datetime, until: datetime, *, gone: bool) ->
     return max(0.0, (min(end, until) - max(scheduled.time, since)).total_seconds())
 
 
-def _told(observed: Observed, last: str) -> Iterator[tuple[str, SpentSeconds]]:
-    """What pods told of the time that was spent, the oldest first, from pod ``last`` on: those before are counted."""
-    leaders = [pod for pod in (*observed.gone_pods, *observed.pods) if pod.index == 0]
+def _told(observed: Observed, last: str, counted: datetime) -> Iterator[tuple[str, SpentSeconds]]:
+    """What pods told of the time that was spent, the oldest first, from pod ``last`` on: those before are counted, with
+    the time up to ``counted``."""
+    found = (pod for pod in (*observed.gone_pods, *observed.pods) if pod.index == 0)
+    leaders = sorted(found, key=lambda pod: pod.created or EARLIEST)
     uids = [pod.uid for pod in leaders]
     if last in uids:
         leaders = leaders[uids.index(last) :]
     elif last:
-        leaders = leaders[-1:]
+        # One that was evicted stays as long as its Job, and so longer than later ones that were deleted.
+        leaders = [pod for pod in leaders[-1:] if not _had_ended(pod, counted)]
     report = observed.report
     for pod in leaders:
         words = pod.terminated.report if pod.terminated else None
@@ -79,3 +82,8 @@ def _told(observed: Observed, last: str) -> Iterator[tuple[str, SpentSeconds]]:
             yield pod.uid, words.spent
         elif report is not None and report.pod_uid == pod.uid and report.progress.spent is not None:
             yield pod.uid, report.progress.spent
+
+
+def _had_ended(pod: Pod, time: datetime) -> bool:
+    ended = pod.terminated.finished if pod.terminated else None
+    return ended is not None and ended <= time

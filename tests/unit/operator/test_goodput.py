@@ -112,6 +112,37 @@ def test_the_last_words_of_a_pod_are_taken_once() -> None:
     assert goodput.lost_gpu_seconds.waiting == 8 * 30
 
 
+def test_one_that_stays_longer_than_its_successor_is_not_counted_again() -> None:
+    """A pod that its kubelet evicted stays as long as its Job; the one after it was deleted, and is gone."""
+    first = SpentSeconds(steps=50, curve_began=0, curve_saved=50, curve_now=50)
+    second = SpentSeconds(steps=100, curve_began=50, curve_saved=150, curve_now=150)
+    third = SpentSeconds(steps=10, curve_began=150, curve_saved=160, curve_now=160)
+
+    def ended(uid: str, since: float, until: float, spent: SpentSeconds, **fields: Any) -> Pod:
+        words = TerminationMessage(attempt=1, step=5, spent=spent)
+        return make_pod(
+            0, uid=uid, exit_code=30, words=words, created=since, finished=until, conditions=bound(since), **fields
+        )
+
+    evicted = ended("first", -1000, -940, first, phase="Failed")
+    living = make_pod(0, uid="second", created=-900, conditions=bound(-900))
+    later = make_pod(0, uid="third", created=-20, conditions=bound(-20))
+    deleted = ended("second", -900, -790, second, deletion=-790)
+    alone, job = Devices("GPUs", 8, 1), make_child()
+    goodput = None
+    for look, observed in (
+        (-800, Observed(job=job, pods=(evicted, living), report=reported(9, -800, second, pod="second"))),
+        (-780, Observed(job=job, pods=(evicted,), gone_pods=(deleted,))),
+        (-770, Observed(job=job, pods=(evicted,))),
+        (0, Observed(job=job, pods=(evicted, later), report=reported(12, 0, third, pod="third"))),
+    ):
+        goodput = account_pods(goodput, alone, observed, at(look))
+    assert goodput is not None
+    assert goodput.gpu_seconds == 8 * (60 + 110 + 20)
+    assert goodput.productive_gpu_seconds == 8 * 160
+    assert goodput.lost_gpu_seconds.repeated_steps == 0
+
+
 def test_time_alone_is_no_news() -> None:
     """A status that says the same is not written again only because time has passed."""
     observed = Observed(job=make_child(), pods=pods(-100, -100))
