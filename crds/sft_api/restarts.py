@@ -72,11 +72,13 @@ def count_incidents(
     *,
     checkpoint_step: int = 0,
     in_words: Callable[[FailureClass, str], str] = _own_words,
+    began: datetime = EARLIEST,
 ) -> RestartsStatus:
     """``previous`` with those of ``incidents`` that are not counted in it yet, in the order in which they happened.
 
     Disruptions are free: only what they cost is counted. What no restart mends is none: it ends the run by itself.
-    Time in which the run waited to recover from several is counted once.
+    Time in which the run waited to recover from several is counted once; where the run ``began`` again between an
+    incident and its recovery, after a rest, none of it is.
     ``checkpoint_step`` is that of the newest checkpoint, for incidents that do not name one; ``in_words`` makes the
     message that is shown of a failure's own.
     """
@@ -102,15 +104,13 @@ def count_incidents(
             continue
         if (key := f"{incident.id}/recovered") not in known:
             known[key] = None
-            seconds = (recovered - incident.time).total_seconds()
-            more = (recovered - max(incident.time, waited_until)).total_seconds()
-            restarts = restarts.model_copy(
-                update={
-                    "lost_steps": restarts.lost_steps + max(0, incident.lost_steps),
-                    "recovery_seconds": round(max(0.0, seconds), 1),
-                    "total_recovery_seconds": round(restarts.total_recovery_seconds + max(0.0, more), 1),
-                }
-            )
+            update: dict[str, object] = {"lost_steps": restarts.lost_steps + max(0, incident.lost_steps)}
+            if not incident.time < began < recovered:
+                seconds = (recovered - incident.time).total_seconds()
+                more = (recovered - max(incident.time, waited_until)).total_seconds()
+                update["recovery_seconds"] = round(max(0.0, seconds), 1)
+                update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + max(0.0, more), 1)
+            restarts = restarts.model_copy(update=update)
         waited_until = max(waited_until, recovered)
     return restarts.model_copy(update={"counted": list(known)})
 

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from sft_api.failures import is_retryable
 from sft_api.progress import Incident
 from sft_api.restarts import Reached, count_disruptions, count_failure, count_incidents
+from sft_api.times import EARLIEST
 from sft_api.v1alpha1 import RestartsStatus
 
 from ..picture.observed import ChildJob, Observed, Pod
@@ -30,10 +31,12 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
     """The counts after what is observed now; ``reached`` is how far the run is known to have got."""
     incidents = _told(previous, observed)
     new = [incident for incident in incidents if incident.id not in previous.counted]
-    restarts = count_incidents(previous, incidents, checkpoint_step=reached.checkpoint_step, in_words=with_advice)
+    job = observed.job
+    began = (job.started if job else None) or EARLIEST
+    saved = reached.checkpoint_step
+    restarts = count_incidents(previous, incidents, checkpoint_step=saved, in_words=with_advice, began=began)
     restarts = suspects.with_incidents(restarts, new)
     counted = dict.fromkeys(restarts.counted)
-    job = observed.job
     if job is None or job.deleting or (job.suspended and not observed.pods):
         # A new Job, or one that is resumed, counts the pods of each index from zero.
         restarts = restarts.model_copy(update={"replaced_pods": 0})

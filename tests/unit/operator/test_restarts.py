@@ -108,6 +108,18 @@ def test_lost_steps_are_added_when_the_run_has_recovered() -> None:
     assert third.failures == 1
 
 
+@pytest.mark.parametrize(("started", "recovery"), [(-7200, 7190), (-60, None)])
+def test_a_recovery_does_not_hold_the_time_for_which_the_run_rested(started: float, recovery: float | None) -> None:
+    """The claim of an attempt carries what ended the one before it, also past a suspension or a retry of days."""
+    open_incident = incident(1, HANG, step=40, seconds=-7200, checkpoint_step=30)
+    job = make_child(created=-9000, started=started)
+    before = count(running(job=job, report=report(training(40), open_incident)))
+    closed = open_incident.model_copy(update={"recovered_time": at(-10), "lost_steps": 10})
+    after = count(running(job=job, report=report(training(31), closed)), before)
+    assert after.lost_steps == 10
+    assert (after.recovery_seconds, after.total_recovery_seconds) == (recovery, recovery or 0)
+
+
 CRASHES = (
     incident(1, HANG, step=40, seconds=-90, recovered_time=at(-80), lost_steps=12),
     incident(2, OOM, step=60, seconds=-50, recovered_time=at(-30), lost_steps=3),
