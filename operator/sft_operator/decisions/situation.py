@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from sft_api.failures import NO_RETRY_EXIT_CODES
 from sft_api.progress import PROGRESS_PORT, Phase, Progress, TrainingProgress
 from sft_api.restarts import exhausted
-from sft_api.times import parse_time, timestamp
+from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
@@ -25,7 +25,8 @@ FRESH = timedelta(seconds=60)
 """A report that is older says nothing about now."""
 
 LAST_WORDS = timedelta(seconds=10)
-"""The ends of pods are waited for no longer than this after the end of their Job, nor that after the first of those."""
+"""The ends of pods are waited for no longer than this after the end of their Job, or that of their grace periods where
+it asked them to stop, nor that after the first of those."""
 
 LEFT_BEHIND = timedelta(seconds=60)
 """Pods that have not ended so long after another one was complete were lost in that moment, and never will."""
@@ -42,6 +43,8 @@ _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXP
 _PHASES = frozenset({*(phase.value for phase in Phase), "NoProgressReport"})
 """Reasons that came from a report, or from the lack of one."""
 _STARTS = ("Starting", "Recovering")
+_TOO_LONG = "DeadlineExceeded"
+"""The Job controller's reason where activeDeadlineSeconds are over."""
 _WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
 
 
@@ -152,7 +155,13 @@ def last_words_missing(observed: Observed, now: datetime) -> bool:
     if child is None or ended is None:
         return False
     when = ended.time or child.completed
-    if when is None or now - when > LAST_WORDS:
+    if when is None:
+        return False
+    if child.failed and ended.reason == _TOO_LONG:
+        # They were asked to stop, and save for as long as they may.
+        last = LAST_WORDS.total_seconds()
+        return any(now < shifted(pod.deletion or when, last) for pod in observed.active_pods)
+    if now - when > LAST_WORDS:
         return False
     if child.complete:
         # A pod that was never seen is on its way as well as one that seems to run.
@@ -336,7 +345,7 @@ def why_job_failed(terms: Terms, child: ChildJob, pods: Iterable[Pod]) -> tuple[
     """Reason and message of a failed Job: of the pod that failed it, else of the Job itself."""
     condition = child.failed
     assert condition is not None  # noqa: S101 -- the caller looked
-    if condition.reason == "DeadlineExceeded":
+    if condition.reason == _TOO_LONG:
         limit = terms.active_deadline_seconds
         return "DeadlineExceeded", f"the run was active for longer than spec.runPolicy.activeDeadlineSeconds ({limit})"
     ends = _fatal_ends(pods)

@@ -259,9 +259,12 @@ def test_a_finished_job_is_removed_after_its_time(scene: Scene) -> None:
 
 def test_a_run_may_not_be_active_for_longer_than_allowed(scene: Scene) -> None:
     scene.submit("slow")
-    scene.start("slow")
+    pods = scene.start("slow")
 
     scene.patch("sftjobs", "slow", {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
+    scene.until(lambda: all(pod["metadata"].get("deletionTimestamp") for pod in scene.pods("slow")))
+    for pod in pods:  # the kubelet ends them
+        scene.end_pod(pod, 30)
 
     scene.until_state("slow", "Failed")
     assert scene.condition("slow", "Failed")["reason"] == "DeadlineExceeded"

@@ -149,7 +149,11 @@ def test_finished_jobs_live_for_as_long_as_asked(
         ),
         ({"conditions": {"Failed": ("PodFailurePolicy", "")}}, (make_pod(0),), 1, True),
         ({"conditions": {"Failed": ("PodFailurePolicy", "")}}, (make_pod(0, phase="Failed", exit_code=10),), 1, False),
-        ({"conditions": {"Failed": ("DeadlineExceeded", "")}}, (make_pod(0),), 1, False),
+        # Pods that are asked to stop save for as long as they are given: half a minute.
+        ({"conditions": {"Failed": ("DeadlineExceeded", "")}}, (make_pod(0),), 1, True),
+        ({"conditions": {"Failed": ("DeadlineExceeded", "")}}, (), 1, False),
+        ({"conditions": {"FailureTarget": ("DeadlineExceeded", "")}}, (make_pod(0, deletion=0),), 39, True),
+        ({"conditions": {"FailureTarget": ("DeadlineExceeded", "")}}, (make_pod(0, deletion=0),), 41, False),
     ],
 )
 def test_the_end_of_a_job_waits_for_the_ends_of_its_pods(

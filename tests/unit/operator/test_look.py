@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sft_api.failures import FailureClass
 from sft_api.v1alpha1 import SFTJobStatus
 from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions import notes, telling
@@ -31,6 +32,7 @@ from tests.unit.operator.make import (
     NOW,
     Object,
     at,
+    committed_at,
     job_manifest,
     make_child,
     make_job,
@@ -39,6 +41,7 @@ from tests.unit.operator.make import (
     running,
     stamp,
     training,
+    words,
 )
 from tests.unit.operator.statuses import checkpoints
 
@@ -578,6 +581,23 @@ def test_the_last_words_of_pods_are_waited_for() -> None:
 
     assert result.status is None
     assert result.again == 0.5
+
+
+def test_pods_that_were_active_for_too_long_save_before_their_run_has_failed() -> None:
+    """The Job says at once that it will fail, and has its pods killed after their grace period."""
+    job = make_child(conditions={"FailureTarget": ("DeadlineExceeded", "")})
+    saving = running(job=job, pods=(make_pod(0, deletion=0),))
+    said = words(FailureClass.INTERRUPTED, 60, checkpoints=committed_at(60), checkpoints_uri="s3://b/run/checkpoints")
+    saved = make_pod(0, exit_code=30, deletion=0, words=said)
+    ended = running(job=job, pods=(), gone_pods=(saved,))
+
+    assert decided(seen(saving, seconds=20)).status is None
+    status = decided(seen(ended, seconds=20)).status
+    assert status is not None
+    assert (status.state, status.checkpoints and status.checkpoints.latest and status.checkpoints.latest.step) == (
+        "Failed",
+        60,
+    )
 
 
 def test_a_pod_that_does_not_end_is_given_up_after_its_time() -> None:
