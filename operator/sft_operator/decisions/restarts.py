@@ -91,7 +91,7 @@ def _with_loss(restarts: RestartsStatus, item: Loss, reached: Reached, now: date
 
 def _meant_to_run(job: ChildJob, item: Loss) -> bool:
     """Whether the pod ended by itself, not because the Job was suspended (resuming sets the start anew)."""
-    if job.suspended:
+    if job.rests:
         return False
     pod, release, resumed = item.pod, release_of(job), job.started
     if pod.deletion_began is None:

@@ -38,7 +38,7 @@ from .workload import Queueing
 Manifest = dict[str, Any]
 
 _CONDITIONS = frozenset(
-    {"Ready", "ContainersReady", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget"}
+    {"Ready", "ContainersReady", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget", "Suspended"}
 )
 """Those of Jobs and pods that decide anything."""
 _LONGEST_TERMINATION_MESSAGE = 4096
@@ -286,6 +286,11 @@ class ChildJob:
     def _holds(self, kind: str) -> Condition | None:
         condition = self.conditions.get(kind)
         return condition if condition and condition.status else None
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is suspended, or its controller has not come to its being resumed, which begins it anew."""
+        return self.suspended or self._holds("Suspended") is not None
 
     @property
     def complete(self) -> Condition | None:

@@ -273,6 +273,21 @@ def test_pods_that_still_ended_when_the_job_was_resumed_do_not_count() -> None:
     assert count(resumed_soon).disruptions == 0
 
 
+@pytest.mark.parametrize("started", [-600, None])
+@pytest.mark.parametrize("where", ["pods", "gone_pods"])
+def test_pods_that_ended_with_a_suspension_do_not_count_though_the_job_is_resumed(
+    started: float | None, where: str
+) -> None:
+    """The answer to the request that resumes it, or Kueue's, comes before its controller has begun it anew."""
+    ended = make_pod(1, phase="Failed", exit_code=30, deletion=-5)
+    resumed = make_child(started=started, conditions={"Suspended": ("JobSuspended", "")})
+
+    once = count(running(job=resumed, **{where: (ended,)}))
+    again = count(running(job=make_child(started=0), **{where: (ended,)}), once)
+
+    assert [status.disruptions for status in (once, again)] == [0, 0]
+
+
 @pytest.mark.parametrize("conditions", [{"Complete": ("", "")}, {"Failed": ("", "")}, {"FailureTarget": ("", "")}])
 def test_nothing_counts_after_the_end(conditions: dict[str, tuple[str, str]]) -> None:
     lost = make_pod(1, phase="Failed", exit_code=137)
