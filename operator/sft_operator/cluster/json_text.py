@@ -83,6 +83,7 @@ class _JobStatus(TypedDict, total=False):
     startTime: Any
     completionTime: Any
     succeeded: Any
+    completedIndexes: Any
     conditions: Any
 
 
