@@ -68,3 +68,20 @@ def test_a_hang_lasts_from_the_last_word_until_it_is_noticed() -> None:
     world.obey()
     assert world.group.starts == 2
     assert world.group.spent.hanging == 200.0
+
+
+def test_a_start_that_never_says_anything_hangs_from_its_beginning() -> None:
+    # Given a group that has crashed, and begins again only after ten minutes: a pod was replaced
+    world = World(1)
+    world.obey()
+    told(world, steps=1.0, curve_began=0.0, curve_now=1.0)
+    world.ends(0, FailureClass.WORKER_CRASHED)
+    world.now = 600.0
+    world.judge()
+    world.obey()
+    assert world.group.starts == 2
+
+    world.now = 2400.0
+    world.group.hang("said nothing for 1800 s")
+
+    assert world.group.spent.hanging == 1800.0

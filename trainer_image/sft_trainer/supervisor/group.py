@@ -179,7 +179,9 @@ class Group:
             kept = f" and in {place}" if traces else ""
             message = f"{what}; the stacks of all ranks are in the pods' logs{kept}"
             self._part.traces = traces
-            self._part.hung = max(0.0, (self._wall_clock() - self.training.update_time).total_seconds())
+            # The last word may be one of the start before.
+            since = max(self.training.update_time, self._part.began)
+            self._part.hung = max(0.0, (self._wall_clock() - since).total_seconds())
             self._part.hanging = pod
             self._part.verdict = Failure(
                 failure=FailureClass.HANG, message=message, time=self._wall_clock(), step=self.training.step
@@ -343,7 +345,7 @@ class Group:
         self.starts += 1
         instances = {node: member.report.instance for node, member in self.members.items()}
         hosts = {node: member.report.host for node, member in self.members.items()}
-        self._part = Part(generation, instances, hosts, started=now)
+        self._part = Part(generation, instances, hosts, started=now, began=self._wall_clock())
         self.order = self._make_order(OrderKind.RUN, generation=generation)
 
     def _exit(self, end: TerminationMessage, now: float) -> None:

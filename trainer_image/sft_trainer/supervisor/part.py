@@ -1,6 +1,7 @@
 """Pure: what became of one start of a group, pod by pod."""
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from sft_api.failures import FailureClass
 from sft_api.v1alpha1 import SpentSeconds
@@ -18,6 +19,8 @@ class Part:
     hosts: dict[int, str]
     """Kubernetes nodes of the pods."""
     started: float
+    began: datetime
+    """The same, by the clock on the wall."""
     ended: dict[int, Ended] = field(default_factory=dict)
     failed: list[Failure | None] = field(default_factory=list)
     """Of those that neither are complete nor left as they were asked."""
