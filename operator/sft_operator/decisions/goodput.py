@@ -13,6 +13,7 @@ from sft_api.times import EARLIEST, parse_time
 from sft_api.v1alpha1 import GoodputStatus, SpentSeconds
 
 from ..picture.observed import Observed, Pod
+from .situation import FRESH
 
 _AT_REST = (Phase.WAITING, Phase.COMPLETE, Phase.FAILED)
 """What passes then is told by nobody later."""
@@ -25,7 +26,8 @@ def account_pods(
     marks = previous.marks if previous else None
     since = (parse_time(marks.until) if marks else None) or EARLIEST
     # In the status times are whole seconds.
-    until = max(since, _up_to(observed, now).replace(microsecond=0))
+    awaited = bool(marks and marks.reporter) and _is_awaited(observed, now)
+    until = since if awaited else max(since, _up_to(observed, now).replace(microsecond=0))
     pods = (*observed.gone_pods, *observed.pods)
     bound = sum(_bound_seconds(pod, since, until, gone=pod in observed.gone_pods) for pod in pods)
     if previous is None and bound == 0:
@@ -45,6 +47,15 @@ def _up_to(observed: Observed, now: datetime) -> datetime:
         return now
     training = report.progress.training
     return now if training.phase in _AT_REST else min(now, training.update_time)
+
+
+def _is_awaited(observed: Observed, now: datetime) -> bool:
+    """Whether index 0 works, and has told this operator nothing yet: taken for waiting, what it did would be counted
+    once more when it tells."""
+    pod, asked, report = observed.coordinator, observed.unanswered, observed.report
+    if pod is None or pod.started is None or (report is not None and report.pod_uid == pod.uid):
+        return False
+    return asked is None or asked.pod_uid != pod.uid or now - asked.since <= FRESH
 
 
 def _bound_seconds(pod: Pod, since: datetime, until: datetime, *, gone: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from sft_api.progress import Progress, TerminationMessage
 from sft_api.v1alpha1 import GoodputStatus, SFTJobStatus, SpentSeconds
 from sft_operator.decisions.goodput import account_pods
 from sft_operator.decisions.status import read_status, write_status
-from sft_operator.picture.observed import Observed, Pod, Report
+from sft_operator.picture.observed import Observed, Pod, Report, Unanswered
 from tests.unit.operator.make import at, make_child, make_pod, stamp, training
 from tests.unit.operator.statuses import status_of
 
@@ -89,6 +90,39 @@ def test_what_passed_since_the_last_word_is_not_taken_for_waiting() -> None:
     assert goodput.gpu_seconds == 16 * 90
     assert (goodput.productive_gpu_seconds, goodput.unsaved_gpu_seconds) == (16 * 30, 16 * 20)
     assert (goodput.lost_gpu_seconds.starting, goodput.lost_gpu_seconds.waiting) == (16 * 40, 0)
+
+
+@pytest.mark.parametrize("new", ["operator", "pod"])
+def test_what_passed_before_an_operator_has_asked_is_not_taken_for_waiting(new: str) -> None:
+    # Given a run of which an operator has counted until ten minutes ago
+    first = SpentSeconds(steps=100, curve_began=0, curve_saved=100, curve_now=100)
+    known = Observed(job=make_child(), pods=pods(-700, -700, created=-700), report=reported(5, -600, first))
+    goodput = account_pods(None, EIGHT, known, at(-600))
+
+    # When the next one has something to tell before index 0, perhaps another one by now, has answered it
+    index_0 = known.pods[0] if new == "operator" else make_pod(0, uid="new", created=-590, conditions=bound(-600))
+    running = replace(known, pods=(index_0, known.pods[1]), report=None)
+    goodput = account_pods(goodput, EIGHT, running, at(0))
+    spent = SpentSeconds(steps=690, curve_began=0, curve_saved=690, curve_now=690)
+    if new == "pod":
+        spent = SpentSeconds(steps=590, curve_began=100, curve_saved=690, curve_now=690)
+    goodput = account_pods(goodput, EIGHT, replace(running, report=reported(9, 2, spent, pod=index_0.uid)), at(2))
+
+    assert goodput is not None
+    assert goodput.gpu_seconds == 16 * 702
+    assert goodput.lost_gpu_seconds.waiting == 16 * 12
+
+
+def test_one_that_never_answers_costs_its_time_all_the_same() -> None:
+    spent = SpentSeconds(steps=100, curve_began=0, curve_saved=100, curve_now=100)
+    known = Observed(job=make_child(), pods=pods(-700, -700), report=reported(5, -600, spent))
+    goodput = account_pods(None, EIGHT, known, at(-600))
+    silent = replace(known, report=None, unanswered=Unanswered("pod-0", at(-61), times=9))
+
+    goodput = account_pods(goodput, EIGHT, silent, at(0))
+
+    assert goodput is not None
+    assert goodput.gpu_seconds == 16 * 700
 
 
 def test_the_last_words_of_a_pod_are_taken_once() -> None:
