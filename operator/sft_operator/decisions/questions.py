@@ -16,7 +16,7 @@ from ..config import Settings, StoreSettings
 from ..picture.memory import FIRST_EVENTS_SECONDS, KueuePace, Memory, changed
 from ..picture.observed import ChildJob, CompleteRun, Observed, Report, Stored, Unanswered, Warning
 from ..picture.workload import Queueing
-from .gangs import half_placed_since
+from .gangs import half_placed_since, unplaced_pods
 from .pauses import doubled
 from .places import is_readable
 from .problems import wants_events
@@ -187,7 +187,8 @@ def read_events(
     memory = changed(memory, events=pace)
     question = ReadEvents(memory.uid, pace.asked) if pace.asked else None
     if pace.withheld_since is not None and (left := pace.withheld_since + _LONGEST_WITHHELD_SECONDS - clock) > 0:
-        return Asked(memory, question, left, holds_words=True)
+        # Nor does a group give places back before that: a node may be on its way.
+        return Asked(memory, question, left, holds_changes=bool(unplaced_pods(observed)), holds_words=True)
     # Reading may take longer than the pause: its answer is what to wait for.
     return Asked(memory, question, None if question else pace.next - clock)
 

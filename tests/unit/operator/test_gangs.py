@@ -25,7 +25,8 @@ from sft_operator.decisions.gangs import (
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
 from sft_operator.decisions.problems import wants_events
-from sft_operator.decisions.result import AskKueue, ChangeJob, Result
+from sft_operator.decisions.questions import events_read
+from sft_operator.decisions.result import AskKueue, ChangeJob, ReadEvents, Result
 from sft_operator.decisions.status import follow
 from sft_operator.picture.memory import EventsPace, Healing, Memory
 from sft_operator.picture.observed import ChildJob, Observed, Pod, Warning
@@ -256,9 +257,9 @@ def test_what_is_suspended_for_an_unreadable_reason_of_ours_goes_on(word: str) -
 # The look
 
 
-def decided(observed: Observed, seconds: float, **remembered: Any) -> Result:
+def decided(observed: Observed, seconds: float, status: Object | None = None, **remembered: Any) -> Result:
     picture = Picture()
-    picture.store("SFTJob", manifest())
+    picture.store("SFTJob", {**manifest(), "status": status or {}})
     asked = {"events": EventsPace(in_mind=True), "healing": Healing(JOB_UID, 1e9, "Queued"), **remembered}
     seen = Snapshot(KEY, picture.manifest(KEY), observed, Memory("sft-uid", **asked), now=at(seconds), clock=1000.0)
     return look(seen, Settings(pods=PodSettings(image="trainer:1")))
@@ -272,6 +273,24 @@ def test_a_look_releases_and_comes_back_when_it_is_time() -> None:
     assert early.again <= 10
     (change,) = [action for action in late.actions if isinstance(action, ChangeJob)]
     assert change.patch["spec"] == {"suspend": True}
+
+
+@pytest.mark.parametrize(("ordered", "releases"), [(280, False), (None, True)])
+def test_a_new_operator_asks_whether_a_node_is_on_its_way_before_it_releases(
+    ordered: float | None, releases: bool
+) -> None:
+    # Given a group that waits for a node, as the operator knew that told of it
+    told = {"state": "Queued", "startTime": stamp(0)}
+    first = decided(half(), 400, told, events=EventsPace())
+    assert [question for question in first.questions if isinstance(question, ReadEvents)]
+    assert not [action for action in first.actions if isinstance(action, ChangeJob)]
+
+    # When its events are read
+    events = (Warning("Pod/tulu-1-aaaaa", "Nominated", "", at(ordered)),) if ordered is not None else ()
+    memory = events_read(first.memory, events)
+    then = decided(half(warnings=events), 400, told, events=memory.events, warnings=events)
+
+    assert bool([action for action in then.actions if isinstance(action, ChangeJob)]) is releases
 
 
 # What is said
