@@ -110,13 +110,13 @@ def _find(
         return Situation("Complete", "TrainingComplete", message, completed=now)
     if child and child.complete:
         return Situation("Complete", "TrainingComplete", completed=child.completed or child.complete.time or now)
+    complete = complete_for(observed, now)
+    if complete is not None and (complete >= LEFT_BEHIND or has_ended(observed)):
+        message = "the run is complete; pods that were lost at its very end are not waited for"
+        return Situation("Complete", "TrainingComplete", message, completed=now - complete)
     if child and child.failed:
         reason, message = why_job_failed(terms, child, (*observed.pods, *observed.gone_pods))
         return Situation("Failed", reason, message, stalled=True, completed=child.failed.time or now)
-    complete = complete_for(observed, now)
-    if complete is not None and complete >= LEFT_BEHIND:
-        message = "the run is complete; pods that were lost at its very end are not waited for"
-        return Situation("Complete", "TrainingComplete", message, completed=now - complete)
     # What a run survived while nobody looked does not end it after its end.
     enough = exhausted(restarts, terms.max_restarts) if complete is None else None
     if enough:

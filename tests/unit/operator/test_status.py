@@ -323,6 +323,15 @@ def test_a_pod_that_was_complete_is_not_forgotten_when_it_is_removed() -> None:
     assert seconds_to_complete(running(), NOW) is None
 
 
+def test_a_run_that_is_complete_has_not_failed_because_its_time_was_over_before_all_pods_had_left() -> None:
+    late = make_child(conditions={"FailureTarget": ("DeadlineExceeded", "")}, succeeded=1, completed_indexes="0")
+    done = make_pod(0, phase="Succeeded", exit_code=0, words=words(None, 60))
+
+    status = status_of(running(job=late, pods=(done, make_pod(1, phase="Failed", exit_code=30, deletion=-5))), TRAINED)
+
+    assert (status.state, status.progress and status.progress.step) == ("Complete", 60)
+
+
 @pytest.mark.parametrize("indexes", ["0", "0,2-5", "7,0-0"])
 def test_the_last_words_of_a_pod_that_its_job_calls_complete_are_waited_for(indexes: str) -> None:
     """Jobs and pods are watched apart, and which of the two comes first is chance."""
