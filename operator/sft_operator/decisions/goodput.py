@@ -24,10 +24,11 @@ def account_pods(
 ) -> GoodputStatus | None:
     """``previous`` brought up to now; None while no pod was ever bound to a node."""
     marks = previous.marks if previous else None
+    if marks and marks.reporter and _is_awaited(observed, now):
+        return previous
     since = (parse_time(marks.until) if marks else None) or EARLIEST
     # In the status times are whole seconds.
-    awaited = bool(marks and marks.reporter) and _is_awaited(observed, now)
-    until = since if awaited else max(since, _up_to(observed, now).replace(microsecond=0))
+    until = max(since, _up_to(observed, now).replace(microsecond=0))
     pods = (*observed.gone_pods, *observed.pods)
     bound = sum(_bound_seconds(pod, since, until, gone=pod in observed.gone_pods) for pod in pods)
     if previous is None and bound == 0:
@@ -52,7 +53,9 @@ def _up_to(observed: Observed, now: datetime) -> datetime:
 def _is_awaited(observed: Observed, now: datetime) -> bool:
     """Whether index 0 works, and has told this operator nothing yet: taken for waiting, what it did would be counted
     once more when it tells."""
-    pod, asked, report = observed.coordinator, observed.unanswered, observed.report
+    asked, report = observed.unanswered, observed.report
+    # Also one that was asked to stop: its last words are to come.
+    pod = next((pod for pod in reversed(observed.active_pods) if pod.index == 0), None)
     if pod is None or pod.started is None or (report is not None and report.pod_uid == pod.uid):
         return False
     return asked is None or asked.pod_uid != pod.uid or now - asked.since <= FRESH

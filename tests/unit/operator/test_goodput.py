@@ -113,6 +113,34 @@ def test_what_passed_before_an_operator_has_asked_is_not_taken_for_waiting(new: 
     assert goodput.lost_gpu_seconds.waiting == 16 * 12
 
 
+@pytest.mark.parametrize("how", ["deleted", "evicted"])
+def test_nor_is_what_an_index_0_did_that_ends_meanwhile(how: str) -> None:
+    # Given a run of which an operator has counted until ten minutes ago
+    first = SpentSeconds(steps=100, curve_began=0, curve_saved=100, curve_now=100)
+    known = Observed(job=make_child(), pods=pods(-700, created=-700), report=reported(5, -600, first))
+    alone = Devices("GPUs", 8, 1)
+    goodput = account_pods(None, alone, known, at(-600))
+    said = TerminationMessage(
+        attempt=1, step=9, spent=SpentSeconds(steps=690, curve_began=0, curve_saved=690, curve_now=690)
+    )
+
+    # When the next one has something to tell while index 0 ends, or before the one after it has answered
+    end: dict[str, Any] = {"exit_code": 30, "words": said, "finished": -5, "conditions": bound(-700), "created": -700}
+    later = make_pod(0, uid="new", created=-1, conditions=bound(-2))
+    told = reported(9, 2, SpentSeconds(steps=1, curve_began=690, curve_saved=690, curve_now=691), pod="new")
+    if how == "deleted":
+        early = replace(known, pods=(make_pod(0, created=-700, conditions=bound(-700), deletion=-10),), report=None)
+        late = replace(known, pods=(), gone_pods=(make_pod(0, deletion=-10, **end),), report=None)
+    else:
+        early = replace(known, pods=(make_pod(0, phase="Failed", **end), later), report=None)
+        late = replace(early, report=told)
+    goodput = account_pods(goodput, alone, early, at(-7 if how == "deleted" else 0))
+    goodput = account_pods(goodput, alone, late, at(2))
+
+    assert goodput is not None
+    assert goodput.gpu_seconds == 8 * (695 if how == "deleted" else 695 + 4)
+
+
 def test_one_that_never_answers_costs_its_time_all_the_same() -> None:
     spent = SpentSeconds(steps=100, curve_began=0, curve_saved=100, curve_now=100)
     known = Observed(job=make_child(), pods=pods(-700, -700), report=reported(5, -600, spent))
