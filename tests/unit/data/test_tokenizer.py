@@ -45,6 +45,14 @@ def test_missing_tokenizer_or_template(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_a_model_without_its_tokenizer_is_not_given_an_empty_one(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    for template in (None, "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"):
+        with pytest.raises(ModelError, match=r"no usable tokenizer in .*put tokenizer.json .*set model.tokenizerUri"):
+            load_tokenizer(tmp_path, template)
+
+
 def test_templates_by_name(tmp_path: Path) -> None:
     chat_tokenizer("chatml").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)

@@ -43,6 +43,12 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedT
             f"the tokenizer in {path} ({type(tokenizer).__name__}) reports no character offsets, without which loss "
             "masks cannot be exact; set model.tokenizerUri to one with a tokenizer.json"
         )
+    if set(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)) <= set(tokenizer.get_added_vocab()):
+        # What transformers makes of config.json alone, for Qwen and Gemma: a tokenizer without vocabulary.
+        raise ModelError(
+            f"no usable tokenizer in {path}: it knows no tokens but special ones, as where its files are missing; put "
+            "tokenizer.json and tokenizer_config.json there, or set model.tokenizerUri to a folder that has them"
+        )
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
