@@ -243,6 +243,13 @@ def test_nothing_left_is_an_error(setting: Setting) -> None:
         setting.tokenize([LONG, row("r", "b", weight=0)], max_length=64)
 
 
+def test_what_leaves_nothing_is_what_has_to_change(setting: Setting) -> None:
+    with pytest.raises(DataError, match=r"1 rows is left: 1 are longer than .* tokens\); raise data.maxLength$"):
+        setting.tokenize([LONG], max_length=64)
+    with pytest.raises(DataError, match=r"1 rows is left: 1 have no trained token; check that the rows have answers"):
+        setting.tokenize([row("r", "b", weight=0)], max_length=64)
+
+
 def test_no_rows_is_an_error(setting: Setting) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl \(split train\[5:\]\) has no rows"):
         setting.tokenize([row("q", "a")], source={"split": "train[5:]"})

@@ -208,6 +208,20 @@ def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> MarkedTe
         raise DataError(f"{place}: its values are nested too deeply; flatten or remove the row") from error
 
 
+def _nothing_left(counts: Counts, max_length: int) -> str:
+    """Why every row was dropped, and what to change: only what applies."""
+    whys, changes = [], []
+    if counts.overlong:
+        whys.append(
+            f"{counts.overlong} are longer than data.maxLength {max_length} (the longest has {counts.longest} tokens)"
+        )
+        changes.append("raise data.maxLength")
+    if counts.untrained:
+        whys.append(f"{counts.untrained} have no trained token")
+        changes.append("check that the rows have answers to train")
+    return f"none of {counts.rows} rows is left: {', '.join(whys)}; {', or '.join(changes)}"
+
+
 def _write_examples(
     rows: SourceRows,
     settings: Settings,
@@ -223,11 +237,7 @@ def _write_examples(
             on_progress(writer.counts.rows, len(rows))
         counts, kept = writer.counts, np.concatenate(writer.lengths)
         if not len(kept):
-            raise DataError(
-                f"data source {rows.name}: none of {counts.rows} rows is left: {counts.overlong} are longer than "
-                f"data.maxLength {settings.max_length} (the longest has {counts.longest} tokens), {counts.untrained} "
-                "have no trained token; raise data.maxLength or check the data"
-            )
+            raise DataError(f"data source {rows.name}: {_nothing_left(counts, settings.max_length)}")
         truncates = settings.overlong == "truncate"
         report = TokenizationReport(
             rows=counts.rows,
