@@ -126,6 +126,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
         name=job.metadata.name,
         seconds=(times.end - times.start).total_seconds(),
         command=_command(manifest, options),
+        resume_policy=job.spec.checkpoint.resume.policy,
         log=files.log,
     )
     _conclude(lines, ending, files, options.output)

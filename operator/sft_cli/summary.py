@@ -15,11 +15,11 @@ _LEAST_SHOWN = 0.1
 
 
 def summary(
-    status: SFTJobStatus, ending: Ending, *, name: str, seconds: float, command: str, log: Path
+    status: SFTJobStatus, ending: Ending, *, name: str, seconds: float, command: str, resume_policy: str, log: Path
 ) -> tuple[str, ...]:
     """How the run ``name`` ended after ``seconds``, its loss, what it left, and what comes next.
 
-    ``command`` is the one that goes on with it.
+    ``command`` is the one that goes on with it, or begins anew, as ``checkpoint.resume.policy`` says.
     """
     steps = status.progress.summary if status.progress and status.progress.summary else "0"
     loss = _loss(status.progress)
@@ -46,7 +46,7 @@ def summary(
             ("Stopped", f"{name}: after step {steps}"),
             ("Loss", loss),
             ("Checkpoint", _checkpoint(status)),
-            ("Next", f"the same command {_goes_on(status)}:\n  {command}"),
+            ("Next", f"the same command {_goes_on(status, resume_policy)}:\n  {command}"),
             ("Restarts", _restarts(status, ending)),
             ("Time", _time(status)),
         ]
@@ -56,7 +56,7 @@ def summary(
             ("Failed", f"{ending.failure.value}{rank}: {ending.message}"),
             ("Loss", loss),
             ("Checkpoint", _checkpoint(status)),
-            ("Next", f"{advice(status, ending)}\n  {command}"),
+            ("Next", f"{advice(status, ending)}{_anew(status, resume_policy)}\n  {command}"),
             ("Log", str(log)),
             ("Restarts", _restarts(status, ending)),
             ("Time", _time(status)),
@@ -151,8 +151,20 @@ def _checkpoint(status: SFTJobStatus) -> str:
     return f"step {latest.step}, {place(latest.uri)}" if latest else "none was written in this run"
 
 
-def _goes_on(status: SFTJobStatus) -> str:
+def _anew(status: SFTJobStatus, resume_policy: str) -> str:
+    """What becomes of checkpoints where a run never goes on; empty where it does, or there are none."""
+    if resume_policy != "never" or _latest(status) is None:
+        return ""
+    return " With checkpoint.resume.policy never it begins anew, and takes the place of what is saved."
+
+
+def _goes_on(status: SFTJobStatus, resume_policy: str) -> str:
     latest = _latest(status)
+    if latest is not None and resume_policy == "never":
+        return (
+            "begins anew, and takes the place of what is saved (checkpoint.resume.policy is never; with auto "
+            f"it goes on from step {latest.step})"
+        )
     if latest is not None:
         return f"goes on from step {latest.step}"
     if status.progress is not None and status.progress.step:

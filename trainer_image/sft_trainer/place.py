@@ -161,6 +161,14 @@ def of_another_start(config: TrainerConfig, manifest: Manifest) -> list[str]:
     ]
 
 
+def begins_anew(config: TrainerConfig) -> str:
+    """What to tell of a run that never goes on, and finds what an earlier start of its own has saved."""
+    return (
+        "checkpoint.resume.policy is never: this start trains from its beginning, and what it saves takes the place of "
+        f"the checkpoints in {config.checkpoint_uri}"
+    )
+
+
 def _newest(store: Store) -> Manifest | None:
     """The manifest of the newest checkpoint that is sound."""
     return next((found for found in Catalog(store).candidates() if isinstance(found, Manifest)), None)

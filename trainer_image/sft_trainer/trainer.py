@@ -61,7 +61,7 @@ from .listeners import OurListeners
 from .optim import learning_rate
 from .origin import Origin
 from .outage import of_the_place
-from .place import check_record, of_another_start
+from .place import begins_anew, check_record, of_another_start
 from .preparation import prepare
 from .prepared import Prepared
 from .reporting import Reporter
@@ -290,6 +290,7 @@ class Trainer:
     def _resume_or_load(self) -> None:
         self._base_digest = self.prepared.base_digest
         resumed = self.spec.checkpoint.resume.policy == "auto" and self._resume()
+        self._warn_of_what_goes()
         loaded = resumed or self._begin_from_another()
         if loaded and self._saves_all:
             return
@@ -305,6 +306,14 @@ class Trainer:
         self._base_digest = manifest.run.base_digest
         self._go_on_after(manifest, Figures.recorded(manifest), of_another_start(self.config, manifest))
         return True
+
+    def _warn_of_what_goes(self) -> None:
+        if self.spec.checkpoint.resume.policy == "auto":
+            return
+        with of_the_place():
+            saved = self.saving.anything_saved()
+        if saved:
+            self.reporter.warn(begins_anew(self.config))
 
     def _begin_from_another(self) -> bool:
         if (origin := Origin.of(self.config, self._place.revisions)) is None:

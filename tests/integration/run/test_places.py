@@ -53,6 +53,24 @@ def test_another_object_goes_on_to_the_exact_curve(place: Place, undisturbed: Pl
     assert len(list(store.glob("checkpoints/*/manifest.json"))) == 2, "of both together as many as are to be kept"
 
 
+def test_a_run_that_never_goes_on_says_so_before_its_checkpoints_go(place: Place) -> None:
+    # Given a run with the policy never that was stopped, and does not promise to go on
+    never = place.job(**{**LONG, "checkpoint": {"everySteps": 20, "resume": {"policy": "never"}}})
+    stopped = place.interrupt(place.start_standing(never, 5))
+    assert "the same command begins anew, and takes the place of what is saved" in stopped.said
+    assert f"with auto it goes on from step {stopped.latest}):\n  sft run tiny.yaml" in stopped.said
+
+    # When it is started again, it begins anew, and says what becomes of what is there
+    again = place.run(never)
+    assert again.code == 0, again.said
+    replaced = f"what it saves takes the place of the checkpoints in file://{place.store()}"
+    assert (
+        f"Warning: checkpoint.resume.policy is never: this start trains from its beginning, and {replaced}"
+        in again.said
+    )
+    assert {path.parent.name[-6:] for path in place.store().glob("checkpoints/*/manifest.json")} == {"a00002"}
+
+
 @pytest.mark.parametrize("until", ["run.json", "attempts/00001.json"])
 def test_a_kill_between_record_and_claim_costs_nothing(place: Place, undisturbed: Place, until: str) -> None:
     # Given a run that is killed with all its processes at once, as soon as that is there

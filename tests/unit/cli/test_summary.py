@@ -24,9 +24,17 @@ LATEST = CheckpointStatus(
 COMMAND = "sft run job.yaml"
 
 
-def lines(ending: Ending, **status: Any) -> list[str]:
+def lines(ending: Ending, resume_policy: str = "auto", **status: Any) -> list[str]:
     return list(
-        summary(SFTJobStatus(**status), ending, name="tiny", seconds=72, command=COMMAND, log=Path("/c/logs/1.log"))
+        summary(
+            SFTJobStatus(**status),
+            ending,
+            name="tiny",
+            seconds=72,
+            command=COMMAND,
+            resume_policy=resume_policy,
+            log=Path("/c/logs/1.log"),
+        )
     )
 
 
@@ -137,6 +145,18 @@ def test_a_stopped_run_says_how_to_go_on() -> None:
         "Checkpoint  none was written in this run",
         "Next        the same command starts from the model:\n  sft run job.yaml",
     ]
+
+
+def test_a_run_that_never_goes_on_says_what_becomes_of_its_checkpoints() -> None:
+    saved = {"progress": progress(loss=1.0), "checkpoints": CheckpointsStatus(latest=LATEST)}
+
+    stopped = lines(Ending(FailureClass.INTERRUPTED, "stopped"), "never", **saved)
+    assert stopped[-1].startswith(
+        "Next        the same command begins anew, and takes the place of what is saved "
+        "(checkpoint.resume.policy is never; with auto it goes on from step 20):"
+    )
+    failed = lines(Ending(FailureClass.HANG, "why"), "never", **saved)
+    assert "With checkpoint.resume.policy never it begins anew" in "".join(failed)
 
 
 def test_a_run_stopped_before_it_looked_for_checkpoints_does_not_deny_them() -> None:
