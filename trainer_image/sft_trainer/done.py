@@ -17,6 +17,7 @@ from sft_api.v1alpha1 import ExportStatus
 
 from .cache import cache_directory
 from .checkpoint.catalog import Catalog, Skipped
+from .checkpoint.errors import CheckpointCorruptError
 from .checkpoint.group import CheckpointGroup
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
@@ -70,7 +71,7 @@ def end_again(
     """Report the run in ``store`` as the complete one that it is, after its export was made if that is missing.
 
     For the one process that writes for all. Raises ``ConfigError`` when neither its last checkpoint nor its export is
-    there, and what the export raises.
+    there, or the export is missing and its checkpoint damaged, and what the export raises.
     """
     catalog = Catalog(store)
     found = catalog.find(CheckpointId(done.attempt, done.step))
@@ -118,7 +119,15 @@ def _exports(
     if not is_finished(target, wanted):
         if isinstance(found, Skipped):
             return None
-        _export(config, found, store, target, s3, revisions, reporter)
+        try:
+            _export(config, found, store, target, s3, revisions, reporter)
+        except CheckpointCorruptError as error:
+            # Bytes that lie there do not mend themselves: who tries again, as after damage on the way, tries in vain.
+            raise ConfigError(
+                f"the run in {store.uri} is complete since step {done.step}, but its export in {uri} is missing, and "
+                f"{error}: restore that checkpoint, or export another one (sft export --step); to train it again, name "
+                "another place in checkpoint.uri"
+            ) from error
     return ExportStatus(uri=uri, step=done.exported(choice).step)
 
 

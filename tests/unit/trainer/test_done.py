@@ -161,6 +161,15 @@ def test_when_all_is_gone_nothing_is_trained_in_silence(config: TrainerConfig, t
 
 
 @pytest.mark.usefixtures("final")
+def test_an_export_of_bytes_that_are_damaged_is_refused_at_once(config: TrainerConfig, tmp_path: Path) -> None:
+    (file,) = (tmp_path / "store" / "checkpoints").glob("step-00000006-*/*.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    sentence = r"complete since step 6, but its export in .*/export is missing, and the checkpoint .* damaged.*restore"
+    with pytest.raises(ConfigError, match=sentence):
+        again(config, tmp_path)
+
+
+@pytest.mark.usefixtures("final")
 def test_a_model_that_is_refused_to_the_export_is_no_outage_of_the_place(
     config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
