@@ -27,6 +27,9 @@ _PEAK_BF16_FLOPS = {
     "L40": 181e12,
     "L4": 121e12,
 }
+_SLICE = "MIG"
+"""In the name of a slice of a board, behind that of the board (NVIDIA H100 80GB HBM3 MIG 3g.40gb): it has a part of its
+multiprocessors."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -34,6 +37,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = set(re.findall(r"[A-Za-z0-9]+", torch.cuda.get_device_name(device)))
+    if _SLICE in words:
+        return None
     return next((flops for board, flops in _PEAK_BF16_FLOPS.items() if words.issuperset(board.split())), None)
 
 

@@ -178,6 +178,9 @@ def test_bins_without_windows_are_dealt_out_as_they_always_were() -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA L400", None),
+        # A slice of a board has a part of its peak
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],
 )
 def test_a_device_is_known_by_whole_words_of_its_name(
