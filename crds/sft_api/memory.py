@@ -43,6 +43,10 @@ class BlockMemory:
     """Besides that, at the worst moment of its backward pass."""
 
 
+NOTHING = BlockMemory(kept=0.0, working=0.0)
+"""Of a block before the first one that is trained: no gradient comes so far, and none of it is computed backwards."""
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of one GPU at the moment when most is held, by what holds them; None is not known."""
@@ -123,8 +127,9 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
     adapted = adapted_of(shape, spec.lora) if spec.lora else [{}] * shape.layers
-    kinds: Counter[BlockMemory] = Counter()
-    for names, count in Counter(map(tuple, adapted)).items():
+    first = next((block for block, names in enumerate(adapted) if names), 0)
+    kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
+    for names, count in Counter(map(tuple, adapted[first:])).items():
         kinds[block_memory(shape, spec, BYTES[plan.precision], names)] += count
     return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
 

@@ -89,6 +89,15 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         {"training": {"activationCheckpointing": "full"}},
     ),
     "8B, adapters": ("meta-llama/Llama-3.1-8B", 3, 8192, 4, 4, {"lora": {"rank": 16}}),
+    # No gradient comes to the layers before them, which keep nothing
+    "8B, adapters of the last layers": (
+        "meta-llama/Llama-3.1-8B",
+        6,
+        8192,
+        4,
+        4,
+        {"lora": {"rank": 16, "targetModules": ["layers.4.mlp.down_proj", "layers.5.mlp.down_proj"]}},
+    ),
     "7B, some of it again": (
         "Qwen/Qwen2.5-7B",
         3,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.memory import BlockMemory, adapted_of, block_memory
+from sft_api.memory import NOTHING, BlockMemory, adapted_of, block_memory
 from sft_api.model_shape import shape_of
+from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.models import tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
@@ -161,6 +162,19 @@ def test_gate_and_up_in_one_layer_take_more_to_follow(names: list[str], how: str
     reckoned, seen = both("phi3", lora=lora, training={"activationCheckpointing": how})
 
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
+
+
+def test_blocks_before_the_first_that_is_trained_keep_nothing() -> None:
+    model = model_of("llama", num_hidden_layers=4)
+    add_adapters(model.huggingface, LoraSpec(target_modules=["layers.2.mlp.down_proj"]))
+
+    adapters = track_blocks(model, torch.bfloat16, is_adapter, TOKENS)
+    everything = track_blocks(model, torch.bfloat16, lambda name: is_adapter(name) or "embed" in name, TOKENS)
+
+    # Gradients go through the one that has none itself, and is behind it
+    assert adapters[NOTHING] == 2
+    assert sorted(adapters.values()) == [1, 1, 2]
+    assert NOTHING not in everything
 
 
 def test_dropout_keeps_a_byte_for_each_number_as_on_a_gpu() -> None:

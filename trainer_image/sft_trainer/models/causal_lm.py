@@ -1,5 +1,6 @@
 """A Hugging Face causal language model with the loss inside its forward pass."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,13 @@ class CausalLM(nn.Module):
         model: Any = self.huggingface
         blocks: nn.ModuleList = model.base_model.layers
         return blocks
+
+    def first_trained(self, trains: Callable[[str], bool]) -> int:
+        """Which of the blocks is the first that a gradient comes to, where ``trains`` says what is trained; 0 where
+        anything outside of them is."""
+        places = {parameter: place for place, block in enumerate(self.blocks) for parameter in block.parameters()}
+        found = (places.get(each, 0) for name, each in self.huggingface.named_parameters() if trains(name))
+        return min(found, default=0)
 
     @property
     def names(self) -> Names:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sft_api.memory import BlockMemory
+from sft_api.memory import NOTHING, BlockMemory
 from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 
 from .attention import Boundaries, boundary_arguments
@@ -149,11 +149,12 @@ def track_blocks(
     boundaries = boundary_arguments(Boundaries.of([tokens * degree]))
     if degree > 1:
         boundaries["shared_tokens"] = SharedTokens("", degree, 0)
-    found: Counter[BlockMemory] = Counter()
     with fake_tensors():
         _allocate(huggingface, computed, trains)
+        first = model.first_trained(trains)
+        found: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
         alike: dict[_Kind, list[torch.nn.Module]] = {}
-        for block in model.blocks:
+        for block in [*model.blocks][first:]:
             alike.setdefault(_kind(block), []).append(block)
         firsts = [blocks[0] for blocks in alike.values()]
         called = _arguments_of(firsts, huggingface, tokens, boundaries)
