@@ -118,6 +118,12 @@ class ModelFlops:
         self._frozen = active_parameters(huggingface, self._config, lambda name: not trains(name))
         self._layers = Counter(windows(huggingface))
         self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
+        # Of the layers that no gradient comes to, which are not computed backwards.
+        first = blueprint.first_trained(trains)
+        forwards = {parameter for block in blueprint.blocks[:first] for parameter in block.parameters()}
+        names = {name for name, parameter in huggingface.named_parameters() if parameter in forwards}
+        self._forward_parameters = active_parameters(huggingface, self._config, names.__contains__)
+        self._forward_layers = Counter(windows(huggingface)[:first])
         self._peak = peak_flops(device)
 
     def training(self, bins: Iterable[Sequence[int]]) -> float:
@@ -126,8 +132,15 @@ class ModelFlops:
             training_flops(
                 self._config, self._layers, self._parameters, self._embedding_parameters, lengths, self._frozen
             )
+            - self._left_out(lengths)
             for lengths in bins
         )
+
+    def _left_out(self, lengths: Sequence[int]) -> float:
+        """Of these FLOPs those of a backward pass that some layers do not have: of each weight that no gradient comes
+        to 2, and two thirds of attention."""
+        pairs = sum(count * _pairs(lengths, window) for window, count in self._forward_layers.items())
+        return 2.0 * self._forward_parameters * sum(lengths) + 2.0 * _queries_and_values(self._config) * pairs
 
     def share_of_peak(self, flops: float, device_seconds: float) -> float | None:
         """Of what devices could compute in ``device_seconds`` of them all; None where that is not known."""

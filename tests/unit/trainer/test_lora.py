@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.errors import ConfigError
-from sft_trainer.flops import ModelFlops
+from sft_trainer.flops import ModelFlops, training_flops
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import adapted_layers, add_adapters, initialize_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
@@ -363,3 +363,22 @@ def test_frozen_weights_count_two_thirds_of_trained_ones(tmp_path: Path) -> None
     add_adapters(blueprint.huggingface, LoraSpec(rank=4))
     added = sum(p.numel() for name, p in blueprint.named_parameters() if is_adapter(name))
     assert ModelFlops(blueprint, is_adapter, CPU).training([[7]]) - frozen == 6 * added * 7
+
+
+def test_layers_before_the_first_with_adapters_are_computed_forwards_alone(tmp_path: Path) -> None:
+    # Given adapters on the second of two layers
+    save_model("llama", tmp_path)
+    blueprint = build_on_meta(tmp_path)
+    add_adapters(blueprint.huggingface, LoraSpec(rank=4, target_modules=["layers.1.mlp.down_proj"]))
+    huggingface: Any = blueprint.huggingface
+    config, numbers = huggingface.config, {name: p.numel() for name, p in huggingface.named_parameters()}
+    frozen = sum(number for name, number in numbers.items() if not is_adapter(name))
+    embedding = config.vocab_size * config.hidden_size
+    whole = training_flops(config, {None: 2}, sum(numbers.values()), embedding, [7, 3], frozen)
+
+    found = ModelFlops(blueprint, is_adapter, CPU).training([[7, 3]])
+
+    # Then the first one's weights count 2, and its attention a third, of what they count where a gradient comes to them
+    weights = sum(parameter.numel() for parameter in blueprint.blocks[0].parameters())
+    attention = 6 * config.num_attention_heads * config.head_dim * (7**2 + 3**2)
+    assert whole - found == 2 * weights * 10 + attention * 2 / 3
