@@ -10,7 +10,7 @@ from .alive import watch
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .outage import of_another_place, of_the_place
-from .place import look, nothing_saved, open_place, read_done, read_record
+from .place import look, nothing_saved, open_place, read_done, read_own_record
 from .reporting import Reporter
 from .revisions import changed, revisions
 from .siblings import told_of_siblings
@@ -22,7 +22,7 @@ class Entered:
     """What the place says of the run."""
 
     record: RunRecord | None
-    """None where another process is about to make it."""
+    """That of this run; None where another process is about to make it."""
     done: Done | None
     """The word that the run is complete."""
 
@@ -40,7 +40,8 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
     """
     with of_the_place():
         if not writes:
-            return Entered(read_record(store), read_done(store))
+            # What that of another run is pinned to, which has saved nothing and is replaced, is none of this run's.
+            return Entered(read_own_record(config, store), read_done(store))
         if (done := find_done(config, store, reporter)) is not None:
             return Entered(look(config, store), done)
         conditional = check_storage(config, store, reporter)

@@ -78,6 +78,15 @@ def look(config: TrainerConfig, store: Store) -> RunRecord | None:
     return None if stale else record
 
 
+def read_own_record(config: TrainerConfig, store: Store) -> RunRecord | None:
+    """The record in ``store`` if it is this very run's; None too where another one is about to be replaced, or refused.
+
+    For who does not make it. Raises ``ConfigError`` for one that cannot be read.
+    """
+    record = read_record(store)
+    return None if record is None or _differences(config, record) else record
+
+
 def _look(config: TrainerConfig, store: Store) -> tuple[RunRecord | None, bool]:
     """The record that is there, and whether it is that of a run that has saved nothing; raises what ``look`` raises."""
     record = read_record(store)

@@ -14,8 +14,10 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.entering import enter
 from sft_trainer.errors import ConfigError, StorageUnavailableError, TrainingError
 from sft_trainer.place import check_record, look, open_place, read_record
+from sft_trainer.reporting import Reporter
 from tests.integration.checkpoint.managers import save, started
 from tests.parity.runs import manifest, resolve
 
@@ -92,6 +94,21 @@ def test_a_record_behind_which_nothing_was_saved_keeps_nobody_away(store: Store)
     store.delete([RUN_KEY])
     with pytest.raises(StorageUnavailableError, match=r"run\.json was removed while this run began"):
         check_record(corrected, store)
+
+
+def test_no_process_pins_anything_to_the_record_that_is_about_to_be_replaced(store: Store, tmp_path: Path) -> None:
+    # Given a start that ended before its first save, as its model could not be trained
+    opened(run(store, model={"uri": "hf://org/wrong"}), store, **{"model.uri": "a" * 40})
+
+    # When the model was corrected, and the other processes look before the first one has made its record
+    corrected = run(store, model={"uri": "hf://org/right"})
+    reporter = Reporter(tmp_path, writes=False, rank=1)
+    before = enter(corrected, store, reporter, writes=False)
+    made = opened(corrected, store, **{"model.uri": "b" * 40})
+
+    # Then none of them asks the hub for a commit of the other model, and later ones have that of this run
+    assert dict(before.revisions) == {}
+    assert enter(corrected, store, reporter, writes=False).record == made
 
 
 @pytest.mark.parametrize("conditional", [True, False])
