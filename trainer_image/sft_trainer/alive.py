@@ -124,20 +124,20 @@ def watch(
     take_over: str = "",
     seconds: float = WATCH_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Return when nobody else trains in ``store``, or nobody gives a sign of life for ``seconds``.
+) -> Beat | bytes | None:
+    """Return when nobody else trains in ``store``, or nobody gives a sign of life for ``seconds``; with the sign there.
 
     This very object need not be watched: it is about to fence itself. Nor does who was asked to ``take_over`` by a word
     that has not counted yet. Raises ``PlaceInUseError`` as soon as there is another sign. Says all the time what it
     waits for.
     """
     first = read_beat(store)
-    if first is None or (isinstance(first, Beat) and (first.ended or first.uid == config.job.uid)):
-        return
+    if not _may_be_anothers(first, config):
+        return first
     holder = name_of(first)
     if take_over and not _has_counted(take_over, config, store):
         reporter.say("%s is taken over from %s, as was asked", store.uri, holder)
-        return
+        return first
 
     def tell(waited: float) -> None:
         reporter.phase(
@@ -148,14 +148,36 @@ def watch(
 
     found, waited = next_sign(store, first, tell, seconds=seconds, sleep=sleep)
     if found is not None:
-        raise PlaceInUseError(
-            f"{store.uri} is in use: {found if isinstance(found, Beat) else holder} trains there now. Delete or "
-            "suspend that job and start this one again, which then goes on from its last checkpoint; or end it from "
-            "here: sft retry --take-over (sft run --take-over); or give this one another metadata.name and "
-            "checkpoint.uri"
-        )
+        raise _in_use(store, str(found) if isinstance(found, Beat) else holder)
     if waited >= seconds:
         reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, seconds, store.uri)
+    return first
+
+
+def check_nobody_came(config: TrainerConfig, store: Store, seen: Beat | bytes | None, *, take_over: str = "") -> None:
+    """Raise ``PlaceInUseError`` when another object has given a sign of life in ``store`` since ``watch`` has ``seen``
+    the one there: what a start fetches and tokenises between that and its claim may take hours.
+
+    Not for who was asked to ``take_over`` by a word that has not counted yet.
+    """
+    now = read_beat(store)
+    if now == seen or not _may_be_anothers(now, config):
+        return
+    if not take_over or _has_counted(take_over, config, store):
+        raise _in_use(store, name_of(now))
+
+
+def _may_be_anothers(sign: Beat | bytes | None, config: TrainerConfig) -> bool:
+    """Whether ``sign`` may be that of another object than this one, which has not said that it ended."""
+    return sign is not None and not (isinstance(sign, Beat) and (sign.ended or sign.uid == config.job.uid))
+
+
+def _in_use(store: Store, holder: str) -> PlaceInUseError:
+    return PlaceInUseError(
+        f"{store.uri} is in use: {holder} trains there now. Delete or suspend that job and start this one again, which "
+        "then goes on from its last checkpoint; or end it from here: sft retry --take-over (sft run --take-over); or "
+        "give this one another metadata.name and checkpoint.uri"
+    )
 
 
 def _has_counted(word: str, config: TrainerConfig, store: Store) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sft_api.place import Done, RunRecord
+from sft_api.place import Beat, Done, RunRecord
 from sft_api.trainer_config import TrainerConfig
 
 from .alive import watch
@@ -25,6 +25,8 @@ class Entered:
     """That of this run; None where another process is about to make it."""
     done: Done | None
     """The word that the run is complete."""
+    sign: Beat | bytes | None = None
+    """The sign of life that was there, of somebody who gave no other while he was watched."""
 
     @property
     def revisions(self) -> Mapping[str, str]:
@@ -47,14 +49,14 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
         conditional = check_storage(config, store, reporter)
         # First: that it is another run's must not take three minutes to find out.
         found = look(config, store)
-        watch(config, store, reporter, take_over=take_over)
+        sign = watch(config, store, reporter, take_over=take_over)
         anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
         record = open_place(config, store, conditional=conditional, revisions=lambda: _revisions_now(config))
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     siblings = told_of_siblings(config, lambda uri: open_store(uri, s3)) if anew else []
     for warning in [*siblings, *changed(config, record.revisions)]:
         reporter.warn(warning)
-    return Entered(record, None)
+    return Entered(record, None, sign)
 
 
 def _revisions_now(config: TrainerConfig) -> dict[str, str]:

@@ -21,6 +21,7 @@ from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 
 from .alike import check_alike, fingerprint
+from .alive import check_nobody_came
 from .boxes import Box
 from .callbacks.telling import Callbacks
 from .checkpoint.opening import open_store
@@ -259,6 +260,8 @@ class Trainer:
         self._watch()
         incidents = self.reporter.earlier_incidents()
         with of_the_place():
+            if self.topology.writes:
+                check_nobody_came(self.config, self.store, self._place.sign, take_over=self._take_over)
             self.attempt = self.saving.claim_attempt(
                 lambda: check_record(self.config, self.store), incidents, self._take_over
             )

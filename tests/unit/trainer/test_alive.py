@@ -3,18 +3,24 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sft_api.checkpoints import attempt_key
 from sft_api.place import ALIVE_KEY, Beat
 from sft_api.progress import Phase
-from sft_trainer.alive import Alive, read_beat, say_ended, watch
+from sft_trainer.alive import Alive, check_nobody_came, read_beat, say_ended, watch
+from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.protocol import Protocol
+from sft_trainer.entering import Entered
 from sft_trainer.errors import PlaceInUseError, StopRequested, StorageUnavailableError
 from sft_trainer.events import Claimed, Control, Ended, Request
+from sft_trainer.place import open_place
 from sft_trainer.reporting import Reporter
+from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 from tests.waiting import wait_until
 
@@ -111,6 +117,32 @@ def test_who_ends_meanwhile_makes_room_at_once(store: LocalStore, tmp_path: Path
     assert watched(store, tmp_path, lambda at: beat(store, count=2, ended="stopped") if at == 30 else None)[0] == 30
     beat(store)
     assert watched(store, tmp_path, lambda at: store.delete([ALIVE_KEY]) if at == 10 else None)[0] == 10
+
+
+@pytest.mark.parametrize("seen", ["nobody", "silence", "itself"])
+def test_who_came_while_data_was_prepared_is_not_fenced(store: LocalStore, tmp_path: Path, seen: str) -> None:
+    # Given a start that found nobody alive
+    config = resolve(manifest(tmp_path, tmp_path)).model_copy(update={"checkpoint_uri": store.uri})
+    open_place(config, store, conditional=store.probe().conditional_writes, revisions=dict)
+    if seen != "nobody":
+        beat(store, uid=config.job.uid if seen == "itself" else "other")
+    ranks = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
+    begins = Trainer(config, ranks, tmp_path)  # type: ignore[arg-type]
+    sign = watch(config, store, begins.reporter, sleep=lambda _: None)
+    begins.device, begins.store, begins._place = torch.device("cpu"), store, Entered(None, None, sign)
+
+    # When another object has claimed an attempt there before its data was tokenised
+    Protocol(store).claim("other")
+    beat(store, attempt=4)
+
+    # Then it leaves that one alone,
+    with pytest.raises(PlaceInUseError, match=r"is in use: team/tiny \(uid other, attempt 4, on node-7\) trains there"):
+        begins._claim()
+    assert Catalog(store).newest_attempt() == 1
+    # unless a user has asked that it takes the place over, or that one has ended meanwhile
+    check_nobody_came(config, store, sign, take_over="now")
+    beat(store, attempt=4, count=2, ended="stopped")
+    check_nobody_came(config, store, sign)
 
 
 def test_a_sign_that_says_nothing_is_watched_all_the_same(store: LocalStore, tmp_path: Path) -> None:
