@@ -25,8 +25,8 @@ REPEATED_FOR = timedelta(minutes=2)
 # killed from outside.) All of them count against maxRestarts.
 _OUTAGES = frozenset({FailureClass.STORAGE_UNAVAILABLE})
 # What made these is told by whoever went away, and mostly lies outside of the run: they do not use up maxRestarts. When
-# nobody went away and they repeat, with nothing else between them, the pods cannot reach each other: that is a failure
-# like others.
+# nobody went away and they repeat, with nothing else since the run got further, the pods cannot reach each other: that
+# is a failure like others.
 _ECHOES = frozenset({FailureClass.PEER_LOST, FailureClass.INTERRUPTED})
 
 
@@ -130,7 +130,7 @@ def count_failure(
     ``outside``: something that does not belong to the run killed it. ``reason`` is shown instead of the class.
     """
     repeated = restarts.repeated
-    if not outside and failure not in _OUTAGES and not _is_echo_of(failure, repeated):
+    if not outside and failure not in _OUTAGES and not _is_echo_of(failure, repeated, reached):
         repeated = _repeated(repeated, failure, time, reached)
     update = {
         "failures": restarts.failures + (failure not in _ECHOES),
@@ -140,9 +140,19 @@ def count_failure(
     return _shown_last(restarts.model_copy(update=update), reason or failure.value, message, time)
 
 
-def _is_echo_of(failure: FailureClass, repeated: RepeatedFailure | None) -> bool:
-    """Whether ``failure`` neither adds to the failures that repeat nor ends their row."""
-    return failure in _ECHOES and repeated is not None and repeated.reason not in _ECHOES
+def _is_echo_of(failure: FailureClass, repeated: RepeatedFailure | None, reached: Reached) -> bool:
+    """Whether ``failure``, after the run had ``reached`` so far, neither adds to a row nor ends it.
+
+    The row of a run that has got further since is over.
+    """
+    if failure not in _ECHOES or repeated is None or repeated.reason in _ECHOES:
+        return False
+    return not reached.is_beyond(_reached_by(repeated))
+
+
+def _reached_by(row: RepeatedFailure) -> Reached:
+    """How far the run had got with the last failure of ``row`` that got it further."""
+    return Reached(row.step, row.checkpoint_step, as_phase(row.phase))
 
 
 def _repeated(
@@ -151,7 +161,7 @@ def _repeated(
     """The row of failures that ends with this one."""
     furthest = reached
     if before is not None:
-        last = Reached(before.step, before.checkpoint_step, as_phase(before.phase))
+        last = _reached_by(before)
         furthest = reached.or_further(last)
         if before.reason == failure.value and not reached.is_beyond(last):
             return before.model_copy(update={"times": before.times + 1, "last_time": timestamp(time)})

@@ -77,6 +77,9 @@ def one_by_one(incidents: Iterable[Incident]) -> RestartsStatus:
         ([(STOP, 7, 0)] * 4, 0, (STOP, 4)),
         ([(PEER, 7, 0), (PEER, 9, 0), (PEER, 11, 0)], 0, (PEER, 1)),
         ([(PEER, 7, 0), (PEER, 7, 0), (OOM, 7, 0)], 1, (OOM, 1)),
+        # Also of a run that has failed otherwise, and got further since: nothing else would ever end it.
+        ([(OOM, 7, 0), *[(PEER, 900, 800)] * 4], 1, (PEER, 4)),
+        ([(OOM, 7, 0), *[(STOP, 7, 5)] * 4], 1, (STOP, 4)),
     ],
 )
 def test_failures_and_those_of_one_class_that_got_no_further(
