@@ -79,11 +79,14 @@ def end_again(
         done = done.model_copy(update={"best": _best(catalog)})
     chosen = catalog.find(done.exported(config.spec.export.checkpoint))
     exports = _exports(config, done, chosen, reporter, store, revisions)
-    if isinstance(found, Skipped) and exports is None:
+    # What is exported is the last one or the best: without it, and without an export that is there, none can be made.
+    needed = found if config.export_uri is None else chosen
+    if isinstance(needed, Skipped) and exports is None:
+        which = f"{'last' if needed == found else 'best'} checkpoint"
         wanted = f" nor its export in {config.export_uri}" if config.export_uri else ""
         raise ConfigError(
-            f"the run in {store.uri} is complete since step {done.step}, but neither its last checkpoint{wanted} can "
-            f"be used ({found}): restore one of them; to train it again, name another place in checkpoint.uri"
+            f"the run in {store.uri} is complete since step {done.step}, but neither its {which}{wanted} can be used "
+            f"({needed}): restore one of them; to train it again, name another place in checkpoint.uri"
         )
     last = found if isinstance(found, Manifest) else None
     progress = complete_progress(store.uri, done, last, _reported(store), exports)

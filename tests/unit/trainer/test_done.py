@@ -145,6 +145,13 @@ def test_the_best_of_a_complete_run_is_exported_where_that_is_asked_for(
     assert progress.export.step == 4
     assert json.loads((tmp_path / "store" / "export" / EXPORT_RECORD).read_text())["checkpoint"] == best
 
+    # Of one that is gone, as its export is, no model can be made: not even beside a last one that is whole
+    store.put(DONE_KEY, done.model_dump_json(by_alias=True).encode())
+    shutil.rmtree(tmp_path / "store" / "export")
+    shutil.rmtree(tmp_path / "store" / "checkpoints" / best)
+    with pytest.raises(ConfigError, match=rf"neither its best checkpoint nor its export in .* can be used \({best}: "):
+        again(config.model_copy(update={"spec": spec}), tmp_path)
+
     # And where none was evaluated the last one is the best
     assert Done(step=6, attempt=1).exported("best") == CheckpointId(1, 6)
 
