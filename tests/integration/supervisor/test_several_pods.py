@@ -1,5 +1,6 @@
 """Several pods: they start together, end together, and survive the loss of any of them."""
 
+import json
 import re
 import signal
 import time
@@ -283,6 +284,28 @@ def test_sigterm_of_one_pod_saves_all_and_the_others_wait_for_its_replacement(gr
     group.shorten(20)
     replacement = group.start(1)
     assert [first.wait(), replacement.wait()] == [0, 0]
+
+
+def test_index_0_that_is_stopped_after_another_pod_was_says_that_the_run_has_ended(group: Group) -> None:
+    # Given a run of two pods that gives signs of life, whose workers have left since one of both was asked to stop
+    sign = {"attempt": 1, "name": "fake", "namespace": "team", "uid": "uid-1", "host": "h", "count": 3, "ended": ""}
+    place = group.folder / "checkpoints" / "alive.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps(sign))
+    group.nodes = 2
+    group.steps = 10_000
+    first, second = group.start_all()
+    first.wait_for_step(3)
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 30
+    wait_for(lambda: len(first.progress.incidents) == 1, first)
+
+    # When index 0 is asked to stop too, before there is another pod: the job is suspended, or deleted
+    first.signal(signal.SIGTERM)
+
+    # Then its place says so, as rank 0 could not
+    assert first.wait() == 30
+    assert json.loads(place.read_text())["ended"] == "failed"
 
 
 def test_sigterm_of_all_pods_ends_all_with_the_retryable_code(group: Group) -> None:

@@ -63,6 +63,8 @@ class Node:
         self._claimed = False
         """Whether any workers of this pod were part of an attempt."""
         self._ended: Ended | None = None
+        self._left_as_asked = False
+        """Whether the workers that ended last have left because this pod was asked to stop."""
         self._failures: list[Failure] = []
         """Of the workers that run, so far."""
         self._first_failure: float | None = None
@@ -222,6 +224,7 @@ class Node:
         if self._starts.cleared(workers):
             workers.drain(DRAIN_SECONDS)
             self._ended = self._judge(workers)
+            self._left_as_asked = self._stop_since is not None and workers.left_well
             self._workers = None
         else:
             self._kill_since = self._kill_since or time.monotonic()
@@ -319,9 +322,8 @@ class Node:
             message = f"asked to stop; the workers ended with {last.failure}: {last.message}"
         if self._coordinator is not None:
             end = termination(FailureClass.INTERRUPTED, message, self._coordinator.group.training)
-            self._leave_last_words(
-                self._coordinator.group, end, said=last is not None and last.failure is FailureClass.INTERRUPTED
-            )
+            # Those that left since another pod was asked to, or were killed in the end, have not said that it is over.
+            self._leave_last_words(self._coordinator.group, end, said=self._left_as_asked)
         else:
             self._end = TerminationMessage(
                 failure=FailureClass.INTERRUPTED, message=message, step=last.step if last else 0
