@@ -121,12 +121,14 @@ def open_place(
     if found is not None and not stale:
         return found
     mine = _record(config, revisions())
+    # To find these out may take long: what has come meanwhile is not written over. Reading and writing are two steps:
+    # who loses its own record in between learns it from `check_record`.
+    unchanged = read_record(store) == found
     if conditional:
-        if found is not None and read_record(store) == found:
-            # Reading and removing are two steps: who loses its own record in between learns it from `check_record`.
+        if found is not None and unchanged:
             store.delete([RUN_KEY])
         store.create(RUN_KEY, encode_record(mine))
-    else:
+    elif unchanged:
         store.put(RUN_KEY, encode_record(mine))
         sleep(SETTLE_SECONDS)
     return _the_same(config, store, mine)

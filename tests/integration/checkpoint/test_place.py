@@ -112,6 +112,31 @@ def test_no_process_pins_anything_to_the_record_that_is_about_to_be_replaced(sto
 
 
 @pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_record_that_was_made_while_revisions_were_looked_up_is_not_written_over(
+    store: Store, conditional: bool, same: bool
+) -> None:
+    # Given a start that asks a slow hub, while another one makes its record and saves
+    slow, fast = run(store), run(store, uid="second", **({} if same else SEED))
+
+    def revisions() -> dict[str, str]:
+        opened(fast, store, conditional=conditional, model="aaaa")
+        saved(fast, store, 10)
+        return {"model": "bbbb"}
+
+    def begin() -> RunRecord:
+        return open_place(slow, store, conditional=conditional, revisions=revisions, sleep=lambda _: None)
+
+    # When it has its answer, then it trains by that record, or is refused
+    if same:
+        assert begin().revisions == {"model": "aaaa"}
+    else:
+        with pytest.raises(ConfigError, match=r"training\.seed: 7 -> 42"):
+            begin()
+    assert decode_record(store.read(RUN_KEY)).uid == "second"
+
+
+@pytest.mark.parametrize("conditional", [True, False])
 @pytest.mark.parametrize("raw", [b"", b'{"version": 1, "name": "par', b'{"version": 9}'])
 def test_half_a_record_is_never_written_over(store: Store, raw: bytes, conditional: bool) -> None:
     store.put(RUN_KEY, raw)
