@@ -18,11 +18,14 @@ from sft_api.v1alpha1 import RestartsStatus
 
 from ..picture.observed import ChildJob, Observed, Pod
 from . import suspects
+from .avoidance import avoided_of
 from .backoff import with_hurry
 from .failures import Loss, loss, pod_key, with_advice
 from .gangs import release_of
 
 _CLOCKS_DIFFER = timedelta(seconds=5)
+_RESUMED_WITHIN = timedelta(seconds=30)
+"""Of what was told to it a Job begins anew."""
 KEPT_INCIDENT_KEYS = 250
 """A report lists at most 100 incidents, last words 20, each of which may hold two keys."""
 
@@ -32,8 +35,7 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
     incidents = _told(previous, observed)
     new = [incident for incident in incidents if incident.id not in previous.counted]
     job = observed.job
-    began = (job.started if job else None) or EARLIEST
-    saved = reached.checkpoint_step
+    saved, began = reached.checkpoint_step, _began(job)
     restarts = count_incidents(previous, incidents, checkpoint_step=saved, in_words=with_advice, began=began)
     restarts = suspects.with_incidents(restarts, new)
     counted = dict.fromkeys(restarts.counted)
@@ -50,6 +52,17 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
         restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
     restarts = restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
     return with_hurry(restarts, observed, reached, now)
+
+
+def _began(job: ChildJob | None) -> datetime:
+    """When a run began the last time that was suspended, waited for its queue, or had failed.
+
+    Not one that was made to rest to begin off a node: its way back to the next step leads through that.
+    """
+    if job is None or job.started is None:
+        return EARLIEST
+    moved = (abs(job.started - since) <= _RESUMED_WITHIN for since in avoided_of(job).nodes.values())
+    return EARLIEST if any(moved) else job.started
 
 
 def _told(previous: RestartsStatus, observed: Observed) -> list[Incident]:

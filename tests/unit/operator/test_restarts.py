@@ -24,6 +24,7 @@ from tests.unit.operator.make import (
     make_pod,
     report,
     running,
+    stamp,
     training,
     words,
 )
@@ -118,6 +119,16 @@ def test_a_recovery_does_not_hold_the_time_for_which_the_run_rested(started: flo
     after = count(running(job=job, report=report(training(31), closed)), before)
     assert after.lost_steps == 10
     assert (after.recovery_seconds, after.total_recovery_seconds) == (recovery, recovery or 0)
+
+
+def test_a_rest_by_which_a_run_is_moved_off_a_node_is_part_of_its_recovery() -> None:
+    failure = incident(1, HANG, step=50, seconds=-60, recovered_time=at(40), lost_steps=10)
+    moved = {"nodes": {"node-a": stamp(-21)}}
+    job = replace(make_child(started=-20), avoided=json.dumps(moved))
+
+    counted = count(running(job=job, report=report(training(41), failure)))
+
+    assert (counted.recovery_seconds, counted.total_recovery_seconds) == (100, 100)
 
 
 CRASHES = (
