@@ -31,9 +31,11 @@ def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bo
     if not result.conditional_writes:
         reporter.warn(result.message)
     export_uri = config.export_uri
-    if export_uri is not None and not export_uri.startswith(f"{config.checkpoint_uri}/"):
+    if export_uri is not None:
         target = open_store(export_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
-        _tell_not_removed(target, target.probe(), store, reporter)
+        if not export_uri.startswith(f"{config.checkpoint_uri}/"):
+            _tell_not_removed(target, target.probe(), store, reporter)
+        # Also in the run's own place: an export stays when all else there is removed.
         refuse_other_run(target, config.job.name, config.numbers().digest)
     return result.conditional_writes
 

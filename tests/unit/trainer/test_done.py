@@ -22,6 +22,7 @@ from sft_trainer.outage import of_the_place
 from sft_trainer.place import read_done
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
+from sft_trainer.storage import check_storage
 from tests.exports import content
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.parity.runs import manifest, resolve
@@ -209,7 +210,7 @@ def test_the_model_of_another_run_is_never_taken_away(config: TrainerConfig, tmp
         r"export holds the model of the run parity \(step-00000006-a00001\), which is not written over: name another"
     )
     with pytest.raises(ConfigError, match=sentence):
-        refuse_other_run(target, "other", config.numbers().digest)
+        check_storage(other, LocalStore(tmp_path / "store"), Reporter(tmp_path, writes=True))
     with pytest.raises(ConfigError, match=sentence):
         again(other, tmp_path)
     with pytest.raises(ConfigError, match="the run parity with other settings"):
