@@ -13,8 +13,10 @@ from sft_api.place import ALIVE_KEY, Beat
 from sft_api.progress import Phase
 from sft_trainer.alive import Alive, check_nobody_came, read_beat, say_ended, watch
 from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.errors import StoreSharedError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.protocol import Protocol
+from sft_trainer.checkpoint.store import StoredObject
 from sft_trainer.entering import Entered
 from sft_trainer.errors import PlaceInUseError, StopRequested, StorageUnavailableError
 from sft_trainer.events import Claimed, Control, Ended, Request
@@ -220,6 +222,22 @@ def test_a_newer_attempt_is_not_written_over(store: LocalStore, tmp_path: Path) 
     assert store.read(ALIVE_KEY) == before
     assert stops(control), "no step of the older one is worth its time"
     assert "attempt 1 was superseded: attempt 2" in str(alive.superseded), "so that it is not started again"
+
+
+def test_a_claim_that_was_taken_back_since_it_was_listed_stops_nobody(tmp_path: Path) -> None:
+    # Given a start that was refused after its claim, of which a listing still tells
+    class Listed(LocalStore):
+        def list(self, prefix: str) -> list[StoredObject]:
+            return [*super().list(prefix), StoredObject(attempt_key(3), 1)]
+
+    store = Listed(tmp_path / "store")
+    Protocol(LocalStore(tmp_path / "store")).claim("ours")
+    Catalog(store).check_newest(1, "ours")
+
+    # But one that stands below it does
+    Protocol(LocalStore(tmp_path / "store")).claim("other")
+    with pytest.raises(StoreSharedError, match="attempt 1 was superseded: attempt 2 was claimed"):
+        Catalog(store).check_newest(1, "ours")
 
 
 def test_a_sign_that_was_left_behind_stops_nobody(store: LocalStore, tmp_path: Path) -> None:

@@ -142,18 +142,20 @@ class Catalog:
 
         Where a place was removed the numbers begin anew: who was out of reach meanwhile would be the newest there.
         """
-        newest = self.newest_attempt()
-        if newest <= attempt:
-            self._check_own(attempt, job_uid)
-            return
-        message = f"attempt {attempt} was superseded: attempt {newest} was claimed in {self._store.uri}"
-        claim = self._store.read(attempt_key(newest))
-        if f'"{job_uid}"'.encode() not in claim:
-            raise StoreSharedError(
-                f"{message} by another start of this run ({_who(claim)}), which goes on there: only one may train into "
-                "a place; delete the job that is not wanted, or give it another metadata.name and checkpoint.uri"
-            )
-        raise AttemptSupersededError(f"{message}; this group must stop, the newer one goes on")
+        for newer in range(self.newest_attempt(), attempt, -1):
+            try:
+                claim = self._store.read(attempt_key(newer))
+            except ObjectNotFoundError:
+                continue  # it was refused there, and has taken its claim back
+            message = f"attempt {attempt} was superseded: attempt {newer} was claimed in {self._store.uri}"
+            if f'"{job_uid}"'.encode() not in claim:
+                raise StoreSharedError(
+                    f"{message} by another start of this run ({_who(claim)}), which goes on there: only one may train "
+                    "into a place; delete the job that is not wanted, or give it another metadata.name and "
+                    "checkpoint.uri"
+                )
+            raise AttemptSupersededError(f"{message}; this group must stop, the newer one goes on")
+        self._check_own(attempt, job_uid)
 
     def _check_own(self, attempt: int, job_uid: str) -> None:
         try:
