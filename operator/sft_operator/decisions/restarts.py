@@ -39,8 +39,8 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
     restarts = count_incidents(previous, incidents, checkpoint_step=saved, in_words=with_advice, began=began)
     restarts = suspects.with_incidents(restarts, new)
     counted = dict.fromkeys(restarts.counted)
-    if job is None or job.deleting or (job.suspended and not observed.pods):
-        # A new Job, or one that is resumed, counts the pods of each index from zero.
+    if job is None or job.deleting:
+        # A new Job counts the pods of each index from zero.
         restarts = restarts.model_copy(update={"replaced_pods": 0})
     elif not job.complete and not job.failed:
         for item in _losses(observed):
@@ -49,7 +49,12 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
                 restarts = restarts.model_copy(update={"replaced_pods": restarts.replaced_pods + 1})
                 if _meant_to_run(job, item):
                     restarts = _with_loss(restarts, item, reached, now)
-        restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
+        if job.suspended and not observed.active_pods:
+            # So does one that is resumed, though pods that failed before stay with it.
+            told, _ = _told_by_annotations(observed.pods)
+            restarts = restarts.model_copy(update={"replaced_pods": told})
+        else:
+            restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
     restarts = restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
     return with_hurry(restarts, observed, reached, now)
 
@@ -119,13 +124,9 @@ def _meant_to_run(job: ChildJob, item: Loss) -> bool:
 
 def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], nodes: int, now: datetime) -> RestartsStatus:
     """Pods that were lost and replaced while nobody looked, by the annotations of the newest pod of each index."""
-    # They come sorted by age. One that has failed and is not tracked was replaced, or let go of (``backoff``): what it
-    # tells is over.
-    telling = [pod for pod in pods if pod.index is not None and (pod.tracked or pod.phase != "Failed")]
-    newest = {pod.index: pod for pod in telling}
-    told = sum(pod.replaced + (pod.phase == "Failed") for pod in newest.values())
+    told, indexes = _told_by_annotations(pods)
     unseen = told - restarts.replaced_pods
-    if unseen < 0 and len(newest) == nodes:
+    if unseen < 0 and indexes == nodes:
         # Of pods that were let go of the annotations of their replacements do not tell.
         return restarts.model_copy(update={"replaced_pods": told})
     if unseen <= 0:
@@ -133,6 +134,15 @@ def _with_unseen(restarts: RestartsStatus, pods: Iterable[Pod], nodes: int, now:
     message = f"{unseen} pod(s) were lost and replaced while the operator was away"
     restarts = restarts.model_copy(update={"replaced_pods": told})
     return count_disruptions(restarts, unseen, "PodLost", message, now)
+
+
+def _told_by_annotations(pods: Iterable[Pod]) -> tuple[int, int]:
+    """How many pods were lost, by the newest pod of each index, and how many indexes have one that tells."""
+    # They come sorted by age. One that has failed and is not tracked was replaced, or let go of (``backoff``): what it
+    # tells is over.
+    telling = [pod for pod in pods if pod.index is not None and (pod.tracked or pod.phase != "Failed")]
+    newest = {pod.index: pod for pod in telling}
+    return sum(pod.replaced + (pod.phase == "Failed") for pod in newest.values()), len(newest)
 
 
 def _kept_keys(keys: Iterable[str], observed: Observed) -> list[str]:

@@ -322,6 +322,21 @@ def test_a_resumed_job_counts_its_pods_from_zero() -> None:
     assert [status.disruptions for status in (before, suspended, after)] == [3, 3, 4]
 
 
+def test_a_resumed_job_counts_from_zero_though_pods_that_failed_before_stay_with_it() -> None:
+    # Given an index that has lost two pods, of which one stays, when the run is suspended
+    evicted = make_pod(
+        1, uid="b", phase="Failed", exit_code=30, conditions=disruption(), replaced=(0, 1), tracked=False
+    )
+    before = count(running(pods=(make_pod(0), evicted, make_pod(1, uid="c", replaced=(0, 2)))))
+    rests = count(running(job=make_child(suspend=True), pods=(evicted,)), before)
+
+    # When another operator finds that it was resumed, and has lost a pod since
+    again = make_pod(1, uid="d", replaced=(0, 1))
+    after = count(running(job=make_child(started=0), pods=(make_pod(0, uid="e"), evicted, again)), rests)
+
+    assert [status.disruptions for status in (before, rests, after)] == [2, 2, 3]
+
+
 def test_two_crashes_within_a_minute_are_two() -> None:
     pod = make_pod(0, phase="Failed", exit_code=31, finished=-1)
     told = report(training(50), incident(1, FailureClass.WORKER_CRASHED, step=50, seconds=-3))
