@@ -88,7 +88,7 @@ def _told(observed: Observed, last: str, counted: datetime) -> Iterator[tuple[st
         leaders = leaders[uids.index(last) :]
     elif last:
         # One that was evicted stays as long as its Job, and so longer than later ones that were deleted.
-        leaders = [pod for pod in leaders[-1:] if not _had_ended(pod, counted)]
+        leaders = [pod for pod in leaders if not _had_ended(pod, counted)]
     report = observed.report
     for pod in leaders:
         words = pod.terminated.report if pod.terminated else None

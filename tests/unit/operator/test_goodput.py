@@ -205,6 +205,29 @@ def test_one_that_stays_longer_than_its_successor_is_not_counted_again() -> None
     assert goodput.lost_gpu_seconds.repeated_steps == 0
 
 
+def test_all_that_came_after_the_last_that_was_heard_are_counted() -> None:
+    # Given an operator that was away while index 0 was deleted, the next one evicted, and a third began
+    spent = [
+        SpentSeconds(steps=50, curve_began=began, curve_saved=began + 50, curve_now=began + 50)
+        for began in (0, 50, 100)
+    ]
+    first = make_pod(0, uid="first", created=-300, conditions=bound(-300))
+    alone, job = Devices("GPUs", 8, 1), make_child()
+    known = Observed(job=job, pods=(first,), report=reported(5, -250, spent[0], pod="first"))
+    goodput = account_pods(None, alone, known, at(-250))
+    words = TerminationMessage(attempt=2, step=9, spent=spent[1])
+    end: dict[str, Any] = {"exit_code": 30, "words": words, "finished": -100}
+    evicted = make_pod(0, uid="second", phase="Failed", created=-150, conditions=bound(-150), **end)
+    living = make_pod(0, uid="third", created=-50, conditions=bound(-50))
+
+    report = reported(12, 0, spent[2], pod="third")
+    goodput = account_pods(goodput, alone, Observed(job=job, pods=(evicted, living), report=report), at(0))
+
+    assert goodput is not None
+    assert (goodput.gpu_seconds, goodput.productive_gpu_seconds) == (8 * 150, 8 * 150)
+    assert goodput.lost_gpu_seconds.waiting == 0
+
+
 def test_time_alone_is_no_news() -> None:
     """A status that says the same is not written again only because time has passed."""
     observed = Observed(job=make_child(), pods=pods(-100, -100))
