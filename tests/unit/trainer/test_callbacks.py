@@ -30,7 +30,7 @@ from sft_trainer.reporting import Reporter
 from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_run_story import Story, alone, step_done  # noqa: F401 - a fixture
-from tests.unit.trainer.user_callbacks import Typed
+from tests.unit.trainer.user_callbacks import Indirect, Typed
 
 MODULE = "tests.unit.trainer.user_callbacks"
 
@@ -59,6 +59,10 @@ def test_arguments_are_read_as_the_types_that_the_class_names() -> None:
     assert callback.given == (1e-3, 7, True, "b", "07", {"more": "x"})
 
 
+def test_methods_may_take_what_they_are_told_in_any_way() -> None:
+    assert isinstance(made(spec("Indirect")), Indirect)
+
+
 @pytest.mark.parametrize(
     ("callback", "sentence"),
     [
@@ -73,6 +77,11 @@ def test_arguments_are_read_as_the_types_that_the_class_names() -> None:
         (spec("Missing"), r"user_callbacks has no 'Missing'"),
         (spec("NoCallback"), r"is no class that inherits from sft_trainer.callbacks.Callback"),
         ({"class": f"{MODULE}:json"}, r"is no class that inherits"),
+        (
+            spec("SavesWithoutControl"),
+            r"class: .*SavesWithoutControl.on_save cannot .*: write def on_save\(self, checkpoint, control\)",
+        ),
+        (spec("EndsWithControl"), r"missing a required argument: 'control'\): write def on_end\(self, end\)"),
         (spec("Plain", loss="1"), r"\.loss: .*:Plain has no such argument; it takes: none"),
         (spec("Typed", count="7", loud="no"), r"cannot be made with these: missing a required argument: 'rate'"),
         (

@@ -92,5 +92,26 @@ class RaisesAtTheEnd(Callback):
         raise SystemExit(3)
 
 
+class SavesWithoutControl(Callback):
+    def on_save(self, checkpoint: Checkpoint) -> None:  # type: ignore[override]
+        raise AssertionError("it cannot be called")
+
+
+class EndsWithControl(Callback):
+    def on_end(self, end: End, control: Control) -> None:  # type: ignore[override]
+        raise AssertionError("it cannot be called")
+
+
+class Indirect(Callback):
+    """Its methods take what they are told, each in another way."""
+
+    def on_step(self, *told: object) -> None: ...
+
+    @staticmethod
+    def on_log(log: Log, control: Control) -> None: ...
+
+    def on_end(self, end: End, but: str = "") -> None: ...
+
+
 class NoCallback:
     """Of another library, perhaps."""

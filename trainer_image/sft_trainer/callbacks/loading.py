@@ -5,6 +5,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,8 +25,8 @@ Maker = Callable[[], Callback]
 def find(specs: Sequence[CallbackSpec]) -> list[tuple[str, Maker]]:
     """Of each of ``specs`` its words, and what makes its object. Modules are imported, nothing is made.
 
-    Raises ``ConfigError`` where there is no such class, or it does not take the arguments, and ``CallbackError`` where
-    its module raises something else than that a module is missing.
+    Raises ``ConfigError`` where there is no such class, it does not take the arguments, or a method not what it is
+    told, and ``CallbackError`` where its module raises something else than that a module is missing.
     """
     return [(spec.import_path, _maker(f"training.callbacks[{index}]", spec)) for index, spec in enumerate(specs)]
 
@@ -70,7 +71,23 @@ def _class(field: str, path: str) -> type[Callback]:
         found = getattr(found, name)
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise ConfigError(f"{field}.class: {path} is no class that inherits from sft_trainer.callbacks.Callback")
+    _check_methods(f"{field}.class", path, found)
     return found
+
+
+def _check_methods(field: str, path: str, kind: type[Callback]) -> None:
+    """Refuse a method that cannot be called as it will be, perhaps hours later: at the first save, or the end."""
+    for name, method in vars(Callback).items():
+        theirs = inspect.getattr_static(kind, name)
+        if not (name.startswith("on_") and isinstance(theirs, FunctionType)):
+            continue
+        given = list(inspect.signature(method).parameters)
+        try:
+            inspect.signature(theirs, follow_wrapped=False).bind(*given)
+        except TypeError as error:
+            raise ConfigError(
+                f"{field}: {path}.{name} cannot be called as it is ({error}): write def {name}({', '.join(given)})"
+            ) from error
 
 
 def _arguments(field: str, path: str, kind: type, given: Mapping[str, str]) -> dict[str, Any]:
