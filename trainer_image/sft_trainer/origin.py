@@ -116,7 +116,11 @@ class Origin:
             skipped.append(str(found))
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         why = f" that can be used ({'; '.join(skipped)})" if skipped else ""
-        advice = "name the checkpoint.uri of a run that has saved" if step is None else "name another step, or none"
+        advice = "name the checkpoint.uri of a run that has saved"
+        if step is not None:
+            saved = {found.step for found in Catalog(self._store).candidates() if isinstance(found, Manifest)}
+            there = f" (there are {', '.join(map(str, sorted(saved)))})" if saved else ""
+            advice = f"name another step{there}, or none"
         raise ConfigError(f"{self.uri}, which {ORIGIN_FIELD} names, holds {which}{why}: {advice}")
 
     def _check_adapters(self, run: RunState) -> None:

@@ -94,7 +94,7 @@ def test_the_newest_is_taken_once_and_read_only(other: Store, tmp_path: Path) ->
 def test_a_step_can_be_named(other: Store) -> None:
     theirs(other, 10, 20)
     assert begins(run(other, step=10)).find().step == 10
-    with pytest.raises(ConfigError, match=r"resume.from names, holds no checkpoint of step 15: name another step"):
+    with pytest.raises(ConfigError, match=r"holds no checkpoint of step 15: name another step \(there are 10, 20\)"):
         begins(run(other, step=15)).find()
 
 
