@@ -262,7 +262,9 @@ def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
     other_base = mine.has_adapters and mine.values["model.uri"] != theirs.values["model.uri"]
     if other_base or theirs.adapter_differences(mine):
         return ""
-    what = "weights" if theirs.position_differences(mine) else "everything"
+    last = mine.values.get("training.steps")
+    is_over = isinstance(last, int) and last <= step
+    what = "weights" if is_over or theirs.position_differences(mine) else "everything"
     return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"
 
 

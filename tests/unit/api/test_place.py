@@ -114,9 +114,16 @@ def test_a_pin_is_read_as_it_was_written() -> None:
             Pin.read(text)
 
 
-@pytest.mark.parametrize(("field", "what"), [("training.steps", "everything"), ("training.seed", "weights")])
-def test_what_goes_on_elsewhere_is_told_as_yaml(field: str, what: str) -> None:
-    line = continued_from("s3://bucket/runs: a", 1200, NUMBERS, Numbers({**NUMBERS.values, field: 9}))
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("training.steps", 1201, "everything"),
+        ("training.steps", 1200, "weights"),  # with everything no step would be left
+        ("training.seed", 9, "weights"),
+    ],
+)
+def test_what_goes_on_elsewhere_is_told_as_yaml(field: str, value: int, what: str) -> None:
+    line = continued_from("s3://bucket/runs: a", 1200, NUMBERS, Numbers({**NUMBERS.values, field: value}))
     origin = {"uri": "s3://bucket/runs: a", "step": 1200, "what": what}
     assert yaml.safe_load(line) == {"checkpoint": {"resume": {"from": origin}}}
 
