@@ -10,7 +10,6 @@ import torch
 
 from sft_api.memory import NOTHING, BlockMemory, adapted_of, block_memory
 from sft_api.model_shape import shape_of
-from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.models import tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
@@ -164,19 +163,6 @@ def test_gate_and_up_in_one_layer_take_more_to_follow(names: list[str], how: str
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
 
 
-def test_blocks_before_the_first_that_is_trained_keep_nothing() -> None:
-    model = model_of("llama", num_hidden_layers=4)
-    add_adapters(model.huggingface, LoraSpec(target_modules=["layers.2.mlp.down_proj"]))
-
-    adapters = track_blocks(model, torch.bfloat16, is_adapter, TOKENS)
-    everything = track_blocks(model, torch.bfloat16, lambda name: is_adapter(name) or "embed" in name, TOKENS)
-
-    # Gradients go through the one that has none itself, and is behind it
-    assert adapters[NOTHING] == 2
-    assert sorted(adapters.values()) == [1, 1, 2]
-    assert NOTHING not in everything
-
-
 def test_dropout_keeps_a_byte_for_each_number_as_on_a_gpu() -> None:
     # Given adapters on layers that do not keep what they read themselves
     _, seen = both("llama", lora={"rank": 8, "targetModules": ["o_proj"], "dropout": 0.1})
@@ -257,18 +243,21 @@ def test_blocks_that_differ_are_each_counted_as_they_are(case: str, how: str) ->
     assert seen_of(options) == {dense: expected.count(False), experts: expected.count(True)}
 
 
-def test_blocks_with_adapters_differ_from_those_without() -> None:
-    asked = job(lora={"rank": 8, "targetModules": ["layers.1.mlp.down_proj"]}).spec
-    model, plain = model_of("llama"), model_of("llama")
+def test_blocks_with_adapters_differ_from_those_without_before_and_behind_them() -> None:
+    asked = job(lora={"rank": 8, "targetModules": ["layers.2.mlp.down_proj"]}).spec
+    model, plain = model_of("llama", num_hidden_layers=4), model_of("llama")
     huggingface: Any = model.huggingface
     assert asked.lora
     add_adapters(huggingface, asked.lora)
 
     seen = track_blocks(model, torch.bfloat16, is_adapter, TOKENS)
 
+    # No gradient comes to those before; it goes through those behind, which have none themselves
     (without,) = track_blocks(plain, torch.bfloat16, is_adapter, TOKENS)
-    assert seen[without] == 1
-    assert seen.total() == len(seen) == 2
+    assert (seen[NOTHING], seen[without]) == (2, 1)
+    assert (seen.total(), len(seen)) == (4, 3)
+    with_embedding = track_blocks(model, torch.bfloat16, lambda name: is_adapter(name) or "embed" in name, TOKENS)
+    assert (with_embedding[NOTHING], with_embedding[without]) == (0, 3)
 
 
 @pytest.mark.parametrize(
