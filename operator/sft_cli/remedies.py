@@ -128,6 +128,7 @@ _NAMES_HERE = {
     "dataset": "uri",
     "type": "format",
     "ropescaling": "rope_parameters",
+    "r": "rank",
 }
 """What is called so in many places: it means the field of the same object, where that has it, and none elsewhere."""
 

@@ -121,12 +121,11 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
         run.config.plan, follower.progress, follower.restarts, ending, times, devices=local_devices(run.config)
     )
     lines = summary(
+        job,
         status,
         ending,
-        name=job.metadata.name,
         seconds=(times.end - times.start).total_seconds(),
         command=_command(manifest, options),
-        resume_policy=job.spec.checkpoint.resume.policy,
         log=files.log,
     )
     _conclude(lines, ending, files, options.output)

@@ -5,6 +5,7 @@ from pathlib import Path
 from sft_api.failures import FailureClass
 from sft_api.goodput import CAUSES
 from sft_api.report import duration
+from sft_api.v1alpha1 import SFTJob, SFTJobSpec
 from sft_api.v1alpha1.status import CheckpointStatus, ProgressStatus, SFTJobStatus
 
 from .ending import Ending, advice
@@ -15,12 +16,13 @@ _LEAST_SHOWN = 0.1
 
 
 def summary(
-    status: SFTJobStatus, ending: Ending, *, name: str, seconds: float, command: str, resume_policy: str, log: Path
+    job: SFTJob, status: SFTJobStatus, ending: Ending, *, seconds: float, command: str, log: Path
 ) -> tuple[str, ...]:
-    """How the run ``name`` ended after ``seconds``, its loss, what it left, and what comes next.
+    """How the run of ``job`` ended after ``seconds``, its loss, what it left, and what comes next.
 
     ``command`` is the one that goes on with it, or begins anew, as ``checkpoint.resume.policy`` says.
     """
+    name, resume_policy = job.metadata.name, job.spec.checkpoint.resume.policy
     steps = status.progress.summary if status.progress and status.progress.summary else "0"
     loss = _loss(status.progress)
     measured = status.progress.dummy_run if status.progress else ""
@@ -39,7 +41,7 @@ def summary(
             ("Exports", _exports(status)),
             ("Restarts", _restarts(status, ending)),
             ("Time", _time(status)),
-            ("Next", f"{_use(status)}-o yaml says more"),
+            ("Next", f"{_use(status, job.spec)}-o yaml says more"),
         ]
     elif ending.failure is FailureClass.INTERRUPTED:
         lines = [
@@ -140,9 +142,10 @@ def _exports(status: SFTJobStatus) -> str:
     return f"{steps}, in folders step-… of {place(status.exports[0].uri).rpartition('/')[0]}"
 
 
-def _use(status: SFTJobStatus) -> str:
+def _use(status: SFTJobStatus, spec: SFTJobSpec) -> str:
     if status.export is not None:
-        return "load it with from_pretrained; "
+        adapters = spec.lora is not None and not spec.export.merge_adapter
+        return f"load {'these adapters with peft' if adapters else 'it with from_pretrained'}; "
     return "sft export with this manifest makes a model of it; " if _latest(status) else ""
 
 

@@ -112,6 +112,7 @@ SENTENCES = {
     "maxLength?",
     "model: {uri: hf://org/name, max_length: 5}": "unknown field spec.model.max_length; did you mean "
     "spec.data.maxLength?",
+    "lora: {r: 8}": "unknown field spec.lora.r; did you mean rank?",
     "model: {uri: hf://org/name, configOverrides: {rope_scaling: {}}}": "unknown field "
     "spec.model.configOverrides.rope_scaling; did you mean rope_parameters?",
     "model: {uri: hf://org/name, configOverrides: {rope_theta: 1e6}}": "unknown field "

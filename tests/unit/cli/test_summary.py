@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.v1alpha1 import GoodputStatus, LostGpuSeconds
+from sft_api.v1alpha1 import GoodputStatus, LostGpuSeconds, SFTJob
 from sft_api.v1alpha1.status import (
     CheckpointsStatus,
     CheckpointStatus,
@@ -24,18 +24,22 @@ LATEST = CheckpointStatus(
 COMMAND = "sft run job.yaml"
 
 
-def lines(ending: Ending, resume_policy: str = "auto", **status: Any) -> list[str]:
-    return list(
-        summary(
-            SFTJobStatus(**status),
-            ending,
-            name="tiny",
-            seconds=72,
-            command=COMMAND,
-            resume_policy=resume_policy,
-            log=Path("/c/logs/1.log"),
-        )
+def lines(ending: Ending, spec: dict[str, Any] | None = None, **status: Any) -> list[str]:
+    job = SFTJob.model_validate(
+        {
+            "apiVersion": "sftjob.dev/v1alpha1",
+            "kind": "SFTJob",
+            "metadata": {"name": "tiny"},
+            "spec": {
+                "model": {"uri": "file:///m"},
+                "data": {"train": [{"uri": "file:///d.jsonl"}]},
+                "training": {"steps": 40},
+                "compute": {"gpusPerNode": 0},
+                **(spec or {}),
+            },
+        }
     )
+    return list(summary(job, SFTJobStatus(**status), ending, seconds=72, command=COMMAND, log=Path("/c/logs/1.log")))
 
 
 def progress(**fields: Any) -> ProgressStatus:
@@ -147,15 +151,25 @@ def test_a_stopped_run_says_how_to_go_on() -> None:
     ]
 
 
+def test_what_is_exported_of_adapters_is_loaded_with_peft() -> None:
+    def use(**export: Any) -> str:
+        spec = {"lora": {"rank": 8}, "export": {"atEnd": True, **export}}
+        return lines(Ending(None), spec, export=ExportStatus(uri="file:///c/export", step=40))[-1]
+
+    assert "load these adapters with peft; " in use()
+    assert "load it with from_pretrained; " in use(mergeAdapter=True)
+
+
 def test_a_run_that_never_goes_on_says_what_becomes_of_its_checkpoints() -> None:
     saved = {"progress": progress(loss=1.0), "checkpoints": CheckpointsStatus(latest=LATEST)}
 
-    stopped = lines(Ending(FailureClass.INTERRUPTED, "stopped"), "never", **saved)
+    never = {"checkpoint": {"resume": {"policy": "never"}}}
+    stopped = lines(Ending(FailureClass.INTERRUPTED, "stopped"), never, **saved)
     assert stopped[-1].startswith(
         "Next        the same command begins anew, and takes the place of what is saved "
         "(checkpoint.resume.policy is never; with auto it goes on from step 20):"
     )
-    failed = lines(Ending(FailureClass.HANG, "why"), "never", **saved)
+    failed = lines(Ending(FailureClass.HANG, "why"), never, **saved)
     assert "With checkpoint.resume.policy never it begins anew" in "".join(failed)
 
 
