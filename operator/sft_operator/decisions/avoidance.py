@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sft_api.times import EARLIEST, parse_time, shifted, timestamp
 from sft_api.v1alpha1 import RestartsStatus
 
-from ..names import AVOIDED_ANNOTATION
+from ..names import AVOIDED_ANNOTATION, RELEASED_ANNOTATION
 from ..picture import untrusted
 from ..picture.observed import ChildJob, Manifest, Observed, Pod
 from ..picture.untrusted import mapping, text
@@ -109,17 +109,18 @@ def lifted_at(terms: Terms, observed: Observed) -> datetime | None:
     return shifted(since, _LIFTED_AFTER * deadline if named else deadline)
 
 
-def renew_job(child: ChildJob, wanted: Avoided, now: datetime, *, resume: bool) -> RenewJob:
-    """What makes ``wanted`` true for a Job that rests.
+def renew_job(child: ChildJob, wanted: Avoided, now: datetime, *, tried: str | None) -> RenewJob:
+    """What makes ``wanted`` true for a Job that rests; with the mark that it has been ``tried`` it also goes on.
 
     Where that is refused, the run goes on with the template that there is, and is not moved again for a day.
     """
     before = avoided_of(child)
-    spec: Manifest = {"spec": {"suspend": False}} if resume else {}
-    refused = Avoided(before.nodes if resume else {}, now)
-    patch, otherwise = (
-        {"metadata": {"annotations": {AVOIDED_ANNOTATION: said.written()}}, **spec} for said in (wanted, refused)
-    )
+    goes_on = tried is not None
+    spec: Manifest = {"spec": {"suspend": False}} if goes_on else {}
+    mark = {RELEASED_ANNOTATION: tried} if goes_on else {}
+    refused = Avoided(before.nodes if goes_on else {}, now)
+    annotations = ({AVOIDED_ANNOTATION: said.written(), **mark} for said in (wanted, refused))
+    patch, otherwise = ({"metadata": {"annotations": said}, **spec} for said in annotations)
     return RenewJob(child, tuple(before.nodes), tuple(wanted.nodes), patch, otherwise)
 
 

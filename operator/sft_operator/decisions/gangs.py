@@ -51,6 +51,14 @@ class Release(NamedTuple):
     """Pods that had a place."""
     avoid: tuple[str, ...] | None = None
     """It begins anew off these nodes alone; None: it had given its places back."""
+    tried: bool = False
+    """It was resumed since: who suspends it after that is somebody else."""
+
+    def written(self) -> str:
+        """As the annotation has it."""
+        said = {"times": self.times, "at": timestamp(self.at), "until": timestamp(self.until), "placed": self.placed}
+        avoid = {} if self.avoid is None else {"avoid": list(self.avoid)}
+        return json.dumps({**said, **avoid, **({"tried": True} if self.tried else {})})
 
 
 class Rival(NamedTuple):
@@ -86,7 +94,13 @@ def release_of(child: ChildJob) -> Release | None:
     times, placed = (integer(said.get(name)) or 0 for name in ("times", "placed"))
     avoid = said.get("avoid")
     nodes = tuple(text(node, longest=253) for node in avoid[:MOST_AVOIDED]) if isinstance(avoid, list) else None
-    return Release(times, at, until, placed, nodes and tuple(filter(None, nodes)))
+    return Release(times, at, until, placed, nodes and tuple(filter(None, nodes)), said.get("tried") is True)
+
+
+def rests_by_us(child: ChildJob) -> bool:
+    """Whether the Job is suspended because its group has given its places back, or begins anew."""
+    release = release_of(child)
+    return child.suspended and bool(child.released) and not (release and release.tried)
 
 
 def half_placed_since(observed: Observed) -> datetime | None:
@@ -132,7 +146,7 @@ def rivals_of(key: Key, jobs: Iterable[tuple[Key, Manifest, Observed]], now: dat
         if (since := _gives_back(observed)) is not None:
             due = shifted(since, start_deadline_seconds(manifest))
             found.append(Rival(other, _created(manifest), due))
-        if child.suspended and (release := release_of(child)) is not None:
+        if rests_by_us(child) and (release := release_of(child)) is not None:
             over = now + SETTLING if observed.active_pods else release.at + SETTLING
             settled = max(settled or over, over)
     return Rivals(tuple(found), settled)
@@ -143,7 +157,8 @@ class Renewal(NamedTuple):
 
     avoided: Avoided
     """Nodes that its pods are kept off from now on."""
-    resume: bool = True
+    tried: str | None
+    """What its mark says once it goes on; None: it stays suspended."""
 
 
 class Turn(NamedTuple):
@@ -238,29 +253,31 @@ def _released(
     observed: Observed, now: datetime, until: datetime, times: int, *, avoid: tuple[str, ...] | None = None
 ) -> Manifest:
     placed = sum(bool(pod.node) for pod in observed.active_pods)
-    said = {"times": times, "at": timestamp(now), "until": timestamp(until), "placed": placed}
-    if avoid is not None:
-        said["avoid"] = list(avoid)
-    return {**_annotated(json.dumps(said)), "spec": {"suspend": True}}
+    return {**_annotated(Release(times, now, until, placed, avoid).written()), "spec": {"suspend": True}}
 
 
 def _resume(terms: Terms, child: ChildJob, release: Release | None, observed: Observed, now: datetime) -> Turn:
     avoided = avoided_of(child)
     if child.queue and avoided.nodes and not observed.active_pods:
         # Kueue takes the template for the user's own, and nobody could lift what stands there.
-        return Turn(renewal=Renewal(Avoided({}), resume=False))
+        return Turn(renewal=Renewal(Avoided({}), tried=None))
     if not child.released or terms.suspend:
         return Turn()
     if child.queue:
         return Turn(_annotated(None))  # from now on it is Kueue's to resume
-    if release is not None and (left := (release.until - now).total_seconds()) > 0:
+    if not rests_by_us(child):
+        return Turn()  # whoever has suspended it since the try resumes it
+    if release is None:
+        return Turn({**_annotated(None), "spec": {"suspend": False}})
+    if (left := (release.until - now).total_seconds()) > 0:
         return Turn(wait=left)
-    if release is None or release.avoid is None:
-        return Turn({"spec": {"suspend": False}})
+    tried = release._replace(tried=True).written()
+    if release.avoid is None:
+        return Turn({**_annotated(tried), "spec": {"suspend": False}})
     if observed.active_pods:
         return Turn()  # they save; their ends will tell
     kept = {node: avoided.nodes.get(node, now) for node in release.avoid}
-    return Turn(renewal=Renewal(Avoided(kept, None if kept else now)))
+    return Turn(renewal=Renewal(Avoided(kept, None if kept else now), tried))
 
 
 def pause_seconds(uid: str, times: int) -> float:

@@ -291,7 +291,7 @@ class _Look(Notes):
         elif patch and child:
             self._patch(child, patch)
         elif renewal and child:
-            self._act(renew_job(child, renewal.avoided, self._now, resume=renewal.resume))
+            self._act(renew_job(child, renewal.avoided, self._now, tried=renewal.tried))
         elif changes.find_job:
             self._find_job(terms)
         return None

@@ -19,6 +19,7 @@ from ..names import (
 )
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.workload import Queueing, Workload
+from .gangs import rests_by_us
 from .problems import Problem
 from .spec import Terms
 
@@ -44,7 +45,7 @@ def asks_kueue(terms: Terms, child: ChildJob, *, half_placed: bool = False) -> b
         return False
     if terms.suspend or (half_placed and child.queue is not None):
         return True
-    return child.suspended and (child.queue is not None or not (child.suspended_by_us or child.released))
+    return child.suspended and (child.queue is not None or not (child.suspended_by_us or rests_by_us(child)))
 
 
 def wants_stop(terms: Terms, child: ChildJob) -> bool:

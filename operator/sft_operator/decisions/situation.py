@@ -15,7 +15,7 @@ from sft_api.v1alpha1.status import State
 from ..picture.observed import ChildJob, Observed, Pod, Terminated
 from .backoff import waits
 from .failures import cause, with_advice
-from .gangs import deadline_words, left_by_kueue, release_of, release_words
+from .gangs import deadline_words, left_by_kueue, release_of, release_words, rests_by_us
 from .problems import Problem, find_problem, refusal_problem
 from .queue import held_back, not_stopped, preempted_words
 from .silence import is_heard, out_of_sight, unheard_words
@@ -125,7 +125,7 @@ def _find(
         return _suspended(child, observed)
     if child is None or child.deleting:
         return _without_job(observed)
-    if child.suspended and child.released:
+    if rests_by_us(child):
         words, release = release_words(terms, child, restarts), release_of(child)
         if release and release.avoid is not None:
             return Situation(_before(previous), "NodeAvoided", words)

@@ -209,7 +209,11 @@ def test_the_group_rests_until_all_have_ended_and_begins_anew_elsewhere() -> Non
     child = marked(turn(running(), 10, restarts).patch)
 
     assert turn(Observed(job=child, pods=(make_pod(0, deletion=10),)), 11, restarts) == Turn()
-    assert turn(Observed(job=child), 12, restarts) == Turn(renewal=Renewal(Avoided({"node-a": at(12)})))
+    renewal = turn(Observed(job=child), 12, restarts).renewal
+    assert renewal is not None
+    assert renewal.avoided == Avoided({"node-a": at(12)})
+    # Who suspends it once it was tried resumes it himself.
+    assert turn(Observed(job=replace(child, released=renewal.tried or "")), 12, restarts) == Turn()
     # It is the user's, and Kueue's, before it is ours.
     assert turn(Observed(job=child), 12, restarts, suspend=True) == Turn()
     queued = replace(child, kueue_labels={"kueue.x-k8s.io/queue-name": "gpus"})
@@ -224,7 +228,9 @@ def test_a_group_without_room_gets_all_nodes_back_and_is_not_moved_again() -> No
 
     assert turn(blocked, 29, restarts) == Turn(wait=1)
     child = marked(turn(blocked, 30, restarts).patch, avoided=blocked.job.avoided if blocked.job else "")
-    assert turn(Observed(job=child), 31, restarts) == Turn(renewal=Renewal(Avoided({}, at(31))))
+    renewal = turn(Observed(job=child), 31, restarts).renewal
+    assert renewal is not None
+    assert renewal.avoided == Avoided({}, at(31))
     assert turn(running(job=avoiding(lifted=31)), 40, restarts) == Turn()
 
 
@@ -250,11 +256,11 @@ def test_what_is_in_a_queue_is_not_moved_and_what_joins_one_gets_its_own_templat
 
     assert turn(running(job=make_child(queue="gpus")), 10, restarts) == Turn()
     joined = Observed(job=avoiding("node-a", suspend=True, queue="gpus"))
-    assert turn(joined, 10, restarts) == Turn(renewal=Renewal(Avoided({}), resume=False))
+    assert turn(joined, 10, restarts) == Turn(renewal=Renewal(Avoided({}), tried=None))
 
 
 def test_it_goes_on_all_the_same_where_the_template_may_not_be_changed() -> None:
-    renewal = renew_job(make_child(suspend=True), Avoided({"node-a": at(5)}), at(5), resume=True)
+    renewal = renew_job(make_child(suspend=True), Avoided({"node-a": at(5)}), at(5), tried="{}")
 
     assert (renewal.before, renewal.nodes) == ((), ("node-a",))
     for patch, said in (

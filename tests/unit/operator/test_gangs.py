@@ -80,6 +80,11 @@ def released(times: int = 1, *, at_second: float = 300, until: float = 330, **fi
     return replace(make_child(suspend=True), released=json.dumps(said), **fields)
 
 
+def marked(child: ChildJob, patch: Object) -> ChildJob:
+    """``child`` with the mark of ``patch``."""
+    return replace(child, released=patch["metadata"]["annotations"]["sftjob.dev/released"])
+
+
 # When the clock runs
 
 
@@ -215,11 +220,40 @@ def test_after_its_pause_it_tries_again_and_each_further_pause_is_longer() -> No
     child = released(until=330)
 
     assert turn(Observed(job=child), 329) == Turn(wait=1)
-    assert turn(Observed(job=child), 330).patch == {"spec": {"suspend": False}}
-    again = half(job=replace(child, suspended=False))
+    resumed = turn(Observed(job=child), 330).patch
+    assert resumed is not None
+    assert resumed["spec"] == {"suspend": False}
+    again = half(job=replace(marked(child, resumed), suspended=False))
     patch = turn(again, 1000).patch
     assert patch is not None
     assert json.loads(patch["metadata"]["annotations"]["sftjob.dev/released"])["times"] == 2
+
+
+def test_who_suspends_it_after_the_try_resumes_it_himself() -> None:
+    # Given a group that was resumed, and suspended again by an administrator before all of its pods were ready
+    child = released(until=330)
+    resumed = turn(Observed(job=child), 330).patch
+    assert resumed is not None
+    stopped = marked(child, resumed)
+
+    for observed, state in (
+        (Observed(job=stopped), "Queued"),
+        (Observed(job=stopped, pods=(placed(deletion=400),)), "Suspending"),
+    ):
+        status = said(observed, 400)
+        assert turn(observed, 400) == Turn()
+        assert rivals_of(Key("team", "b"), [(KEY, manifest(), observed)], at(400)) == Rivals()
+        assert status.state == state
+        assert "not this operator has suspended the Job" in status.message
+
+    # When they let it go on, and it finds no room again, then its pause is the second in a row
+    patch = turn(half(job=replace(stopped, suspended=False)), 1000).patch
+    assert patch is not None
+    again = marked(child, patch)
+    release = release_of(again)
+    assert release is not None
+    assert release.times == 2
+    assert turn(Observed(job=again), 2000).patch is not None
 
 
 def test_pauses_grow_to_a_limit_and_differ_from_job_to_job() -> None:
@@ -251,7 +285,8 @@ def test_what_is_suspended_for_an_unreadable_reason_of_ours_goes_on(word: str) -
     child = replace(make_child(suspend=True), released=word)
 
     assert release_of(child) is None
-    assert turn(Observed(job=child), 0).patch == ({"spec": {"suspend": False}} if word else None)
+    gone_on = {"metadata": {"annotations": {"sftjob.dev/released": None}}, "spec": {"suspend": False}}
+    assert turn(Observed(job=child), 0).patch == (gone_on if word else None)
 
 
 # The look

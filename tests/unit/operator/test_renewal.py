@@ -159,6 +159,23 @@ def test_what_the_user_suspends_meanwhile_stays_so_and_begins_anew_elsewhere_lat
     assert affinity(world) == AFFINITY
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_an_administrator_suspends_after_it_has_begun_anew_stays_so(refused: bool) -> None:
+    world = world_with_suspect()
+    if refused:
+        world.api.refuses = failing(3, ApiError(403, "Forbidden", "no"))
+    world.look()
+    pods_end(world)
+    pass_time(world, 2)
+    assert job(world)["spec"]["suspend"] is False
+
+    world.api.keep("Job", merged(job(world), {"spec": {"suspend": True}}))
+    pass_time(world, 3)
+
+    assert job(world)["spec"]["suspend"] is True
+    assert "not this operator has suspended the Job" in world.status["message"]
+
+
 def wish(world: World, suspend: bool) -> None:
     manifest = world.api.objects["SFTJob", "tulu"]
     generation = manifest["metadata"]["generation"] + 1
