@@ -63,7 +63,7 @@ class Activity(ReportModel):
 
 
 class StorageOutage(ReportModel):
-    """The store that took checkpoints before takes none now; training goes on, and a start waits for it."""
+    """The store that took checkpoints before takes none now; training goes on, and the end and a start wait for it."""
 
     since: Time
     """When that was first noticed."""

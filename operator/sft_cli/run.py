@@ -192,10 +192,11 @@ class Follower:
             self._say_once(warning, f"Warning: {warning}")
         if (outage := training.storage_outage) is not None:
             since = f"nothing can be saved since {timestamp(outage.since)}"
-            goes_on = "the run waits" if training.phase in BEFORE_TRAINING else "training goes on"
-            self._say_once(
-                f"{since}: {goes_on}", f"Warning: {since}: {outage.message}; {goes_on} until {timestamp(outage.ends)}"
-            )
+            ends = timestamp(outage.ends)
+            # Training goes on meanwhile, but the last save and the export wait: the line of progress says which it is.
+            waits, lasts = f"the run waits until {ends}", f"the run ends at {ends} if that lasts"
+            then = waits if training.phase in BEFORE_TRAINING else lasts
+            self._say_once(f"{since}: {then}", f"Warning: {since}: {outage.message}; {then}")
         for incident in filter(is_retried, progress.incidents):
             self._say_once(incident.id, incident_line(incident))
 

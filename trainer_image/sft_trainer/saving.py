@@ -450,9 +450,12 @@ class Saving:
     def _note_outage(self, error: TrainingError) -> None:
         began = self.outage.told is None
         self.outage.failed(error)
-        self._reporter.update(storage_outage=self.outage.told)
-        if began:
-            self._reporter.say("nothing can be saved now, training goes on: %s", error)
+        told = self.outage.told
+        self._reporter.update(storage_outage=told)
+        if began and told is not None:
+            # Training goes on, but the last save and the export wait: the phase says which it is.
+            ends = timestamp(told.ends)
+            self._reporter.say("nothing can be saved now: %s; the run ends at %s if that lasts", error, ends)
 
     def _note_success(self) -> None:
         why = self.outage.told

@@ -3,6 +3,7 @@
 import io
 import re
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 from rich.cells import cell_len
@@ -10,7 +11,10 @@ from rich.cells import cell_len
 from sft_api.failures import FailureClass
 from sft_api.progress import Incident, Phase, Progress, StorageOutage, TrainingProgress
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
+from sft_cli.interruptions import Interruptions
 from sft_cli.live import PlainDisplay, TerminalDisplay, incident_line, open_display, progress_line, shortened
+from sft_cli.run import Follower
+from sft_cli.supervisor import Supervisor
 
 NOW = datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
 INCIDENT = Incident(id="1", time=NOW, failure=FailureClass.HANG, message="no new step for 180 s", rank=2, step=7)
@@ -147,6 +151,35 @@ def test_a_run_that_waits_for_its_store_says_since_when_and_why() -> None:
     assert progress_line(Progress(training=WAITS), NOW, 100) == line
     trains = WAITS.model_copy(update={"phase": Phase.TRAINING, "phase_detail": "", "step": 3})
     assert progress_line(Progress(training=trains), NOW) == "step 3"
+
+
+@pytest.mark.parametrize(
+    ("phase", "then"),
+    [
+        (Phase.WAITING, "the run waits until 2026-11-21T12:58:50Z"),
+        # Of the last save and the export it is not so that training goes on.
+        *((phase, "the run ends at 2026-11-21T12:58:50Z if that lasts") for phase in (Phase.TRAINING, Phase.SAVING)),
+    ],
+)
+def test_an_outage_of_the_store_is_warned_of_once(phase: Phase, then: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Told:
+        asked = 0
+
+        def wait(self, seconds: float) -> int | None:
+            return 0 if self.asked else None
+
+        def progress(self) -> Progress:
+            self.asked += 1
+            return self.last_report(Progress())
+
+        def last_report(self, heard: Progress) -> Progress:
+            return Progress(training=WAITS.model_copy(update={"phase": phase}))
+
+    follower = Follower(cast("Supervisor", Told()), PlainDisplay(), None, max_restarts=3, start=NOW)
+    follower.follow(Interruptions())
+
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning")]
+    assert warnings == [f"Warning: nothing can be saved since 2026-11-21T11:58:50Z: the key was revoked; {then}"]
 
 
 def test_plain_lines_go_on_while_no_step_is_made(capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,7 +320,8 @@ def test_that_old_checkpoints_may_not_be_removed_is_told_once_in_the_words_of_th
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path) -> None:
+def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     run = Run(tmp_path, asynchronous=True)
     run.store.refusal = DENIED
     ending = threading.Thread(target=run.save, args=(5,), kwargs={"final": True}, daemon=True)
@@ -329,6 +330,8 @@ def test_the_final_save_waits_for_the_store_and_says_so(tmp_path: Path) -> None:
     wait_until(lambda: "waiting for the store" in run.reporter.progress.phase_detail)
     assert run.reporter.progress.phase is Phase.SAVING
     assert ending.is_alive()
+    (told,) = (message for message in caplog.messages if message.startswith("nothing can be saved now"))
+    assert told.startswith("nothing can be saved now: the key was revoked; the run ends at ")
 
     run.store.refusal = None
     ending.join(PATIENCE_SECONDS)
