@@ -102,16 +102,18 @@ def count_incidents(
             )
         if (recovered := incident.recovered_time) is None:
             continue
+        rested = incident.time < began < recovered
         if (key := f"{incident.id}/recovered") not in known:
             known[key] = None
             update: dict[str, object] = {"lost_steps": restarts.lost_steps + max(0, incident.lost_steps)}
-            if not incident.time < began < recovered:
+            if not rested:
                 seconds = (recovered - incident.time).total_seconds()
                 more = (recovered - max(incident.time, waited_until)).total_seconds()
                 update["recovery_seconds"] = round(max(0.0, seconds), 1)
                 update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + max(0.0, more), 1)
             restarts = restarts.model_copy(update=update)
-        waited_until = max(waited_until, recovered)
+        if not rested:
+            waited_until = max(waited_until, recovered)
     return restarts.model_copy(update={"counted": list(known)})
 
 

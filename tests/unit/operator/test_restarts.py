@@ -121,6 +121,15 @@ def test_a_recovery_does_not_hold_the_time_for_which_the_run_rested(started: flo
     assert (after.recovery_seconds, after.total_recovery_seconds) == (recovery, recovery or 0)
 
 
+def test_a_failure_after_the_rest_costs_what_it_did_though_one_before_it_recovers_with_it() -> None:
+    before = incident(1, HANG, step=40, seconds=-7200, checkpoint_step=30, recovered_time=at(-10))
+    since = incident(2, OOM, step=40, seconds=-50, checkpoint_step=40, recovered_time=at(-10))
+
+    counted = count(running(job=make_child(created=-9000, started=-60), report=report(training(41), before, since)))
+
+    assert (counted.recovery_seconds, counted.total_recovery_seconds) == (40, 40)
+
+
 def test_a_rest_by_which_a_run_is_moved_off_a_node_is_part_of_its_recovery() -> None:
     failure = incident(1, HANG, step=50, seconds=-60, recovered_time=at(40), lost_steps=10)
     moved = {"nodes": {"node-a": stamp(-21)}}
