@@ -58,6 +58,8 @@ def _is_awaited(observed: Observed, now: datetime) -> bool:
     pod = next((pod for pod in reversed(observed.active_pods) if pod.index == 0), None)
     if pod is None or pod.started is None or (report is not None and report.pod_uid == pod.uid):
         return False
+    if any(gone.index == 0 for gone in observed.gone_pods):
+        return False  # the one before it, whose last words no later look has
     return asked is None or asked.pod_uid != pod.uid or now - asked.since <= FRESH
 
 

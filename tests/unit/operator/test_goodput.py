@@ -141,6 +141,26 @@ def test_nor_is_what_an_index_0_did_that_ends_meanwhile(how: str) -> None:
     assert goodput.gpu_seconds == 8 * (695 if how == "deleted" else 695 + 4)
 
 
+def test_last_words_of_one_that_is_gone_are_taken_though_the_next_one_has_not_answered() -> None:
+    # Given an index 0 that was heard, and has ended since
+    first, last = (SpentSeconds(steps=at, curve_began=0, curve_saved=at, curve_now=at) for at in (100, 160))
+    alone, job = Devices("GPUs", 8, 1), make_child()
+    living = Observed(job=job, pods=pods(-200, created=-200), report=reported(5, -100, first))
+    goodput = account_pods(None, alone, living, at(-100))
+    words = TerminationMessage(attempt=1, step=9, spent=last)
+    gone = make_pod(0, deletion=-50, exit_code=30, words=words, finished=-40, conditions=bound(-200), created=-200)
+
+    # When the first status that is written since holds its replacement, which has just started
+    later = make_pod(0, uid="new", created=-3, conditions=bound(-2))
+    goodput = account_pods(goodput, alone, replace(living, pods=(later,), gone_pods=(gone,)), at(0))
+    told = SpentSeconds(steps=10, curve_began=160, curve_saved=170, curve_now=170)
+    answered = replace(living, pods=(later,), report=reported(12, 10, told, pod="new"))
+    goodput = account_pods(goodput, alone, answered, at(10))
+
+    assert goodput is not None
+    assert (goodput.gpu_seconds, goodput.productive_gpu_seconds) == (8 * (160 + 12), 8 * 170)
+
+
 def test_one_that_never_answers_costs_its_time_all_the_same() -> None:
     spent = SpentSeconds(steps=100, curve_began=0, curve_saved=100, curve_now=100)
     known = Observed(job=make_child(), pods=pods(-700, -700), report=reported(5, -600, spent))
