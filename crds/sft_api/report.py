@@ -16,9 +16,15 @@ _SHOWN_CHECKPOINTS = 10
 _WARNING_CHARACTERS = 1000
 _COUNTING = tuple(
     re.compile(beginning)
-    for beginning in (r"for \S+, from \S+, nothing could be saved: ", r"loss or gradients of ", r"not exported to ")
+    for beginning in (
+        r"for \S+, from \S+, nothing could be saved: ",
+        r"loss or gradients of ",
+        r"not exported to ",
+        r".+ fills up, as what is kept no longer cannot be removed: ",
+    )
 )
-"""How warnings begin of which the newest says all: of an outage that ended, of skipped steps, of exports given up."""
+"""How warnings begin of which the newest says all: of an outage that ended, of skipped steps, of exports given up, and
+of what could not be removed."""
 
 
 def duration(seconds: float | None) -> str:

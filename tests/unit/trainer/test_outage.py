@@ -15,10 +15,12 @@ from sft_api.checkpoints import RunState
 from sft_api.failures import ExitCode, FailureClass, exit_code, is_retryable
 from sft_api.place import ALIVE_KEY, Done, RunRecord
 from sft_api.progress import Phase, StorageOutage, WorkerError
+from sft_api.report import with_told
 from sft_api.rundir import ERRORS_FOLDER
 from sft_trainer import entering, saving, trainer
 from sft_trainer import outage as outages
 from sft_trainer.alive import Alive, read_beat
+from sft_trainer.checkpoint.catalog import nothing_removed
 from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.protocol import Protocol
@@ -317,6 +319,13 @@ def test_that_old_checkpoints_may_not_be_removed_is_told_once_in_the_words_of_th
     (warning,) = run.reporter.progress.warnings
     assert "fills up, as what is kept no longer cannot be removed: answer 1; give the run the right" in warning
     assert run.reporter.progress.storage_outage is None
+
+
+def test_that_nothing_may_be_removed_stands_once_in_a_status_whatever_could_not_be() -> None:
+    refused = [f"s3://bucket/run/{key}: access denied" for key in ("probe-1f", "checkpoints/step-00000020-a00001")]
+    first, second = (nothing_removed("s3://bucket/run", AccessDeniedError(each))[0] for each in refused)
+
+    assert with_told(with_told([], [first, "another"]), [second]) == ["another", second]
 
 
 @pytest.mark.usefixtures("short_pauses")
