@@ -179,7 +179,9 @@ def complete_for(observed: Observed, now: datetime) -> timedelta | None:
     times = [end.finished for end in ends if end and end.finished]
     if times:
         return now - min(times)
-    on_its_way = any(pod.index in indexes for pod in observed.active_pods for indexes in child.completed_indexes)
+    # Not None: of what is no number a range compares all of its own.
+    running = [pod.index for pod in observed.active_pods if pod.index is not None]
+    on_its_way = any(index in indexes for index in running for indexes in child.completed_indexes)
     # Jobs and pods are watched apart. Of a pod that was removed since, only its Job knows.
     return timedelta() if on_its_way else LEFT_BEHIND
 

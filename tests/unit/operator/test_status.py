@@ -343,6 +343,14 @@ def test_the_last_words_of_a_pod_that_its_job_calls_complete_are_waited_for(inde
     assert (status_of(early, TRAINED).state, status_of(removed, TRAINED).state) == ("Running", "Complete")
 
 
+@pytest.mark.timeout(5)
+def test_a_pod_without_an_index_is_not_looked_for_among_all_that_a_job_calls_complete() -> None:
+    job = make_child(succeeded=1, completed_indexes="0-999999999")
+    nameless = replace(make_pod(0), index=None)
+
+    assert status_of(running(job=job, pods=(nameless,)), TRAINED).state == "Complete"
+
+
 def test_what_keeps_crashing_says_why_while_it_does_not_run() -> None:
     # Given a job whose first pod crashes again and again
     started = status_of(running(pods=()))
