@@ -169,7 +169,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     # What is gathered, kept by layers, and held by the loss, at the moments when most is held: at the loss, in the
     # backward pass of blocks, and at the end of all.
     alone, working = blocks if whole else block_bytes, tokens * max(block.working for block in kinds)
-    earlier = layers - tokens * min(block.kept for block in kinds)
+    earlier = layers - tokens * min((block.kept for block in kinds if block != NOTHING), default=0.0)
     backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
     if sizes.experts:
         # Blocks are large beside what they compute: not all of that is there at once. In the last block there are no

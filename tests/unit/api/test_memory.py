@@ -6,6 +6,7 @@ import pytest
 
 from sft_api.known_models import known_configs, known_shape
 from sft_api.memory import (
+    NOTHING,
     BlockMemory,
     MemoryEstimate,
     estimate,
@@ -221,6 +222,15 @@ def test_adapters_of_some_layers_are_counted_where_they_are() -> None:
     assert sizes_of(shape(), excluded).trained == 29 * each
     kept = [estimate(shape(), spec, make_plan(spec)).activations or 0 for spec in (everywhere, excluded)]
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("model", [EIGHT_BILLION, "hf://Qwen/Qwen3-30B-A3B"])
+def test_blocks_that_keep_nothing_change_nothing_of_what_those_behind_them_do(model: str) -> None:
+    """Of experts too, whose last block is forgotten before all gradients are there."""
+    asked = job(model={"uri": model}, lora={"rank": 16}, compute={"gpusPerNode": 8}).spec
+    sizes, plan, block = sizes_of(shape(model), asked), make_plan(asked), BlockMemory(kept=90_000, working=2_000_000)
+
+    assert estimate_of(sizes, {NOTHING: 20, block: 4}, asked, plan) == estimate_of(sizes, {block: 4}, asked, plan)
 
 
 def test_activations_follow_the_tokens_and_checkpointing() -> None:
