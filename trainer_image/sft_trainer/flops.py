@@ -116,14 +116,15 @@ class ModelFlops:
         self._config = huggingface.config
         self._parameters = active_parameters(huggingface, self._config)
         self._frozen = active_parameters(huggingface, self._config, lambda name: not trains(name))
-        self._layers = Counter(windows(huggingface))
+        layers = windows(huggingface)
+        self._layers = Counter(layers)
         self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
         # Of the layers that no gradient comes to, which are not computed backwards.
         first = blueprint.first_trained(trains)
         forwards = {parameter for block in blueprint.blocks[:first] for parameter in block.parameters()}
         names = {name for name, parameter in huggingface.named_parameters() if parameter in forwards}
         self._forward_parameters = active_parameters(huggingface, self._config, names.__contains__)
-        self._forward_layers = Counter(windows(huggingface)[:first])
+        self._forward_layers = Counter(layers[:first])
         self._peak = peak_flops(device)
 
     def training(self, bins: Iterable[Sequence[int]]) -> float:

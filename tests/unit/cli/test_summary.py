@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.v1alpha1 import GoodputStatus, LostGpuSeconds, SFTJob
+from sft_api.v1alpha1 import GoodputStatus, LostGpuSeconds
 from sft_api.v1alpha1.status import (
     CheckpointsStatus,
     CheckpointStatus,
@@ -17,6 +17,7 @@ from sft_api.v1alpha1.status import (
 )
 from sft_cli.ending import Ending
 from sft_cli.summary import summary
+from tests.unit.cli.jobs import job
 
 LATEST = CheckpointStatus(
     step=20, attempt=1, uri="file:///c/step-20", time="2026-11-21T11:59:00Z", size_bytes=1, verified=True
@@ -25,21 +26,8 @@ COMMAND = "sft run job.yaml"
 
 
 def lines(ending: Ending, spec: dict[str, Any] | None = None, **status: Any) -> list[str]:
-    job = SFTJob.model_validate(
-        {
-            "apiVersion": "sftjob.dev/v1alpha1",
-            "kind": "SFTJob",
-            "metadata": {"name": "tiny"},
-            "spec": {
-                "model": {"uri": "file:///m"},
-                "data": {"train": [{"uri": "file:///d.jsonl"}]},
-                "training": {"steps": 40},
-                "compute": {"gpusPerNode": 0},
-                **(spec or {}),
-            },
-        }
-    )
-    return list(summary(job, SFTJobStatus(**status), ending, seconds=72, command=COMMAND, log=Path("/c/logs/1.log")))
+    of = job(training={"steps": 40}, **(spec or {}))
+    return list(summary(of, SFTJobStatus(**status), ending, seconds=72, command=COMMAND, log=Path("/c/logs/1.log")))
 
 
 def progress(**fields: Any) -> ProgressStatus:
