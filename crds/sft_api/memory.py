@@ -130,7 +130,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     first = next((block for block, names in enumerate(adapted) if names), 0)
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     for names, count in Counter(map(tuple, adapted[first:])).items():
-        kinds[block_memory(shape, spec, BYTES[plan.precision], names)] += count
+        kinds[block_memory(shape, spec, BYTES[plan.precision], names, compiled=plan.compile)] += count
     return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
 
 
@@ -302,12 +302,17 @@ def _adapted(
     return [chosen(0)] * blocks
 
 
-def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Collection[str]) -> BlockMemory:
+def block_memory(
+    shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Collection[str], *, compiled: bool = False
+) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
     ``adapted`` names its layers with adapters.
     With activation checkpointing, what it then keeps. Attention keeps queries, keys, values, its output and a number
     for each token and head. A norm is computed in fp32 and keeps its input in fp32.
+
+    One that is ``compiled`` keeps what products of matrices read and give, once, and the deviations of norms: all else
+    is computed again from these within what reads it. One of experts is taken for one that is not: a most.
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
@@ -328,6 +333,11 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Co
         mlp = _mixture(shape, computed, frozen=lora is not None)
         if spec.training.router_aux_loss_coefficient:
             mlp += 4 * shape.experts
+    if compiled and knows_compiled(shape):
+        norms = computed * width * (3 + shape.norms / 2) + 4 * shape.norms
+        deviations = shape.heads + shape.kv_heads if family.query_key_norm == "head" else 2
+        between = computed * (queries + keys) + 4 * deviations if family.query_key_norm else 0
+        mlp = computed * 3 * inner
     kept = norms + between + attention + mlp
     if lora:
         kept -= computed * _unread(shape, [] if lora.dropout else adapted)
@@ -362,6 +372,11 @@ def block_memory(shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Co
         least += computed * (products + (_adapter_products(shape, lora, adapted) if lora else 0)) + 4 * shape.heads
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
+
+
+def knows_compiled(shape: ModelShape) -> bool:
+    """Whether it is known what blocks of ``shape`` keep where they are compiled: of others it is a most."""
+    return not shape.experts
 
 
 def _adapter_products(shape: ModelShape, lora: LoraSpec, adapted: Collection[str]) -> int:

@@ -15,6 +15,7 @@ from .memory import (
     estimate,
     estimate_states,
     keeps_whole_gradients,
+    knows_compiled,
     offloaded_bytes,
     offloads,
     sizes_of,
@@ -206,7 +207,7 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
     if memory is None or gpu is None or memory.total <= WARNED_SHARE * gpu:
         return Fit()
-    return sentences(spec, memory, gpu, remedies(spec, plan, shape, gpu))
+    return sentences(spec, plan, shape, memory, gpu)
 
 
 def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
@@ -235,27 +236,34 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     return ""
 
 
-def sentences(spec: SFTJobSpec, memory: MemoryEstimate, gpu: int, remedy: str) -> Fit:
-    """The verdict on a run that takes ``memory`` of GPUs of ``gpu`` bytes, and that ``remedy`` makes smaller."""
+def sentences(
+    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate, gpu: int
+) -> Fit:
+    """The verdict on a run that takes ``memory`` of GPUs of ``gpu`` bytes, with what makes it smaller.
+
+    ``shape`` is that of the model, where a formula knows it.
+    """
     if memory.total <= WARNED_SHARE * gpu:
         return Fit()
+    remedy = remedies(spec, plan, shape, gpu)
     least = "" if memory.known else "at least "
     what = f"{least}{gibibytes(memory.total)} of each GPU's {gibibytes(gpu)} would be taken ({parts_in_words(memory)})"
     # To see what a dummy run takes is what it is for.
     tried = spec.compute.memory_check == "Warn" or spec.training.dummy_run is not None
-    if tried or memory.total - _not_sure(spec, memory) <= REFUSED_SHARE * gpu:
+    if tried or memory.total - _not_sure(spec, plan, shape, memory) <= REFUSED_SHARE * gpu:
         return Fit(warning=f"it may not fit: {what}; {remedy}")
     return Fit(
         refused=f"it does not fit: {what}; {remedy}. Where you know better, compute.memoryCheck: Warn has it tried"
     )
 
 
-def _not_sure(spec: SFTJobSpec, memory: MemoryEstimate) -> int:
+def _not_sure(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate) -> int:
     """Bytes of ``memory`` that are a most, and may be much less."""
-    # How much less compiled layers keep than is reckoned nobody knows, nor how short examples are: data.maxLength is a
-    # limit of theirs, to which nothing but packing fills a micro-batch.
+    # How much less some compiled layers keep than is reckoned nobody knows, nor how short examples are: data.maxLength
+    # is a limit of theirs, to which nothing but packing fills a micro-batch.
     unpacked = spec.data.packing == "none"
-    activations = (memory.activations or 0) if spec.training.compile or unpacked else 0
+    compiled = plan.compile and (shape is None or not knows_compiled(shape))
+    activations = (memory.activations or 0) if compiled or unpacked else 0
     return activations + ((memory.logits or 0) if unpacked else 0)
 
 

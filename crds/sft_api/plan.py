@@ -7,7 +7,8 @@ from .gradient_reduction import reduces_once
 from .known_models import known_shape
 from .memory_plan import fits_a_node, memory_status
 from .model_shape import ModelShape
-from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.job import SFTJobSpec, drops_attention
+from .v1alpha1.megatron import megatron_of
 from .v1alpha1.status import PlanStatus
 
 DEFAULT_LEARNING_RATE = 1e-5
@@ -64,6 +65,7 @@ def make_plan(
         expert_parallel=megatron.expert_parallel_degree if megatron else 1,
         shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
         precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
+        compile=_compiles(spec, known_shape(spec.model.uri)),
         learning_rate=training.optimizer.learning_rate
         or (DEFAULT_LORA_LEARNING_RATE if spec.lora else DEFAULT_LEARNING_RATE),
         global_batch_size=batch.examples,
@@ -80,6 +82,20 @@ def make_plan(
         plan = plan.model_copy(update={"reduce_gradients": "oncePerStep"})
     memory = memory_status(spec, plan, shape or known, gpu, uncounted)
     return plan.model_copy(update={"memory": memory})
+
+
+def _compiles(spec: SFTJobSpec, shape: ModelShape | None) -> bool:
+    """Whether layers are compiled: as the manifest says, else where steps become so much faster that a slower start is
+    made up for within minutes (docs/benchmarks.md), which is on GPUs.
+
+    Not where it is known that it cannot be done. What only the trainer sees, the model and the image, may rule it out.
+    """
+    training = spec.training
+    if training.compile is not None:
+        return training.compile
+    if not spec.compute.gpus_per_node or training.precision == "fp32" or megatron_of(spec) is not None:
+        return False
+    return not drops_attention(spec) and not (shape is not None and shape.family.biased)
 
 
 def warmup_steps(spec: SFTJobSpec, total_steps: int) -> int:

@@ -346,10 +346,20 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             "training.schedule",
         ),
         Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),
+        *_compiled(spec, plan),
         *_for_memory(spec),
         *_balance(spec),
         Decision("seed", str(training.seed), _origin(training, "seed"), "training.seed"),
     ]
+
+
+def _compiled(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """Whether layers are, where it is asked for or not usual."""
+    asked = spec.training.compile
+    if asked is None and plan.compile == bool(spec.compute.gpus_per_node):
+        return []
+    value, origin = "compiled" if plan.compile else "not compiled", Origin.COMPUTED if asked is None else Origin.GIVEN
+    return [Decision("layers", value, origin, "training.compile; on GPUs in bf16 when absent")]
 
 
 def _balance(spec: SFTJobSpec) -> list[Decision]:

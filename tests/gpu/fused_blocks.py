@@ -22,7 +22,7 @@ from torch import nn
 
 from sft_api.known_models import known_configs
 from sft_trainer.models.attention import Boundaries, boundary_arguments, register
-from sft_trainer.models.compiling import check_compiles, compile_layers
+from sft_trainer.models.compiling import compile_layers, why_not
 
 from .figures import Figure, one_line
 from .kernels import error_of, require
@@ -72,7 +72,8 @@ def fused_blocks(device: torch.device, kernels: Kernels | None = None) -> dict[s
         variants["liger"] = _with(kernels, copy.deepcopy(plain))
     with tempfile.TemporaryDirectory(prefix="sft-blocks-") as cache:
         if on_gpu:
-            check_compiles(plain, device, plain.dtype, Path(cache))
+            if reason := why_not(plain, device, plain.dtype, Path(cache)):
+                raise AssertionError(reason)
             for name, variant in [*variants.items()]:
                 compiled = copy.deepcopy(variant.model)
                 compile_layers(compiled.layers, draws_random_numbers=False)

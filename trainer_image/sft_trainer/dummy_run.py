@@ -143,13 +143,14 @@ class DummyRun(Trainer):
 
 def prepare_dummy(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
     """The model as a run of ``config`` has it, and steps of random tokens. Nothing of ``data`` is read."""
-    path, model, digest = prepare_model(config, reporter, device)
+    path, model, digest, compiles = prepare_model(config, reporter, device)
     huggingface: Any = model.huggingface
     examples: Any = RandomExamples.filling(config, huggingface.get_input_embeddings().num_embeddings)
     steps, epoch_size = plan_steps(config, [examples])
     total = config.spec.training.steps
     assert total is not None  # noqa: S101 - a dummy run has that many
-    return Prepared(config.spec.model.uri, path, model, digest, {}, None, [examples], {}, steps, total, epoch_size)
+    uri = config.spec.model.uri
+    return Prepared(uri, path, model, digest, {}, None, [examples], {}, steps, total, epoch_size, compiles)
 
 
 def memory_here(device: torch.device) -> list[float]:

@@ -22,10 +22,10 @@ from .data.stream import ExampleStream
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
-from .errors import ModelError
+from .errors import ConfigError, ModelError
 from .fetch import localise
 from .models.causal_lm import CausalLM, build_on_meta
-from .models.compiling import check_compiles
+from .models.compiling import why_not
 from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
@@ -38,8 +38,11 @@ from .strategies.megatron import layout, refused
 from .trainable import trainable_of
 
 
-def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str]:
-    """The folder of the model, itself on the meta device with its adapters if it has any, and the digest of its files.
+def prepare_model(
+    config: TrainerConfig, reporter: Reporter, device: torch.device
+) -> tuple[Path, CausalLM, str, bool]:
+    """The folder of the model, itself on the meta device with its adapters if it has any, the digest of its files, and
+    whether its layers are compiled.
 
     What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it.
     """
@@ -61,9 +64,24 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.say("%s", _with_adapters(model, spec.lora))
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)
-    if spec.training.compile:
-        check_compiles(model.huggingface, device, computed, cache_directory())
-    return path, model, digest
+    return path, model, digest, _compiles(config, model.huggingface, reporter, device, computed)
+
+
+def _compiles(
+    config: TrainerConfig, huggingface: Any, reporter: Reporter, device: torch.device, computed: torch.dtype
+) -> bool:
+    """Whether layers are compiled, as the plan has it; where it cannot be done, and nobody asked, that is a warning."""
+    if not config.plan.compile:
+        return False
+    if not (reason := why_not(huggingface, device, computed, cache_directory())):
+        return True
+    if config.spec.training.compile:
+        raise ConfigError(f"training.compile is true, but {reason}: set it to false, or leave it out")
+    reporter.warn(
+        f"the layers are not compiled, and steps take longer than they could: {reason}. With training.compile: false "
+        "this is not said"
+    )
+    return False
 
 
 def _fetched(uri: str, kind: Literal["model", "tokenizer"], spec: SFTJobSpec, reporter: Reporter) -> Path:
@@ -93,7 +111,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     """
     spec = config.spec
     # A model that cannot be trained must not be found out about after hours of tokenising.
-    model_path, model, digest = prepare_model(config, reporter, device)
+    model_path, model, digest, compiles = prepare_model(config, reporter, device)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
@@ -141,6 +159,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
         steps,
         total_steps,
         epoch_size,
+        compiles,
     )
 
 

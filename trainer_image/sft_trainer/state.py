@@ -39,7 +39,7 @@ class Facts:
             environment_facts(
                 device,
                 topology.world_size,
-                compiled=config.spec.training.compile,
+                compiled=config.plan.compile,
                 checkpointing=config.spec.training.activation_checkpointing,
                 offloaded=offloads(config.spec),
                 sequence=config.spec.sequence_parallel,

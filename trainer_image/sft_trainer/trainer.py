@@ -136,11 +136,12 @@ class Trainer:
         if not self.topology.prepares:
             self.prepared = self._prepare()
         self._compare()
+        self._compile_alike()
 
         self._claim()
         self._build()
         self._resume_or_load()
-        if self.spec.training.compile:
+        if self.config.plan.compile:
             self.reporter.phase(Phase.LOADING, "compiling the layers")
         self.strategy.loaded()
         self._begin()
@@ -247,6 +248,14 @@ class Trainer:
         here = fingerprint(self.config, self.prepared)
         with self._others("to compare"):
             check_alike(here)
+
+    def _compile_alike(self) -> None:
+        """Have layers compiled on all processes or on none: what is reckoned of memory depends on it."""
+        plan = self.config.plan
+        if plan.compile:
+            (compiling,) = sum_over_ranks([self.prepared.compiles], self.device)
+            plan = plan.model_copy(update={"compile": compiling == self.topology.world_size})
+            self.config = self.config.model_copy(update={"plan": plan})
 
     def _claim(self) -> None:
         self.saving = Saving(

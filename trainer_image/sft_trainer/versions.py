@@ -48,13 +48,8 @@ def variable_length_attention(
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    groups: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
-        if _knows_groups(varlen_attn):
-            groups = {"enable_gqa": True}
-        else:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    # Before there was an argument for it, it needed none.
+    groups = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _knows_groups(varlen_attn) else {}
     output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **groups)
     assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
     return output
@@ -154,6 +149,13 @@ def keep_what_layers_tell() -> None:
     import torch._dynamo
 
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def leave_what_cannot_be_compiled() -> None:
+    """Have code that the compiler fails at run as it is, with a warning in the log."""
+    import torch._dynamo
+
+    torch._dynamo.config.suppress_errors = True
 
 
 def mark_dynamic(tensor: "torch.Tensor", dimension: int) -> None:

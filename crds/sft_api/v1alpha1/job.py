@@ -77,7 +77,8 @@ def _batch_in_numbers(spec: "SFTJobSpec") -> str:
     return f"it is {given}, and {groups} {which} of {longest} tokens need at least {least}"
 
 
-def _drops_attention(spec: "SFTJobSpec") -> bool:
+def drops_attention(spec: "SFTJobSpec") -> bool:
+    """Whether ``model.configOverrides`` asks for dropout in attention."""
     overrides = spec.model.config_overrides
     return overrides is not None and any(getattr(overrides, name) for name in ATTENTION_DROPOUTS)
 
@@ -213,10 +214,10 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
-            f"{_NO_ATTENTION_DROPOUT} || !self.training.compile",
+            f"{_NO_ATTENTION_DROPOUT} || !has(self.training.compile) || !self.training.compile",
             f"model.configOverrides.{_ATTENTION_DROPOUT} has attention computed document by document, which cannot be "
             "compiled: set it to 0, or leave training.compile out",
-            lambda self: not _drops_attention(self) or not self.training.compile,
+            lambda self: not drops_attention(self) or not self.training.compile,
         ),
         Rule(
             f"{_NO_ATTENTION_DROPOUT} || self.compute.gpusPerNode == 0 || "
@@ -224,7 +225,7 @@ class SFTJobSpec(ApiModel):
             f"model.configOverrides.{_ATTENTION_DROPOUT} must be 0 on GPUs, whose kernel knows none, but with "
             "training.precision: fp32",
             lambda self: (
-                not _drops_attention(self) or self.compute.gpus_per_node == 0 or self.training.precision == "fp32"
+                not drops_attention(self) or self.compute.gpus_per_node == 0 or self.training.precision == "fp32"
             ),
         ),
         Rule(

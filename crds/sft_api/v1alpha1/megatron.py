@@ -180,7 +180,7 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             lambda self: megatron_of(self) is None or self.lora is None,
         ),
         Rule(
-            f"{_ABSENT} || !self.training.compile",
+            f"{_ABSENT} || !has(self.training.compile) || !self.training.compile",
             "strategy.megatron knows no training.compile: leave it out, or choose strategy.fsdp",
             lambda self: megatron_of(self) is None or not self.training.compile,
         ),

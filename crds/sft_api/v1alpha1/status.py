@@ -205,6 +205,7 @@ class PlanStatus(ApiModel):
         description="How often gradients are summed over the processes that share one copy of the model.",
     )
     precision: Literal["bf16", "fp32"] = Field(description="Compute precision.")
+    compile: bool = Field(default=False, description="Whether layers are compiled before the first step.")
     learning_rate: float = Field(description="Peak learning rate.")
     global_batch_size: int | None = Field(default=None, description="Examples per optimizer step.")
     global_batch_tokens: int | None = Field(default=None, description="Tokens per optimizer step, at most.")

@@ -340,10 +340,11 @@ class TrainingSpec(ApiModel):
         "attention (about half the memory of activations, some percent slower); full, everything (least memory, a "
         "third slower).",
     )
-    compile: bool = Field(
-        default=False,
-        description="Compile the layers (torch.compile) before the first step: faster steps, a start that takes a "
-        "minute longer; numbers differ in their last bits.",
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the layers (torch.compile) before the first step: steps that take about half the time, a "
+        "start that takes up to a minute longer; numbers differ in their last bits. When absent they are on GPUs in "
+        "bf16, where strategy, model and image allow it, and not on CPU.",
     )
     router_aux_loss_coefficient: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0,

@@ -19,7 +19,7 @@ from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
-from tests.parity.runs import manifest, resolve
+from tests.parity.runs import manifest, resolve, run_workers, step_records
 from tests.tensors import gathered
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
 from tests.unit.trainer.test_models import save_model
@@ -158,3 +158,21 @@ def trained_gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
         for name, parameter in of.model.named_parameters()
         if parameter.grad is not None
     }
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_nobody_asked_to_compile_goes_on_without_a_compiler(
+    tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    # Given a plan that has layers compiled, on a machine that cannot
+    inputs = tiny_inputs.model.parent
+    config = resolve(manifest(inputs, tmp_path / "store", processes=processes, training={"steps": 2}))
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"compile": True})})
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+
+    # When it runs, then all of its processes train, the first says why it is slower, and nothing says "compiled"
+    run_workers(config, tmp_path / "work", module="sft_trainer")
+    assert [*step_records(tmp_path / "store")] == [1, 2]
+    assert "the layers are not compiled, and steps take longer" in (tmp_path / "work" / "rank-0.log").read_text()
+    (manifest_of,) = (tmp_path / "store").glob("checkpoints/*/manifest.json")
+    assert '"compiled"' not in manifest_of.read_text()

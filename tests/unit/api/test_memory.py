@@ -71,7 +71,9 @@ def shape(uri: str = EIGHT_BILLION) -> ModelShape:
 
 
 def estimated(model: str = EIGHT_BILLION, gpus: int = 8, **spec: Any) -> MemoryEstimate:
-    asked = job(**{"model": {"uri": model}, "compute": {"gpusPerNode": gpus}, **spec}).spec
+    """Of layers that are not compiled."""
+    training = {"compile": False, **spec.pop("training", {})}
+    asked = job(**{"model": {"uri": model}, "compute": {"gpusPerNode": gpus}, "training": training, **spec}).spec
     return estimate(shape(model), asked, make_plan(asked))
 
 

@@ -17,9 +17,11 @@ EIGHT_BILLION = {"uri": "hf://meta-llama/Llama-3.1-8B"}
 
 
 def spec(gpus: int = 8, model: dict[str, Any] | None = None, length: int = 8192, **parts: Any) -> SFTJobSpec:
+    """Of layers that are not compiled, where nothing else is said."""
     compute = {"gpusPerNode": gpus, "gpuMemory": "80Gi", **parts.pop("compute", {})}
     data = {"train": [{"uri": "hf://a/b"}], "maxLength": length}
-    return job(model=model or EIGHT_BILLION, compute=compute, data=data, **parts).spec
+    training = {"compile": False, **parts.pop("training", {})}
+    return job(model=model or EIGHT_BILLION, compute=compute, data=data, training=training, **parts).spec
 
 
 def verdict(asked: SFTJobSpec, **known: Any) -> Fit:
@@ -69,11 +71,19 @@ def test_who_knows_better_is_warned_only() -> None:
     assert (fit.refused, fit.warning.split(":")[0]) == ("", "it may not fit")
 
 
-def test_what_compiled_layers_keep_is_not_held_against_a_run() -> None:
-    compiled = {"compile": True}
+def test_compiled_layers_keep_less() -> None:
+    compiled = spec(gpus=2, training={"compile": True}, compute={"gpuMemory": "105Gi"})
 
-    assert verdict(spec(gpus=2, training=compiled)).warning.startswith("it may not fit")
-    assert verdict(spec(gpus=1, training=compiled)).refused
+    assert verdict(compiled).refused == ""
+    assert verdict(spec(gpus=2, compute={"gpuMemory": "105Gi"})).refused
+    assert verdict(spec(gpus=1, training={"compile": True})).refused
+
+
+def test_what_compiled_layers_of_experts_keep_is_not_held_against_a_run() -> None:
+    mixture, compiled = {"uri": "hf://Qwen/Qwen3-30B-A3B"}, {"compile": True}
+
+    assert verdict(spec(gpus=8, model=mixture, length=65536)).refused
+    assert verdict(spec(gpus=8, model=mixture, length=65536, training=compiled)).warning.startswith("it may not fit")
 
 
 def test_remedies_are_those_that_make_a_difference() -> None:
@@ -93,7 +103,7 @@ def test_remedies_are_those_that_make_a_difference() -> None:
         model=EIGHT_BILLION,
         compute={"gpusPerNode": 8, "gpuMemory": "80Gi"},
         data={"train": [{"uri": "hf://a/b"}], "packing": "none", "maxLength": 8192},
-        training={"microBatchSize": 4},
+        training={"microBatchSize": 4, "compile": False},
     ).spec
     assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).warning
 
@@ -292,7 +302,8 @@ def test_a_limit_of_lengths_alone_refuses_nothing() -> None:
     def unpacked(length: int, gpus: int) -> Fit:
         data = {"train": [{"uri": "hf://a/b"}], "maxLength": length, "packing": "none"}
         given = {"gpusPerNode": gpus, "gpuMemory": "80Gi"}
-        return verdict(job(model=EIGHT_BILLION, compute=given, data=data, training={"microBatchSize": 8}).spec)
+        training = {"microBatchSize": 8, "compile": False}
+        return verdict(job(model=EIGHT_BILLION, compute=given, data=data, training=training).spec)
 
     assert unpacked(4096, 8).refused == ""
     assert "it may not fit: 219" in unpacked(4096, 8).warning

@@ -183,3 +183,25 @@ def test_processes_that_are_no_whole_number_of_shares_are_refused() -> None:
     assert make_plan(asked, processes=16).data_parallel == 2
     with pytest.raises(ValueError, match="8 processes have a share of a step together: 2 are no multiple of that"):
         make_plan(asked, processes=2)
+
+
+DROPOUT = {"uri": "hf://org/name", "configOverrides": {"attention_dropout": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "compiled"),
+    [
+        ({}, True),
+        ({"lora": {"rank": 8}}, True),
+        ({"compute": CPU}, False),
+        ({"training": {"compile": False}}, False),
+        ({"training": {"compile": True}, "compute": CPU}, True),
+        ({"training": {"precision": "fp32"}}, False),
+        ({"strategy": {"megatron": {}}}, False),
+        ({"model": DROPOUT, "training": {"precision": "fp32"}}, False),
+        ({"model": {"uri": "hf://openai/gpt-oss-20b"}}, False),
+    ],
+    ids=str,
+)
+def test_layers_are_compiled_on_gpus_where_nothing_is_known_against_it(parts: dict[str, Any], compiled: bool) -> None:
+    assert make_plan(spec(**parts)).compile == compiled

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import cache_dir
 
+from sft_api.trainer_config import TrainerConfig
 from sft_trainer import versions
 from sft_trainer.errors import ConfigError
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import Boundaries, _varlen, boundary_arguments
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.compiling import check_compiles
-from tests.unit.trainer.test_models import save_config
+from sft_trainer.models.compiling import failed_to_compile, why_not
+from sft_trainer.preparation import prepare_model
+from sft_trainer.reporting import Reporter
+from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.test_models import save_config, save_model
 
 CPU = torch.device("cpu")
 
@@ -48,7 +52,7 @@ def test_what_the_kernel_of_a_gpu_takes_is_known_before_anything_is_compiled(
     monkeypatch.setattr(compiling, "BACKEND", "eager")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     save_config("llama", tmp_path)
-    check_compiles(build_on_meta(tmp_path).huggingface, CPU, torch.float32, tmp_path)
+    assert not why_not(build_on_meta(tmp_path).huggingface, CPU, torch.float32, tmp_path)
 
     # When attention with fewer heads of keys is computed again and again, then it was compiled once
     compiled = []
@@ -77,15 +81,16 @@ def test_attention_that_is_not_one_operator_is_refused(
 ) -> None:
     save_config(kind, tmp_path, **options)
     model = build_on_meta(tmp_path).huggingface
-    with pytest.raises(ConfigError, match=f"{words}.*set training.compile: false"):
-        check_compiles(model, torch.device(device), torch.float32, tmp_path)
+    said = why_not(model, torch.device(device), torch.float32, tmp_path)
+    assert words in said
+    assert said.endswith("is computed document by document, which cannot be compiled")
 
 
 def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
     save_config("gpt_oss", tmp_path)
     model = build_on_meta(tmp_path).huggingface
-    with pytest.raises(ConfigError, match=r"training\.compile is true.*'gpt_oss' has .* biases, .*: set it to false"):
-        check_compiles(model, CPU, torch.float32, tmp_path)
+    said = why_not(model, CPU, torch.float32, tmp_path)
+    assert said == "a model of type 'gpt_oss' has experts with biases, whose layers cannot be compiled"
 
 
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,8 +100,9 @@ def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
     save_config("llama", tmp_path)
     model = build_on_meta(tmp_path).huggingface
-    with pytest.raises(ConfigError, match=r"set it to false, or see that compute\.image has a C\+\+ compiler"):
-        check_compiles(model, CPU, torch.float32, tmp_path)
+    said = why_not(model, CPU, torch.float32, tmp_path)
+    assert said.startswith("the compiler does not work here, which needs a C++ compiler in compute.image (g++, or ")
+    assert "no-compiler" in said
 
 
 @pytest.mark.parametrize("named", ["nothing", "by its import", "by the user"])
@@ -114,6 +120,47 @@ def test_what_is_compiled_is_kept_in_the_cache_that_the_trainer_keeps(
     assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == (named != "nothing")
 
     save_config("llama", tmp_path)
-    check_compiles(build_on_meta(tmp_path).huggingface, CPU, torch.float32, tmp_path / "cache")
+    assert not why_not(build_on_meta(tmp_path).huggingface, CPU, torch.float32, tmp_path / "cache")
 
     assert cache_dir() == (own if named == "by the user" else str(tmp_path / "cache" / "inductor"))
+
+
+def _fails(graph: Any, _: Any) -> Any:
+    raise ValueError("no code for this")
+
+
+def planned(folder: Path, **training: Any) -> TrainerConfig:
+    """A run whose plan has layers compiled, whoever asked for it."""
+    save_model("llama", folder / "model")
+    model = {"uri": f"file://{folder}/model"}
+    config = resolve(manifest(folder, folder / "store", model=model, training=training))
+    return config.model_copy(update={"plan": config.plan.model_copy(update={"compile": True})})
+
+
+def test_what_cannot_be_compiled_is_a_warning_where_nobody_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("SFT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "BACKEND", _fails)
+    reporter = Reporter(tmp_path, writes=False)
+
+    *_, compiles = prepare_model(planned(tmp_path), reporter, CPU)
+
+    (warning,) = reporter.progress.warnings
+    assert not compiles
+    assert warning.startswith("the layers are not compiled, and steps take longer than they could: the compiler does ")
+    assert "no code for this" in warning
+
+    with pytest.raises(ConfigError, match=r"training\.compile is true, but the compiler .*: set it to false, or leave it"):
+        prepare_model(planned(tmp_path, compile=True), reporter, CPU)
+
+
+def test_an_error_of_the_compiler_is_told_from_one_of_what_is_compiled() -> None:
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="no code for this") as raised:
+        torch.compile(lambda numbers: numbers + 1, backend=_fails)(torch.ones(2))
+    assert failed_to_compile(raised.value)
+    assert not failed_to_compile(torch.OutOfMemoryError("no room"))
+    assert not failed_to_compile(ValueError("no code for this"))

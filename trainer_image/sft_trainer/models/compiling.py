@@ -14,19 +14,27 @@ from torch import nn
 
 from sft_api.model_shape import UNCOMPILED_EXPERTS
 from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
-from sft_trainer.errors import ConfigError
-from sft_trainer.versions import keep_compiled_in, keep_what_layers_tell, look_at_attention, mark_dynamic
+from sft_trainer.versions import (
+    keep_compiled_in,
+    keep_what_layers_tell,
+    leave_what_cannot_be_compiled,
+    look_at_attention,
+    mark_dynamic,
+)
 
 from .experts import has_biased_experts
 
 BACKEND = "inductor"
 
 
-def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool) -> None:
+def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool, asked: bool = True) -> None:
     """Have the forward pass of every layer compiled when it is first called; names and parameters stay.
 
-    Where it ``draws_random_numbers`` they are those that it draws without.
+    Where it ``draws_random_numbers`` they are those that it draws without. Where nobody ``asked`` for it, what the
+    compiler fails at stays as it is.
     """
+    if not asked:
+        leave_what_cannot_be_compiled()
     options: dict[str, Any] = {"fallback_random": True} if draws_random_numbers and BACKEND == "inductor" else {}
     keep_what_layers_tell()
     for layer in layers:
@@ -54,39 +62,43 @@ def _mark(values: Iterable[Any]) -> None:
             _mark(value.values())
 
 
-def check_compiles(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -> None:
-    """Raise ``ConfigError`` where the layers of the Hugging Face ``model`` cannot be compiled for ``device``.
+def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -> str:
+    """Why the layers of the Hugging Face ``model`` cannot be compiled for ``device``; empty where they can.
 
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
-    _check_experts(model.config)
-    _check_attention(model.config, device, dtype)
+    # In their backward pass inductor may lay rows out as the grouped product does not take them.
+    if has_biased_experts(model.config):
+        return f"a model of type {model.config.model_type!r} {UNCOMPILED_EXPERTS}"
+    if reason := _by_document(model.config, device, dtype):
+        return reason
     look_at_attention()
     try:
         keep_compiled_in(cache / "inductor")
         torch.compile(_nothing_much, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # which class depends on what is missing
         text = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"training.compile: true cannot be done here: set it to false, or see that compute.image has a C++ "
-            f"compiler that works (g++, or what CXX names) with Python's headers ({type(error).__name__}: {text})"
-        ) from error
+        return (
+            "the compiler does not work here, which needs a C++ compiler in compute.image (g++, or what CXX names) "
+            f"with Python's headers ({type(error).__name__}: {text})"
+        )
+    return ""
+
+
+def failed_to_compile(error: BaseException) -> bool:
+    """Whether ``error`` is one of the compiler, and not of what was compiled."""
+    return type(error).__module__.partition(".")[2].partition(".")[0] in ("_dynamo", "_inductor", "_functorch")
 
 
 def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + 1
 
 
-def _check_experts(config: Any) -> None:
-    # In their backward pass inductor may lay rows out as the grouped product does not take them.
-    if has_biased_experts(config):
-        raise ConfigError(
-            f"training.compile is true, but a model of type {config.model_type!r} {UNCOMPILED_EXPERTS}: set it to false"
-        )
+def _by_document(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Why a model of ``config`` computes attention document by document, which cannot be compiled; else empty.
 
-
-def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Only the operators of attention are compiled around, not what replaces them."""
+    Only the operators of attention are compiled around, not what replaces them.
+    """
     dropout = next((name for name in ATTENTION_DROPOUTS if getattr(config, name, 0)), None)
     if dropout:
         reason = f"{dropout} {getattr(config, dropout)} in its config"
@@ -95,8 +107,8 @@ def _check_attention(config: Any, device: torch.device, dtype: torch.dtype) -> N
     elif device.type == "cuda" and dtype == torch.float32:
         reason = "training.precision: fp32 on a GPU"
     else:
-        return
-    raise ConfigError(
-        f"training.compile: true cannot be done for a model of type {config.model_type!r} with {reason}: attention is "
-        "computed document by document there; set training.compile: false"
+        return ""
+    return (
+        f"attention of a model of type {config.model_type!r} with {reason} is computed document by document, which "
+        "cannot be compiled"
     )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sft_api.memory import MemoryEstimate
-from sft_api.memory_plan import gibibytes, parts_in_words, remedies, sentences
+from sft_api.memory_plan import gibibytes, parts_in_words, sentences
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
@@ -45,8 +45,7 @@ def check_fits(
         # No formula says what would be taken then, and of model.parameters follows a part only, which compares with
         # nothing here: the remedies are told without numbers.
         changing = spec.model_copy(update={"model": spec.model.model_copy(update={"parameters": None})})
-    remedy = remedies(changing, plan, shape, int(gpu))
-    fit = sentences(spec, estimate, int(gpu), remedy)
+    fit = sentences(changing, plan, shape, estimate, int(gpu))
     if fit.refused:
         raise ConfigError(fit.refused)
     if tells:

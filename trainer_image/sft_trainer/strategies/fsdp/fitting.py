@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from sft_api.memory import MemoryEstimate, Sizes, estimate_of, micro_batch_tokens
+from sft_api.memory import MemoryEstimate, Sizes, estimate, estimate_of, knows_compiled, micro_batch_tokens
+from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
@@ -15,8 +16,12 @@ from sft_trainer.trainable import Trainable
 
 def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Trainable) -> MemoryEstimate:
     """Memory of one process that trains ``blueprint``, of whose blocks one of each kind is tracked on tensors without
-    memory."""
+    memory; where they are compiled and there is a formula of what they keep then, by that."""
     spec, plan = config.spec, config.plan
+    huggingface: Any = blueprint.huggingface
+    shape = shape_of(huggingface.config.to_dict()) if plan.compile else None
+    if shape is not None and knows_compiled(shape):
+        return estimate(shape, spec, plan)
     kinds = track_blocks(
         blueprint,
         torch.bfloat16 if plan.precision == "bf16" else torch.float32,

@@ -36,9 +36,10 @@ def build_model(
         model.shared_tokens = shared_tokens(topology.process_group("sequence"), topology.place("sequence"))
     trainable.mark(model.huggingface)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
-    if config.spec.training.compile:
+    if config.plan.compile:
         # With what is recomputed, and within what FSDP does before and after.
-        compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model))
+        asked = config.spec.training.compile is not None
+        compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model), asked=asked)
     if computes_with_copies(config.spec, config.plan.precision, topology.world_size):
         _shard(config, model, trainable, topology.parameter_mesh(device.type), device)
         model.to_empty(device=holding_device(config, device))

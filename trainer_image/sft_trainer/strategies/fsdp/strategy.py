@@ -13,7 +13,9 @@ from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.data.parts import part_of
+from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
+from sft_trainer.models.compiling import failed_to_compile
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
@@ -76,7 +78,7 @@ class FsdpStrategy:
         self.auxiliary = self._balance > 0
         if self.auxiliary:
             blueprint.keep_router_logits()
-        self._compiles, self._evaluates = spec.training.compile, bool(spec.data.eval)
+        self._compiles, self._evaluates = config.plan.compile, bool(spec.data.eval)
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
@@ -115,9 +117,19 @@ class FsdpStrategy:
         set_updates(self.optimizer, count)
 
     def loaded(self) -> None:
-        """Nothing follows from the weights but, with ``training.compile``, that the layers can be tried."""
-        if self._compiles:
+        """Nothing follows from the weights but, where layers are compiled, that they can be tried."""
+        if not self._compiles:
+            return
+        try:
             self._compile()
+        except Exception as error:
+            if not failed_to_compile(error):
+                raise
+            text = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"the layers of this model cannot be compiled ({type(error).__name__}: {text}): set training.compile: "
+                "false"
+            ) from error
 
     def forward_backward(self, bins: Iterable[BinTensors], denominator: int, tokens: int = 0) -> torch.Tensor:
         self.model.train()

@@ -1,0 +1,83 @@
+"""What the formula says that a compiled block keeps, beside what it was seen to save for its backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from sft_api.memory import adapted_of, block_memory, knows_compiled
+from sft_api.model_shape import shape_of
+from sft_trainer.models import compiling
+from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
+from sft_trainer.models.lora import add_adapters, is_adapter
+from tests.unit.cli.jobs import job
+
+DOCUMENTS = (40, 8, 16)
+TOKENS = sum(DOCUMENTS)
+ALL_LINEAR, SOME = {"rank": 8}, {"rank": 8, "targetModules": ["q_proj", "v_proj"]}
+CASES = [
+    *((kind, None) for kind in ("llama", "qwen3", "phi3", "olmo2", "gemma3_text")),
+    *((kind, lora) for kind in ("llama", "olmo2") for lora in (ALL_LINEAR, SOME)),
+]
+
+
+def model_of(kind: str, layers: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    head = {} if kind == "phi3" else {"head_dim": 32}
+    config = AutoConfig.for_model(kind, vocab_size=64, num_hidden_layers=layers, pad_token_id=0, **sizes, **head)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.bfloat16)
+
+
+def saved(kind: str, layers: int, asked: Any) -> int:
+    """Bytes that a model of so many compiled layers keeps from its forward to its backward pass."""
+    torch.compiler.reset()
+    model = model_of(kind, layers)
+    if asked.lora:
+        add_adapters(model, asked.lora)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
+        model.to(torch.bfloat16)
+    inner = model.model
+    compiling.compile_layers(inner.layers, draws_random_numbers=False)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # A number for each token is the least of what is meant.
+        if storage.data_ptr() not in own and storage.nbytes() >= 4 * TOKENS:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    hidden = torch.randn(1, TOKENS, 96, dtype=torch.bfloat16, requires_grad=True)
+    arguments = boundary_arguments(Boundaries.of(DOCUMENTS))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = inner(inputs_embeds=hidden, position_ids=positions, use_cache=False, **arguments)[0]
+    output.float().sum().backward()
+    return sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize(("kind", "lora"), CASES, ids=str)
+def test_what_a_compiled_block_keeps_is_what_the_formula_says(
+    kind: str, lora: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is kept is cut out of the graph by the same code as for a GPU; what computes it does not matter.
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager_decomp_partition")
+    asked = job(**({"lora": lora} if lora else {})).spec
+    shape = shape_of(model_of(kind, 2).config.to_dict())
+    assert shape is not None
+    assert knows_compiled(shape)
+
+    seen = (saved(kind, 4, asked) - saved(kind, 2, asked)) / 2 / TOKENS
+
+    adapted = adapted_of(shape, asked.lora)[0] if asked.lora else {}
+    reckoned = block_memory(shape, asked, torch.bfloat16.itemsize, adapted, compiled=True)
+    assert reckoned.kept == pytest.approx(seen, rel=0.02)
+    assert reckoned.kept < 0.85 * block_memory(shape, asked, torch.bfloat16.itemsize, adapted).kept
