@@ -236,9 +236,7 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     return ""
 
 
-def sentences(
-    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate, gpu: int
-) -> Fit:
+def sentences(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate, gpu: int) -> Fit:
     """The verdict on a run that takes ``memory`` of GPUs of ``gpu`` bytes, with what makes it smaller.
 
     ``shape`` is that of the model, where a formula knows it.

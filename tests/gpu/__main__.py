@@ -5,7 +5,7 @@
 First checks: every part that has a path of its own on a GPU, then whole runs; each in a process of its own, ``ok`` or
 what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
 model-FLOPs utilisation and peak memory of the trainer and of a plain Hugging Face loop in turn (A B B A), and what a
-save costs; of the smaller one also with compiled layers, of the larger one also on layers of Megatron-Core where that
+save costs; of the smaller one also with layers that are not compiled, of the larger one also on layers of Megatron-Core where that
 is installed. Then adapters in the shape of Qwen3-8B, once (A B). All is printed as it comes; the last lines repeat
 every figure as key=value. The exit code is 0 when every check is ok and every run was measured: what there was no time
 for counts as neither. A goal that is missed is told at the end, and changes no exit code. On a CPU the same with small
@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .figures import Figures, say, text_of, warn
+from .isolated import Check
 
 _NEEDED = {
     "torch": "torch",
@@ -81,7 +82,7 @@ def _options() -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="PART",
-        help="only these: checks, or models by the names that their figures begin with",
+        help="only these: checks (all, or some by their names), or models by the names that their figures begin with",
     )
     parser.add_argument("--short", action="store_true", help="only some of the checks and one pair of runs")
     parser.add_argument("--logs", type=Path, help="folder for the output of every check and run; dropped when absent")
@@ -135,13 +136,15 @@ def _check_and_measure(
             _begin_without_preloading(deadline)
     from .models import measured_on
 
-    models = measured_on(options.device, short=options.short)
-    known = [_CHECKS, *(model.shape.name for model in models)]
-    if unknown := set(options.only or known) - set(known):
-        warn(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    models = [model.shape.name for model in measured_on(options.device, short=options.short)]
+    checks = [name for group in _checks(options.device, work) for name, _ in group]
+    only = set(options.only or [_CHECKS, *models])
+    if unknown := only - {_CHECKS, *models, *checks}:
+        there = f"there are {', '.join((_CHECKS, *models))}, and of checks {', '.join(checks)}"
+        warn(f"--only: there is no {', '.join(sorted(unknown))}; {there}")
         raise SystemExit(2)
     share = began + _SHARE_OF_CHECKS * (deadline - began)
-    limited = options.device == "cuda" and options.only != [_CHECKS]
+    limited = options.device == "cuda" and only & {*models}
     _check(options, figures, work, share if limited else deadline)
     _measure(options, figures, work, deadline)
 
@@ -164,15 +167,15 @@ def _begin_without_preloading(deadline: float) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "tests.gpu", *sys.argv[1:], "--minutes", f"{minutes:.2f}"])
 
 
-def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
+def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list[tuple[str, Check]]]:
+    """By their names: those of parts, the inputs first, and those of whole runs."""
     import torch
 
     from . import estimate, fused_blocks, fused_losses, kernels, megatron, runs, steps
     from .inputs import make_small_inputs
-    from .isolated import Check, Outcome, last_lines, run_isolated
 
     # Naming a device does not start CUDA in this process, which is forked.
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
     parts: list[tuple[str, Check]] = [
         (name, lambda check=check: check(device))  # type: ignore[misc]
         for name, check in (
@@ -199,10 +202,17 @@ def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: 
             ("offload", lambda device: steps.offload(work / "inputs", device)),
         )
     ]
-    whole = runs.checks(work / "inputs", work / "checks", device)
+    return parts, runs.checks(work / "inputs", work / "checks", device)
+
+
+def _check(options: argparse.Namespace, figures: Figures, work: Path, deadline: float) -> None:
+    from .isolated import Outcome, last_lines, run_isolated
+
+    parts, whole = _checks(options.device, work)
     if options.only and _CHECKS not in options.only:
         # The inputs are of all parts.
-        parts, whole = parts[:1], []
+        parts = [part for part in parts if part[0] in ("inputs", *options.only)]
+        whole = [part for part in whole if part[0] in options.only]
 
     def told(outcome: Outcome) -> None:
         # Kept before it is told: who reads of it may stop this command, and expects it among the last lines.

@@ -24,6 +24,7 @@ from sft_trainer.trainable import Trainable, trainable_of
 from tests.parity.runs import manifest, resolve
 
 from .figures import Figure
+from .isolated import WrongFigures
 from .steps import _alone
 
 _LEAST, _MOST = -0.05, 0.15
@@ -37,6 +38,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "full": {"training": {"activationCheckpointing": "full"}},
     "adapters": {"lora": {"rank": 16}},
 }
+_COMPILED: dict[str, Any] = {"training": {"compile": True}}
 
 
 def estimates(
@@ -46,14 +48,16 @@ def estimates(
     model: str = _MODEL,
     tokens: int = _TOKENS,
 ) -> dict[str, Figure]:
-    """Estimate over peak, less 1, for each way of training; a CPU, which counts no peak, makes the same few steps.
+    """Estimate over peak, less 1, for each way of training, on a GPU also of compiled layers; a CPU, which counts no
+    peak, makes the same few steps.
 
     Of one narrow layer, and few tokens, on a CPU.
     """
+    cases = cases or _CASES | ({"compiled": _COMPILED} if device.type == "cuda" else {})
     figures: dict[str, Figure] = {}
     wrong = []
     with _alone(device):
-        for name, spec in (cases or _CASES).items():
+        for name, spec in cases.items():
             reckoned, held = _both(inputs, device, spec, model, tokens)
             figures[f"memory_{name}_estimate_gib"] = reckoned / 2**30
             if held is None:
@@ -64,13 +68,15 @@ def estimates(
             if not _LEAST <= error <= _MOST:
                 wrong.append(f"{name}: {error:+.1%}")
     if wrong:
-        raise AssertionError(f"the estimate of memory is off by more than -5 to +15%: {', '.join(wrong)}")
+        raise WrongFigures(f"the estimate of memory is off by more than -5 to +15%: {', '.join(wrong)}", figures)
     return figures
 
 
 def of_8b(inputs: Path, device: torch.device) -> dict[str, Figure]:
     """As ``estimates``, of adapters beside a base of 8 B parameters in bf16, whose head is not its embedding."""
     cases = {"adapters_8b": _CASES["adapters"]}
+    if device.type == "cuda":
+        cases["adapters_8b_compiled"] = _CASES["adapters"] | _COMPILED
     return estimates(inputs, device, cases, model=_LARGE_MODEL, tokens=_LARGE_TOKENS)
 
 

@@ -20,6 +20,14 @@ class Skipped(Exception):
     """Raised by a check that cannot be made on this device; its text is the reason, one word."""
 
 
+class WrongFigures(AssertionError):
+    """Raised by a check whose figures are not what they should be; they are told all the same."""
+
+    def __init__(self, message: str, figures: dict[str, Figure]) -> None:
+        super().__init__(message)
+        self.figures = figures
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a check ended."""
@@ -98,7 +106,7 @@ def _be_the_child(name: str, check: Check, folder: Path) -> None:
             result = {"verdict": f"skipped={reason}"}
         except BaseException as error:
             traceback.print_exc()
-            result = {"verdict": "failed", "said": one_line(error)}
+            result = {"verdict": "failed", "said": one_line(error), "figures": getattr(error, "figures", {})}
         (folder / f"{name}.json").write_text(json.dumps(result))
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Tokens a second, model-FLOPs utilisation and peak memory of the trainer beside a plain loop, in turn: A B B A.
 
-The trainer's strategy is FSDP2, its layers are not compiled; what is asked for besides is measured as a third, A B C C
-B A: compiled layers, those of Megatron-Core, the plain loop without packing.
+The trainer is as it is by default: FSDP2, and on a GPU compiled layers; what is asked for besides is measured as a
+third, A B C C B A: layers that are not compiled, or are, those of Megatron-Core, the plain loop without packing.
 """
 
 import json
@@ -92,8 +92,10 @@ class Scene:
     deadline: float
     """Of all its runs, of ``time.monotonic``."""
 
-    def config(self, name: str, *, strategy: str = "fsdp", compiled: bool = False, **checkpoint: Any) -> TrainerConfig:
-        """A run that does not end by itself."""
+    def config(
+        self, name: str, *, strategy: str = "fsdp", compiled: bool | None = None, **checkpoint: Any
+    ) -> TrainerConfig:
+        """A run that does not end by itself; ``compiled`` as by default where it is None."""
         shape, losses = self.shape, self.folder / name / "losses.jsonl"
         job = manifest(
             self.folder,
@@ -111,7 +113,7 @@ class Scene:
                 "maxTokensPerMicroBatch": shape.bin_tokens,
                 "precision": "bf16" if self.on_gpu else "fp32",
                 "activationCheckpointing": "none",
-                "compile": compiled,
+                **({} if compiled is None else {"compile": compiled}),
                 "optimizer": {"learningRate": 1e-5},
                 "callbacks": [{"class": "tests.gpu.losses:Losses", "arguments": {"file": str(losses)}}],
             },
@@ -230,6 +232,11 @@ def compiled(scene: Scene, name: str) -> Run:
     return ours(scene, name, compiled=True)
 
 
+def eager(scene: Scene, name: str) -> Run:
+    """One run of the trainer with layers that are not compiled."""
+    return ours(scene, name, compiled=False)
+
+
 def megatron(scene: Scene, name: str) -> Run:
     """One run of the trainer on layers of Megatron-Core."""
     return ours(scene, name, strategy="megatron")
@@ -280,6 +287,7 @@ KINDS: dict[str, Callable[[Scene, str], Run]] = {
     "plain": plain,
     "plain_unpacked": plain_unpacked,
     "compiled": compiled,
+    "eager": eager,
     "megatron": megatron,
 }
 
@@ -336,8 +344,8 @@ def compare(
 
 def _add_ratios(shape: str, runs: dict[str, list[Run]], figures: Figures, *, on_gpu: bool) -> None:
     """Of ``ours`` to the plain loop, and of what is measured besides to ``ours``, whose losses it must have."""
-    besides = [who for who in runs if who in ("compiled", "megatron") and runs[who]]
-    pairs = [("ours", who, f"ratio_to_{who}") for who in ("plain", "plain_unpacked")]
+    besides = [who for who in runs if who in ("compiled", "eager", "megatron") and runs[who]]
+    pairs = [("ours", who, f"ratio_to_{who}") for who in ("plain", "plain_unpacked", "eager")]
     pairs += [("plain", "plain_unpacked", "plain_ratio_packed")]
     pairs += [(who, "ours", f"{who}_ratio_to_ours") for who in besides]
     for one, other, name in pairs:
@@ -346,7 +354,8 @@ def _add_ratios(shape: str, runs: dict[str, list[Run]], figures: Figures, *, on_
             figures.add({f"{shape}_{name}": rates[0] / rates[1]})
     for who in besides if runs["ours"] else ():
         figures.add(same_losses(f"{shape}_{who}", runs[who][0], runs["ours"][0], _SAME_LOSS[on_gpu]))
-    for run, name in zip(runs.get("compiled", ()), ("seconds", "again_seconds"), strict=False):
+    compiling = runs["ours" if on_gpu else "compiled"] if on_gpu or "compiled" in runs else []
+    for run, name in zip(compiling, ("seconds", "again_seconds"), strict=False):
         figures.add({f"{shape}_compiling_{name}": run.compiling})
 
 

@@ -32,7 +32,7 @@ class Measured:
 
 
 _ON_GPU = (
-    Measured(QWEN3_0_6B, Effort(5, 15, 6.0), ("ours", "plain", "compiled", "plain_unpacked")),
+    Measured(QWEN3_0_6B, Effort(5, 15, 6.0), ("ours", "plain", "eager", "plain_unpacked")),
     Measured(QWEN3_1_7B, Effort(5, 15, 6.0), ("ours", "plain", "megatron")),
     Measured(QWEN3_8B_LORA, Effort(3, 6, 6.0), ("ours", "plain"), pairs=1, saves=False, longer=3),
 )

@@ -45,7 +45,8 @@ class Place:
             "compute": self.compute,
             "export": {"atEnd": False},
             **sections,
-            "training": {"steps": 1, **_PACKED, **sections.get("training", {})},
+            # Compiling takes longer than these runs: where it is not what is looked at, it is left out.
+            "training": {"steps": 1, "compile": False, **_PACKED, **sections.get("training", {})},
         }
         return resolve(manifest(self.inputs, self.folder / name / "store", **merged))
 
@@ -159,7 +160,7 @@ def saved_and_exported(place: Place) -> dict[str, Figure]:
     rows = place.inputs / "data" / "eval.jsonl"
     config = place.config(
         "exported",
-        training={"steps": 8, "optimizer": {"learningRate": 1e-3}},
+        training={"steps": 8, "optimizer": {"learningRate": 1e-3}, "compile": place.device.type == "cuda"},
         data={"eval": [{"name": "held-out", "uri": f"file://{rows}"}], "trainOn": "allAssistantMessages"},
         checkpoint={"everySteps": 3},
         export={"atEnd": True},
@@ -206,7 +207,8 @@ def launched(place: Place) -> dict[str, Figure]:
 
     On a CPU, which is never waited for, nothing may read a value, and memory for several bins is only pretended.
     """
-    config = place.config("launched", training={"steps": 10, "precision": "bf16"})
+    compiled = {"compile": True} if place.device.type == "cuda" else {}
+    config = place.config("launched", training={"steps": 10, "precision": "bf16", **compiled})
     made: list[list[dict[str, Any]]] = []
     for stop in (5, 0):
         file = place.folder / f"stopped-at-{stop}"

@@ -127,7 +127,7 @@ def test_without_megatron_and_peft_it_is_said_and_the_rest_is_measured(
         megatron.beside_fsdp(tmp_path, torch.device("cpu"))
 
     # Then it is neither a failure nor left out for time
-    assert measured == [["ours", "plain", "compiled", "plain_unpacked"], ["ours", "plain"], ["ours"]]
+    assert measured == [["ours", "plain", "eager", "plain_unpacked"], ["ours", "plain"], ["ours"]]
     assert figures.with_value("skipped=no_megatron_core") == ["qwen3_1.7b_megatron"]
     assert figures.with_value("skipped=no_peft") == ["qwen3_8b_lora_plain"]
     assert "lacks megatron-core" in (said := capsys.readouterr().out)
@@ -147,11 +147,15 @@ def test_only_what_is_asked_for_is_measured_and_an_unknown_part_is_named(
         command._check_and_measure(options, Figures(), tmp_path, 0.0, 1.0)
 
     run("checks", "qwen3_8b_lora")
+    run("attention")
     with pytest.raises(SystemExit, match="2"):
         run("qwen3_8b")
 
-    assert measured == [["checks", "qwen3_8b_lora"]]
-    assert "no qwen3_8b; there are checks, qwen3_0.6b, qwen3_1.7b, qwen3_8b_lora" in capsys.readouterr().err
+    assert measured == [["checks", "qwen3_8b_lora"], ["attention"]]
+    said = capsys.readouterr().err
+    assert (
+        "no qwen3_8b; there are checks, qwen3_0.6b, qwen3_1.7b, qwen3_8b_lora, and of checks inputs, device, " in said
+    )
 
 
 def test_a_goal_that_is_missed_is_told_and_is_no_failure(

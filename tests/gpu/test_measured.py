@@ -101,9 +101,10 @@ def test_goals_and_the_estimate_are_beside_what_a_gpu_showed(runs: Callable[...,
 def test_the_runs_are_of_what_their_names_say(tmp_path: Path) -> None:
     scene = scene_of(SMALL_LORA, tmp_path, on_gpu=False)
 
-    usual, compiled = (scene.config("run", compiled=how).spec for how in (False, True))
+    usual, eager, compiled = (scene.config("run", compiled=how).spec for how in (None, False, True))
 
-    assert (usual.training.compile, compiled.training.compile) == (False, True)
+    assert (usual.training.compile, eager.training.compile, compiled.training.compile) == (None, False, True)
+    assert scene_of(SMALL, tmp_path, on_gpu=True).config("run").plan.compile
     assert usual.lora is not None
     assert usual.lora.rank == SMALL_LORA.rank
     assert scene_of(SMALL, tmp_path, on_gpu=False).config("run").spec.lora is None

@@ -38,9 +38,7 @@ from .strategies.megatron import layout, refused
 from .trainable import trainable_of
 
 
-def prepare_model(
-    config: TrainerConfig, reporter: Reporter, device: torch.device
-) -> tuple[Path, CausalLM, str, bool]:
+def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str, bool]:
     """The folder of the model, itself on the meta device with its adapters if it has any, the digest of its files, and
     whether its layers are compiled.
 

@@ -153,7 +153,9 @@ def test_what_cannot_be_compiled_is_a_warning_where_nobody_asked_for_it(
     assert warning.startswith("the layers are not compiled, and steps take longer than they could: the compiler does ")
     assert "no code for this" in warning
 
-    with pytest.raises(ConfigError, match=r"training\.compile is true, but the compiler .*: set it to false, or leave it"):
+    with pytest.raises(
+        ConfigError, match=r"training\.compile is true, but the compiler .*: set it to false, or leave it"
+    ):
         prepare_model(planned(tmp_path, compile=True), reporter, CPU)
 
 

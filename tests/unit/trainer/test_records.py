@@ -60,7 +60,9 @@ class Run(Trainer):
         model: Any = SimpleNamespace(huggingface=torch.nn.Module())
         steps: Any = None  # No step is read from it.
         uri = config.spec.model.uri
-        self.prepared = Prepared(uri, folder, model, "", COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6, compiles=False)
+        self.prepared = Prepared(
+            uri, folder, model, "", COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6, compiles=False
+        )
 
     def go_to_the_loop(self) -> None:
         self.store.path.mkdir(exist_ok=True)
