@@ -5,11 +5,11 @@
 First checks: every part that has a path of its own on a GPU, then whole runs; each in a process of its own, ``ok`` or
 what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
 model-FLOPs utilisation and peak memory of the trainer and of a plain Hugging Face loop in turn (A B B A), and what a
-save costs; of the smaller one also with layers that are not compiled, of the larger one also on layers of
-Megatron-Core where that is installed. Then adapters in the shape of Qwen3-8B, once (A B). All is printed as it comes; the last lines repeat
-every figure as key=value. The exit code is 0 when every check is ok and every run was measured: what there was no time
-for counts as neither. A goal that is missed is told at the end, and changes no exit code. On a CPU the same with small
-shapes; what needs a GPU says ``skipped=cpu``.
+save costs; of the smaller one also with layers that are not compiled, of the larger one also on layers of Megatron-
+Core where that is installed. Then adapters in the shape of Qwen3-8B, once (A B). All is printed as it comes; the last
+lines repeat every figure as key=value. The exit code is 0 when every check is ok and every run was measured: what
+there was no time for counts as neither. A goal that is missed is told at the end, and changes no exit code. On a CPU
+the same with small shapes; what needs a GPU says ``skipped=cpu``.
 """
 
 import argparse
