@@ -148,10 +148,15 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     top = tokens * sizes.hidden_size * (4 + 3 * computed)
 
     copies = computes_with_copies(spec, plan.precision, plan.processes)
-    block_bytes, root = (computed * sizes.block, computed * sizes.root) if copies else (0, 0)
+    block, rest, parameters = sizes.block, sizes.root, sizes.parameters
+    if not copies:
+        block, rest, parameters = 0, 0, 0
+    elif not gathers_base(spec, plan.precision, plan.processes):
+        block, rest, parameters = sizes.trained_block, sizes.trained_root, sizes.trained
+    block_bytes, root = computed * block, computed * rest
     fsdp = spec.strategy.fsdp if spec.strategy else None
     whole = fsdp is not None and not fsdp.reshard_after_forward
-    blocks = computed * (sizes.parameters - sizes.root) if whole and copies else 2 * block_bytes
+    blocks = computed * (parameters - rest) if whole else 2 * block_bytes
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
     summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
 
@@ -179,12 +184,12 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
             (root + blocks + summed * sizes.trained_block, earlier + working, computed * head),
             (root + alone + (computed + summed) * sizes.trained_block, earlier, computed * head),
         ]
-    ends = [root + (blocks if whole else 0) + (computed + summed) * sizes.trained_root + summed * sizes.trained_block]
+    ends = [root + (computed + summed) * sizes.trained_root + summed * sizes.trained_block]
     if copies and keeps_whole_gradients(plan):
         # At the end of the first pass the root's gradients become fp32 as they are made, both of tied weights before
         # one is added to the other; where the next pass begins, weights are there as gathered and as computed with.
         tied = sizes.root < 2 * head
-        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head)), 2 * root + alone]
+        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head)), 2 * root + block_bytes]
     moments = ((root + alone, layers + top, loss), *backward, *((end, 0, 0) for end in ends))
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
@@ -251,6 +256,12 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
     held = {4, _base_bytes(spec, precision)}
     return processes > 1 or held != {BYTES[precision]} or rounded or offloads(spec)
+
+
+def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:
+    """Whether frozen weights are among what is copied: one process that holds them as it computes with them needs no
+    copies of them, though adapters beside them are cast."""
+    return processes > 1 or _base_bytes(spec, precision) != BYTES[precision] or offloads(spec)
 
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:

@@ -76,6 +76,7 @@ def a_bin(tokens: int, sequence: int) -> BinTensors:
 
 
 ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
+KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
 CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     # Model, layers, tokens, processes, shard degree, spec
     "8B, the loss": ("meta-llama/Llama-3.1-8B", 2, 4096, 8, 8, {}),
@@ -89,6 +90,28 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         {"training": {"activationCheckpointing": "full"}},
     ),
     "8B, adapters": ("meta-llama/Llama-3.1-8B", 3, 8192, 4, 4, {"lora": {"rank": 16}}),
+    "8B, adapters, alone": ("meta-llama/Llama-3.1-8B", 3, 8192, 1, 1, {"lora": {"rank": 16}}),
+    # The base is then gathered, as it is computed with otherwise than it is held
+    "8B, adapters of a base in fp32, alone": (
+        "meta-llama/Llama-3.1-8B",
+        3,
+        8192,
+        1,
+        1,
+        {"lora": {"rank": 16, "basePrecision": "fp32"}},
+    ),
+    "8B, all gathered at once": ("meta-llama/Llama-3.1-8B", 6, 4096, 8, 8, KEPT),
+    "8B, gathered with much to compute": ("meta-llama/Llama-3.1-8B", 6, 16384, 8, 8, KEPT),
+    "1B, gathered alone": ("meta-llama/Llama-3.2-1B", 8, 4096, 1, 1, KEPT),
+    "1B, gathered, and gradients of the whole model": (
+        "meta-llama/Llama-3.2-1B",
+        8,
+        4096,
+        8,
+        8,
+        {"strategy": {"fsdp": {"reduceGradients": "oncePerStep", "reshardAfterForward": False}}},
+    ),
+    "8B, gathered, adapters": ("meta-llama/Llama-3.1-8B", 6, 4096, 4, 4, {**KEPT, "lora": {"rank": 16}}),
     # No gradient comes to the layers before them, which keep nothing
     "8B, adapters of the last layers": (
         "meta-llama/Llama-3.1-8B",

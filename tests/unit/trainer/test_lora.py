@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from sft_api.v1alpha1 import LoraSpec
@@ -17,7 +18,7 @@ from sft_trainer.flops import ModelFlops, training_flops
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import adapted_layers, add_adapters, initialize_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
-from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
@@ -213,6 +214,63 @@ def test_after_steps_the_adapters_are_those_of_peft_and_the_base_is_as_it_was(tm
 
 def _boxes(of: FsdpStrategy, which: Any) -> dict[str, Box]:
     return {box.name: box for box in of.boxes(which)}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("targets", [["all-linear"], ["layers.1.self_attn.q_proj"]])
+def test_a_base_that_is_not_copied_gives_the_same_numbers_to_the_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: list[str], checkpointing: str
+) -> None:
+    # Given a model in bf16 with tied weights whose base is as it is computed with, and one whose base FSDP gathers too
+    save_model("qwen3", tmp_path, tie_word_embeddings=True)
+    lora = {"rank": 4, "targetModules": targets}
+    options = {"precision": "bf16", "activationCheckpointing": checkpointing}
+    left = filled(strategy(tmp_path, lora, **options))
+    monkeypatch.setattr(sharding, "gathers_base", lambda *_: True)
+    copied = filled(strategy(tmp_path, lora, **options))
+
+    def held(of: FsdpStrategy) -> set[tuple[bool, bool]]:
+        parameters = of.model.huggingface.named_parameters()
+        return {(is_adapter(name), isinstance(each, DTensor)) for name, each in parameters}
+
+    assert held(left) == {(True, True), (False, False)}
+    assert held(copied) == {(True, True), (False, True)}
+    pairs = list(zip(left.model.parameters(), copied.model.parameters(), strict=True))
+
+    # When both make two steps, evaluate, and compute gradients once more
+    for step in range(3):
+        losses = [of.forward_backward(BINS, TRAINED) for of in (left, copied)]
+        norms = [of.grad_norm() for of in (left, copied)]
+        assert torch.equal(*losses)
+        assert torch.equal(*map(gathered, norms))
+        for one, other in pairs:
+            assert one.requires_grad == other.requires_grad == (one.grad is not None)
+            assert one.grad is None or torch.equal(gathered(one.grad), gathered(other.grad))
+        if step < 2:
+            for of, norm in zip((left, copied), norms, strict=True):
+                of.apply(1e-2, 0.05, norm, torch.tensor(True))
+            assert torch.equal(left.forward_sums(BINS), copied.forward_sums(BINS))
+
+    # Then no bit differs, and checkpoints and exports read the same
+    for which in ("base", "trained", "optimizer"):
+        ours, theirs = ({(box.name, box.kind): box for box in of.boxes(which)} for of in (left, copied))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key].read(), theirs[key].read()) for key in ours)
+        assert {key: box.writes for key, box in ours.items()} == {key: box.writes for key, box in theirs.items()}
+
+
+def test_the_base_is_left_alone_only_where_it_is_computed_with_as_it_is_held(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+
+    def base(**options: Any) -> set[type]:
+        lora = {"rank": 4, **({"basePrecision": options.pop("base")} if "base" in options else {})}
+        of = strategy(tmp_path, lora, **options)
+        return {type(each) for name, each in of.model.huggingface.named_parameters() if not is_adapter(name)}
+
+    assert base(precision="bf16") == {torch.nn.Parameter}
+    assert base(precision="bf16", base="fp32") == {DTensor}
+    # Nothing at all is copied
+    assert base(precision="fp32") == {torch.nn.Parameter}
 
 
 def test_the_first_loss_is_that_of_the_model_as_it_is(tmp_path: Path) -> None:

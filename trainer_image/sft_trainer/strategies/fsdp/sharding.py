@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sft_api.memory import computes_with_copies, offloads
+from sft_api.memory import computes_with_copies, gathers_base, offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
@@ -26,7 +26,8 @@ def build_model(
 
     A collective call. Raises ``ConfigError`` for a topology with tensor, pipeline or expert parallelism. Order:
     activation checkpointing, compile every block, shard every block and then the root, allocate. Embedding and head
-    are in the root unit, so that tied ones stay tied. One process that computes with what it holds shards nothing.
+    are in the root unit, so that tied ones stay tied. One process that computes with what it holds shards nothing, and
+    where that is so of the base alone, nothing but what is trained.
     """
     if topology.data_parallel * topology.sequence != topology.world_size or topology.expert > 1:
         raise ConfigError(
@@ -40,11 +41,14 @@ def build_model(
         # With what is recomputed, and within what FSDP does before and after.
         asked = config.spec.training.compile is not None
         compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model), asked=asked)
-    if computes_with_copies(config.spec, config.plan.precision, topology.world_size):
-        _shard(config, model, trainable, topology.parameter_mesh(device.type), device)
-        model.to_empty(device=holding_device(config, device))
+    run = (config.spec, config.plan.precision, topology.world_size)
+    left = set() if gathers_base(*run) else {each for each in model.parameters() if not each.requires_grad}
+    if computes_with_copies(*run):
+        _shard(config, model, trainable, topology.parameter_mesh(device.type), device, left)
     else:
-        model.to_empty(device=device)
+        left = set(model.parameters())
+    model.to_empty(device=holding_device(config, device))
+    if left:
         # Each of those that are one tensor was allocated by itself.
         model.tie_weights()
     initialize_buffers(model)
@@ -53,9 +57,14 @@ def build_model(
 
 
 def _shard(
-    config: TrainerConfig, model: CausalLM, trainable: Trainable, mesh: DeviceMesh, device: torch.device
+    config: TrainerConfig,
+    model: CausalLM,
+    trainable: Trainable,
+    mesh: DeviceMesh,
+    device: torch.device,
+    left: set[nn.Parameter],
 ) -> None:
-    """Every block over ``mesh``, and then the root."""
+    """Every block over ``mesh``, and then the root, but for the parameters that are ``left`` as they are."""
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     # What is held in another precision than it is computed in is cast when it is gathered.
@@ -73,8 +82,16 @@ def _shard(
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=fsdp.reshard_after_forward if fsdp else True,
+            ignored_params=left or None,
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=False,
+        ignored_params=left or None,
+    )
     _sum_gradients(model)
 
 
