@@ -8,6 +8,8 @@ from sft_trainer.data.batches import MicroBatch
 from sft_trainer.data.feed import BinTensors
 
 _HELD = 2**30
+_TOKEN = 2**20
+"""Bytes: weights of a small model, gathered, are few beside those of some tokens."""
 
 
 def random_bin(seed: int, *lengths: int, vocabulary: int = 128) -> BinTensors:
@@ -21,7 +23,7 @@ def random_bin(seed: int, *lengths: int, vocabulary: int = 128) -> BinTensors:
 
 @dataclass(frozen=True)
 class RoomFor:
-    """Memory for so many full bins; a token takes a byte, and ``seen`` is how many the largest bin had so far."""
+    """Memory for so many full bins; a token takes a MiB, and ``seen`` is how many the largest bin had so far."""
 
     bins: int
     bin_tokens: int
@@ -31,10 +33,10 @@ class RoomFor:
         return _HELD
 
     def most_allocated(self) -> int:
-        return _HELD + self.seen
+        return _HELD + self.seen * _TOKEN
 
     def total(self) -> int:
         return 2**60
 
     def available(self) -> int:
-        return int((_HELD + (self.bins + 0.5) * self.bin_tokens) / 0.8)
+        return int((_HELD + (self.bins + 0.5) * self.bin_tokens * _TOKEN) / 0.8)

@@ -143,20 +143,15 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     """
     computed = BYTES[plan.precision]
     tokens = micro_batch_tokens(spec, plan)
-    layers = tokens * sum(count * block.kept for block, count in kinds.items())
+    layers = tokens * sum(count * kind.kept for kind, count in kinds.items())
     # Of the last norm, and of its output where it is trained.
     top = tokens * sizes.hidden_size * (4 + 3 * computed)
 
     copies = computes_with_copies(spec, plan.precision, plan.processes)
-    block, rest, parameters = sizes.block, sizes.root, sizes.parameters
-    if not copies:
-        block, rest, parameters = 0, 0, 0
-    elif not gathers_base(spec, plan.precision, plan.processes):
-        block, rest, parameters = sizes.trained_block, sizes.trained_root, sizes.trained
-    block_bytes, root = computed * block, computed * rest
+    block, root, parameters = (computed * numbers for numbers in gathered_sizes(sizes, spec, plan))
+    whole = not reshards(spec, plan)
+    blocks = parameters - root if whole else 2 * block
     fsdp = spec.strategy.fsdp if spec.strategy else None
-    whole = fsdp is not None and not fsdp.reshard_after_forward
-    blocks = computed * (parameters - rest) if whole else 2 * block_bytes
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
     summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
 
@@ -173,8 +168,8 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     loss = tokens * sizes.hidden_size * computed + max(chunk, head * (4 + computed) if several else 0)
     # What is gathered, kept by layers, and held by the loss, at the moments when most is held: at the loss, in the
     # backward pass of blocks, and at the end of all.
-    alone, working = blocks if whole else block_bytes, tokens * max(block.working for block in kinds)
-    earlier = layers - tokens * min((block.kept for block in kinds if block != NOTHING), default=0.0)
+    alone, working = blocks if whole else block, tokens * max(kind.working for kind in kinds)
+    earlier = layers - tokens * min((kind.kept for kind in kinds if kind != NOTHING), default=0.0)
     backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
     if sizes.experts:
         # Blocks are large beside what they compute: not all of that is there at once. In the last block there are no
@@ -189,7 +184,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
         # At the end of the first pass the root's gradients become fp32 as they are made, both of tied weights before
         # one is added to the other; where the next pass begins, weights are there as gathered and as computed with.
         tied = sizes.root < 2 * head
-        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head)), 2 * root + block_bytes]
+        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head)), 2 * root + block]
     moments = ((root + alone, layers + top, loss), *backward, *((end, 0, 0) for end in ends))
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
@@ -198,6 +193,15 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
         activations=ceil(activations),
         logits=ceil(logits),
     )
+
+
+def gathered_sizes(sizes: Sizes, spec: SFTJobSpec, plan: PlanStatus) -> tuple[int, int, int]:
+    """What of the numbers of parameters is gathered, and so copied: of the largest block, outside of blocks, in all."""
+    if not computes_with_copies(spec, plan.precision, plan.processes):
+        return 0, 0, 0
+    if not gathers_base(spec, plan.precision, plan.processes):
+        return sizes.trained_block, sizes.trained_root, sizes.trained
+    return sizes.block, sizes.root, sizes.parameters
 
 
 def logit_bytes(logits: Transformed, computed: int) -> int:
@@ -244,6 +248,13 @@ def offloads(spec: SFTJobSpec) -> bool:
 def keeps_whole_gradients(plan: PlanStatus) -> bool:
     """Whether gradients of the whole model are held from one micro-batch of a step to the next."""
     return plan.reduce_gradients == "oncePerStep" and plan.gradient_accumulation != 1
+
+
+def reshards(spec: SFTJobSpec, plan: PlanStatus) -> bool:
+    """Whether a layer's gathered weights are freed after its forward pass: as ``spec`` says, else as ``plan`` does."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    given = fsdp.reshard_after_forward if fsdp else None
+    return plan.reshard_after_forward if given is None else given
 
 
 def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bool:

@@ -18,6 +18,7 @@ from .memory import (
     knows_compiled,
     offloaded_bytes,
     offloads,
+    reshards,
     sizes_of,
     staging_bytes,
 )
@@ -297,9 +298,17 @@ def _changes(
     spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int
 ) -> Iterator[tuple[str, SFTJobSpec, PlanStatus]]:
     """In words, as a spec and as its plan: only what of them decides about memory is right."""
-    shares = plan.model_copy(update={"reduce_gradients": "everyMicroBatch"})
+    shares = plan.model_copy(update={"reduce_gradients": "everyMicroBatch", "reshard_after_forward": True})
+    given = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
     if keeps_whole_gradients(plan):
-        yield "strategy.fsdp.reduceGradients: everyMicroBatch", spec, shares
+        yield (
+            "strategy.fsdp.reduceGradients: everyMicroBatch",
+            spec,
+            plan.model_copy(update={"reduce_gradients": "everyMicroBatch"}),
+        )
+    if not reshards(spec, plan):
+        freed = StrategySpec(fsdp=given.model_copy(update={"reshard_after_forward": True}))
+        yield "strategy.fsdp.reshardAfterForward: true", spec.model_copy(update={"strategy": freed}), plan
     for how in _CHECKPOINTING[_CHECKPOINTING.index(spec.training.activation_checkpointing) + 1 :]:
         yield (
             f"training.activationCheckpointing: {how}",
@@ -331,7 +340,6 @@ def _changes(
         optimizer = spec.training.optimizer.model_copy(update={"state_dtype": "bf16"})
         yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
     if not offloads(spec):
-        given = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
         without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""
         offloaded = StrategySpec(fsdp=given.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
         yield f"strategy.fsdp.cpuOffload: true{without}", spec.model_copy(update={"strategy": offloaded}), shares

@@ -3,10 +3,10 @@
 from .batch import batch_of
 from .goodput import Devices
 from .gpus import declared_gpu_memory
-from .gradient_reduction import reduces_once
 from .known_models import known_shape
 from .memory_plan import fits_a_node, memory_status
 from .model_shape import ModelShape
+from .traffic import with_traffic
 from .v1alpha1.job import SFTJobSpec, drops_attention
 from .v1alpha1.megatron import megatron_of
 from .v1alpha1.status import PlanStatus
@@ -41,11 +41,11 @@ def make_plan(
     process; without packing 32 examples, rounded up to the processes. Those that compute on the same micro-batches are
     one of them here. See docs/reference for every field. ``processes``, where they differ from what ``spec`` asks for,
     change how a step is shared out and never the step. ``gpu_memory`` (bytes) is that of GPUs of which ``spec`` does
-    not say it: what the manifest leaves open of ``shard_degree`` and ``reduce_gradients`` follows from it too, so that
-    a plan is the same wherever that is known alike; ``sft plan`` knows none of a chart's. ``shape`` is that of the
-    model, where this machine has it, and ``uncounted`` why it has none (``model_shape.uncounted``): what is shown of
-    memory follows from them, and nothing else. Raises ``ValueError``
-    for ``processes`` that are no whole number of shares.
+    not say it: what the manifest leaves open of ``shard_degree``, ``reshard_after_forward`` and ``reduce_gradients``
+    follows from it too, so that a plan is the same wherever that is known alike; ``sft plan`` knows none of a chart's.
+    ``shape`` is that of the model, where this machine has it, and ``uncounted`` why it has none
+    (``model_shape.uncounted``): what is shown of memory follows from them, and nothing else. Raises ``ValueError`` for
+    ``processes`` that are no whole number of shares.
     """
     declared = spec.compute.processes
     processes = processes or declared
@@ -78,8 +78,7 @@ def make_plan(
     gpu, known = declared_gpu_memory(spec) or gpu_memory, known_shape(spec.model.uri)
     if processes == declared and (fsdp is None or fsdp.shard_degree is None) and fits_a_node(spec, plan, known, gpu):
         plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
-    if reduces_once(spec, plan, known, gpu):
-        plan = plan.model_copy(update={"reduce_gradients": "oncePerStep"})
+    plan = with_traffic(spec, plan, known, gpu)
     memory = memory_status(spec, plan, shape or known, gpu, uncounted)
     return plan.model_copy(update={"memory": memory})
 

@@ -136,8 +136,23 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             ]
         ),
         *([shared] if plan.sequence_parallel > 1 else []),
+        *_layers(spec, plan),
         *_reduction(spec, plan),
     ]
+
+
+def _layers(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """How long layers' weights stay gathered, where it is asked for or longer than for one pass."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    given = fsdp is not None and fsdp.reshard_after_forward is not None
+    if plan.reshard_after_forward:
+        value, why = "gathered for each pass", "freed between forward and backward"
+    else:
+        value, why = "gathered once a micro-batch", "kept from forward to backward"
+    decision = Decision(
+        "layers", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reshardAfterForward; {why}"
+    )
+    return [decision] if given or not plan.reshard_after_forward else []
 
 
 def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:

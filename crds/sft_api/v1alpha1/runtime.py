@@ -18,8 +18,11 @@ class FsdpSpec(ApiModel):
         description="Processes that share one copy of the model (hybrid sharding). When absent those of a node, where "
         "the plan knows that a copy fits there, else all.",
     )
-    reshard_after_forward: bool = Field(
-        default=True, description="Free a layer's gathered parameters after its forward pass: less memory."
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="Free a layer's gathered parameters after its forward pass, and gather them again for its backward "
+        "pass: less memory, more traffic. When absent they are kept where the plan knows that this takes the place of "
+        "nothing, else freed.",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",

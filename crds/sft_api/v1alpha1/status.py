@@ -204,6 +204,10 @@ class PlanStatus(ApiModel):
         default="everyMicroBatch",
         description="How often gradients are summed over the processes that share one copy of the model.",
     )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="Whether a layer's gathered parameters are freed after its forward pass, and gathered once more.",
+    )
     precision: Literal["bf16", "fp32"] = Field(description="Compute precision.")
     compile: bool = Field(default=False, description="Whether layers are compiled before the first step.")
     learning_rate: float = Field(description="Peak learning rate.")

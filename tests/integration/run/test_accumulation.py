@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches: added up between the replicas once a step, within the shards when asked to."""
+"""What processes exchange in a step: gradients as often as is asked for, weights once or twice a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.lora import add_adapters, initialize_adapters
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
-from sft_trainer.trainable import EVERYTHING
+from sft_trainer.trainable import EVERYTHING, trainable_of
 from tests.bins import random_bin
 from tests.integration.checkpoint import ranks
 from tests.parity.runs import manifest, resolve
@@ -104,3 +105,54 @@ def test_what_is_summed_once_a_step_is_added_up_in_fp32_before(tmp_path: Path) -
     # Then nothing is rounded to bf16 on the way, which would be wrong by 1e-3
     for together, expected in zip(once, often, strict=True):
         assert np.linalg.norm(together - expected) <= 2e-6 * np.linalg.norm(expected) + 1e-9
+
+
+def steps_here(path: Path, keeps: bool, lora: dict[str, Any] | None) -> tuple[int, list[float], list[Any]]:
+    """All-gathers of a micro-batch in a plan that ``keeps`` layers gathered or not; losses of three steps, an
+    evaluation after them, and the values of all parameters then."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    topology = here()
+    job = manifest(
+        path,
+        path.with_name("store"),
+        model={"uri": f"file://{path}"},
+        training={"precision": "bf16"},
+        **({"lora": lora} if lora else {}),
+    )
+    config = resolve(job)
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"reshard_after_forward": not keeps})})
+    blueprint = build_on_meta(path)
+    if config.spec.lora is not None:
+        add_adapters(blueprint.huggingface, config.spec.lora)
+    built = FsdpStrategy(config, blueprint, trainable_of(config), topology, torch.device("cpu"))
+    load_weights(built.boxes("base" if lora else "trained"), built.model.names, path)
+    if config.spec.lora is not None:
+        initialize_adapters(built.boxes("trained"), config.spec.lora, 1)
+    share = BINS[topology.data_rank :: topology.data_parallel]
+    found = []
+    for _ in range(3):
+        with CommDebugMode() as collectives:
+            found.append(float(built.forward_backward(share, TRAINED)))
+        built.apply(1e-2, 1.0, built.grad_norm(), torch.tensor(True))
+    found += built.forward_sums(share).tolist()
+    gathers = sum(count for name, count in collectives.get_comm_counts().items() if "allgather" in str(name))
+    return gathers // len(share), found, [box.read().float().numpy() for box in built.boxes("trained")]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_layers_that_stay_gathered_are_gathered_once_a_micro_batch_and_change_no_bit(
+    tmp_path: Path, processes: int, lora: dict[str, Any] | None
+) -> None:
+    save_model("llama", tmp_path / "model")
+
+    again, once = (
+        ranks.run(processes, tmp_path, steps_here, tmp_path / "model", keeps, lora) for keeps in (False, True)
+    )
+
+    for (gathers, figures, values), (fewer, same_figures, same_values) in zip(again, once, strict=True):
+        # One process copies what it has; of two each gathers its two layers a second time, the root never
+        assert (gathers, fewer) == ((0, 0) if processes == 1 else (UNITS + 2, UNITS))
+        assert figures == same_figures
+        assert all(np.array_equal(one, other) for one, other in zip(values, same_values, strict=True))

@@ -118,8 +118,9 @@ def test_to_shard_over_all_nodes_is_a_remedy_that_can_be_followed(strategy: dict
 
     told = remedies(crowded, plan, known_shape(EIGHT_BILLION["uri"]), 80 * GIB)
 
-    # Then what is told is what a run takes that follows it
-    followed = spec(length=6144, strategy={"fsdp": {"shardDegree": 64}}, **nodes)
+    # Then what is told is what a run takes that follows it, and keeps nothing gathered for that there is room again
+    wide = {"shardDegree": 64, "reshardAfterForward": True}
+    followed = spec(length=6144, strategy={"fsdp": wide}, **nodes)
     assert make_plan(followed).shard_degree == 64
     assert f"strategy.fsdp.shardDegree: 64 ({total(followed)})" in told
 

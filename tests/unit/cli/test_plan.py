@@ -196,6 +196,15 @@ def test_gradients_that_are_not_summed_as_usual_are_shown() -> None:
     assert often.value == "summed after every micro-batch"
 
 
+def test_layers_that_stay_gathered_are_shown_and_what_was_asked_for() -> None:
+    known = {"model": {"uri": "hf://meta-llama/Llama-3.2-1B"}, "compute": {"gpusPerNode": 8, "gpuMemory": "80Gi"}}
+    assert "layers" not in decisions(compute={"gpusPerNode": 8})
+    kept = decisions(**known)["layers"]
+    assert (kept.value, kept.origin) == ("gathered once a micro-batch", Origin.COMPUTED)
+    freed = decisions(strategy={"fsdp": {"reshardAfterForward": True}}, **known)["layers"]
+    assert (freed.value, freed.origin) == ("gathered for each pass", Origin.GIVEN)
+
+
 def test_how_megatron_spreads_a_model_is_shown() -> None:
     degrees = {"tensorParallelDegree": 4, "pipelineParallelDegree": 2}
     shown = decisions(strategy={"megatron": degrees}, compute={"nodes": 2, "gpusPerNode": 8})

@@ -20,12 +20,14 @@ class Known:
     has: float
     between: int = 0
     """GiB that were held from one pass to the next."""
+    gathered: int = 0
+    """GiB of weights that stayed gathered in a pass."""
 
     def allocated(self) -> int:
         return 10 * GIB
 
     def most_allocated(self) -> int:
-        return (11 + self.between) * GIB
+        return (11 + self.between + self.gathered) * GIB
 
     def total(self) -> int:
         return self.available()
@@ -89,3 +91,17 @@ def _chosen_beside(held: int, passes: int) -> int:
 def test_what_passes_leave_for_one_another_is_held_once(held: int, passes: int, count: int, tmp_path: Path) -> None:
     # Given 10 GiB of states and 1 of a bin; of a step of one pass nothing was left, of another one it will be
     assert run(1, tmp_path, _chosen_beside, held, passes) == [count]
+
+
+def _chosen_gathered(gathered: int) -> int:
+    together = BinsPerForward(Known(25.0, gathered=gathered), 2048, torch.device("cpu"))
+    together.gathered = gathered * GIB
+    for _ in range(2):
+        together.after_pass(2048)
+    return together.count
+
+
+@pytest.mark.parametrize(("gathered", "count"), [(0, 8), (4, 6), (9, 1)])
+def test_what_stays_gathered_is_there_once(gathered: int, count: int, tmp_path: Path) -> None:
+    # Given 10 GiB of states, 1 of a bin, and room for 10 more
+    assert run(1, tmp_path, _chosen_gathered, gathered) == [count]

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from sft_api.gradient_reduction import ENOUGH_TOKENS, FILLED_SHARE
+from sft_api.traffic import ENOUGH_TOKENS, FILLED_SHARE
 
 
 class Memory(Protocol):
@@ -56,7 +56,8 @@ class Pass:
     tokens: int
     """Of the largest bin."""
     kept: int
-    """Bytes allocated between them: weights, moments and gradients."""
+    """Bytes of them that are there once, however many bins go at once: weights, moments and gradients between the
+    passes, and weights that stay gathered from the one to the other."""
     most: int
     """Bytes allocated at the same time."""
     available: int
@@ -66,8 +67,8 @@ class Pass:
 def bins_that_fit(seen: Pass, bin_tokens: int) -> int:
     """How many full bins of ``bin_tokens`` are computed at once after a pass of one; at least 1.
 
-    What layers gather of one another's weights is counted for every bin, though it is there only once: the answer is
-    never too large for that.
+    What layers gather for a moment is counted for every bin, though it is there only once: the answer is never too
+    large for that.
     """
     each = (seen.most - seen.kept) * bin_tokens / max(1, seen.tokens)
     room = FILLED_SHARE * seen.available - seen.kept
@@ -85,6 +86,9 @@ class BinsPerForward:
         self.count = 1
         self.held_between = 0
         """Bytes that passes leave for the next one of their step, and that are gone after the last."""
+        self.gathered = 0
+        """Bytes of weights that stay gathered from their forward to their backward pass: where a pass has most
+        allocated all are there, as a layer's go with what it has kept for the backward pass."""
         self._memory = memory
         self._bin_tokens = bin_tokens
         self._device = device
@@ -100,7 +104,7 @@ class BinsPerForward:
             return False
         memory, between = self._memory, self.held_between
         most = memory.most_allocated() + (0 if passes > 1 else between)
-        seen = Pass(tokens, memory.allocated() + between, most, memory.available())
+        seen = Pass(tokens, memory.allocated() + between + self.gathered, most, memory.available())
         # A process without a bin of its own has seen nothing.
         fit = bins_that_fit(seen, self._bin_tokens) if tokens else ENOUGH_TOKENS
         agreed = torch.tensor(fit, device=self._device)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sft_api.memory import computes_with_copies, gathers_base, offloads
+from sft_api.memory import computes_with_copies, gathers_base, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
@@ -81,7 +81,7 @@ def _shard(
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=fsdp.reshard_after_forward if fsdp else True,
+            reshard_after_forward=reshards(config.spec, config.plan),
             ignored_params=left or None,
         )
     fully_shard(
@@ -146,6 +146,15 @@ def whole_gradient_bytes(model: nn.Module) -> int:
     """What these sums take more than the shares of them that are left afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(4 * (p.numel() - p.to_local().numel()) for p in trained if isinstance(p, DTensor))
+
+
+def kept_gathered_bytes(config: TrainerConfig, model: CausalLM) -> int:
+    """Of weights that are gathered from their forward to their backward pass: outside of blocks, and maybe in them."""
+    kept = {*model.parameters()}
+    if reshards(config.spec, config.plan):
+        kept -= {*model.blocks.parameters()}
+    computed = 2 if config.plan.precision == "bf16" else 4
+    return sum(computed * parameter.numel() for parameter in kept if isinstance(parameter, DTensor))
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

@@ -33,6 +33,7 @@ from .sharding import (
     add_up_replicas,
     build_model,
     gradient_norm,
+    kept_gathered_bytes,
     may_add_up_later,
     offloaded_gradient_norm,
     whole_gradient_bytes,
@@ -92,8 +93,10 @@ class FsdpStrategy:
                 tells=topology.tells,
             )
         self.model = build_model(config, blueprint, trainable, topology, device)
-        if self._together and self._reduces_once:
-            self._together.held_between = whole_gradient_bytes(self.model)
+        if self._together:
+            self._together.gathered = kept_gathered_bytes(config, self.model)
+            if self._reduces_once:
+                self._together.held_between = whole_gradient_bytes(self.model)
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             config.spec,
