@@ -187,6 +187,20 @@ def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) 
     torch.testing.assert_close(grouped.forward_sums(bins)[0], losses[0], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_there_once_are_weights_that_stay_gathered(folder: Path, keeps: bool) -> None:
+    # Given a model in bf16, which one process casts when it gathers it; tied weights are there once
+    fsdp = {"fsdp": {"reshardAfterForward": not keeps}}
+    job = manifest(folder, folder.with_name("store"), strategy=fsdp, training={"precision": "bf16"})
+    config = resolve(job)
+    built = FsdpStrategy(config, build_on_meta(folder), EVERYTHING, ALONE, CPU)
+    numbers = {name: parameter.numel() for name, parameter in built.model.named_parameters()}
+    outside = {name: number for name, number in numbers.items() if ".layers." not in name}
+
+    expected = 2 * sum((numbers if keeps else outside).values())
+    assert sharding.kept_gathered_bytes(config, built.model) == expected > 0
+
+
 def test_where_random_numbers_are_drawn_every_bin_goes_alone(tmp_path: Path) -> None:
     save_model("llama", tmp_path, attention_dropout=0.25)
     alone, asked = strategy(tmp_path), strategy(tmp_path, memory=room_for(3))
