@@ -341,7 +341,7 @@ def block_memory(
     lora = spec.lora
     # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
     normed = 0 if lora else (4 if family.norms_in_fp32 else computed)
-    norms = shape.norms * width * (4 + normed) + 2 * width * computed
+    norms: float = shape.norms * width * (4 + normed) + 2 * width * computed
     between = (queries + keys) * (4 + normed) if family.query_key_norm else 0
     attention = computed * 2 * (queries + keys) + 4 * shape.heads
     if family.fused and spec.sequence_parallel == 1:

@@ -49,7 +49,8 @@ def variable_length_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     # Before there was an argument for it, it needed none.
-    groups = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _knows_groups(varlen_attn) else {}
+    grouped = query.shape[1] != key.shape[1] and _knows_groups(varlen_attn)
+    groups: dict[str, Any] = {"enable_gqa": True} if grouped else {}
     output = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **groups)
     assert isinstance(output, torch.Tensor)  # noqa: S101 - a tuple only with return_aux
     return output
