@@ -41,6 +41,8 @@ class ModelShape:
     """Of adapters on all linear layers, beside a base in bf16; 0: all weights are trained."""
     utilisation_goal: float = 0.0
     """Share of the peak that the trainer is to reach; 0: none is set."""
+    published: str = ""
+    """The model whose shape it has; empty for none."""
 
     def training_flops(self, lengths: list[int]) -> float:
         """Model FLOPs of forward and backward over documents of ``lengths``: PaLM, appendix B, causal attention.
@@ -67,10 +69,32 @@ class ModelShape:
 
 
 QWEN3_0_6B = ModelShape(
-    "qwen3_0.6b", 1024, 3072, 28, 16, 8, 128, 151_936, bin_tokens=4096, bins=4, utilisation_goal=0.40
+    "qwen3_0.6b",
+    1024,
+    3072,
+    28,
+    16,
+    8,
+    128,
+    151_936,
+    bin_tokens=4096,
+    bins=4,
+    utilisation_goal=0.40,
+    published="Qwen/Qwen3-0.6B",
 )
 QWEN3_1_7B = ModelShape(
-    "qwen3_1.7b", 2048, 6144, 28, 16, 8, 128, 151_936, bin_tokens=4096, bins=4, utilisation_goal=0.45
+    "qwen3_1.7b",
+    2048,
+    6144,
+    28,
+    16,
+    8,
+    128,
+    151_936,
+    bin_tokens=4096,
+    bins=4,
+    utilisation_goal=0.45,
+    published="Qwen/Qwen3-1.7B",
 )
 QWEN3_8B_LORA = ModelShape(
     "qwen3_8b_lora",
@@ -86,6 +110,7 @@ QWEN3_8B_LORA = ModelShape(
     tied=False,
     rank=16,
     utilisation_goal=0.50,
+    published="Qwen/Qwen3-8B",
 )
 SMALL = ModelShape("small", 64, 128, 2, 4, 2, 16, 2048, bin_tokens=512, bins=2)
 SMALL_LORA = ModelShape("small_lora", 64, 128, 2, 4, 2, 16, 2048, bin_tokens=512, bins=2, tied=False, rank=4)

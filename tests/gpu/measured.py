@@ -30,6 +30,8 @@ _STARTING_SECONDS = 25.0
 """Assumed of the first run: imports, tokenising, loading."""
 _SAME_LOSS = {True: 1e-2, False: 1e-4}
 """How far losses of two strategies, or of compiled layers, may be apart, relative: in bf16 on a GPU, and in fp32."""
+_GPU_MEMORY = "79Gi"
+"""Of an H100; of a GPU with more the plan makes less use."""
 _RATIO_GOAL = 1.2
 """Tokens a second by those of the plain loop, on a GPU."""
 
@@ -123,7 +125,13 @@ class Scene:
             strategy={strategy: {}},
             **({"lora": {"rank": shape.rank}} if shape.rank else {}),
         )
-        return resolve(job)
+        config = resolve(job)
+        if not self.on_gpu:
+            return config
+        # As the operator plans it for the published model, which its table knows, on GPUs whose memory it knows.
+        job["spec"]["model"] = {"uri": f"hf://{shape.published}"}
+        job["spec"]["compute"]["gpuMemory"] = _GPU_MEMORY
+        return config.model_copy(update={"plan": resolve(job).plan})
 
 
 def _seen(path: Path) -> Seen | None:

@@ -19,7 +19,7 @@ from sft_trainer.trainable import trainable_of
 from tests.gpu import measured
 from tests.gpu.figures import Figures
 from tests.gpu.fused_blocks import Kernels, fused_blocks
-from tests.gpu.inputs import QWEN3_0_6B, QWEN3_8B_LORA, SMALL, SMALL_LORA, ModelShape, make_model
+from tests.gpu.inputs import QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B_LORA, SMALL, SMALL_LORA, ModelShape, make_model
 from tests.gpu.measured import Effort, Run, Scene, compare
 from tests.gpu.plain import _arguments, fastest
 
@@ -104,7 +104,8 @@ def test_the_runs_are_of_what_their_names_say(tmp_path: Path) -> None:
     usual, eager, compiled = (scene.config("run", compiled=how).spec for how in (None, False, True))
 
     assert (usual.training.compile, eager.training.compile, compiled.training.compile) == (None, False, True)
-    assert scene_of(SMALL, tmp_path, on_gpu=True).config("run").plan.compile
+    plan = scene_of(QWEN3_1_7B, tmp_path, on_gpu=True).config("run").plan
+    assert (plan.compile, plan.reshard_after_forward) == (True, False)
     assert usual.lora is not None
     assert usual.lora.rank == SMALL_LORA.rank
     assert scene_of(SMALL, tmp_path, on_gpu=False).config("run").spec.lora is None
