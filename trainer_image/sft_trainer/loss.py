@@ -123,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if needs_weight:
-                grad_weight = _with_product(grad_weight, grad_logits.T, piece)
+                grad_weight = _with_product(grad_weight, grad_logits.T, piece, alone=hidden.shape[0] <= rows)
             # Else they are there still while the next chunk's are made.
             del log_probabilities, bent, slope, room, grad_logits
         if held is not None:
@@ -153,8 +153,15 @@ def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tup
     return rows.clamp(0, weight.shape[0] - 1), here.float()
 
 
-def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``one @ other`` added to ``total`` in place, which is fp32 from the second product on."""
+def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor, *, alone: bool) -> torch.Tensor:
+    """``one @ other`` added to ``total`` in place, which is fp32 unless the product is ``alone``, or yet the first.
+
+    A GPU adds up in fp32 whatever it multiplies, and gives that away: one pass, and nothing is rounded on the way.
+    """
+    if one.dtype != torch.float32 and not alone and _gives_fp32(one):
+        if total is None:
+            return torch.mm(one, other, out_dtype=torch.float32)
+        return torch.addmm(total, one, other, out_dtype=torch.float32, out=total)
     if total is None:
         return one @ other
     if total.dtype == one.dtype == torch.float32:
@@ -163,6 +170,11 @@ def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Te
     for rows in range(0, total.shape[0], _SLICE_ROWS):
         total[rows : rows + _SLICE_ROWS] += one[rows : rows + _SLICE_ROWS] @ other
     return total
+
+
+def _gives_fp32(factor: torch.Tensor) -> bool:
+    """Whether products of ``factor``, in bf16, can be had in fp32: on no CPU, nor where torch tries many kernels."""
+    return factor.is_cuda and not torch.cuda.tunable.is_enabled()
 
 
 def linear_cross_entropy(

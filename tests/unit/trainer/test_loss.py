@@ -1,5 +1,6 @@
 """The chunked loss against plain cross-entropy: value and gradients."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -84,6 +85,59 @@ def test_gradients_in_bf16_are_rounded_and_not_scaled_wrongly(monkeypatch: pytes
         assert one.dtype == torch.bfloat16
         assert (one.double() - other).norm() <= 6e-3 * other.norm()
         assert one.double().norm().item() == pytest.approx(other.norm().item(), rel=1e-3)
+
+
+@pytest.fixture
+def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels of a GPU that give fp32 for bf16, on the CPU as well; and which of them were called."""
+    called: list[str] = []
+
+    def product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        called.append("mm")
+        return one.to(dtype) @ other.to(dtype)
+
+    def added(
+        total: torch.Tensor, one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        assert total is out
+        called.append("addmm")
+        return out.add_(one.to(dtype) @ other.to(dtype))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", product, "CPU")
+    library.impl("addmm.dtype_out", added, "CPU")
+    monkeypatch.setattr(loss_module, "_gives_fp32", lambda _: True)
+    yield called
+    library._destroy()
+
+
+def test_a_gpu_adds_the_products_of_chunks_up_without_rounding_them(
+    monkeypatch: pytest.MonkeyPatch, products_in_fp32: list[str]
+) -> None:
+    # Given a chunk for each row, in bf16, and what its products add up to
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", VOCABULARY)
+    hidden, weight, labels = inputs(torch.bfloat16)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum").div(1020).backward()
+    assert logits.grad is not None
+    expected = logits.grad.double().T @ hidden.detach().double()
+
+    scaled, _ = linear_cross_entropy(hidden, weight, labels, 1 / 1020)
+    (gradient,) = torch.autograd.grad(scaled, [weight])
+
+    # Then it is that, rounded once: nowhere off by more than half of what numbers of bf16 are apart
+    assert products_in_fp32 == ["mm", *["addmm"] * 49]
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.double(), expected, rtol=1.01 * 2**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 50), (torch.float32, 7)])
+def test_it_does_so_only_where_there_is_something_to_round(
+    monkeypatch: pytest.MonkeyPatch, products_in_fp32: list[str], dtype: torch.dtype, elements: int
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements * VOCABULARY)
+    linear_cross_entropy(*inputs(dtype), 1.0)
+    assert products_in_fp32 == []
 
 
 def test_without_positions_there_is_nothing_to_learn() -> None:
