@@ -3,10 +3,11 @@
     python -m tests.bench.loss [--device cuda] [--turns 5]
 
 Forward and backward pass of summed cross-entropy times a scale, from hidden states (positions, width) and the head
-(vocabulary, width): ours (``sft_trainer/loss.py``), torch's ``linear_cross_entropy`` whole (``plain``), in its own
-chunks (``torch``) and in ours (``torch_as_ours``), and Liger's where it is installed and there is a GPU. They take
-turns, forth and back. A line for each size: median time by ours, the most memory of tensors made, in MB, and the
-relative distance of the worse of both gradients from what it is in fp64 (on a GPU in fp32).
+(vocabulary, width): ours (``sft_trainer/loss.py``), the same with its part that is compiled (``compiled``), on a GPU
+also with products made apart from their sum (``apart``), as a CPU does it; torch's ``linear_cross_entropy`` whole
+(``plain``), in its own chunks (``torch``) and in ours (``torch_as_ours``), and Liger's where it is installed and there
+is a GPU. They take turns, forth and back. A line for each size: median time by ours, the most memory of tensors made,
+in MB, and the relative distance of the worse of both gradients from what it is in fp64 (on a GPU in fp32).
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
 
 from sft_trainer.loss import PRODUCTS, linear_cross_entropy
+from sft_trainer.models.compiling import compiled_slopes
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 SIZES = {"cpu": ((512, 256, 8192), (1024, 512, 32768)), "cuda": ((4096, 2048, 128256), (16384, 4096, 128256))}
@@ -39,9 +42,20 @@ def _of_torch(options: Any) -> Loss:
     return loss
 
 
+def _apart(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+    with patch("sft_trainer.loss._gives_fp32", lambda _: False):
+        return linear_cross_entropy(hidden, weight, labels, scale)[0]
+
+
 def candidates(device: str, vocabulary: int) -> dict[str, Loss]:
     """What is compared, by name; ours first."""
-    found: dict[str, Loss] = {"ours": lambda *given: linear_cross_entropy(*given)[0]}
+    fused = compiled_slopes()
+    found: dict[str, Loss] = {
+        "ours": lambda *given: linear_cross_entropy(*given)[0],
+        "compiled": lambda *given: linear_cross_entropy(*given, fused=fused)[0],
+    }
+    if device == "cuda":
+        found["apart"] = _apart
     if hasattr(functional, "linear_cross_entropy"):
         found |= {"plain": _of_torch(None), "torch": _of_torch(torch.nn.LinearCrossEntropyOptions())}
         as_ours = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=PRODUCTS.rows(vocabulary), chunking_method=None)

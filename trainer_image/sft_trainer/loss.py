@@ -1,5 +1,6 @@
 """Cross-entropy of a linear head on trained positions, in chunks, without keeping the logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,9 @@ CHUNK_ELEMENTS = 2**27
 """Logits held at a time (512 MiB in fp32), so memory does not grow with vocabulary or length."""
 _SLICE_ROWS = 2**14
 """Of a gradient of the head whose product is made apart from the sum that it goes into."""
+
+Slopes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""What ``slopes`` is, for two rows or more."""
 
 
 class Rows(Protocol):
@@ -100,32 +104,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         logits: Logits,
         held: Rows | None,
+        fused: Slopes | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         rows = logits.rows(weight.shape[0] if held is None else held.most)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
+        wanted = needs_hidden or needs_weight
+        # A tensor: for a number there would be code of its own.
+        factor = torch.full_like(total, scale)
         for start in range(0, hidden.shape[0], rows):
-            piece = hidden[start : start + rows]
-            target, one = _found(labels[start : start + rows, None], weight, held)
-            log_probabilities, bent = logits.log_probabilities(piece @ weight.T, held)
-            total -= log_probabilities.gather(1, target).mul_(one).sum()
-            if not (needs_hidden or needs_weight):
+            piece, target = hidden[start : start + rows], labels[start : start + rows, None]
+            if fused is None or not wanted or piece.shape[0] == 1:
+                one, grad_logits = _slopes(piece, weight, target, scale if wanted else None, logits, held)
+            else:
+                one, grad_logits = _fused_slopes(piece, weight, target, factor, fused)
+            total -= one
+            if grad_logits is None:
                 continue
-            # d loss / d logits = softmax(logits) - one_hot(labels)
-            slope = log_probabilities.exp_().scatter_add_(1, target, -one)
-            if bent is not None:
-                slope.mul_(bent.square_().neg_().add_(1))  # the derivative of tanh
-            # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
-            room = slope if slope.dtype == hidden.dtype else torch.empty_like(slope, dtype=hidden.dtype)
-            grad_logits = torch.mul(slope, scale * logits.factor, out=room)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if needs_weight:
                 grad_weight = _with_product(grad_weight, grad_logits.T, piece, alone=hidden.shape[0] <= rows)
-            # Else they are there still while the next chunk's are made.
-            del log_probabilities, bent, slope, room, grad_logits
+            # Else it is there still while the next chunk's is made.
+            del grad_logits
         if held is not None:
             held.add_up(total)
         if needs_weight and grad_weight is None:
@@ -141,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
         # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,6 +154,54 @@ def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tup
     rows = labels - held.first
     here = (rows >= 0) & (rows < weight.shape[0])
     return rows.clamp(0, weight.shape[0] - 1), here.float()
+
+
+def _slopes(
+    piece: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    scale: float | None,
+    logits: Logits,
+    held: Rows | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log probabilities of ``labels`` (positions, 1) added up, and of their loss times ``scale`` the gradient of the
+    products of ``piece`` and ``weight``; None where there is no scale."""
+    target, one = _found(labels, weight, held)
+    log_probabilities, bent = logits.log_probabilities(piece @ weight.T, held)
+    total = log_probabilities.gather(1, target).mul_(one).sum()
+    if scale is None:
+        return total, None
+    # d loss / d logits = softmax(logits) - one_hot(labels)
+    slope = log_probabilities.exp_().scatter_add_(1, target, -one)
+    if bent is not None:
+        slope.mul_(bent.square_().neg_().add_(1))  # the derivative of tanh
+    # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
+    room = slope if slope.dtype == piece.dtype else torch.empty_like(slope, dtype=piece.dtype)
+    return total, torch.mul(slope, scale * logits.factor, out=room)
+
+
+def slopes(
+    products: torch.Tensor, of_labels: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``_slopes`` makes of ``products`` that are the logits, for a compiler to make one pass or two of: log
+    probabilities of ``labels`` (rows, 1), and the gradient. ``of_labels`` are the products of these."""
+    logits = products.float()
+    highest = logits.amax(dim=-1, keepdim=True)
+    logits = logits - highest
+    logarithms = logits.exp().sum(dim=-1, keepdim=True).log()
+    is_label = labels == torch.arange(products.shape[1], device=products.device)
+    slope = (logits - logarithms).exp() - is_label.float()
+    return of_labels.float() - highest - logarithms, (slope * scale).to(products.dtype)
+
+
+def _fused_slopes(
+    piece: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, fused: Slopes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as ``_slopes`` by ``fused``: the products and their gradient are all that is held."""
+    products = piece @ weight.T
+    # Here a label that the head has no row of is an error, as it is there.
+    log_probabilities, gradient = fused(products, products.gather(1, labels), labels, scale)
+    return log_probabilities.sum(), gradient
 
 
 def _with_product(total: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor, *, alone: bool) -> torch.Tensor:
@@ -184,6 +235,7 @@ def linear_cross_entropy(
     scale: float,
     logits: Logits = PRODUCTS,
     held: Rows | None = None,
+    fused: Slopes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars.
 
@@ -194,11 +246,15 @@ def linear_cross_entropy(
     With ``held`` ``weight`` is a part of the rows, and the call a collective one of those who have the others, all with
     the same ``hidden`` and ``labels``. The loss is that over all rows; the gradient of ``hidden`` is what these
     rows give to it, to be added up by the caller.
+
+    ``fused``, ``slopes`` compiled, is used where the products are the logits and all rows are here.
     """
+    if logits != PRODUCTS or held is not None:
+        fused = None
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
         hidden, weight = hidden.detach(), weight.detach()
-    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits, held)
+    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits, held, fused)
     return scaled, total
 
 

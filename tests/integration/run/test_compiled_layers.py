@@ -1,4 +1,4 @@
-"""Compiled layers: the numbers of those that are not, for micro-batches of any size, from one compilation."""
+"""Compiled layers and loss: the numbers of those that are not, for micro-batches of any size, from one compilation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from sft_trainer import loss as loss_module
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
+from sft_trainer.loss import PRODUCTS
 from sft_trainer.models import compiling
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters, initialize_adapters
@@ -117,17 +119,21 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
 def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compiled_after_the_start(
     tmp_path: Path,
     compiler: Any,
+    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     options: dict[str, Any],
     lora: dict[str, Any] | None,
     training: dict[str, Any],
     expected: int,
 ) -> None:
-    # Given the same model twice, one compiled before its first step
+    # Given the same model twice, one compiled before its first step, and a loss of several chunks
     save_model(kind, tmp_path / "model", **options)
     plain = built(tmp_path / "model", lora, **training)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 9 * vocabulary_of(plain))
     assert compiler.frame_count == 0
     compiled = built(tmp_path / "model", lora, compile=True, **training)
+    # Its slopes, where the products are the logits.
+    expected += compiled.model.logits == PRODUCTS
     assert compiler.frame_count == expected
     assert all(parameter.grad is None for parameter in compiled.model.parameters())
 
@@ -148,6 +154,11 @@ def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compil
     # Then names and shapes are the same, and nothing was compiled again
     assert weights(plain).keys() == weights(compiled).keys()
     assert compiler.frame_count == expected
+
+
+def vocabulary_of(strategy: FsdpStrategy) -> int:
+    huggingface: Any = strategy.model.huggingface
+    return int(huggingface.config.vocab_size)
 
 
 def trained_gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:

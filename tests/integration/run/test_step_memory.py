@@ -63,7 +63,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def handed_over(ctx: Any, *_: Any) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
     monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
     monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)

@@ -233,12 +233,12 @@ def micro_batch(bin_: Bin, sources: Sequence[Examples]) -> MicroBatch:
     )
 
 
-def empty_micro_batch(tokens: int = 2) -> MicroBatch:
-    """``tokens`` to compute and ignore: two for a process that has no bin left in a step."""
+def empty_micro_batch(tokens: int = 2, trained: int = 1) -> MicroBatch:
+    """``tokens`` to compute and ignore, with so many labels: two for a process that has no bin left in a step."""
     return MicroBatch(
         input_ids=np.zeros(tokens, dtype=np.int64),
         position_ids=np.arange(tokens, dtype=np.int64),
         document_lengths=(tokens,),
-        targets=np.zeros(1, dtype=np.int64),
-        labels=np.zeros(1, dtype=np.int64),
+        targets=np.arange(trained, dtype=np.int64),
+        labels=np.zeros(trained, dtype=np.int64),
     )

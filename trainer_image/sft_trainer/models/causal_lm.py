@@ -10,7 +10,7 @@ from torch import nn
 
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, ModelError
-from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import PRODUCTS, Logits, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
@@ -40,6 +40,8 @@ class CausalLM(nn.Module):
         self.logits = logits
         self.shared_tokens: SharedTokens | None = None
         """Those among whom the tokens of a micro-batch are shared out; None where this process has them all."""
+        self.fused: Slopes | None = None
+        """What the loss is computed with where anything is compiled."""
         self.routers: Routers | None = None
         """What their loss is computed from, where one is trained."""
         self.huggingface = huggingface
@@ -83,7 +85,7 @@ class CausalLM(nn.Module):
         head = model.get_output_embeddings().weight
         if scale is None:
             return evaluation_sums(hidden, head, labels, self.logits)
-        loss, total = linear_cross_entropy(hidden, head, labels, scale, self.logits)
+        loss, total = linear_cross_entropy(hidden, head, labels, scale, self.logits, fused=self.fused)
         if balance is None:
             return loss, total
         uneven = load_balance(router_logits, balance, model.config.num_experts_per_tok, self.shared_tokens)

@@ -1,8 +1,8 @@
 """The layers of a model compiled, once for all of them and for micro-batches of any size.
 
 What differs from one micro-batch to the next, the numbers of tokens and of documents, is said to be dynamic before
-anything is compiled; attention is one operator that reads the documents' ends itself (``documents``). Head and loss
-stay as they are. See docs/design/0018.
+anything is compiled; attention is one operator that reads the documents' ends itself (``documents``). Of head and loss
+the part between their products of matrices is compiled, apart from the layers. See docs/design/0018.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +14,7 @@ from torch import nn
 
 from sft_api.model_shape import UNCOMPILED_EXPERTS
 from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
+from sft_trainer.loss import Slopes, slopes
 from sft_trainer.versions import (
     keep_compiled_in,
     keep_what_layers_tell,
@@ -60,6 +61,18 @@ def _mark(values: Iterable[Any]) -> None:
             _mark(value)
         elif isinstance(value, dict):
             _mark(value.values())
+
+
+def compiled_slopes() -> Slopes:
+    """Those of the loss, compiled when they are first asked for, for any number of rows of two or more."""
+    compiled = torch.compile(slopes, backend=BACKEND, fullgraph=True)
+
+    def marked(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for tensor in rows[:3]:
+            mark_dynamic(tensor, 0)
+        return compiled(*rows)
+
+    return marked
 
 
 def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -> str:

@@ -12,7 +12,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
-from sft_trainer.models.compiling import compile_layers
+from sft_trainer.models.compiling import compile_layers, compiled_slopes
 from sft_trainer.models.exchange import shared_tokens
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
@@ -41,6 +41,7 @@ def build_model(
         # With what is recomputed, and within what FSDP does before and after.
         asked = config.spec.training.compile is not None
         compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model), asked=asked)
+        model.fused = compiled_slopes()
     run = (config.spec, config.plan.precision, topology.world_size)
     left = set() if gathers_base(*run) else {each for each in model.parameters() if not each.requires_grad}
     if computes_with_copies(*run):

@@ -40,7 +40,8 @@ from .sharding import (
 )
 
 _COMPILED_WITH_TOKENS = 1024
-"""At most: what is compiled fits any number, is best for about as many, and memory for more is not known of."""
+"""Of each process at most: what is compiled fits any number, is best for about as many, and memory for more is not
+known of."""
 
 log = logging.getLogger("sft_trainer")
 
@@ -174,10 +175,11 @@ class FsdpStrategy:
     def _compile(self) -> None:
         """Have everything compiled that the run needs, by micro-batches that do not count: no step waits for it.
 
-        Two, as a number that was another once, the longest length, is compiled for any.
+        Two, as a number that was another once, the longest length, is compiled for any. All tokens have labels: for
+        few rows the loss would be compiled to be split otherwise.
         """
-        sizes = (min(self._bin_tokens, _COMPILED_WITH_TOKENS), 2)
-        bins = [BinTensors.of(empty_micro_batch(tokens), counts=False) for tokens in sizes]
+        sizes = (min(self._bin_tokens, _COMPILED_WITH_TOKENS * self._topology.sequence), 2)
+        bins = [BinTensors.of(empty_micro_batch(tokens, trained=tokens), counts=False) for tokens in sizes]
         self.model.train()
         for _, loss, _ in self._passes(bins, 1.0, 0.0 if self.auxiliary else None):
             loss.backward()

@@ -1,0 +1,32 @@
+"""The loss with the part of it that is compiled, by the compiler itself."""
+
+import pytest
+import torch
+
+from tests.unit.trainer.test_compiled_loss import check_numbers, compiled_by
+from tests.unit.trainer.test_loss import inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_once_gives_the_numbers_of_what_is_not(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    check_numbers("inductor", dtype, monkeypatch)
+
+
+def test_what_is_compiled_is_as_near_to_the_right_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given logits that are far apart, in bf16, and labels likely and unlikely
+    compiled, _ = compiled_by("inductor", monkeypatch)
+    hidden, weight, labels = (*(each.detach() for each in inputs(torch.bfloat16)[:2]), inputs()[2])
+    products = (8 * hidden) @ weight.T
+    target = labels[:, None]
+    exact = products.double().log_softmax(-1)
+    expected = exact.exp().scatter_add_(1, target, -torch.ones(50, 1, dtype=torch.float64)) / 1020
+
+    log_probabilities, gradient = compiled(products, products.gather(1, target), target, torch.tensor(1 / 1020))
+
+    torch.testing.assert_close(log_probabilities.double(), exact.gather(1, target), rtol=1e-6, atol=1e-6)
+    # Rounded once, to the nearest: off by half of what numbers of bf16 are apart
+    torch.testing.assert_close(gradient.double(), expected, rtol=2**-8, atol=1e-9)
