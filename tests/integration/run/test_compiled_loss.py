@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.unit.trainer.test_compiled_loss import check_numbers, compiled_by
+from sft_trainer.models.compiling import compiled_slopes
+from tests.unit.trainer.test_compiled_loss import check_numbers
 from tests.unit.trainer.test_loss import inputs
 
 
@@ -14,11 +15,10 @@ def test_what_is_compiled_once_gives_the_numbers_of_what_is_not(
     check_numbers("inductor", dtype, monkeypatch)
 
 
-def test_what_is_compiled_is_as_near_to_the_right_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_compiled_is_as_near_to_the_right_numbers() -> None:
     # Given logits that are far apart, in bf16, and labels likely and unlikely
-    compiled, _ = compiled_by("inductor", monkeypatch)
+    torch.compiler.reset()
+    compiled = compiled_slopes()
     hidden, weight, labels = (*(each.detach() for each in inputs(torch.bfloat16)[:2]), inputs()[2])
     products = (8 * hidden) @ weight.T
     target = labels[:, None]

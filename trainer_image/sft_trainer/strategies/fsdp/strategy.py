@@ -175,8 +175,8 @@ class FsdpStrategy:
     def _compile(self) -> None:
         """Have everything compiled that the run needs, by micro-batches that do not count: no step waits for it.
 
-        Two, as a number that was another once, the longest length, is compiled for any. All tokens have labels: for
-        few rows the loss would be compiled to be split otherwise.
+        Two, as a number that was another once, the longest length, is compiled for any. All tokens have labels:
+        the loss is compiled for two at least, and best for about as many.
         """
         sizes = (min(self._bin_tokens, _COMPILED_WITH_TOKENS * self._topology.sequence), 2)
         bins = [BinTensors.of(empty_micro_batch(tokens, trained=tokens), counts=False) for tokens in sizes]
