@@ -26,7 +26,7 @@ _REMEMBERED_ALLOCATIONS = 200_000
 """Some hundred bytes of host memory each; a step of an 8B model makes some 20,000."""
 
 _KNOW_GROUPS: dict[Any, bool] = {}
-"""Whether a kernel takes fewer heads of keys than of queries: torch 2.11's does not."""
+"""Whether a kernel has an argument for fewer heads of keys than of queries: torch 2.11's has none, and takes them."""
 
 
 def variable_length_attention(

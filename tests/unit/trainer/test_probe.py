@@ -121,10 +121,10 @@ def test_heads_that_are_repeated_give_what_groups_give() -> None:
 
 
 @pytest.mark.parametrize("knows_groups", [False, True])
-def test_heads_are_repeated_for_a_kernel_that_knows_no_groups(
+def test_a_kernel_takes_fewer_heads_of_keys_whether_or_not_it_has_an_argument_for_that(
     monkeypatch: pytest.MonkeyPatch, knows_groups: bool
 ) -> None:
-    # Given the kernel's interface as it is now, and as it was in torch 2.11
+    # Given the kernel's interface as it is now, and as it was in torch 2.11, which looked at no numbers of heads
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True, **options)[0].transpose(0, 1)
@@ -145,7 +145,7 @@ def test_heads_are_repeated_for_a_kernel_that_knows_no_groups(
         return attend(q, k, v, scale=scale, enable_gqa=enable_gqa)
 
     def old(q: Any, k: Any, v: Any, a: Any, b: Any, c: Any, d: Any, *, scale: Any, window_size: Any) -> torch.Tensor:
-        return attend(q, k, v, scale=scale)
+        return attend(q, k, v, scale=scale, enable_gqa=True)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", new if knows_groups else old)
     generator = torch.Generator().manual_seed(0)

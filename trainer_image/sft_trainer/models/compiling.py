@@ -66,8 +66,8 @@ def _mark(values: Iterable[Any]) -> None:
 def compiled_slopes() -> Slopes:
     """Those of the loss, compiled when they are first asked for, for any number of rows of two or more."""
     # Where the first rows are few, inductor would split each for good: five kernels on a GPU, in place of one.
-    options = {"split_reductions": False} if BACKEND == "inductor" else None
-    compiled = torch.compile(slopes, backend=BACKEND, fullgraph=True, options=options)
+    options: dict[str, Any] = {"split_reductions": False} if BACKEND == "inductor" else {}
+    compiled = torch.compile(slopes, backend=BACKEND, fullgraph=True, options=options or None)
 
     def marked(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for tensor in rows[:3]:
