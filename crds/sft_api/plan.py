@@ -87,14 +87,15 @@ def _compiles(spec: SFTJobSpec, shape: ModelShape | None) -> bool:
     """Whether layers are compiled: as the manifest says, else where steps become so much faster that a slower start is
     made up for within minutes (docs/benchmarks.md), which is on GPUs.
 
-    Not where it is known that it cannot be done. What only the trainer sees, the model and the image, may rule it out.
+    Not where it is known that it cannot be done, nor of experts, whose compiled layers nobody has seen on a GPU. What
+    only the trainer sees, the model and the image, may rule it out.
     """
     training = spec.training
     if training.compile is not None:
         return training.compile
     if not spec.compute.gpus_per_node or training.precision == "fp32" or megatron_of(spec) is not None:
         return False
-    return not drops_attention(spec) and not (shape is not None and shape.family.biased)
+    return not drops_attention(spec) and not (shape is not None and shape.experts)
 
 
 def warmup_steps(spec: SFTJobSpec, total_steps: int) -> int:

@@ -68,12 +68,14 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
 def _compiles(
     config: TrainerConfig, huggingface: Any, reporter: Reporter, device: torch.device, computed: torch.dtype
 ) -> bool:
-    """Whether layers are compiled, as the plan has it; where it cannot be done, and nobody asked, that is a warning."""
-    if not config.plan.compile:
+    """Whether layers are compiled, as the plan has it, but those of experts, unless they were asked for; where it
+    cannot be done, and nobody asked, that is a warning."""
+    asked = config.spec.training.compile
+    if not config.plan.compile or (has_experts(huggingface) and not asked):
         return False
     if not (reason := why_not(huggingface, device, computed, cache_directory())):
         return True
-    if config.spec.training.compile:
+    if asked:
         raise ConfigError(f"training.compile is true, but {reason}: set it to false, or leave it out")
     reporter.warn(
         f"the layers are not compiled, and steps take longer than they could: {reason}. With training.compile: false "

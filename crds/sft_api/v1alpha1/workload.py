@@ -342,9 +342,9 @@ class TrainingSpec(ApiModel):
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the layers (torch.compile) before the first step: steps that take about half the time, a "
-        "start that takes up to a minute longer; numbers differ in their last bits. When absent they are on GPUs in "
-        "bf16, where strategy, model and image allow it, and not on CPU.",
+        description="Compile the layers (torch.compile) before the first step: steps that take about two thirds of the "
+        "time on a GPU, a start that takes up to a minute longer; numbers differ in their last bits. When absent they "
+        "are on GPUs in bf16, but those of experts, where strategy, model and image allow it, and not on CPU.",
     )
     router_aux_loss_coefficient: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0,

@@ -200,6 +200,8 @@ DROPOUT = {"uri": "hf://org/name", "configOverrides": {"attention_dropout": 0.1}
         ({"strategy": {"megatron": {}}}, False),
         ({"model": DROPOUT, "training": {"precision": "fp32"}}, False),
         ({"model": {"uri": "hf://openai/gpt-oss-20b"}}, False),
+        ({"model": {"uri": "hf://Qwen/Qwen3-30B-A3B"}}, False),
+        ({"model": {"uri": "hf://Qwen/Qwen3-30B-A3B"}, "training": {"compile": True}}, True),
     ],
     ids=str,
 )

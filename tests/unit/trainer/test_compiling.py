@@ -129,9 +129,9 @@ def _fails(graph: Any, _: Any) -> Any:
     raise ValueError("no code for this")
 
 
-def planned(folder: Path, **training: Any) -> TrainerConfig:
+def planned(folder: Path, kind: str = "llama", **training: Any) -> TrainerConfig:
     """A run whose plan has layers compiled, whoever asked for it."""
-    save_model("llama", folder / "model")
+    save_model(kind, folder / "model")
     model = {"uri": f"file://{folder}/model"}
     config = resolve(manifest(folder, folder / "store", model=model, training=training))
     return config.model_copy(update={"plan": config.plan.model_copy(update={"compile": True})})
@@ -166,3 +166,20 @@ def test_an_error_of_the_compiler_is_told_from_one_of_what_is_compiled() -> None
     assert failed_to_compile(raised.value)
     assert not failed_to_compile(torch.OutOfMemoryError("no room"))
     assert not failed_to_compile(ValueError("no code for this"))
+
+
+def test_layers_of_experts_are_compiled_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    reporter = Reporter(tmp_path, writes=False)
+
+    usual, asked = (
+        prepare_model(planned(tmp_path, "qwen3_moe", **training), reporter, CPU)[-1]
+        for training in ({}, {"compile": True})
+    )
+
+    assert (usual, asked) == (False, True)
+    assert reporter.progress.warnings == []
