@@ -107,7 +107,7 @@ def test_a_bf16_model_and_two_sources_partly_from_the_hub(place: Place, tmp_path
     chats.mkdir(parents=True)
     shutil.copy(inputs.train, chats / "train.jsonl")
     job = place.job(
-        model={"uri": "hf://org/tiny@v1"},
+        model={"uri": "hf://org/tiny-in-bf16@v1"},
         data={
             "train": [
                 {"uri": "hf://org/chats", "split": "train[:60]", "weight": 3},
@@ -118,7 +118,7 @@ def test_a_bf16_model_and_two_sources_partly_from_the_hub(place: Place, tmp_path
     )
 
     # When it is trained
-    with serve_hub({"org/tiny": model, "datasets/org/chats": chats.parent}) as hub:
+    with serve_hub({"org/tiny-in-bf16": model, "datasets/org/chats": chats.parent}) as hub:
         ended = place.run(job, **hub.environment())
 
     # Then the master weights were fp32, and the export is those weights in bf16
