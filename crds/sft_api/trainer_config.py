@@ -4,7 +4,7 @@ The operator writes it to a ConfigMap, ``sft run`` to a file. It holds no secret
 through its environment.
 """
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from .dummy_run import FOLDER, as_dummy_run
 from .numbers import Numbers
@@ -47,6 +47,16 @@ class TrainerConfig(ReportModel):
         """
         policy = spec.run_policy.model_copy(update={"max_restarts": MOST_RESTARTS})
         return spec.model_copy(update={"run_policy": policy})
+
+    @field_validator("plan")
+    @classmethod
+    def _compiled_as_asked(cls, plan: Plan, others: ValidationInfo) -> Plan:
+        """``plan`` with what one of before it said whether layers are compiled means: that they are where it is asked
+        for. A run that is begun again keeps its configuration, and has the trainer of today."""
+        spec: SFTJobSpec | None = others.data.get("spec")
+        if spec is None or "compile" in plan.model_fields_set:
+            return plan
+        return plan.model_copy(update={"compile": spec.training.compile is True})
 
     @classmethod
     def resolve(

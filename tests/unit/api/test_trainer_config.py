@@ -46,3 +46,17 @@ def test_configurations_of_before_are_still_read(tmp_path, said) -> None:  # typ
     read = TrainerConfig.model_validate_json(json.dumps(document))
 
     assert read.model_dump_json() == config.model_dump_json()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_plan_that_says_nothing_of_compiling_has_compiled_what_was_asked_for(tmp_path, asked: bool) -> None:  # type: ignore[no-untyped-def]
+    # Given the configuration of a run of before plans said it, whose manifest always did: by default false
+    config = resolve(manifest(tmp_path, tmp_path / "store", training={"compile": asked}))
+    document = json.loads(config.model_dump_json(by_alias=True, exclude_none=True))
+    del document["plan"]["compile"]
+
+    assert TrainerConfig.model_validate_json(json.dumps(document)).plan.compile == asked
+
+    # One that says it is believed, whoever asked for what
+    document["plan"]["compile"] = not asked
+    assert TrainerConfig.model_validate_json(json.dumps(document)).plan.compile != asked
