@@ -38,9 +38,9 @@ from .strategies.megatron import layout, refused
 from .trainable import trainable_of
 
 
-def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str, bool]:
+def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str, str]:
     """The folder of the model, itself on the meta device with its adapters if it has any, the digest of its files, and
-    whether its layers are compiled.
+    why its layers cannot be compiled here, see ``Prepared``.
 
     What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it.
     """
@@ -62,26 +62,20 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.say("%s", _with_adapters(model, spec.lora))
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)
-    return path, model, digest, _compiles(config, model.huggingface, reporter, device, computed)
+    return path, model, digest, _uncompiled(config, model.huggingface, device, computed)
 
 
-def _compiles(
-    config: TrainerConfig, huggingface: Any, reporter: Reporter, device: torch.device, computed: torch.dtype
-) -> bool:
-    """Whether layers are compiled, as the plan has it, but those of experts, unless they were asked for; where it
-    cannot be done, and nobody asked, that is a warning."""
+def _uncompiled(config: TrainerConfig, huggingface: Any, device: torch.device, computed: torch.dtype) -> str:
+    """Why layers that the plan has compiled are not; an error where somebody asked for it and it cannot be done."""
     asked = config.spec.training.compile
-    if not config.plan.compile or (has_experts(huggingface) and not asked):
-        return False
-    if not (reason := why_not(huggingface, device, computed, cache_directory())):
-        return True
-    if asked:
+    if not config.plan.compile:
+        return ""
+    if has_experts(huggingface) and not asked:
+        return "layers of experts are compiled only where training.compile: true asks for it"
+    reason = why_not(huggingface, device, computed, cache_directory())
+    if reason and asked:
         raise ConfigError(f"training.compile is true, but {reason}: set it to false, or leave it out")
-    reporter.warn(
-        f"the layers are not compiled, and steps take longer than they could: {reason}. With training.compile: false "
-        "this is not said"
-    )
-    return False
+    return reason
 
 
 def _fetched(uri: str, kind: Literal["model", "tokenizer"], spec: SFTJobSpec, reporter: Reporter) -> Path:
@@ -111,7 +105,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
     """
     spec = config.spec
     # A model that cannot be trained must not be found out about after hours of tokenising.
-    model_path, model, digest, compiles = prepare_model(config, reporter, device)
+    model_path, model, digest, uncompiled = prepare_model(config, reporter, device)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
@@ -159,7 +153,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
         steps,
         total_steps,
         epoch_size,
-        compiles,
+        uncompiled,
     )
 
 

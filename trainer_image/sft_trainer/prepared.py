@@ -36,8 +36,8 @@ class Prepared:
     steps: StepSchedule
     total_steps: int
     epoch_size: int
-    compiles: bool
-    """Whether the layers are compiled, as far as this process knows."""
+    uncompiled: str
+    """Why the layers cannot be compiled, as far as this process knows; empty where they can, or are not to be."""
 
     def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
         """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""

@@ -250,12 +250,24 @@ class Trainer:
             check_alike(here)
 
     def _compile_alike(self) -> None:
-        """Have layers compiled on all processes or on none: what is reckoned of memory depends on it."""
-        plan = self.config.plan
-        if plan.compile:
-            (compiling,) = sum_over_ranks([self.prepared.compiles], self.device)
-            plan = plan.model_copy(update={"compile": compiling == self.topology.world_size})
-            self.config = self.config.model_copy(update={"plan": plan})
+        """Have layers compiled on all processes or on none: what is reckoned of memory depends on it.
+
+        Why not is told wherever it is so: who tells of the run may be none of those that cannot.
+        """
+        plan, here = self.config.plan, self.prepared.uncompiled
+        if not plan.compile:
+            return
+        with self._others("to compile alike"):
+            reasons = [here] if self.topology.alone else gathered(here)
+        rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+        if rank is None:
+            return
+        where = "" if all(reasons) else f" (process {rank} of {len(reasons)})"
+        self.reporter.warn(
+            f"the layers are not compiled, and steps take longer than they could: {reasons[rank]}{where}. With "
+            "training.compile: false this is not said"
+        )
+        self.config = self.config.model_copy(update={"plan": plan.model_copy(update={"compile": False})})
 
     def _claim(self) -> None:
         self.saving = Saving(

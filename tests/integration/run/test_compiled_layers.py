@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from sft_api.progress import TrainingProgress
+from sft_api.rundir import PROGRESS_FILE
 from sft_trainer import loss as loss_module
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
@@ -171,19 +173,23 @@ def trained_gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "without"), [(1, [0]), (2, [0, 1]), (2, [1])])
 def test_a_run_that_nobody_asked_to_compile_goes_on_without_a_compiler(
-    tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+    tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, without: list[int]
 ) -> None:
-    # Given a plan that has layers compiled, on a machine that cannot
+    # Given a plan that has layers compiled, and processes that cannot, maybe not the one that tells of the run
     inputs = tiny_inputs.model.parent
     config = resolve(manifest(inputs, tmp_path / "store", processes=processes, training={"steps": 2}))
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"compile": True})})
-    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.setenv("NO_COMPILER", " ".join(map(str, without)))
 
     # When it runs, then all of its processes train, the first says why it is slower, and nothing says "compiled"
-    run_workers(config, tmp_path / "work", module="sft_trainer")
+    run_workers(config, tmp_path / "work", module="tests.integration.run.no_compiler")
     assert [*step_records(tmp_path / "store")] == [1, 2]
-    assert "the layers are not compiled, and steps take longer" in (tmp_path / "work" / "rank-0.log").read_text()
+    progress = TrainingProgress.model_validate_json((tmp_path / "work" / "run" / PROGRESS_FILE).read_bytes())
+    (warning,) = (each for each in progress.warnings if "compiled" in each)
+    assert warning.startswith("the layers are not compiled, and steps take longer than they could: the compiler does ")
+    assert ("(process 1 of 2)" in warning) == (without == [1])
+    assert (tmp_path / "work" / "rank-0.log").read_text().count("the layers are not compiled") == 1
     (manifest_of,) = (tmp_path / "store").glob("checkpoints/*/manifest.json")
     assert '"compiled"' not in manifest_of.read_text()

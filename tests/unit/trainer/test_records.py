@@ -61,7 +61,7 @@ class Run(Trainer):
         steps: Any = None  # No step is read from it.
         uri = config.spec.model.uri
         self.prepared = Prepared(
-            uri, folder, model, "", COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6, compiles=False
+            uri, folder, model, "", COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6, uncompiled=""
         )
 
     def go_to_the_loop(self) -> None:
