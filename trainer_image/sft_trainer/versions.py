@@ -152,11 +152,14 @@ def keep_what_layers_tell() -> None:
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
-def leave_what_cannot_be_compiled() -> None:
-    """Have code that the compiler fails at run as it is, with a warning in the log."""
+def leave_what_cannot_be_compiled(leaves: bool) -> None:
+    """Whether code that the compiler fails at is run as it is from here on, with a warning in the log, or is an error.
+
+    Of the whole process: an earlier run in it may have wanted the other.
+    """
     import torch._dynamo
 
-    torch._dynamo.config.suppress_errors = True
+    torch._dynamo.config.suppress_errors = leaves
 
 
 def mark_dynamic(tensor: "torch.Tensor", dimension: int) -> None:

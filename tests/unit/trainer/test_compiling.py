@@ -1,6 +1,8 @@
 """What is compiled around, and what is refused before anything is compiled."""
 
+import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +10,19 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import cache_dir
 
+from sft_api.failures import FailureClass
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer import versions
+from sft_trainer.classify import classify
 from sft_trainer.errors import ConfigError
+from sft_trainer.loss import slopes
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import Boundaries, _varlen, boundary_arguments
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.compiling import failed_to_compile, why_not
 from sft_trainer.preparation import prepare_model
 from sft_trainer.reporting import Reporter
+from sft_trainer.strategies.fsdp import FsdpStrategy
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_config, save_model
 
@@ -100,7 +106,9 @@ def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
     save_config("llama", tmp_path)
     model = build_on_meta(tmp_path).huggingface
-    said = why_not(model, CPU, torch.float32, tmp_path)
+    # Also after a run in this process that left alone what could not be compiled
+    with torch._dynamo.config.patch(suppress_errors=True):
+        said = why_not(model, CPU, torch.float32, tmp_path)
     assert said.startswith("the compiler does not work here, which needs a C++ compiler in compute.image (g++, or ")
     assert "no-compiler" in said
 
@@ -163,6 +171,7 @@ def test_an_error_of_the_compiler_is_told_from_one_of_what_is_compiled() -> None
         torch.compile(lambda numbers: numbers + 1, backend=_fails)(torch.ones(2))
     assert failed_to_compile(raised.value)
     assert not failed_to_compile(torch.OutOfMemoryError("no room"))
+    assert compiling.of_the_machine(torch.OutOfMemoryError("no room")) is None
     assert not failed_to_compile(ValueError("no code for this"))
 
 
@@ -174,10 +183,82 @@ def test_layers_of_experts_are_compiled_only_where_it_is_asked_for(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     reporter = Reporter(tmp_path, writes=False)
 
-    usual, asked = (
+    unless_asked, asked = (
         prepare_model(planned(tmp_path, "qwen3_moe", **training), reporter, CPU)[-1]
         for training in ({}, {"compile": True})
     )
 
-    assert (usual, asked) == (False, True)
-    assert reporter.progress.warnings == []
+    assert unless_asked == "layers of experts are compiled only where training.compile: true asks for it"
+    assert asked == ""
+
+
+@pytest.mark.parametrize(
+    ("beneath", "failure"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), FailureClass.OUT_OF_MEMORY),
+        (OSError(errno.ENOSPC, "No space left on device"), FailureClass.STORAGE_FULL),
+        (ValueError("no code for this"), FailureClass.CONFIG_ERROR),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_machine_lacks_while_layers_are_compiled_is_no_fault_of_the_manifest(
+    monkeypatch: pytest.MonkeyPatch, beneath: Exception, failure: FailureClass
+) -> None:
+    # Given layers that are asked to be compiled, and a compiler that runs into something
+    torch.compiler.reset()
+
+    def runs_into_it(graph: Any, _: Any) -> Any:
+        raise beneath
+
+    monkeypatch.setattr(compiling, "BACKEND", runs_into_it)
+    layer = torch.nn.Linear(4, 4)
+    compiling.compile_layers([layer], draws_random_numbers=False)
+    strategy = object.__new__(FsdpStrategy)
+    strategy._compiles = True
+    monkeypatch.setattr(FsdpStrategy, "_compile", lambda _: layer(torch.ones(2, 4)))
+
+    # When they are tried, then the end of the attempt is what such an error is anywhere else
+    with pytest.raises(Exception, match=re.escape(str(beneath)[:20])) as raised:
+        strategy.loaded()
+    assert classify(raised.value, step=0)[0] == failure
+
+
+def test_a_loss_that_cannot_be_compiled_stays_as_it_is_where_nobody_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(compiling, "BACKEND", _fails)
+    products, labels = torch.randn(5, 8), torch.arange(5)[:, None]
+    rows = (products, products.gather(1, labels), labels, torch.tensor(0.5))
+
+    with pytest.raises(Exception, match="no code for this"):
+        compiling.compiled_slopes()(*rows)
+    left = compiling.compiled_slopes(asked=False)
+    for _ in range(2):
+        for found, expected in zip(left(*rows), slopes(*rows), strict=True):
+            assert torch.equal(found, expected)
+    assert caplog.text.count("the loss is not compiled") == 1
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers * 2
+
+
+class Squared(torch.nn.Module):
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers * numbers
+
+
+def test_what_one_run_of_a_process_leaves_as_it_is_another_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(compiling, "BACKEND", _fails)
+    # Of two kinds: code that was left once is not tried again
+    left, asked = Doubled(), Squared()
+    with torch._dynamo.config.patch(suppress_errors=False):
+        compiling.compile_layers([left], draws_random_numbers=False, asked=False)
+        assert left(torch.ones(2, 4)).shape == (2, 4)
+
+        compiling.compile_layers([asked], draws_random_numbers=False, asked=True)
+        with pytest.raises(Exception, match="no code for this"):
+            asked(torch.ones(2, 4))

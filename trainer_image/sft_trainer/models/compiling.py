@@ -5,6 +5,7 @@ anything is compiled; attention is one operator that reads the documents' ends i
 the part between their products of matrices is compiled, apart from the layers. See docs/design/0018.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from sft_api.model_shape import UNCOMPILED_EXPERTS
 from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
+from sft_trainer.errors import DISK_DENIED, DISK_FULL
 from sft_trainer.loss import Slopes, slopes
 from sft_trainer.versions import (
     keep_compiled_in,
@@ -26,6 +28,10 @@ from sft_trainer.versions import (
 from .experts import has_biased_experts
 
 BACKEND = "inductor"
+_OF_DEVICES = ("OutOfMemoryError", "AcceleratorError")
+"""Errors of torch; not every version that is supported has the second."""
+
+log = logging.getLogger("sft_trainer")
 
 
 def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool, asked: bool = True) -> None:
@@ -34,8 +40,7 @@ def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool, a
     Where it ``draws_random_numbers`` they are those that it draws without. Where nobody ``asked`` for it, what the
     compiler fails at stays as it is.
     """
-    if not asked:
-        leave_what_cannot_be_compiled()
+    leave_what_cannot_be_compiled(not asked)
     options: dict[str, Any] = {"fallback_random": True} if draws_random_numbers and BACKEND == "inductor" else {}
     keep_what_layers_tell()
     for layer in layers:
@@ -63,16 +68,31 @@ def _mark(values: Iterable[Any]) -> None:
             _mark(value.values())
 
 
-def compiled_slopes() -> Slopes:
-    """Those of the loss, compiled when they are first asked for, for any number of rows of two or more."""
+def compiled_slopes(*, asked: bool = True) -> Slopes:
+    """Those of the loss, compiled when they are first asked for, for any number of rows of two or more.
+
+    Where nobody ``asked`` for it they stay as they are if the compiler fails, as layers do.
+    """
     # Where the first rows are few, inductor would split each for good: five kernels on a GPU, in place of one.
     options: dict[str, Any] = {"split_reductions": False} if BACKEND == "inductor" else {}
     compiled = torch.compile(slopes, backend=BACKEND, fullgraph=True, options=options or None)
+    fails = False
 
     def marked(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal fails
         for tensor in rows[:3]:
             mark_dynamic(tensor, 0)
-        return compiled(*rows)
+        if not fails:
+            try:
+                return compiled(*rows)
+            except Exception as error:
+                # A whole graph is never left as it is by the compiler itself.
+                if asked or not failed_to_compile(error):
+                    raise
+                text = " ".join(str(error).split())[:300]
+                log.warning("the loss is not compiled (%s: %s)", type(error).__name__, text)
+                fails = True
+        return slopes(*rows)
 
     return marked
 
@@ -88,6 +108,8 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
     if reason := _by_document(model.config, device, dtype):
         return reason
     look_at_attention()
+    # An earlier run of this process may have left errors alone: none would be seen.
+    leave_what_cannot_be_compiled(False)
     try:
         keep_compiled_in(cache / "inductor")
         torch.compile(_nothing_much, backend=BACKEND)(torch.ones(8, device=device))
@@ -101,7 +123,23 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
 
 
 def failed_to_compile(error: BaseException) -> bool:
-    """Whether ``error`` is one of the compiler, and not of what was compiled."""
+    """Whether ``error`` is one of the compiler, and not of what was compiled, nor of the machine beneath it."""
+    return _of_the_compiler(error) and of_the_machine(error) is None
+
+
+def of_the_machine(error: BaseException) -> BaseException | None:
+    """What ``error`` of the compiler comes of where that is no fault of what was to be compiled: memory or disk that
+    is full, a GPU that fails. Another attempt, or another machine, may have none of it."""
+    cause = error if _of_the_compiler(error) else None
+    while cause is not None:
+        full = isinstance(cause, OSError) and cause.errno in DISK_FULL | DISK_DENIED
+        if full or isinstance(cause, MemoryError) or type(cause).__name__ in _OF_DEVICES:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _of_the_compiler(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[2].partition(".")[0] in ("_dynamo", "_inductor", "_functorch")
 
 

@@ -41,7 +41,7 @@ def build_model(
         # With what is recomputed, and within what FSDP does before and after.
         asked = config.spec.training.compile is not None
         compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model), asked=asked)
-        model.fused = compiled_slopes()
+        model.fused = compiled_slopes(asked=asked)
     run = (config.spec, config.plan.precision, topology.world_size)
     left = set() if gathers_base(*run) else {each for each in model.parameters() if not each.requires_grad}
     if computes_with_copies(*run):

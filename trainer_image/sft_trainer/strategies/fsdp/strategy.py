@@ -15,7 +15,7 @@ from sft_trainer.data.feed import BinTensors
 from sft_trainer.data.parts import part_of
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
-from sft_trainer.models.compiling import failed_to_compile
+from sft_trainer.models.compiling import failed_to_compile, of_the_machine
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
@@ -127,6 +127,9 @@ class FsdpStrategy:
         try:
             self._compile()
         except Exception as error:
+            if (cause := of_the_machine(error)) is not None:
+                # Not from this one, which comes of it.
+                raise cause from None
             if not failed_to_compile(error):
                 raise
             text = " ".join(str(error).split())[:300]
