@@ -38,8 +38,10 @@ def with_traffic(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
     may_sum_once = fsdp.reduce_gradients == "auto" and _has_sums_to_spare(spec, plan)
     if shape is None or gpu is None or spec.compute.gpus_per_node == 0:
         return _with(plan, keeps, sums_once or (may_sum_once and _has_small_adapters(spec, shape)))
-    together = max(1, _in_one_forward(spec, least, shape, gpu))
-    passes = inf if plan.gradient_accumulation is None else ceil(plan.gradient_accumulation / together)
+    a_step = inf if plan.gradient_accumulation is None else plan.gradient_accumulation
+    # Of more than a step has none would be given up.
+    together = min(max(1, _in_one_forward(spec, least, shape, gpu)), a_step)
+    passes = inf if a_step == inf else ceil(a_step / together)
     may_keep = (
         fsdp.reshard_after_forward is None
         and not offloads(spec)

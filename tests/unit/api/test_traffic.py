@@ -141,6 +141,14 @@ def test_what_is_asked_for_of_layers_is_done_and_a_plan_that_says_nothing_means_
     assert not reshards(left_out, make_plan(left_out))
 
 
+def test_room_for_more_micro_batches_than_a_step_has_is_room_for_gathered_layers() -> None:
+    # Given a step of two micro-batches, and a GPU with room for three of them, or for two beside gathered layers
+    model, sizes = "hf://Qwen/Qwen3-8B", {n: {"globalBatchTokens": n * 8 * 4096, "compile": True} for n in (2, 3)}
+    assert kept(spec(model, lora={"rank": 8}, training=sizes[2]))
+    # But not where the step has three
+    assert not kept(spec(model, lora={"rank": 8}, training=sizes[3]))
+
+
 def both(asked: SFTJobSpec) -> tuple[bool, bool]:
     plan = make_plan(asked)
     return not plan.reshard_after_forward, plan.reduce_gradients == "oncePerStep"
