@@ -268,7 +268,7 @@ def evaluation_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
 
-    Arguments as of ``linear_cross_entropy``, whose sum the first one is to the last bit.
+    Arguments as of ``linear_cross_entropy``, whose sum the first one is: without ``fused`` to the last bit.
     """
     rows = logits.rows(weight.shape[0] if held is None else held.most)
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
