@@ -254,9 +254,10 @@ class Trainer:
 
         Why not is told wherever it is so: who tells of the run may be none of those that cannot.
         """
-        plan, here = self.config.plan, self.prepared.uncompiled
+        plan = self.config.plan
         if not plan.compile:
             return
+        here = self.prepared.uncompiled
         with self._others("to compile alike"):
             reasons = [here] if self.topology.alone else gathered(here)
         rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
