@@ -6,6 +6,9 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +18,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 from sft_trainer.supervisor import traces
 from sft_trainer.supervisor.environment import worker_environment
+from sft_trainer.supervisor.node import Node
 from sft_trainer.supervisor.output import Output
 from sft_trainer.supervisor.spawn import start_process
 from sft_trainer.supervisor.traces import Keeping, Trace, ask_recorder, recorder_environment, recording_of
@@ -250,3 +254,20 @@ def test_a_process_that_has_told_of_one_thread_is_given_time_for_the_others(tmp_
         assert workers.traces[0].stacks == b"the thread that trains\nall threads\n"
     finally:
         workers.kill()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_stacks_of_a_process_that_the_end_of_another_took_along_are_kept_too(killed: bool) -> None:
+    # Given a pod whose worker was asked for its stacks and has ended, by its supervisor or as its peer was killed
+    workers = SimpleNamespace(
+        all_ended=True, killed=killed, stacks_wanted=1.0, traces=["told"], drain=Mock(), left_well=False
+    )
+    node: Any = object.__new__(Node)
+    node._starts, node._keeping, node._judge = Mock(), Mock(), Mock()
+    node._order, node._stop_since = SimpleNamespace(traces="step-00000004-a00001"), None
+
+    # When it is seen, then what it told is kept, once: before a kill it was
+    node._tend(workers)
+
+    assert node._keeping.begin.call_args_list == ([] if killed else [(("step-00000004-a00001", ["told"]),)])
+    assert node._workers is None

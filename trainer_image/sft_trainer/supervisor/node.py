@@ -216,13 +216,14 @@ class Node:
         if not workers.all_ended:
             if self._must_kill(workers):
                 self._kill_since = self._kill_since or time.monotonic()
-                if workers.stacks_wanted is not None and not workers.killed and self._order is not None:
-                    self._keeping.begin(self._order.traces, workers.traces)
+                self._keep_traces(workers)
                 workers.kill()
                 self._give_up_on_unkillable()
             return
         if self._starts.cleared(workers):
             workers.drain(DRAIN_SECONDS)
+            # Those that another pod's, killed a moment before, took along were not killed here.
+            self._keep_traces(workers)
             self._ended = self._judge(workers)
             self._left_as_asked = self._stop_since is not None and workers.left_well
             self._workers = None
@@ -262,6 +263,11 @@ class Node:
 
     def _past_grace(self, now: float) -> bool:
         return self._stop_since is not None and now - self._stop_since > self._settings.kill_after_seconds
+
+    def _keep_traces(self, workers: Workers) -> None:
+        """Keep what they were doing when they were asked, once."""
+        if workers.stacks_wanted is not None and not workers.killed and self._order is not None:
+            self._keeping.begin(self._order.traces, workers.traces)
 
     def _judge(self, workers: Workers) -> Ended:
         cause = first_cause(self._failures)
