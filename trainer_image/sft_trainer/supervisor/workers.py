@@ -97,8 +97,8 @@ class _Worker:
     error_seen: float | None = None
     records: bool = False
     """Asked for its recording, which it has."""
-    all_asked: bool = False
-    """Asked for the stacks of all its threads, and not of the one that trains alone."""
+    all_asked: float | None = None
+    """When it was asked last for the stacks of all its threads, and not of the one that trains alone."""
     told: int = 0
     """Bytes that it had printed when it was asked for them all, or when it was looked at last."""
     told_at: float | None = None
@@ -200,10 +200,16 @@ class Workers:
         if since > TRACES_SECONDS:
             return True
         for pid, worker in self._workers.items():
-            # A signal that finds another one waiting is taken by another thread, and both would print at once.
-            if not worker.all_asked and (worker.stderr.kept or since > _FIRST_STACK_SECONDS) and worker.end is None:
-                worker.all_asked, worker.told = True, len(worker.stderr.kept)
-                os.kill(pid, signal.SIGUSR2)
+            if worker.end is not None or not (worker.stderr.kept or since > _FIRST_STACK_SECONDS):
+                # A signal that finds another one waiting is taken by another thread, and both would print at once.
+                continue
+            if worker.all_asked is None:
+                worker.told = len(worker.stderr.kept)
+            elif worker.told_at is not None or now - worker.all_asked < _SILENT_SECONDS:
+                continue
+            # Once more where nothing came: one that arrives before the first stack is printed to its end is dropped.
+            worker.all_asked = now
+            os.kill(pid, signal.SIGUSR2)
         # All are looked at: a recording is whole when it grows no more from one look to the next.
         done = [_has_told(worker, now) for worker in self._workers.values() if worker.end is None]
         return since > STACKS_SECONDS and all(done)
