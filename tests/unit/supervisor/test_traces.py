@@ -236,7 +236,8 @@ import os, signal, sys, time
 def print_slowly(number, frame):
     if number == signal.SIGUSR2:
         time.sleep(3)
-    print("the thread that trains" if number == signal.SIGUSR1 else "all threads", file=sys.stderr, flush=True)
+    told = "the thread that trains" if number == signal.SIGUSR1 else "Thread 0x1 (most recent call first):"
+    print(told, file=sys.stderr, flush=True)
 for number in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, print_slowly)
 open(os.environ["SFT_RUN_DIR"] + "/ready", "w").close()
@@ -251,7 +252,7 @@ def test_a_process_that_has_told_of_one_thread_is_given_time_for_the_others(tmp_
         workers.dump_stacks()
         wait_until(lambda: workers.stacks_dumped(time.monotonic()))
 
-        assert workers.traces[0].stacks == b"the thread that trains\nall threads\n"
+        assert workers.traces[0].stacks == b"the thread that trains\nThread 0x1 (most recent call first):\n"
     finally:
         workers.kill()
 

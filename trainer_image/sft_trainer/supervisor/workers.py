@@ -26,6 +26,8 @@ TRACES_SECONDS = 10.0
 """Time for those that print none, and for NCCL's flight recorder, which looks once a second whether it is asked."""
 _FIRST_STACK_SECONDS = 1.0
 """After which the other threads are asked for, even though the one that trains has printed nothing."""
+_AGAIN_SECONDS = 4.0
+"""After which they are asked for once more, where nothing came."""
 _SILENT_SECONDS = 1.0
 """After which a worker that has begun to print the stacks of all threads has printed them."""
 
@@ -205,7 +207,7 @@ class Workers:
                 continue
             if worker.all_asked is None:
                 worker.told = len(worker.stderr.kept)
-            elif worker.told_at is not None or now - worker.all_asked < _SILENT_SECONDS:
+            elif worker.told_at is not None or now - worker.all_asked < _AGAIN_SECONDS:
                 continue
             # Once more where nothing came: one that arrives before the first stack is printed to its end is dropped.
             worker.all_asked = now
