@@ -369,12 +369,13 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 
 
 def _compiled(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
-    """Whether layers are, where it is asked for or not usual."""
+    """Whether the layers are, where it is asked for or not usual."""
     asked = spec.training.compile
     if asked is None and plan.compile == bool(spec.compute.gpus_per_node):
         return []
-    value, origin = "compiled" if plan.compile else "not compiled", Origin.COMPUTED if asked is None else Origin.GIVEN
-    return [Decision("layers", value, origin, "training.compile; on GPUs in bf16 when absent")]
+    value, origin = "the layers" if plan.compile else "nothing", Origin.COMPUTED if asked is None else Origin.GIVEN
+    where = "training.compile; on GPUs when absent, but in fp32, by Megatron, and of experts"
+    return [Decision("compiled", value, origin, where)]
 
 
 def _balance(spec: SFTJobSpec) -> list[Decision]:

@@ -403,3 +403,12 @@ def test_where_no_shape_fits_it_is_said_what_to_change(capsys: pytest.CaptureFix
 def test_nothing_is_suggested_without_a_model_and_a_gpu(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         show_suggestions(job(**{"model": {"uri": "hf://Qwen/Qwen3-0.6B"}, **sections}), "text")
+
+
+def test_whether_layers_are_compiled_is_shown_where_it_is_asked_for_or_not_usual() -> None:
+    assert "compiled" not in decisions(compute={"gpusPerNode": 8})
+    assert "compiled" not in decisions(compute={"gpusPerNode": 0})
+    unusual = decisions(compute={"gpusPerNode": 8}, training={"precision": "fp32"})["compiled"]
+    assert (unusual.value, unusual.origin) == ("nothing", Origin.COMPUTED)
+    asked = decisions(compute={"gpusPerNode": 0}, training={"compile": True})["compiled"]
+    assert (asked.value, asked.origin) == ("the layers", Origin.GIVEN)

@@ -1,5 +1,7 @@
 """A model on the meta device, sharded by FSDP2 where there is anything to share out; its gradients and their norm."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sft_api.memory import computes_with_copies, gathers_base, offloads, reshards
+from sft_api.memory import BYTES, computes_with_copies, gathers_base, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
@@ -76,23 +78,15 @@ def _shard(
     )
     # Copies from and to page-locked memory go on beside the computation.
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads(config.spec) else OffloadPolicy()
+    how: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "ignored_params": left or None,
+    }
     for block in model.blocks:
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshards(config.spec, config.plan),
-            ignored_params=left or None,
-        )
-    fully_shard(
-        model,
-        mesh=mesh,
-        mp_policy=policy,
-        offload_policy=offload,
-        reshard_after_forward=False,
-        ignored_params=left or None,
-    )
+        fully_shard(block, reshard_after_forward=reshards(config.spec, config.plan), **how)
+    fully_shard(model, reshard_after_forward=False, **how)
     _sum_gradients(model)
 
 
@@ -154,8 +148,7 @@ def kept_gathered_bytes(config: TrainerConfig, model: CausalLM) -> int:
     kept = {*model.parameters()}
     if reshards(config.spec, config.plan):
         kept -= {*model.blocks.parameters()}
-    computed = 2 if config.plan.precision == "bf16" else 4
-    return sum(computed * parameter.numel() for parameter in kept if isinstance(parameter, DTensor))
+    return sum(BYTES[config.plan.precision] * parameter.numel() for parameter in kept if isinstance(parameter, DTensor))
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
