@@ -24,7 +24,7 @@ def account_pods(
 ) -> GoodputStatus | None:
     """``previous`` brought up to now; None while no pod was ever bound to a node."""
     marks = previous.marks if previous else None
-    if marks and marks.reporter and _is_awaited(observed, now):
+    if _is_awaited(observed, now):
         return previous
     since = (parse_time(marks.until) if marks else None) or EARLIEST
     # In the status times are whole seconds.

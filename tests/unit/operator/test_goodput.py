@@ -18,6 +18,8 @@ from tests.unit.operator.make import at, make_child, make_pod, stamp, training
 from tests.unit.operator.statuses import status_of
 
 EIGHT = Devices("GPUs", 8, 2)
+SILENT = Unanswered("pod-0", at(-1000))
+"""An index 0 of which nothing is awaited any more."""
 
 
 def bound(seconds: float) -> list[dict[str, Any]]:
@@ -46,14 +48,14 @@ def test_pods_without_a_node_cost_nothing() -> None:
 
 @pytest.mark.parametrize("looks", [(0,), (-50, -20, 0), (-99.5, -99.1, -3.3, -0.7, 0), (-500, 0)])
 def test_however_often_somebody_looks(looks: tuple[float, ...]) -> None:
-    observed = Observed(job=make_child(), pods=pods(-100, -90))
+    observed = Observed(job=make_child(), pods=pods(-100, -90), unanswered=SILENT)
     assert seconds_of(observed, *looks) == 8 * (100 + 90)
 
 
 def test_a_pod_that_has_ended_costs_nothing_more() -> None:
     ended = make_pod(0, phase="Failed", exit_code=31, finished=-40, conditions=bound(-100))
     running = make_pod(0, uid="new", conditions=bound(-30))
-    observed = Observed(job=make_child(), pods=(ended, running))
+    observed = Observed(job=make_child(), pods=(ended, running), unanswered=replace(SILENT, pod_uid="new"))
     assert seconds_of(observed, -60, 0) == seconds_of(observed, 0) == 8 * (60 + 30)
     assert seconds_of(observed, -10, 0, 0) == 8 * 90
 
@@ -71,7 +73,8 @@ def _disrupted(seconds: float) -> dict[str, Any]:
 
 def test_processes_are_counted_where_there_are_no_gpus() -> None:
     status = status_of(
-        Observed(job=make_child(), pods=pods(-100)), compute={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 3}
+        Observed(job=make_child(), pods=pods(-100), unanswered=SILENT),
+        compute={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 3},
     )
     assert status.goodput is not None
     assert (status.goodput.counted, status.goodput.gpu_seconds) == ("Processes", 300)
@@ -111,6 +114,23 @@ def test_what_passed_before_an_operator_has_asked_is_not_taken_for_waiting(new: 
     assert goodput is not None
     assert goodput.gpu_seconds == 16 * 702
     assert goodput.lost_gpu_seconds.waiting == 16 * 12
+
+
+def test_nor_is_what_the_first_index_0_did_before_anybody_had_heard_it() -> None:
+    # Given an operator that counted while the image was pulled, and was gone before the first step
+    waiting = Observed(job=make_child(), pods=pods(-700, phase="Pending"))
+    alone = Devices("GPUs", 8, 1)
+    goodput = account_pods(None, alone, waiting, at(-690))
+
+    # When the next one looks before it has asked, and then hears how the time was spent
+    running = Observed(job=make_child(), pods=pods(-700, created=-700))
+    goodput = account_pods(goodput, alone, running, at(0))
+    spent = SpentSeconds(starting=80, steps=600, curve_began=0, curve_saved=600, curve_now=600)
+    goodput = account_pods(goodput, alone, replace(running, report=reported(9, 0, spent)), at(2))
+
+    assert goodput is not None
+    assert goodput.gpu_seconds == 8 * 700
+    assert goodput.lost_gpu_seconds.waiting == 8 * 20
 
 
 @pytest.mark.parametrize("how", ["deleted", "evicted"])
@@ -250,11 +270,11 @@ def test_all_that_came_after_the_last_that_was_heard_are_counted() -> None:
 
 def test_time_alone_is_no_news() -> None:
     """A status that says the same is not written again only because time has passed."""
-    observed = Observed(job=make_child(), pods=pods(-100, -100))
+    observed = Observed(job=make_child(), pods=pods(-100, -100), unanswered=SILENT)
     first = status_of(observed)
     again = status_of(observed, first, seconds=20)
     assert again == first
     # With the next news all of it is there
-    later = status_of(Observed(job=make_child(), pods=pods(-100, -100, ready=False)), first, seconds=20)
+    later = status_of(replace(observed, pods=pods(-100, -100, ready=False)), first, seconds=20)
     assert later.goodput is not None
     assert later.goodput.gpu_seconds == 16 * 120
