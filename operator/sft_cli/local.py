@@ -63,6 +63,17 @@ def with_launcher(job: SFTJob, launcher: str | None) -> SFTJob:
     return job
 
 
+def with_gpu_memory(job: SFTJob, gpu_memory: str | None) -> SFTJob:
+    """``job`` on GPUs of this ``gpu_memory`` (a quantity; None: nobody knows), whatever the manifest expects of others.
+
+    What the plan leaves to memory follows from it: how long weights stay gathered, how often gradients are summed.
+    """
+    if gpu_memory is None:
+        return job
+    compute = job.spec.compute.model_copy(update={"gpu_memory": gpu_memory})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"compute": compute})})
+
+
 def prepare(
     job: SFTJob, *, processes: int | None, working_folder: Path, environment: Mapping[str, str], gpus: int
 ) -> LocalRun:

@@ -29,9 +29,9 @@ from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
-from .local import LocalRun, local_devices, prepare, with_launcher
+from .local import LocalRun, local_devices, prepare, with_gpu_memory, with_launcher
 from .logs import LogTail, last_lines
-from .machine import visible_gpus
+from .machine import gpu_memory, visible_gpus
 from .summary import summary
 from .supervisor import Supervisor
 from .words import counted
@@ -76,6 +76,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
     """
     job = with_launcher(job, options.launcher)
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
+    job = with_gpu_memory(job, gpu_memory(os.environ) if gpus else None)
     run = prepare(job, processes=options.processes, working_folder=Path.cwd(), environment=os.environ, gpus=gpus)
     with ExitStack() as locks:
         held = {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run)}
@@ -346,7 +347,7 @@ def _conclude(lines: Sequence[str], ending: Ending, files: RunFiles, output: str
 _OF_A_CLUSTER: dict[str, Any] = {
     "observed_generation": True,
     "conditions": {"__all__": {"observed_generation"}},
-    "restarts": {"counted", "repeated", "replaced_pods"},
+    "restarts": {"counted", "repeated", "echoes", "replaced_pods"},
     "goodput": {"marks"},
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from sft_api.v1alpha1.job import SFTJob
 from sft_cli.errors import UserError
-from sft_cli.local import LocalRun, prepare, with_launcher
+from sft_cli.local import LocalRun, prepare, with_gpu_memory, with_launcher
 
 from .jobs import job
 
@@ -45,6 +45,18 @@ def test_the_number_of_processes_can_be_given_on_the_cpu() -> None:
 
 def test_the_number_of_processes_can_be_given_on_gpus() -> None:
     assert prepared(job(compute={"gpusPerNode": 8}), processes=1, gpus=1).config.plan.processes == 1
+
+
+def test_what_the_plan_leaves_to_memory_follows_from_the_gpus_of_this_machine() -> None:
+    def reshards(gpu_memory: str | None, **compute: object) -> bool:
+        of = job(model={"uri": "hf://Qwen/Qwen3-4B"}, compute={"gpusPerNode": 2, **compute})
+        return prepared(with_gpu_memory(of, gpu_memory), gpus=2).config.plan.reshard_after_forward
+
+    # Given nothing, what the driver says, and a manifest that expects other GPUs than these
+    assert reshards(None)
+    assert not reshards("143771Mi")
+    assert not reshards("143771Mi", gpuMemory="16Gi")
+    assert reshards("16384Mi", gpuMemory="140Gi")
 
 
 @pytest.mark.parametrize(

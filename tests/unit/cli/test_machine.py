@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_cli.machine import visible_gpus
+from sft_cli.machine import gpu_memory, visible_gpus
 
 
 @pytest.fixture
@@ -39,3 +39,32 @@ def test_no_driver_and_a_broken_driver_mean_no_gpu(environment: dict[str, str], 
 
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: odd'\nexit 9\n")
     assert visible_gpus(environment) == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (["81559, Disabled"], "81559Mi"),
+        (["81559, Disabled", "24564, [N/A]"], "24564Mi"),
+        (["143771, Enabled", "143771, Disabled"], None),
+        (["[N/A], [N/A]"], None),
+        ([], None),
+    ],
+    ids=["one", "the-smallest", "instances", "unsaid", "none"],
+)
+def test_the_memory_of_a_gpu_is_as_the_driver_says_it(tmp_path: Path, told: list[str], expected: str | None) -> None:
+    program = tmp_path / "nvidia-smi"
+    asked = '[ "$*" = "--query-gpu=memory.total,mig.mode.current --format=csv,noheader,nounits" ] || exit 6'
+    program.write_text("\n".join(["#!/bin/sh", asked, *(f"echo '{line}'" for line in told), ""]))
+    program.chmod(0o755)
+
+    assert gpu_memory({"PATH": str(tmp_path)}) == expected
+
+
+def test_the_memory_of_a_gpu_is_not_known_without_a_driver_or_with_one_that_fails(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    assert gpu_memory({"PATH": "/nowhere"}) is None
+
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '81559, Disabled'\nexit 9\n")
+    assert gpu_memory(environment) is None
