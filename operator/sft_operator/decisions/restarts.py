@@ -55,6 +55,10 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
             restarts = restarts.model_copy(update={"replaced_pods": told})
         else:
             restarts = _with_unseen(restarts, observed.pods, job.nodes, now)
+    elif job.complete:
+        # Of pods that ended after the run was complete nobody asks; those that were replaced before it were lost.
+        done = [pod for pod in observed.pods if pod.phase == "Succeeded"]
+        restarts = _with_unseen(restarts, done, job.nodes, now)
     restarts = restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
     return with_hurry(restarts, observed, reached, now)
 

@@ -263,6 +263,19 @@ def test_pods_lost_and_replaced_while_no_operator_looked_are_found_in_the_annota
     assert again == counted
 
 
+def test_pods_lost_and_replaced_while_no_operator_looked_count_though_the_run_is_complete() -> None:
+    # Given a run that lost a pod which an operator counted, and another before it was complete, when none lived
+    seen = count(running(pods=(make_pod(0), make_pod(1, uid="b", replaced=(0, 1)))))
+    done = [make_pod(index, uid=f"e{index}", phase="Succeeded", exit_code=0, replaced=(0, 1)) for index in (0, 1)]
+    late = make_pod(1, uid="late", phase="Failed", exit_code=137, replaced=(0, 5))
+    complete = running(job=make_child(conditions={"Complete": ("", "")}), pods=(*done, late))
+
+    counted = count(complete, seen)
+
+    assert (counted.disruptions, counted.failures) == (2, 0)
+    assert count(complete, counted) == counted
+
+
 def test_annotations_do_not_count_again_what_was_seen() -> None:
     first = make_pod(1, phase="Failed", exit_code=30, conditions=disruption())
     second = make_pod(1, uid="b", phase="Failed", exit_code=30, conditions=disruption(), replaced=(0, 1))
