@@ -24,9 +24,9 @@ REPEATED_FOR = timedelta(minutes=2)
 # They lie outside of the run and come back by themselves: they tell nothing of whether it can get on. (So does what was
 # killed from outside.) All of them count against maxRestarts.
 _OUTAGES = frozenset({FailureClass.STORAGE_UNAVAILABLE})
-# What made these is told by whoever went away, and mostly lies outside of the run: they do not use up maxRestarts. When
-# nobody went away and they repeat, with nothing else since the run got further, the pods cannot reach each other: that
-# is a failure like others.
+# What made these is told by whoever went away, and mostly lies outside of the run: they do not use up maxRestarts.
+# When nobody went away and they repeat, with nothing else between them, the pods cannot reach each other: no other
+# rule would ever end that.
 _ECHOES = frozenset({FailureClass.PEER_LOST, FailureClass.INTERRUPTED})
 
 
@@ -131,25 +131,12 @@ def count_failure(
 
     ``outside``: something that does not belong to the run killed it. ``reason`` is shown instead of the class.
     """
-    repeated = restarts.repeated
-    if not outside and failure not in _OUTAGES and not _is_echo_of(failure, repeated, reached):
-        repeated = _repeated(repeated, failure, time, reached)
-    update = {
-        "failures": restarts.failures + (failure not in _ECHOES),
-        "repeated": repeated,
-        "recovery_seconds": None,
-    }
+    update: dict[str, object] = {"failures": restarts.failures + (failure not in _ECHOES), "recovery_seconds": None}
+    if failure in _ECHOES and not outside:
+        update["echoes"] = _repeated(restarts.echoes, failure, time, reached)
+    elif failure not in _OUTAGES and not outside:
+        update |= {"repeated": _repeated(restarts.repeated, failure, time, reached), "echoes": None}
     return _shown_last(restarts.model_copy(update=update), reason or failure.value, message, time)
-
-
-def _is_echo_of(failure: FailureClass, repeated: RepeatedFailure | None, reached: Reached) -> bool:
-    """Whether ``failure``, after the run had ``reached`` so far, neither adds to a row nor ends it.
-
-    The row of a run that has got further since is over.
-    """
-    if failure not in _ECHOES or repeated is None or repeated.reason in _ECHOES:
-        return False
-    return not reached.is_beyond(_reached_by(repeated))
 
 
 def _reached_by(row: RepeatedFailure) -> Reached:
@@ -201,12 +188,11 @@ def exhausted(restarts: RestartsStatus, max_restarts: int) -> str | None:
     if restarts.failures > max_restarts:
         failures = "1 failure" if restarts.failures == 1 else f"{restarts.failures} failures"
         return f"{failures}, and spec.runPolicy.maxRestarts is {max_restarts}; {last}"
-    repeated = restarts.repeated
-    if repeated is not None and repeated.times >= REPEATED_FAILURES:
-        first, latest = parse_time(repeated.first_time), parse_time(repeated.last_time)
+    rows = [row for row in (restarts.repeated, restarts.echoes) if row and row.times >= REPEATED_FAILURES]
+    for row in rows:
+        first, latest = parse_time(row.first_time), parse_time(row.last_time)
         if first is not None and latest is not None and latest - first >= REPEATED_FOR:
-            where = f"step {repeated.step}" if repeated.step else f"phase {repeated.phase}, before step 1"
+            where = f"step {row.step}" if row.step else f"phase {row.phase}, before step 1"
             within = duration((latest - first).total_seconds())
-            row = f"{repeated.times} failures in a row ({repeated.reason}, within {within})"
-            return f"{row} got no further than {where}; {last}"
+            return f"{row.times} failures in a row ({row.reason}, within {within}) got no further than {where}; {last}"
     return None

@@ -155,6 +155,10 @@ class RestartsStatus(ApiModel):
     repeated: RepeatedFailure | None = Field(
         default=None, description="The last failures that were the run's own, as long as they are of one kind."
     )
+    echoes: RepeatedFailure | None = Field(
+        default=None,
+        description="Since then: PeerLost, or Interrupted, where no pod was lost and none was asked to stop.",
+    )
     nodes: Annotated[list[NodeFailures], Field(max_length=20)] = Field(
         default_factory=list, description="Nodes against which failures of the last day speak, the latest first."
     )

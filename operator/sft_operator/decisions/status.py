@@ -34,6 +34,7 @@ _NO_SETTINGS = PodSettings()
 _NOTHING_AGAINST_IT: dict[str, Any] = {
     "failures": 0,
     "repeated": None,
+    "echoes": None,
     "recovery_seconds": None,
     "nodes": [],
     "hurried": None,

@@ -80,6 +80,10 @@ def one_by_one(incidents: Iterable[Incident]) -> RestartsStatus:
         # Also of a run that has failed otherwise, and got further since: nothing else would ever end it.
         ([(OOM, 7, 0), *[(PEER, 900, 800)] * 4], 1, (PEER, 4)),
         ([(OOM, 7, 0), *[(STOP, 7, 5)] * 4], 1, (STOP, 4)),
+        # And of one that has failed otherwise at the same place.
+        ([(OOM, 7, 0), *[(PEER, 7, 0)] * 3], 1, (PEER, 3)),
+        ([(PEER, 7, 0), (PEER, 7, 0), (OOM, 7, 0), (PEER, 7, 0)], 1, (PEER, 1)),
+        ([(OOM, 7, 0), (PEER, 7, 0), (PEER, 7, 0), (OOM, 7, 0), (PEER, 7, 0), (OOM, 7, 0)], 3, (OOM, 3)),
     ],
 )
 def test_failures_and_those_of_one_class_that_got_no_further(
@@ -97,7 +101,8 @@ def test_failures_and_those_of_one_class_that_got_no_further(
 
 def row(restarts: RestartsStatus) -> tuple[str, int] | None:
     """Class and number of the last failures that got no further."""
-    return (restarts.repeated.reason, restarts.repeated.times) if restarts.repeated else None
+    last = restarts.echoes or restarts.repeated
+    return (last.reason, last.times) if last else None
 
 
 def test_what_was_killed_from_outside_uses_up_restarts_but_tells_nothing_of_the_run() -> None:
@@ -275,6 +280,18 @@ def test_when_it_is_enough(failures: int, times: int, max_restarts: int, sentenc
     restarts = RestartsStatus(failures=failures, repeated=row, last_reason="Hang", last_message="no step for 180 s")
 
     assert exhausted(restarts, max_restarts) == sentence
+
+
+def test_peers_that_cannot_reach_each_other_end_a_run_that_has_failed_otherwise_at_that_step() -> None:
+    # Given one failure of the run's own, and after it nothing but peers that lost each other
+    told = [incident(0, HANG, 7), *[incident(number, PEER, 7) for number in (1, 2, 3)]]
+
+    # Then the third of these is enough, and a failure of another kind between them is not
+    assert exhausted(in_one_look(told[:3]), 10) is None
+    assert exhausted(in_one_look(told), 10) == (
+        "3 failures in a row (PeerLost, within 2m0s) got no further than step 7; the last was PeerLost: number 3"
+    )
+    assert exhausted(in_one_look([*told[:3], incident(3, OOM, 7), incident(4, PEER, 7)]), 10) is None
 
 
 def test_a_row_before_the_first_step_names_the_phase() -> None:
