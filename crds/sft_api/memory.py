@@ -152,8 +152,9 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     whole = not reshards(spec, plan)
     blocks = parameters - root if whole else 2 * block
     fsdp = spec.strategy.fsdp if spec.strategy else None
-    # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes.
-    summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies else 0
+    # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes: where
+    # there are none it is added to what stays.
+    summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies and not holds_copies(spec, plan) else 0
 
     if offloads(spec):
         # A share on its way, in the precision that it is held in.
@@ -267,6 +268,15 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
     held = {4, _base_bytes(spec, precision)}
     return processes > 1 or held != {BYTES[precision]} or rounded or offloads(spec)
+
+
+def holds_copies(spec: SFTJobSpec, plan: PlanStatus) -> bool:
+    """Whether the copies are a single process's own, all made at once: it has nobody to gather from, and memory for
+    them."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
+    copies = computes_with_copies(spec, plan.precision, plan.processes)
+    return copies and plan.processes == 1 and not (rounded or offloads(spec) or reshards(spec, plan))
 
 
 def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:

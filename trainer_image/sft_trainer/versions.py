@@ -8,7 +8,7 @@ told by the signature of what is called, never by the number of a version: a mac
 import http.client
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -176,6 +176,15 @@ def keep_compiled_in(folder: Path) -> None:
     # Its import, which that of transformers' models brings, has named its own place by now.
     if os.environ.get(_COMPILED, "") in ("", os.path.abspath(default_cache_dir())):
         os.environ[_COMPILED] = str(folder)
+
+
+def copy_all(targets: "Sequence[torch.Tensor]", sources: "Sequence[torch.Tensor]") -> None:
+    """Give each of ``targets`` the values of its source, cast to its dtype, by as few kernels as there can be."""
+    import torch
+
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 def initialize(model: Any, module: Any) -> None:

@@ -287,6 +287,22 @@ def test_one_process_that_holds_what_it_computes_with_gathers_nothing() -> None:
         assert estimated(gpus=1, **copied).gathered
 
 
+def test_one_process_that_keeps_copies_of_its_own_adds_gradients_up_where_they_stay() -> None:
+    # Given layers that stay gathered, and a batch so short that most is held where gradients are
+    def gathered(gpus: int) -> int:
+        data, strategy = {"train": [{"uri": "hf://a/b"}], "maxLength": 8}, {"fsdp": {"reshardAfterForward": False}}
+        found = estimated(gpus=gpus, data=data, strategy=strategy).gathered
+        assert found is not None
+        return found
+
+    # Then one of several holds a block's in fp32 besides, which it sums with the others, and a single one none
+    assert gathered(2) - gathered(1) >= 4 * estimated_block()
+
+
+def estimated_block() -> int:
+    return sizes_of(shape(), job(model={"uri": EIGHT_BILLION}).spec).block
+
+
 def test_what_is_offloaded_is_the_hosts() -> None:
     strategy = {"fsdp": {"cpuOffload": True}}
     usual, memory = estimated(), estimated(strategy=strategy)

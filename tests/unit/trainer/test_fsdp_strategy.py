@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
 
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
@@ -15,8 +16,11 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
+from sft_trainer.strategies.fsdp import strategy as strategy_module
+from sft_trainer.strategies.fsdp.memory import Memory
 from sft_trainer.topology import ALONE, Topology
 from sft_trainer.trainable import EVERYTHING, Trainable
+from sft_trainer.versions import tensors_in
 from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -38,10 +42,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def strategy(path: Path, trainable: Trainable = EVERYTHING, *, precision: str = "fp32", **options: Any) -> FsdpStrategy:
-    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training={"precision": precision})
+def strategy(
+    path: Path,
+    trainable: Trainable = EVERYTHING,
+    *,
+    precision: str = "fp32",
+    keeps: bool = False,
+    memory: Memory | None = None,
+    **training: Any,
+) -> FsdpStrategy:
+    job = manifest(
+        path,
+        path.with_name("store"),
+        model={"uri": f"file://{path}"},
+        training={"precision": precision, **training},
+        strategy={"fsdp": {"reshardAfterForward": not keeps}},
+    )
     config = resolve(job)
-    built = FsdpStrategy(config, build_on_meta(path), trainable, ALONE, CPU, **options)
+    built = FsdpStrategy(config, build_on_meta(path), trainable, ALONE, CPU, memory)
     load_weights(built.boxes("base") + built.boxes("trained"), built.model.names, path)
     built.loaded()
     return built
@@ -119,6 +137,55 @@ def test_one_process_that_copies_nothing_computes_what_one_that_does_to_the_last
     monkeypatch.setattr(sharding, "computes_with_copies", lambda *_: True)
     copied = strategy(folder)
     assert [isinstance(of.model, FSDPModule) for of in (alone, copied)] == [False, True]
+    _compute_the_same(alone, copied)
+
+
+@pytest.mark.parametrize("how", [{}, {"activationCheckpointing": "selective"}, {"compile": True}])
+def test_one_process_with_copies_of_its_own_computes_what_fsdp_does_to_the_last_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    # Given one that casts its weights itself, tied weights and all, and one for which FSDP does
+    alone = strategy(folder, precision="bf16", keeps=True, **how)
+    for module in (sharding, strategy_module):
+        monkeypatch.setattr(module, "holds_copies", lambda *_: False)
+    copied = strategy(folder, precision="bf16", keeps=True, **how)
+    assert [isinstance(of.model, FSDPModule) for of in (alone, copied)] == [False, True]
+    _compute_the_same(alone, copied)
+    # What is trained is in fp32, and what was computed with is nowhere
+    assert {parameter.dtype for parameter in alone.model.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in alone.model.parameters() if parameter.grad is not None} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "olmo2", "ernie4_5", "gemma3_text"])
+def test_what_a_model_computes_in_fp32_beside_layers_in_bf16_stays_so(kind: str, keeps: bool, tmp_path: Path) -> None:
+    def given(model: torch.nn.Module) -> list[torch.dtype]:
+        """Of all that goes into the layers of ``model``, in their order."""
+        seen: list[torch.dtype] = []
+
+        def look(_: torch.nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> None:
+            seen.extend(tensor.dtype for tensor in tensors_in((values, named)) if tensor.is_floating_point())
+
+        for layer in model.get_submodule("model.layers"):
+            layer.register_forward_pre_hook(look, with_kwargs=True)
+        return seen
+
+    save_model(kind, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = given(plain)
+    plain(input_ids=torch.arange(5, 12)[None], use_cache=False)
+
+    ours = strategy(tmp_path, precision="bf16", keeps=keeps)
+    found = given(ours.model.huggingface)
+    ours.forward_sums([random_bin(1, 7)])
+
+    assert found == expected
+    assert (torch.float32 in found) == (kind in ("olmo2", "ernie4_5"))
+
+
+def _compute_the_same(alone: FsdpStrategy, copied: FsdpStrategy) -> None:
 
     # When both make two steps of several micro-batches
     for one in (alone, copied):
@@ -188,7 +255,11 @@ def test_bins_together_give_the_sums_of_bins_alone(folder: Path, together: int) 
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_what_is_there_once_are_weights_that_stay_gathered(folder: Path, keeps: bool) -> None:
+def test_what_is_there_once_are_weights_that_stay_gathered(
+    folder: Path, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sharding, strategy_module):
+        monkeypatch.setattr(module, "holds_copies", lambda *_: False)
     # Given a model in bf16, which one process casts when it gathers it; tied weights are there once
     fsdp = {"fsdp": {"reshardAfterForward": not keeps}}
     job = manifest(folder, folder.with_name("store"), strategy=fsdp, training={"precision": "bf16"})

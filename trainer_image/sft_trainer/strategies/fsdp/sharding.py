@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sft_api.memory import BYTES, computes_with_copies, gathers_base, offloads, reshards
+from sft_api.memory import BYTES, computes_with_copies, gathers_base, holds_copies, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.activations import checkpoint_activations
@@ -46,7 +46,7 @@ def build_model(
         model.fused = compiled_slopes(asked=asked)
     run = (config.spec, config.plan.precision, topology.world_size)
     left = set() if gathers_base(*run) else {each for each in model.parameters() if not each.requires_grad}
-    if computes_with_copies(*run):
+    if computes_with_copies(*run) and not holds_copies(config.spec, config.plan):
         _shard(config, model, trainable, topology.parameter_mesh(device.type), device, left)
     else:
         left = set(model.parameters())
@@ -69,12 +69,14 @@ def _shard(
 ) -> None:
     """Every block over ``mesh``, and then the root, but for the parameters that are ``left`` as they are."""
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
-    computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
+    computed = computed_dtype(config)
     # What is held in another precision than it is computed in is cast when it is gathered.
     held = {TRAINED_DTYPE, trainable.base_dtype}
     policy = MixedPrecisionPolicy(
         param_dtype=None if held == {computed} else computed,
         reduce_dtype=torch.bfloat16 if fsdp and fsdp.reduce_dtype == "bf16" else torch.float32,
+        # What a model computes in fp32 beside its layers (rotations) stays so, as in transformers.
+        cast_forward_inputs=False,
     )
     # Copies from and to page-locked memory go on beside the computation.
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads(config.spec) else OffloadPolicy()
@@ -88,6 +90,11 @@ def _shard(
         fully_shard(block, reshard_after_forward=reshards(config.spec, config.plan), **how)
     fully_shard(model, reshard_after_forward=False, **how)
     _sum_gradients(model)
+
+
+def computed_dtype(config: TrainerConfig) -> torch.dtype:
+    """Of what products of matrices are computed in."""
+    return torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
 
 
 def holding_device(config: TrainerConfig, device: torch.device) -> torch.device:

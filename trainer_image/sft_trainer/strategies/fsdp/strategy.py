@@ -3,11 +3,12 @@
 import functools
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 
-from sft_api.memory import micro_batch_tokens, offloads
+from sft_api.memory import holds_copies, micro_batch_tokens, offloads
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import Box
 from sft_trainer.data.batches import empty_micro_batch
@@ -25,6 +26,7 @@ from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
 
 from .boxes import model_boxes, optimizer_boxes, part_by_rows
+from .copies import Copies
 from .fitting import estimate_blueprint
 from .grouping import grouped, with_last
 from .memory import BinsPerForward, Memory
@@ -32,6 +34,7 @@ from .sharding import (
     add_up_processes,
     add_up_replicas,
     build_model,
+    computed_dtype,
     gradient_norm,
     kept_gathered_bytes,
     may_add_up_later,
@@ -94,6 +97,7 @@ class FsdpStrategy:
                 tells=topology.tells,
             )
         self.model = build_model(config, blueprint, trainable, topology, device)
+        self._copies = Copies(self.model, computed_dtype(config)) if holds_copies(spec, config.plan) else None
         if self._together:
             self._together.gathered = kept_gathered_bytes(config, self.model)
             if self._reduces_once:
@@ -211,20 +215,21 @@ class FsdpStrategy:
         self, bins: Iterable[BinTensors], scale: float | None, balance: float | None = None
     ) -> Iterator[tuple[BinTensors, torch.Tensor, torch.Tensor]]:
         """What goes through the model at once, and what its forward pass gives, by ``scale`` and that of routers."""
-        for bin_, last in with_last(self._here(bins)):
-            if self._reduces_once:
-                add_up_processes(self.model, after_this_pass=last)
-            elif self._adds_up_once:
-                add_up_replicas(self.model, after_this_pass=last)
-            # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
-            torch.manual_seed(bin_.seed)
-            one, other = self.model(
-                bin_.input_ids,
-                bin_.position_ids,
-                bin_.boundaries,
-                bin_.targets,
-                bin_.labels,
-                scale if scale is None or bin_.counts else 0.0,
-                None if balance is None else Balance(balance if bin_.counts else 0.0, bin_.sizes, bin_.held),
-            )
-            yield bin_, one, other
+        with self._copies.in_place() if self._copies else nullcontext():
+            for bin_, last in with_last(self._here(bins)):
+                if self._reduces_once:
+                    add_up_processes(self.model, after_this_pass=last)
+                elif self._adds_up_once:
+                    add_up_replicas(self.model, after_this_pass=last)
+                # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
+                torch.manual_seed(bin_.seed)
+                one, other = self.model(
+                    bin_.input_ids,
+                    bin_.position_ids,
+                    bin_.boundaries,
+                    bin_.targets,
+                    bin_.labels,
+                    scale if scale is None or bin_.counts else 0.0,
+                    None if balance is None else Balance(balance if bin_.counts else 0.0, bin_.sizes, bin_.held),
+                )
+                yield bin_, one, other
