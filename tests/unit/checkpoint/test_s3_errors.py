@@ -60,6 +60,7 @@ def refusal(code: str, status: int, operation: str = "PutObject") -> ClientError
         ("ConditionalRequestConflict", 409, True, StorageUnavailableError),
         ("RequestTimeout", 400, True, StorageUnavailableError),
         ("BadDigest", 400, True, StorageUnavailableError),
+        ("RequestTimeTooSkewed", 403, True, StorageUnavailableError),
         ("SomethingNew", 418, False, StorageUnavailableError),
     ],
 )
@@ -69,6 +70,13 @@ def test_answers(code: str, status: int, transient: bool, expected: type[Excepti
     result = translated(error, PLACE)
     assert type(result) is expected
     assert "s3://bucket/run/x.bin at http://server" in str(result)
+
+
+def test_a_clock_that_is_wrong_is_no_key_that_is_refused() -> None:
+    error = translated(refusal("RequestTimeTooSkewed", 403), PLACE)
+    assert is_outage(error)
+    assert "clock" in str(error)
+    assert "access key" not in str(error)
 
 
 def test_only_the_answer_to_head_has_no_words_for_what_is_not_there() -> None:

@@ -60,6 +60,7 @@ _DENIED = {
 _FULL = {"InsufficientStorage", "QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"}
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "301"}
 _REFUSALS = {400, 405, 411, 501}
+_SKEWED = "RequestTimeTooSkewed"
 _TRANSIENT = {
     "BadDigest",
     "ConditionalRequestConflict",
@@ -67,7 +68,7 @@ _TRANSIENT = {
     "InternalError",
     "OperationAborted",
     "RequestTimeout",
-    "RequestTimeTooSkewed",
+    _SKEWED,
     "ServiceUnavailable",
     "SlowDown",
     "Throttling",
@@ -178,6 +179,11 @@ def translated(error: Exception, place: Place) -> TrainingError:
         if code in _WRONG_REGION:
             return StorageRefusedError(
                 f"{place}: wrong region ({said}); set checkpoint.s3.region to the bucket's region"
+            )
+        if code == _SKEWED:
+            # With status 403, but no key is refused: it ends when one of both clocks is set.
+            return StorageUnavailableError(
+                f"{place}: its clock and that of this machine differ too much ({said}); set the one that is wrong"
             )
         if code in _DENIED or status in (401, 403):
             return AccessDeniedError(
