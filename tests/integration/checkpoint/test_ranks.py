@@ -20,7 +20,8 @@ from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.store import Store, StoredObject, WriteStream
-from sft_trainer.errors import PeerLostError, StorageFullError, TrainingError
+from sft_trainer.errors import AccessDeniedError, PeerLostError, StorageFullError, TrainingError
+from sft_trainer.outage import is_outage
 from tests.integration.checkpoint import ranks
 from tests.topologies import here
 from tests.waiting import wait_until
@@ -202,6 +203,51 @@ def test_all_ranks_hear_of_one_ranks_failure(tmp_path: Path) -> None:
     assert failure == "StorageFullError: no room left on rank 1"
     assert committed == "[]"
     assert latest[0] == 2
+
+
+def save_where_nothing_may_be_listed(store: Store, asynchronous: bool) -> tuple[list[str], int, list[int]]:
+    """The store lists nothing for two saves: what they came to, how many files they wrote, and what there is after the
+    next one."""
+    manager = CheckpointManager(store, here(), timeout=TIMEOUT)
+    manager.claim_attempt("job")
+    boxes = boxes_of(*trained(seed=1, steps=1))
+    manager.save(1, boxes, RunState(), asynchronous=False)
+    plain_list, plain_write, writes = LocalStore.list, LocalStore.open_write, 0
+
+    def refused(*_: object) -> Any:
+        raise AccessDeniedError("ListBucket is not allowed")
+
+    def counting(*arguments: Any) -> WriteStream:
+        nonlocal writes
+        writes += 1
+        return plain_write(*arguments)
+
+    LocalStore.list, LocalStore.open_write = refused, counting  # type: ignore[method-assign]
+    failures = []
+    for step in (2, 3):
+        try:
+            manager.save(step, boxes, RunState(), asynchronous=asynchronous)
+            manager.wait()
+        except TrainingError as error:
+            failures.append(f"{is_outage(error)} {type(error).__name__}: {error}")
+    written = writes
+    dist.barrier()
+    LocalStore.list = plain_list  # type: ignore[method-assign]
+    manager.save(4, boxes, RunState(), asynchronous=asynchronous)
+    manager.wait()
+    return failures, written, [entry.step for entry in manager.status().kept]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_where_nothing_may_be_listed_no_rank_writes_a_save_and_the_next_one_is_tried(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    answers = ranks.run(2, tmp_path, save_where_nothing_may_be_listed, store, asynchronous)
+    for failures, written, _ in answers:
+        assert failures == ["True AccessDeniedError: ListBucket is not allowed"] * 2
+        assert written == 0
+    assert answers[0][2] == [4, 1]
 
 
 class Stubborn(Exception):

@@ -407,9 +407,9 @@ class CheckpointManager:
                 )
             )
 
-        if self._group.topology.writes:
-            self._protocol.discard()
         try:
+            # By all or none, before anything is written: who learnt it alone would leave the others waiting.
+            self._group.on_leader(self._protocol.discard)
             size = save_pieces(tensors, pieces, self.store, identity.prefix, self._group, commit, self._on_bytes, turns)
         except Exception as raised:
             error = (
@@ -435,7 +435,10 @@ class CheckpointManager:
             # A store that is away is asked for minutes in vain, and all processes wait for this thread to end as soon
             # as the others' have: the next save removes it.
             return
-        self._protocol.discard()
+        try:
+            self._protocol.discard()
+        except Exception as refused:
+            logger.warning("What a failed save left was not found, the next save or start does it: %s", refused)
         if is_outage(error):
             # What is kept for now only may be what takes the room.
             self.prune(dataclasses.replace(keep, needed=lambda checkpoint: False))

@@ -227,11 +227,13 @@ class Protocol:
             self._left.add(identity)
 
     def discard(self) -> None:
-        """Remove the files of the saves that failed, as far as the store lets it."""
-        if not self._left:
-            return
+        """Remove the files of the saves that failed, as far as the store lets it.
+
+        Raises what it says where it does not even list them, also when there are none: a save has to list its files
+        before it counts, and would be written for nothing.
+        """
+        folders = self._catalog.folders()
         try:
-            folders = self._catalog.folders()
             for identity in self._left:
                 files = folders.get(identity, {})
                 if files and not self._catalog.is_committed(identity, files):
