@@ -20,6 +20,7 @@ from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import Store, WriteStream
 from sft_trainer.errors import AccessDeniedError, StorageFullError, StorageUnavailableError
+from sft_trainer.outage import is_outage
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.managers import (
     blank,
@@ -164,6 +165,28 @@ def test_a_failed_save_removes_its_files_unless_it_may_be_complete(
 
     assert folders(store) == (["step-00000010-a00001"] if written else [])
     assert (loaded_by(started(store)) is not None) == written
+
+
+def test_a_place_that_is_full_when_the_manifest_is_put_has_its_room_again_for_the_next_save(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a place that is full as soon as all files of a save but its manifest are there
+    manager = started(store)
+    save(manager, 10)
+
+    def full(self: Any, key: str, data: bytes) -> bool:
+        raise StorageFullError("no room left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "create", full)
+        with pytest.raises(StorageFullError, match="no room left") as failed:
+            save(manager, 20)
+
+    # Then that is an outage, and what has been written goes at once, as after a file that found no room
+    assert is_outage(failed.value)
+    assert folders(store) == ["step-00000010-a00001"]
+    save(manager, 20)
+    assert [entry.step for entry in manager.status().kept] == [20, 10]
 
 
 def lose_the_answer_to_the_manifest(store: Store, manager: CheckpointManager, step: int, **run: Any) -> None:

@@ -197,7 +197,13 @@ class Protocol:
         raw = encode_manifest(manifest)
         key = manifest.id.manifest_key
         self._perhaps_committed.add(manifest.id)
-        if not self._store.create(key, raw) and self._store.read(key) != raw:
+        try:
+            created = self._store.create(key, raw)
+        except StorageFullError:
+            # That is an answer: it was not written, and the files of this save take the room of the next one.
+            self._perhaps_committed.discard(manifest.id)
+            raise
+        if not created and self._store.read(key) != raw:
             manifest = self._of_an_earlier_try(manifest, sizes)
         self._verified[manifest.id] = (manifest, status_of(manifest, self._store.uri))
 
