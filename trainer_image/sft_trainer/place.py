@@ -41,7 +41,7 @@ def read_record(store: Store, sleep: Callable[[float], None] = time.sleep) -> Ru
     """The record in ``store``; None where there is none. Raises ``ConfigError`` for one that cannot be read."""
     problem = None
     for wait in (0.0, SETTLE_SECONDS):
-        # On file systems without hard links it may be seen while it is being written.
+        # On file systems without hard links it is empty for an instant.
         sleep(wait)
         try:
             return decode_record(store.read(RUN_KEY))

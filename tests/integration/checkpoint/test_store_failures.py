@@ -31,6 +31,7 @@ from sft_trainer.checkpoint.s3_errors import UploadGone
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
+    StorageFullError,
     StorageNotFoundError,
     StorageUnavailableError,
 )
@@ -542,6 +543,68 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.create("x", b"mine")
     assert not store.create("x", b"yours")
     assert store.read("x") == b"mine"
+
+
+NO_LINKS = textwrap.dedent(
+    """
+    import os, pathlib, sys
+    from sft_trainer.checkpoint.local import LocalStore
+    from sft_trainer.errors import StorageFullError
+
+    def no_links(*_):
+        raise OSError(95, "Operation not supported")
+
+    os.link = no_links
+    folder = pathlib.Path(sys.argv[1])
+    (folder / "filler").write_bytes(bytes(int(sys.argv[2])))
+    store = LocalStore(folder)
+    for write, fill in ((store.create, b"1"), (store.put, b"2")):
+        try:
+            write("run.json", fill * 2**20)
+        except StorageFullError:
+            print("FULL")
+        for path in folder.iterdir():
+            if path.name != "filler":
+                print(path.name, path.stat().st_size, path.read_bytes()[:1])
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (0.5, ["FULL", "FULL"]),
+        (1.5, ["run.json 1048576 b'1'", "FULL", "run.json 1048576 b'1'"]),
+    ],
+    ids=["not even for one copy", "for one copy and a half"],
+)
+def test_no_half_of_a_record_is_left_on_a_full_disk_without_hard_links(
+    tmp_path: Path, room: float, said: list[str]
+) -> None:
+    taken = int((24 - room) * MiB)
+    command = _on_tiny_disk(tmp_path, [sys.executable, "-c", NO_LINKS, str(tmp_path), str(taken)])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == said
+
+
+def test_a_file_that_says_only_when_it_is_closed_that_the_disk_is_full_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a disk that is full, as NFS tells it: of what was written, at the end
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    stream = LocalStore(tmp_path).open_write("run.json")
+    stream.write(b"half")
+    file = stream._file  # type: ignore[attr-defined]
+    stream._file = SimpleNamespace(fileno=file.fileno, close=full)  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(StorageFullError):
+        stream.close()
+    assert list(tmp_path.iterdir()) == []
+    file.close()
 
 
 def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

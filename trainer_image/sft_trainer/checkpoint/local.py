@@ -119,8 +119,10 @@ class _FileStream(WriteStream):
             _sync_folder(self._path.parent)
 
     def _discard(self) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        try:
+            self._file.close()  # which says on NFS that the disk is full
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
 
 class _FileRange:
@@ -213,7 +215,7 @@ class LocalStore:
         try:
             with _storage_errors(path):
                 _write_durably(temporary, data)
-                created = _link(temporary, path, data)
+                created = _link(temporary, path)
                 if created:
                     _sync_folder(path.parent)
                 return created
@@ -293,7 +295,7 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _link(temporary: Path, path: Path, data: bytes) -> bool:
+def _link(temporary: Path, path: Path) -> bool:
     """Give ``temporary`` its final name unless that exists. A hard link is atomic with its content."""
     try:
         os.link(temporary, path)
@@ -303,10 +305,23 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Some network and FUSE file systems have no hard links. Exclusive creation still admits one
-        # winner; a reader may see half a file, which a manifest's digest tells.
-        try:
-            _write_durably(path, data)
-        except FileExistsError:
-            return False
+        return _rename_unless_there(temporary, path)
+    return True
+
+
+def _rename_unless_there(temporary: Path, path: Path) -> bool:
+    """The same where there are no hard links, as on some network and FUSE file systems; False when ``path`` exists.
+
+    Exclusive creation still admits one winner. Its file is empty for an instant, which is no record, and never half
+    written: that the disk is full has been noticed by then.
+    """
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        return False
+    try:
+        temporary.replace(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return True
