@@ -203,13 +203,16 @@ class Coordinator:
 
     def _hear(self, report: Report, now: float) -> None:
         self.group.hear(report, now)
-        incidents = len(self.group.ledger.incidents)
+        # By their ids: as many are kept as there is room for, and one more drives out the oldest.
+        known = {incident.id for incident in self.group.ledger.incidents}
         refused = self.group.refusals.told
         while self.group.advance(now):
             self._announce()
             self._changed.set()
             self._changed = asyncio.Event()
-        for incident in self.group.ledger.incidents[incidents:]:
+        for incident in self.group.ledger.incidents:
+            if incident.id in known:
+                continue
             kind = "disruption" if incident.disruption else "failure"
             rank = "" if incident.rank is None else f" of rank {incident.rank}"
             self._output.say(f"{kind}{rank} at step {incident.step}: {incident.failure}: {incident.message}")
