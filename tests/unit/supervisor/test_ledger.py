@@ -5,10 +5,19 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from sft_api.failures import FailureClass
-from sft_api.progress import Phase, TrainingProgress
+from sft_api.progress import Phase, Progress, TrainingProgress
 from sft_api.restarts import count_incidents, exhausted
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, RestartsStatus
-from sft_trainer.supervisor.ledger import UNREAD_FAILURES, GiveUp, Ledger, Retry, pause_seconds
+from sft_operator.cluster.progress_client import MAX_BYTES
+from sft_trainer.supervisor.ledger import (
+    KEPT_INCIDENTS,
+    MESSAGE_BYTES,
+    UNREAD_FAILURES,
+    GiveUp,
+    Ledger,
+    Retry,
+    pause_seconds,
+)
 from sft_trainer.supervisor.protocol import Failure
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -267,6 +276,21 @@ def test_ids_are_unique_and_only_the_newest_incidents_are_kept() -> None:
     assert len(book.incidents) == 100
     assert book.incidents[-1].id == "run-130"
     assert len({incident.id for incident in book.incidents}) == 100
+
+
+@pytest.mark.parametrize("character", ["a", "ü", "漢", "\N{GRINNING FACE}", '"', "\n", "\x1b"])
+def test_a_report_that_is_full_of_incidents_of_many_words_is_still_read(character: str) -> None:
+    book = ledger()
+    for _ in range(KEPT_INCIDENTS):
+        words = cause().model_copy(update={"message": character * 10_000})
+        book.record(words, disruption=True, training=at(10**6, checkpoint=10**6), host="h" * 253)
+
+    report = Progress(incidents=book.incidents).model_dump_json(by_alias=True).encode()
+    assert len(report) < 0.75 * MAX_BYTES
+    # And what was said fills the room that it has
+    said = Progress.model_validate_json(report).incidents[-1].message
+    assert said == character * len(said)
+    assert len(said) >= MESSAGE_BYTES // 6
 
 
 def unread(book: Ledger, training: TrainingProgress, kind: FailureClass, minute: float) -> Retry | GiveUp:

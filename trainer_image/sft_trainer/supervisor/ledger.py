@@ -4,11 +4,13 @@ Whether another attempt is worth it is judged by whoever reads the reports (``sf
 ends what no restart mends, and by that very judgement a run whose reports nobody reads.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 
 from sft_api.failures import FailureClass, is_retryable
 from sft_api.progress import Incident, TerminationMessage, TrainingProgress
@@ -20,6 +22,8 @@ from .protocol import Failure
 
 MAX_PAUSE_SECONDS = 60.0
 KEPT_INCIDENTS = 100
+MESSAGE_BYTES = 1024
+"""Of an incident's message, as JSON: of a report that lists so many no more than 256 KiB are read."""
 JUDGED_READINGS = 2
 """Who reads the report a second time has judged what it said the first time: who ends a run does not ask again."""
 
@@ -97,7 +101,7 @@ class Ledger:
                 id=f"{self._run}-{self._total}",
                 time=cause.time,
                 failure=cause.failure,
-                message=cause.message[:4096],
+                message=_cut(cause.message),
                 disruption=disruption,
                 rank=cause.rank,
                 host=host,
@@ -189,6 +193,12 @@ def termination(
         export_step=training.export.step if training.export else None,
         curve_uri=_short(training.curve_uri),
     )
+
+
+def _cut(message: str) -> str:
+    """As many characters of ``message`` as ``MESSAGE_BYTES`` hold; each takes one to six."""
+    sizes = (len(json.dumps(character, ensure_ascii=False).encode()) - 2 for character in message[:MESSAGE_BYTES])
+    return message[: sum(size <= MESSAGE_BYTES for size in accumulate(sizes))]
 
 
 def _short(uri: str | None) -> str | None:
