@@ -34,6 +34,7 @@ from tests.integration.checkpoint.managers import (
     state,
     truncate,
 )
+from tests.topologies import here
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # running alone is intended
@@ -390,3 +391,37 @@ def test_unfinished_folders_of_older_saves_are_removed(store: Store) -> None:
     store.put(f"{CheckpointId(2, 5).prefix}r00000-0-abc.bin", b"a failed save of this attempt")
     save(second, 11)
     assert folders(store) == ["step-00000011-a00002", "step-00000010-a00001"]
+
+
+def test_a_manifest_that_somebody_removes_while_the_run_trains_is_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given checkpoints of which the policy lets one go, whose removal is interrupted after its manifest
+    said: list[str] = []
+    manager = CheckpointManager(store, here(), on_warning=said.append)
+    manager.claim_attempt("job-a")
+    delete, asked = type(store).delete, 0
+
+    def away_after_the_manifest(self: Any, keys: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            raise StorageUnavailableError("no answer")
+        delete(self, keys)
+
+    for step in (10, 20, 30):
+        save(manager, step)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "delete", away_after_the_manifest)
+        manager.prune(KeepPolicy(last=2))
+
+    # When somebody removes the manifest of another
+    store.delete([CheckpointId(1, 20).manifest_key])
+    save(manager, 40)
+
+    # Then that is told, and not what the run removes itself
+    assert said == [
+        "checkpoint step-00000020-a00001 is not used: its manifest was removed while this run trained, and by somebody "
+        "else"
+    ]
+    assert folders(store) == ["step-00000040-a00001", "step-00000030-a00001"]

@@ -147,7 +147,7 @@ class CheckpointManager:
         def claim() -> int:
             claimed = self._protocol.claim(job_uid, accept, incidents, took_over)
             self.incidents = claimed.incidents
-            self._report(tuple(self._protocol.without_manifest))
+            self._report(self._protocol.told_without_manifest())
             return claimed.attempt
 
         self.attempt = self._group.on_leader(claim)
@@ -456,6 +456,8 @@ class CheckpointManager:
             self._on_warning(message, instead_of=begin)
         except Exception as error:  # the checkpoint itself is safe; the next save prunes again
             logger.warning("Old checkpoints were not removed: %s", error)
+        for lost in self._protocol.told_without_manifest():
+            self._on_warning(f"checkpoint {lost.folder} is not used: {lost.reason}")
 
 
 def call_each(works: Sequence[Callable[[], None]]) -> None:

@@ -46,6 +46,7 @@ _NO_MANIFEST = (
     "it has no manifest, though all else of it was there: its save was cut off at the very end, or somebody removed "
     "the manifest"
 )
+_MANIFEST_REMOVED = "its manifest was removed while this run trained, and by somebody else"
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class Protocol:
         self._perhaps_committed: set[CheckpointId] = set()
         self._left: set[CheckpointId] = set()
         """Saves that failed, whose files are still to be removed."""
-        self.without_manifest: list[Skipped] = []
-        """Whole saves without a manifest that were found at the claim, and removed."""
+        self._without_manifest: list[Skipped] = []
+        """Whole saves without a manifest that the claim or ``prune`` has found, and of which nobody was told."""
 
     def claim(
         self,
@@ -150,6 +151,11 @@ class Protocol:
             return ()
         return claim.incidents if claim.job_uid == job_uid else ()
 
+    def told_without_manifest(self) -> tuple[Skipped, ...]:
+        """Whole saves without a manifest that were found since it was asked last, for who tells of them."""
+        found, self._without_manifest = tuple(self._without_manifest), []
+        return found
+
     def _remove_unfinished_folders(self, attempt: int) -> None:
         """Remove what earlier attempts saved without coming to a manifest: a full volume needs the room now.
 
@@ -161,7 +167,7 @@ class Protocol:
                 if identity.attempt < attempt and not self._catalog.is_committed(identity, files):
                     if any(name.endswith(INDEX_SUFFIX) for name in files):
                         # The last that is written before it.
-                        self.without_manifest.append(Skipped(identity.folder, _NO_MANIFEST))
+                        self._without_manifest.append(Skipped(identity.folder, _NO_MANIFEST))
                     self._remove(identity, files)
         except TrainingError as error:
             logger.warning("Unfinished checkpoints of earlier attempts were not removed: %s", error)
@@ -258,6 +264,9 @@ class Protocol:
         """
         self._catalog.check_newest(attempt, job_uid)
         pruning = self.pruning(keep, newest, lambda unfinished: unfinished < newest)
+        for identity, files in pruning.going.items():
+            if identity in self._verified and MANIFEST_NAME not in files:
+                self._without_manifest.append(Skipped(identity.folder, _MANIFEST_REMOVED))
         self.remove(pruning)
         return pruning.staying
 
@@ -316,10 +325,10 @@ class Protocol:
 
     def _remove(self, identity: CheckpointId, files: dict[str, int]) -> None:
         # The manifest goes first: what is left of an interrupted removal is an unfinished folder.
+        self._verified.pop(identity, None)
         if MANIFEST_NAME in files:
             self._store.delete([identity.manifest_key])
         self._store.delete(f"{identity.prefix}{name}" for name in files if name != MANIFEST_NAME)
-        self._verified.pop(identity, None)
         logger.info("Removed checkpoint folder %s", identity.folder)
 
 
