@@ -11,7 +11,9 @@
 ``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
 """
 
+import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -27,6 +29,8 @@ MEMORY_FOLDER = "memory"
 NCCL_FOLDER = "nccl"
 STOP_FILE = "stop"
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 class AllocatedMemory(ReportModel):
     """Of a GPU, as the allocator of PyTorch in one process knows it; bytes."""
@@ -40,8 +44,38 @@ class AllocatedMemory(ReportModel):
 
 
 def write_atomically(path: Path, document: BaseModel) -> None:
-    """Write ``document`` as JSON so that a reader sees the old or the new one, never half of it."""
+    """Write ``document`` as JSON so that a reader sees the old or the new one, never half of it.
+
+    Raises ``OSError``, and leaves nothing but the old one then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(document.model_dump_json(by_alias=True))
-    temporary.replace(path)
+    try:
+        temporary.write_text(document.model_dump_json(by_alias=True))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_also_when_full(path: Path, document: BaseModel) -> bool:
+    """``write_atomically``, or on a disk that is full over the old one, into the room that this has; whether it fits.
+
+    A reader may see half of it then. Raises ``OSError`` for all else, and where there is no old one.
+    """
+    try:
+        write_atomically(path, document)
+    except OSError as error:
+        if error.errno not in _FULL or not path.exists():
+            raise
+        return _write_over(path, document.model_dump_json(by_alias=True).encode())
+    return True
+
+
+def _write_over(path: Path, content: bytes) -> bool:
+    with suppress(OSError), path.open("r+b", buffering=0) as file:
+        room = os.fstat(file.fileno()).st_size
+        if len(content) <= room:
+            # Spaces after a document are none of it, and keep the room for the next one.
+            return file.write(content.ljust(room)) == room
+    return False

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory, write_atomically
+from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory, write_also_when_full
 
 from .events import Control, Listener, StepDone
 
@@ -46,4 +47,5 @@ class TellsAllocatedMemory(Listener):
             reserved=counters.get("reserved_bytes.all.current", 0),
             peak=counters.get("allocated_bytes.all.peak", 0),
         )
-        write_atomically(self._file, told)
+        with suppress(OSError):  # no run ends for it
+            write_also_when_full(self._file, told)

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from sft_api.progress import MOST_WARNINGS, Activity, EarlierIncidents, Incident, Phase, TrainingProgress
 from sft_api.report import duration, finite
-from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_atomically
+from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_also_when_full
 from sft_api.v1alpha1 import ExportStatus, SpentSeconds
 
 from .events import (
@@ -76,6 +76,7 @@ class Reporter:
         self._spent = SpentSeconds()
         self._since = time.monotonic()
         """When it was told last what is being done: what that takes is added up."""
+        self._told_full = False
         self._lock = threading.RLock()
         """Threads that download or upload report too."""
 
@@ -86,7 +87,7 @@ class Reporter:
             changes = {**fields, "spent": self._spent, "update_time": datetime.now(UTC)}
             self.progress = self.progress.model_copy(update=changes)
             if self._writes:
-                write_atomically(self._path, self.progress)
+                self._write(self._path, self.progress)
             if not _ACTIVITY.isdisjoint(fields):
                 self._tell_activity()
 
@@ -115,7 +116,13 @@ class Reporter:
             return
         self._last_activity, self._last_activity_time = doing, now
         activity = Activity(phase=doing[0], detail=doing[1], step=progress.step, attempt=progress.attempt)
-        write_atomically(self._activity_path, activity)
+        self._write(self._activity_path, activity)
+
+    def _write(self, path: Path, document: BaseModel) -> None:
+        """Write what others are told. No run ends for a disk that is full of something: it may save elsewhere."""
+        if not write_also_when_full(path, document) and not self._told_full:
+            self._told_full = True
+            log.warning("%s cannot be brought up to date while its disk is full", path)
 
     def waits(self, what: str) -> None:
         """Say that this process waits for others (``what`` they do), until ``works`` or a word of its own.
@@ -168,7 +175,7 @@ class Reporter:
     def tell_incidents(self, incidents: Sequence[Incident]) -> None:
         """Tell the supervisor how the attempts before ended, before it hears of this one."""
         if self._writes:
-            write_atomically(self._incidents_path, EarlierIncidents(incidents=list(incidents)))
+            self._write(self._incidents_path, EarlierIncidents(incidents=list(incidents)))
 
     def say(self, message: str, *values: object) -> None:
         """Write to the log, where this process reports for all."""
