@@ -16,6 +16,9 @@ from .yaml_text import to_yaml
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: the files lie beside the package, not in an installed copy."""
 
+KEPT = {"helm.sh/resource-policy": "keep", "argocd.argoproj.io/sync-options": "Prune=false"}
+"""Annotations by which Helm and Argo CD leave an object that is no longer among those they apply."""
+
 _HEADER = "# Generated from the models by `make generate`; do not edit.\n"
 
 
@@ -32,9 +35,9 @@ def generated_files() -> dict[str, str]:
 def chart_template(definition: dict[str, Any]) -> str:
     """The CRD as a Helm template: a template, so that upgrades reach it; kept when the release is removed.
 
-    Removing a CRD removes every SFTJob, so uninstalling the operator must not.
+    Removing a CRD removes every SFTJob, so uninstalling the operator must not, nor a sync that no longer finds it.
     """
-    metadata = {**definition["metadata"], "annotations": {"helm.sh/resource-policy": "keep"}}
+    metadata = {**definition["metadata"], "annotations": KEPT}
     # Helm would read double braces in a description as its own.
     text = to_yaml({**definition, "metadata": metadata}).replace("{{", '{{ "{{" }}')
     return f"{{{{- if .Values.crds.install }}}}\n{_HEADER}{text}{{{{- end }}}}\n"

@@ -42,7 +42,10 @@ def test_the_chart_installs_the_same_crd_and_keeps_it() -> None:
     assert lines[0] == "{{- if .Values.crds.install }}"
     assert lines[-1] == "{{- end }}"
     template = yaml.safe_load("\n".join(lines[1:-1]))
-    assert template["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert template["metadata"].pop("annotations") == {
+        "helm.sh/resource-policy": "keep",
+        "argocd.argoproj.io/sync-options": "Prune=false",
+    }
     assert template == definition
 
 
