@@ -24,6 +24,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{/* With a digest the tag only says for people which it is. */}}
+{{- define "sft.image" -}}
+{{- $tag := .Values.image.tag -}}
+{{- if not (or $tag .Values.image.digest) }}{{ $tag = .Chart.AppVersion }}{{ end -}}
+"{{ .Values.image.repository }}{{ with $tag }}:{{ . }}{{ end }}{{ with .Values.image.digest }}@{{ . }}{{ end }}"
+{{- end -}}
+
 {{/* The operator's settings: names as in operator/sft_operator/config.py. Empty values are left out. */}}
 {{- define "sft.settings" -}}
 {{- $pods := dict -}}

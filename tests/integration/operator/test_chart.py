@@ -25,6 +25,7 @@ from tests.integration.operator.scene import (
 )
 
 OUTER_NAME = f"{OPERATOR_NAMESPACE}-sft-operator"
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,6 +58,7 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("bogus=1", "bogus"),
         ("replicas=0", "/replicas"),
         ("store.uri=http://x", "/store/uri"),
+        ("image.digest=0123abcd", "/image/digest"),
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
         ("pods.megatronImage.tag=1", "/pods/megatronImage"),
         ("logLevel=LOUD", "/logLevel"),
@@ -235,6 +237,28 @@ def test_it_installs_and_its_pods_meet_the_restricted_standard(server: Cluster) 
     try:
         done = helm("install", "second", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p")
         assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("settings", "image"),
+    [
+        ([], "sft-operator/operator:0.1.0"),
+        (["image.repository=registry.example/you/sft", "image.tag=v2"], "registry.example/you/sft:v2"),
+        (["image.repository=registry.example/you/sft", f"image.digest={DIGEST}"], f"registry.example/you/sft@{DIGEST}"),
+        (["image.tag=v2", f"image.digest={DIGEST}"], f"sft-operator/operator:v2@{DIGEST}"),
+    ],
+)
+def test_the_operators_image_is_named_by_tag_or_digest(settings: list[str], image: str) -> None:
+    (deployment,) = [item for item in render_chart(*settings) if item["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+
+    assert container["image"] == image
+
+
+def test_the_trainers_image_may_be_named_by_digest(tmp_path: Path) -> None:
+    name = f"registry.example/you/sft-trainer@{DIGEST}"
+
+    assert settings_of(render_chart(f"pods.image={name}"), tmp_path).pods.image == name
+
+
         server.kubectl(
             "wait",
             f"--namespace={namespace}",
