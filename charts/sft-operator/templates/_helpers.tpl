@@ -50,8 +50,27 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $s3 := dict -}}
 {{- range $key, $value := .Values.store.s3 }}{{ if $value }}{{ $_ := set $s3 $key $value }}{{ end }}{{ end -}}
 {{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3 "verify" .Values.store.verify "remove" .Values.store.remove) -}}
+{{- else -}}
+{{- include "sft.noStore" .Values.store -}}
 {{- end -}}
-{{- toYaml (mergeOverwrite $settings (deepCopy .Values.settings)) -}}
+{{- $settings = mergeOverwrite $settings (deepCopy .Values.settings) -}}
+{{- $store := $settings.store | default dict -}}
+{{- if and $store.remove (not $store.verify) -}}
+{{- fail "store.remove is true and store.verify is false: the operator removes only what it has read and found to be its own; set store.verify to true as well, or store.remove to false" -}}
+{{- end -}}
+{{- toYaml $settings -}}
+{{- end -}}
+
+{{/* Nothing, or a failure that names what is said of a store and would do nothing, as none is named. */}}
+{{- define "sft.noStore" -}}
+{{- $said := dict -}}
+{{- range $key := list "verify" "remove" }}{{ if get $ $key }}{{ $_ := set $said (printf "store.%s" $key) true }}{{ end }}{{ end -}}
+{{- range $key, $value := .s3 -}}
+{{- if and $value (ne (toString $value) "whenRequired") }}{{ $_ := set $said (printf "store.s3.%s" $key) $value }}{{ end -}}
+{{- end -}}
+{{- range $name, $value := $said -}}
+{{- fail (printf "%s is %q and store.uri is empty, so it would do nothing: set store.uri to s3://bucket/prefix, or leave %s out" $name (toString $value) $name) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What the operator may do where it serves jobs. No Secrets, no wildcards. */}}

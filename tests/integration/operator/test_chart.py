@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from tests.integration.operator.scene import (
     render_chart,
 )
 
-OUTER_NAME = f"{OPERATOR_NAMESPACE}-sft-operator"
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+OUTER_NAME = f"{OPERATOR_NAMESPACE}-sft-operator"
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,8 +58,8 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
     [
         ("bogus=1", "bogus"),
         ("replicas=0", "/replicas"),
-        ("store.uri=http://x", "/store/uri"),
         ("image.digest=0123abcd", "/image/digest"),
+        ("store.uri=http://x", "/store/uri"),
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
         ("pods.megatronImage.tag=1", "/pods/megatronImage"),
         ("logLevel=LOUD", "/logLevel"),
@@ -68,6 +69,21 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("settings.httpPort=9090", "/settings/httpPort"),
         ("settings.namespace=team", "/settings/namespace"),
         ("settings.pollSecond=20", "pollSecond"),
+        ("settings.pollSeconds=0", "/settings/pollSeconds"),
+        ("settings.pollSeconds=soon", "/settings/pollSeconds"),
+        ("settings.pollsPerSecond=-1", "/settings/pollsPerSecond"),
+        ("settings.concurrency=1001", "/settings/concurrency"),
+        ("settings.pollConcurrency=1.5", "/settings/pollConcurrency"),
+        ("settings.leaderElection.leaseSeconds=0", "/settings/leaderElection/leaseSeconds"),
+        ("settings.leaderElection.leaseSecond=9", "leaseSecond"),
+        ("settings.logLevel=LOUD", "/settings/logLevel"),
+        ("settings.networkPolicy.enabled=perhaps", "/settings/networkPolicy/enabled"),
+        ("settings.pods.command=python", "/settings/pods/command"),
+        ("settings.pods.gpuMemory=80GB", "/settings/pods/gpuMemory"),
+        ("settings.pods.resources.perGpu.limits.memory=8GB", "/settings/pods/resources/perGpu/limits/memory"),
+        ("settings.store.uri=http://x", "/settings/store/uri"),
+        ("settings.store.s3.endpoint=minio:9000", "/settings/store/s3/endpoint"),
+        ("settings.progressUrl=null", "/settings/progressUrl"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
@@ -77,11 +93,83 @@ def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
     assert words in done.stderr
 
 
-def test_every_setting_of_the_operator_may_be_given() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["store.verify=true"], 'store.verify is "true" and store.uri is empty'),
+        (["store.remove=true"], 'store.remove is "true" and store.uri is empty'),
+        (["store.s3.endpoint=http://minio:9000"], 'store.s3.endpoint is "http://minio:9000" and store.uri is empty'),
+        (["store.s3.forcePathStyle=true"], 'store.s3.forcePathStyle is "true" and store.uri is empty'),
+        (["store.s3.checksum=whenSupported"], 'store.s3.checksum is "whenSupported" and store.uri is empty'),
+        (["store.s3.credentialsSecretRef=keys"], "set store.uri to s3://bucket/prefix, or leave"),
+        (["store.uri=s3://b/p", "store.remove=true"], "set store.verify to true as well, or store.remove to false"),
+        (["store.uri=s3://b/p", "settings.store.remove=true"], "store.remove is true and store.verify is false"),
+    ],
+)
+def test_what_is_said_of_a_store_and_would_do_nothing_is_refused(settings: list[str], words: str) -> None:
+    done = helm("template", "x", str(CHART), *(f"--set={setting}" for setting in settings))
 
-    assert set(schema["properties"]) == {field.alias for field in Settings.model_fields.values()}
-    assert helm("template", "x", str(CHART), "--set=settings.pollSeconds=20").returncode == 0
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def limits(schema: Any, whole: Any) -> Any:
+    """What ``schema`` lets through, however it is written: nothing said of defaults, descriptions and absence."""
+    while "$ref" in schema:
+        _, part, name = schema["$ref"].split("/")
+        schema = whole[part][name]
+    alternatives = [option for option in schema.get("anyOf", []) if option != {"type": "null"}]
+    if len(alternatives) == 1:
+        return limits(alternatives[0], whole)
+    if "object" in schema.get("type", ()):
+        fields = {name: limits(field, whole) for name, field in schema.get("properties", {}).items() if field}
+        return fields or {"*": limits(schema["additionalProperties"], whole)}
+    if schema.get("type") == "array":
+        return [limits(schema["items"], whole)]
+    types = [option["type"] for option in alternatives] or schema["type"]
+    if isinstance(types, list):
+        types = sorted({*types} - {"null"})  # which takes a default of the chart away
+    kept = ("minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "pattern", "enum")
+    found = {"type": types, **{key: schema[key] for key in kept if key in schema}}
+    for rule in schema.get("x-kubernetes-validations", []):
+        if form := re.search(r"self\.matches\('(.*)'\)$", rule["rule"]):
+            found["pattern"] = form.group(1)
+    return found
+
+
+def test_every_setting_of_the_operator_has_its_type_and_limits_in_the_chart() -> None:
+    chart = json.loads((CHART / "values.schema.json").read_text())
+    settings = chart["properties"]["settings"]
+    model = Settings.model_json_schema(by_alias=True)
+    fixed = {name for name, field in settings["properties"].items() if field is False}
+
+    expected = limits(model, model)
+    assert settings["properties"].keys() == expected.keys()
+    assert fixed == {"httpPort", "namespace"}
+    assert flat(limits(settings, chart)) == flat({key: value for key, value in expected.items() if key not in fixed})
+
+
+def flat(fields: Any, path: str = "") -> dict[str, Any]:
+    """Leaves by their path, so that a difference is told by name."""
+    if isinstance(fields, dict) and "type" not in fields:
+        return {where: leaf for name, field in fields.items() for where, leaf in flat(field, f"{path}.{name}").items()}
+    return {path: fields}
+
+
+def test_every_setting_may_be_given(tmp_path: Path) -> None:
+    store = {"uri": "s3://bucket/sft", "s3": {"endpoint": "http://minio:9000", "region": "here"}, "verify": True}
+    pods = {"image": "mine:2", "megatronImage": "mine:3", "imagePullPolicy": "Never", "gpuMemory": "80Gi"}
+    settings = Settings.model_validate({"store": store, "pods": pods})
+    fixed: Any = {"http_port": True, "namespace": True, "network_policy": {"operator_labels"}}
+    values = tmp_path / "values.yaml"
+    given = settings.model_dump(mode="json", by_alias=True, exclude=fixed, exclude_none=True)
+    values.write_text(yaml.safe_dump({"settings": given}))
+
+    done = helm("template", "x", str(CHART), "--set=crds.install=false", f"--values={values}")
+
+    assert done.returncode == 0, done.stderr
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    assert settings_of(objects, tmp_path).model_dump(exclude=fixed) == settings.model_dump(exclude=fixed)
 
 
 def test_the_settings_it_writes_are_the_operators_own(tmp_path: Path) -> None:
@@ -147,6 +235,28 @@ def test_what_pods_ask_for_can_be_set_and_left_out(tmp_path: Path) -> None:
     assert resources.per_gpu.requests == {"cpu": 2, "memory": "32Gi"}
     assert resources.per_gpu.limits == {"memory": "64Gi"}
     assert resources.per_cpu_process.requests == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "image"),
+    [
+        ([], "sft-operator/operator:0.1.0"),
+        (["image.repository=registry.example/you/sft", "image.tag=v2"], "registry.example/you/sft:v2"),
+        (["image.repository=registry.example/you/sft", f"image.digest={DIGEST}"], f"registry.example/you/sft@{DIGEST}"),
+        (["image.tag=v2", f"image.digest={DIGEST}"], f"sft-operator/operator:v2@{DIGEST}"),
+    ],
+)
+def test_the_operators_image_is_named_by_tag_or_digest(settings: list[str], image: str) -> None:
+    (deployment,) = [item for item in render_chart(*settings) if item["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+
+    assert container["image"] == image
+
+
+def test_the_trainers_image_may_be_named_by_digest(tmp_path: Path) -> None:
+    name = f"registry.example/you/sft-trainer@{DIGEST}"
+
+    assert settings_of(render_chart(f"pods.image={name}"), tmp_path).pods.image == name
 
 
 def test_the_operators_own_credentials_come_from_a_secret() -> None:
@@ -237,28 +347,6 @@ def test_it_installs_and_its_pods_meet_the_restricted_standard(server: Cluster) 
     try:
         done = helm("install", "second", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p")
         assert done.returncode == 0, done.stderr
-@pytest.mark.parametrize(
-    ("settings", "image"),
-    [
-        ([], "sft-operator/operator:0.1.0"),
-        (["image.repository=registry.example/you/sft", "image.tag=v2"], "registry.example/you/sft:v2"),
-        (["image.repository=registry.example/you/sft", f"image.digest={DIGEST}"], f"registry.example/you/sft@{DIGEST}"),
-        (["image.tag=v2", f"image.digest={DIGEST}"], f"sft-operator/operator:v2@{DIGEST}"),
-    ],
-)
-def test_the_operators_image_is_named_by_tag_or_digest(settings: list[str], image: str) -> None:
-    (deployment,) = [item for item in render_chart(*settings) if item["kind"] == "Deployment"]
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-
-    assert container["image"] == image
-
-
-def test_the_trainers_image_may_be_named_by_digest(tmp_path: Path) -> None:
-    name = f"registry.example/you/sft-trainer@{DIGEST}"
-
-    assert settings_of(render_chart(f"pods.image={name}"), tmp_path).pods.image == name
-
-
         server.kubectl(
             "wait",
             f"--namespace={namespace}",
