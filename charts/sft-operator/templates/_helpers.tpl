@@ -73,7 +73,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* What the operator may do where it serves jobs. No Secrets, no wildcards. */}}
+{{/* What the operator may do where it serves jobs. No wildcards, and nothing on Secrets itself: but Jobs may mount them. */}}
 {{- define "sft.rules" -}}
 - apiGroups: [sftjob.dev]
   resources: [sftjobs]
