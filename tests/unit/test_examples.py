@@ -1,12 +1,15 @@
 """The manifests that users copy: in examples/, the README and the documentation."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from sft_api.generate import ROOT
 from sft_cli.manifest import load_manifest
+from tests.e2e.documented import blocks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -36,3 +39,25 @@ def test_every_example_is_valid_and_asks_for_cpu_and_memory(text: str) -> None:
 
 def test_there_are_examples() -> None:
     assert {"quickstart.yaml", "demo.yaml", "README.md, block 1"} <= manifests().keys()
+
+
+def test_the_quickstart_goes_to_the_endpoint_and_region_that_were_exported() -> None:
+    """The page's own sed; the endpoint has a region in its name, which is another word than that of the manifest."""
+    (sed,) = [
+        command for block in blocks(ROOT / "docs/getting-started.md") for command in block if command.startswith("sed ")
+    ]
+    mine = {"BUCKET": "mine", "S3_ENDPOINT": "https://s3.us-east-1.amazonaws.com", "AWS_REGION": "eu-central-1"}
+    done = subprocess.run(
+        ["bash", "-c", sed.replace("kubectl apply -f -", "cat")],
+        cwd=ROOT,
+        env=os.environ | mine,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    job = load_manifest(done.stdout)
+    assert job.spec.checkpoint.s3.endpoint == mine["S3_ENDPOINT"]
+    assert job.spec.checkpoint.s3.region == mine["AWS_REGION"]
+    places = [job.spec.model.uri, job.spec.checkpoint.uri, *(source.uri for source in job.spec.data.train)]
+    assert all(place.startswith("s3://mine/quickstart/") for place in places)
