@@ -51,6 +51,8 @@ def _codec(spec: SFTJobSpec) -> Codec:
 def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:
     s3 = S3Settings.from_spec(spec.checkpoint.s3)
     opened = open_source(source, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN"))
+    for warning in opened.warnings:
+        say(f"Warning: {warning}", fg="yellow")
     settings = settings_for(opened, source, spec.data)
     check_named_columns(opened, settings)
     previews = (preview_row(place, row, settings, codec) for place, row in opened.read(0, min(rows, len(opened))))

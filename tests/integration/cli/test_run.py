@@ -1,6 +1,7 @@
 """`sft data` and `sft run` with the real trainer, a real (tiny) model and real data, on the CPU."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,21 @@ def job(tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def data(job: Path, *options: str) -> Result:
     return CliRunner().invoke(cli, ["data", str(job), *options])
+
+
+def test_what_is_left_out_of_a_folder_is_told(tiny_inputs: Any, job: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    shutil.copy(tiny_inputs.train, tmp_path / "rows" / "train.jsonl")
+    (tmp_path / "rows" / "train-2.jsonl.gz").write_bytes(b"")
+    document = yaml.safe_load(job.read_text())
+    document["spec"]["data"]["train"] = [{"uri": f"file://{tmp_path}/rows"}]
+    job.write_text(yaml.safe_dump(document))
+
+    shown = data(job, "--rows", "1")
+
+    assert shown.exit_code == 0, shown.stderr
+    assert "Warning: data source file://" in shown.stderr
+    assert "1 file (train-2.jsonl.gz) left out" in shown.stderr
 
 
 def test_rows_as_the_model_sees_them(tiny_inputs: Any, job: Path) -> None:

@@ -108,3 +108,11 @@ def test_a_row_without_text_is_shown_too(data: DataSpec, tmp_path: Path) -> None
     assert render_text(shown, color=False).startswith(f"{shown.place}: dropped: no turn of it is trained, 0 tokens")
     assert shown.segments == []
     assert render_tokens(shown, color=False) == ""
+
+
+def test_text_that_the_template_leaves_out_is_told(data: DataSpec, tmp_path: Path) -> None:
+    rows = json.loads(json.dumps(ROWS[:1]))
+    rows[0]["messages"][1]["reasoning_content"] = "hm"
+    Path(data.train[0].uri.removeprefix("file://")).write_text(json.dumps(rows[0]))
+    [preview] = previews(data, tmp_path)
+    assert ", and the chat template leaves out text of what is trained\n" in render_text(preview, color=False)

@@ -222,8 +222,12 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 1 is not a JSON object but list"):
         list(open_rows(path).read(0, 1))
     path.write_bytes(b'{"n": "\xff"}\n')
-    with pytest.raises(DataError, match="line 1 is not valid JSON"):
+    with pytest.raises(DataError, match=r"line 1 is not UTF-8 \(byte 0xff at position 7\): .*; save the file as UTF-8"):
         list(open_rows(path).read(0, 1))
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'[{"n": "\xff"}]')
+    with pytest.raises(DataError, match=r"rows\.json is not UTF-8 \(byte 0xff at position 8\): save it as UTF-8"):
+        open_rows(path)
 
 
 @pytest.mark.parametrize("written", ["array", "lines", "jsonl"])
@@ -233,6 +237,24 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path, written: str) -> None:
     path.write_text(text, encoding="utf-8-sig")
     assert [row for _, row in open_rows(path).read(0, 10)] == ROWS
     assert numbers(open_rows(path, split="train[3:5]")) == [3, 4]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("text", [json.dumps(ROWS[:1]), json.dumps(ROWS[0])])
+def test_another_encoding_is_told_by_its_mark(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-16")
+    with pytest.raises(DataError, match=rf"{name} is written in UTF-16: save it as UTF-8"):
+        open_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", "\n \n"), ("a.json", ""), ("a.json", "[]"), ("a.json", "\n")]
+)
+def test_a_file_without_rows_has_none(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    rows = open_rows(tmp_path / name)
+    assert len(rows) == 0
+    assert list(rows.read(0, 1)) == []
 
 
 def test_one_object_over_several_lines_is_told_what_a_file_must_hold(tmp_path: Path) -> None:
@@ -265,6 +287,9 @@ def test_a_parquet_file_damaged_inside_is_named_with_its_rows(tmp_path: Path) ->
     [
         ([], {}, "no data files, found nothing; known are .jsonl"),
         (["notes.txt"], {}, "no data files, found notes.txt"),
+        (["a.csv"], {}, "known are .jsonl, .ndjson, .json, .parquet, .arrow; unpack or convert the file"),
+        (["a.jsonl.gz"], {}, "found a.jsonl.gz; known are .jsonl, .ndjson, .json, .parquet, .arrow; unpack or convert"),
+        (["_a.jsonl"], {}, "; what begins with . or _ is passed over: give it another name"),
         (["a.jsonl", "b.parquet"], {}, "files of several kinds (.jsonl, .parquet)"),
         (["dev.jsonl", "test.jsonl"], {}, "several splits (test, validation) and none called train; set split"),
         (["a.jsonl"], {"split": "test"}, "no split 'test', found train"),

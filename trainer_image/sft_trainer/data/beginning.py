@@ -44,7 +44,7 @@ def _first_json_line(file: BinaryIO, name: str) -> tuple[str, Row] | None:
 
     Raises DataError when it is not what a line of a jsonl file must be; a ``.json`` file may be written otherwise.
     """
-    file.seek(after_mark(file))
+    file.seek(after_mark(file, name))
     for number in range(1, _LINES):
         line = file.readline(_LONGEST_FIRST_LINE)
         if not line or len(line) == _LONGEST_FIRST_LINE:

@@ -55,6 +55,8 @@ class Preview:
     tokens: tuple[PreviewToken, ...]
     straddling: int
     """Trained tokens that begin before the answer does."""
+    incomplete: int = 0
+    """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
 
     @property
     def trained(self) -> int:
@@ -101,7 +103,7 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
         PreviewToken(token_id, marked.text[start:stop], start, bool(trained))
         for token_id, (start, stop), trained in zip(encoding.ids, encoding.offsets, mask, strict=True)
     )
-    whole = Preview(place, "kept", marked.text, tokens, straddling)
+    whole = Preview(place, "kept", marked.text, tokens, straddling, marked.incomplete)
     return whole if len(tokens) <= settings.max_length else _overlong(whole, settings)
 
 
@@ -116,7 +118,7 @@ def _overlong(row: Preview, settings: Settings) -> Preview:
         return replace(row, verdict=f"truncated: {limit}", text=text, tokens=start)
     why = f"{limit}, and nothing before it is trained" if settings.overlong == "truncate" else limit
     untrained = tuple(replace(token, trained=False) for token in row.tokens)
-    return replace(row, verdict=f"dropped: {why}", tokens=untrained, straddling=0)
+    return replace(row, verdict=f"dropped: {why}", tokens=untrained, straddling=0, incomplete=0)
 
 
 def to_jsonl(previews: Iterable[Preview]) -> Iterator[str]:
@@ -141,6 +143,8 @@ def render_text(preview: Preview, *, color: bool) -> str:
     head = f"{preview.place}: {preview.verdict}, {len(preview.tokens)} tokens, {preview.trained} trained"
     if preview.straddling:
         head += f", {preview.straddling} of them begin before the answer"
+    if preview.incomplete:
+        head += ", and the chat template leaves out text of what is trained"
     return f"{head}\n{''.join(parts)}"
 
 

@@ -6,7 +6,7 @@ name says.
 """
 
 import json
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -54,7 +54,7 @@ class JsonLines:
         marks: list[tuple[int, int]] = []
         rows = 0
         with path.open("rb") as file:
-            file.seek(offset := after_mark(file))
+            file.seek(offset := after_mark(file, path))
             for number, line in enumerate(file):
                 if not line.isspace():
                     if rows % _LINES_PER_MARK == 0:
@@ -64,7 +64,7 @@ class JsonLines:
         return cls(path, rows, marks)
 
     def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        if start >= stop:
+        if start >= min(stop, self.count):
             return
         offset, first_line = self.marks[start // _LINES_PER_MARK]
         with self.path.open("rb") as file:
@@ -83,6 +83,10 @@ def parsed_line(line: bytes, place: str) -> Row:
         raise DataError(f"{place} is nested too deeply to be read; flatten or remove the row") from error
     except ValueError as error:
         quoted = line[:120].decode(errors="replace").strip()
+        if isinstance(error, UnicodeDecodeError):
+            raise DataError(
+                f"{place} is not UTF-8 ({_undecoded(error)}): {quoted!r}; save the file as UTF-8, or correct the line"
+            ) from error
         raise DataError(f"{place} is not valid JSON ({error}): {quoted!r}; correct or remove the line") from error
     if not isinstance(row, dict):
         raise DataError(
@@ -117,6 +121,8 @@ def _json_array(path: Path) -> list[Any]:
         rows = json.loads(path.read_bytes())
     except RecursionError as error:
         raise DataError(f"{path} is nested too deeply to be read; flatten its rows") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({_undecoded(error)}): save it as UTF-8") from error
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(rows, list):
@@ -130,7 +136,7 @@ def open_json(path: Path) -> Reader:
     Raises DataError for what is neither.
     """
     with path.open("rb") as file:
-        file.seek(after_mark(file))
+        file.seek(after_mark(file, path))
         start = file.read(4096).lstrip()
     if start.startswith(b"["):
         return JsonArray.open(path)
@@ -142,10 +148,20 @@ def open_json(path: Path) -> Reader:
     return lines
 
 
-def after_mark(file: BinaryIO) -> int:
-    """Where the text begins: behind the byte order mark that some Windows programs write."""
+def after_mark(file: BinaryIO, name: Path | str) -> int:
+    """Where the text begins: behind the byte order mark that some Windows programs write.
+
+    Raises DataError, which calls the file ``name``, where that is the mark of UTF-16.
+    """
     file.seek(0)
-    return len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+    mark = file.read(len(BOM_UTF8))
+    if mark.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise DataError(f"{name} is written in UTF-16: save it as UTF-8")
+    return len(BOM_UTF8) if mark == BOM_UTF8 else 0
+
+
+def _undecoded(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} at position {error.start}"
 
 
 @dataclass(frozen=True)

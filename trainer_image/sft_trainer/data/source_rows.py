@@ -175,7 +175,7 @@ def group_files(root: Path, names: Sequence[str]) -> Files:
     known = [name for name in names if Path(name).suffix.lower() in OPENERS and _is_data(Path(name))]
     if not known:
         found = ", ".join(names[:8]) or "nothing"
-        raise DataError(f"no data files, found {found}; known are {', '.join(OPENERS)}")
+        raise DataError(f"no data files, found {found}; known are {', '.join(OPENERS)}{_why_none(names)}")
     kinds = sorted({Path(name).suffix.lower() for name in known})
     if len(kinds) > 1:
         raise DataError(f"files of several kinds ({', '.join(kinds)}); name one file or folder")
@@ -188,13 +188,26 @@ def group_files(root: Path, names: Sequence[str]) -> Files:
     )
 
 
+def _why_none(names: Sequence[str]) -> str:
+    """What to do where files that are no data look like some."""
+    if any(_may_be_data(Path(name)) and _is_data(Path(name)) for name in names):
+        return "; unpack or convert the file"
+    if any(Path(name).suffix.lower() in OPENERS and _is_hidden(Path(name)) for name in names):
+        return "; what begins with . or _ is passed over: give it another name"
+    return ""
+
+
 def _may_be_data(path: Path) -> bool:
     """Whether a file of a kind that is not read looks like rows: packed ones, and tables."""
     return path.suffix.lower() in _PACKED_OR_TABLE
 
 
 def _is_data(path: Path) -> bool:
-    return path.name not in METADATA and not any(part.startswith((".", "_")) for part in path.parts)
+    return path.name not in METADATA and not _is_hidden(path)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _saved_splits(file: Path) -> list[str]:
