@@ -8,7 +8,7 @@ told by the signature of what is called, never by the number of a version: a mac
 import http.client
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -128,6 +128,15 @@ def attention_kernels() -> "frozenset[Any]":
 
     packets = (getattr(getattr(torch.ops, name.split(".")[0]), name.split(".")[1], None) for name in _ATTENTION_KERNELS)
     return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def dropout_of(operator: Any, arguments: "Sequence[Any]", options: "Mapping[str, Any]") -> float:
+    """The share of its attention that a call of ``operator``, one of ``attention_kernels``, drops at random."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = arguments[place] if place < len(arguments) else options.get(argument.name, argument.default_value)
+            return float(given)
+    return 0.0
 
 
 GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")

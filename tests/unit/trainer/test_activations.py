@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
+from sft_trainer.models.activations import _policy
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.weights import load_weights
@@ -144,3 +146,15 @@ def test_the_second_product_of_an_adapter_is_made_again(tmp_path: Path) -> None:
             forward(built).backward()
         calls[how] = seen.of["aten.mm.default"]
     assert calls["selective"] == calls["none"] + 2
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "flash", "cudnn"])
+def test_attention_that_drops_at_random_is_computed_again(kernel: str) -> None:
+    """What is drawn behind it would else be other numbers the second time: gradients of another model."""
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+    heads = torch.empty((1, 2, 8, 16), device="meta")
+    before: tuple[Any, ...] = (heads, heads, heads) if kernel == "flash" else (heads, heads, heads, None, True)
+
+    assert _policy(None, operator, *before) == _policy(None, operator, *before, 0.0) == CheckpointPolicy.MUST_SAVE
+    assert _policy(None, operator, *before, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert _policy(None, operator, *before, dropout_p=0.1) == CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sft_api.memory import LOW_RANK
-from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels
+from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels, dropout_of
 
 from .causal_lm import CausalLM
 
@@ -43,8 +43,13 @@ def forgetting(forward: Callable[..., Any], how: Literal["none", "selective", "f
 def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     """Whether the output of ``operator`` is kept."""
     factors = _factors(operator, arguments)
-    keeps = operator in attention_kernels() or (factors is not None and _is_worth_it(*factors))
+    keeps = _is_kept_attention(operator, arguments, options) or (factors is not None and _is_worth_it(*factors))
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept_attention(operator: Any, arguments: Any, options: Any) -> bool:
+    # Where one that draws random numbers is not computed again, all that is drawn after it is others' numbers.
+    return operator in attention_kernels() and not dropout_of(operator, arguments, options)
 
 
 def _factors(operator: Any, arguments: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
