@@ -94,6 +94,8 @@ class Group:
     step_seconds: float = 0.02
     prepare: dict[str, float] = field(default_factory=dict)
     preload: tuple[str, ...] = ("ssl",)
+    launch: str = "sft_trainer.launch"
+    """The supervisor is ``python -m`` this."""
     lost_after: float = 10.0
     silent_after: float = 1800.0
     judged_first: bool = False
@@ -142,7 +144,7 @@ class Group:
         address = address or f"127.0.0.{index + 1}"
         log_file, termination_file = self.folder / f"{name}.log", self.folder / f"{name}.termination"
         command = [
-            *(sys.executable, "-m", "sft_trainer.launch"),
+            *(sys.executable, "-m", self.launch),
             *("--config", str(self.folder / "config.json")),
             *("--bind", address, "--port", str(self.port), "--run-dir", str(self.folder / name)),
             *("--lost-after", str(self.lost_after), "--silent-after", str(self.silent_after)),

@@ -102,7 +102,8 @@ class Node:
             self._on_stop_signal(number)
         self._prepare()
         self._monitor.start()
-        async with await serve(self._settings.bind, self._settings.port, self._answer):
+        server = await serve(self._settings.bind, self._settings.port, self._answer)
+        try:
             link = asyncio.create_task(self._link.run(self._receive)) if self._link else None
             self._step()
             while self._end is None:
@@ -119,6 +120,10 @@ class Node:
             await asyncio.to_thread(self._keeping.finish, self._keeping_seconds())
             await asyncio.to_thread(self._last_sign.finish, min(LAST_SIGN_SECONDS, self._keeping_seconds()))
             await self._clear()
+        finally:
+            # Not waited for, as ``async with`` does since Python 3.12: a member, or who asks for progress, may keep its
+            # connection for ever.
+            server.close()
         return self._end
 
     # Signals and time
@@ -255,7 +260,8 @@ class Node:
         return self._stop_since is not None and begins and link.silent_seconds > GONE_SECONDS
 
     def _keeping_seconds(self) -> float:
-        """How long there is time to keep what hung: whoever asked this pod to stop kills it after the grace period."""
+        """How long the end may be put off, as to keep what hung: whoever asked this pod to stop kills it after the
+        grace period."""
         if self._stop_since is None:
             return KEEPING_SECONDS
         left = self._settings.grace_seconds - (time.monotonic() - self._stop_since)
@@ -343,12 +349,24 @@ class Node:
             self._last_sign.begin(attempt)
 
     def _give_up_on_unkillable(self) -> None:
-        if self._kill_since is not None and time.monotonic() - self._kill_since > UNKILLABLE_SECONDS:
-            message = (
-                f"a worker survived SIGKILL for {UNKILLABLE_SECONDS:.0f} s: it is stuck in the kernel (driver, file "
-                "system); the node needs attention"
-            )
-            self._end = TerminationMessage(failure=FailureClass.HANG, message=message)
+        """End without what survives SIGKILL: where this pod was asked to stop, while there is time to say so."""
+        if self._kill_since is None or self._end is not None:
+            return
+        now = time.monotonic()
+        asked = self._stop_since is not None and now - self._stop_since > self._settings.give_up_after_seconds
+        if now - self._kill_since <= UNKILLABLE_SECONDS and not asked:
+            return
+        failure = FailureClass.INTERRUPTED if asked else FailureClass.HANG
+        message = (
+            f"{'asked to stop; ' if asked else ''}a worker survived SIGKILL for {now - self._kill_since:.0f} s: it is "
+            "stuck in the kernel (driver, file system); the node needs attention"
+        )
+        if self._coordinator is not None:
+            group = self._coordinator.group
+            # Whether what lives on still writes there nobody knows: no word that it does not.
+            self._leave_last_words(group, termination(failure, message, group.training), said=True)
+        else:
+            self._end = TerminationMessage(failure=failure, message=message)
 
     # Start and end
 
@@ -377,7 +395,7 @@ class Node:
 
     async def _clear(self) -> None:
         """What a launcher has started would outlive this process where it is not the first of its container."""
-        end = time.monotonic() + EXIT_SECONDS
+        end = time.monotonic() + min(EXIT_SECONDS, self._keeping_seconds())
         while self._starts.begun and not self._starts.cleared() and time.monotonic() < end:
             await self._sleep()
             reap()

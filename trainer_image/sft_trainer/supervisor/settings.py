@@ -64,3 +64,8 @@ class Settings:
     def kill_after_seconds(self) -> float:
         """When workers that were asked to stop are killed: early enough to report it before our own end."""
         return self.grace_seconds - min(10.0, max(1.0, 0.1 * self.grace_seconds))
+
+    @property
+    def give_up_after_seconds(self) -> float:
+        """When those that survive even that are left behind: no later could our own end be told."""
+        return (self.kill_after_seconds + self.grace_seconds) / 2
