@@ -28,12 +28,20 @@ class Leadership:
         self._identity = identity
         self._seen = ""
         self._seen_at = 0.0
+        self._sent = 0.0
+        """When the request was sent that got or renewed the Lease last. Its answer may have come much later, and others
+        count from its arrival how long the Lease lasts."""
 
     async def acquire(self) -> None:
         """Wait until the Lease is ours."""
+        clock = asyncio.get_running_loop().time
         while True:
+            sent = clock()
             try:
                 if await self._try(renew_only=False):
+                    self._sent = sent
+                    if clock() >= self._ends:
+                        continue  # another replica may have taken it before the answer came
                     logger.info("this replica works: it holds Lease %s", self._settings.name)
                     return
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
@@ -41,22 +49,27 @@ class Leadership:
             await asyncio.sleep(self._settings.renew_seconds * random.uniform(0.8, 1.2))  # noqa: S311
 
     async def keep(self) -> None:
-        """Renew for ever; raises ``LeadershipLost`` while the Lease is still ours for a third of its time."""
+        """Renew for ever what ``acquire`` got; raises ``LeadershipLost`` while it is still ours for a third of its
+        time."""
         clock = asyncio.get_running_loop().time
-        renewed = clock()
         while True:
             await asyncio.sleep(self._settings.renew_seconds)
-            left = renewed + self._settings.lease_seconds * 2 / 3 - clock()
+            sent = clock()
             try:
-                async with asyncio.timeout(max(0.1, left)):
+                async with asyncio.timeout(max(0.1, self._ends - sent)):
                     if not await self._try(renew_only=True):
                         raise LeadershipLost(f"another replica holds Lease {self._settings.name}")
-                renewed = clock()
+                self._sent = sent
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
-                if clock() >= renewed + self._settings.lease_seconds * 2 / 3:
+                if clock() >= self._ends:
                     lost = f"Lease {self._settings.name} could not be renewed: {_words(error)}"
                     raise LeadershipLost(lost) from error
                 logger.warning("Lease %s: %s", self._settings.name, _words(error))
+
+    @property
+    def _ends(self) -> float:
+        """When we no longer take it for ours."""
+        return self._sent + self._settings.lease_seconds * 2 / 3
 
     async def release(self) -> None:
         """Let another replica take over at once."""
