@@ -144,7 +144,8 @@ def merge_last_words(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
 def _is_news(status: SFTJobStatus, words: TerminationMessage, time: datetime | None) -> bool:
     """Whether they are of the newest attempt, and no younger report has been seen."""
     progress = status.progress
-    if progress is None:
+    if progress is None or words.attempt > status.attempt:
+        # Whatever the time: that of the attempt before may be another node's.
         return True
     reported = parse_time(progress.update_time)
     if time and reported and reported > time + _CLOCK_DIFFERENCE:

@@ -267,6 +267,21 @@ def test_last_words_of_a_pod_do_not_hide_what_its_replacement_reports() -> None:
     assert (status.progress.step, status.progress.phase) == (50, "Waiting")
 
 
+@pytest.mark.parametrize("step", [50, 100], ids=["no step later", "complete"])
+def test_last_words_of_a_newer_attempt_are_news_whatever_the_clock_of_its_node_says(step: int) -> None:
+    # Given a run that trained on a node whose clock is half a minute ahead of the one on which it went on
+    before = status_of(running(report=report(training(50, loss=2.0, update_time=at(25)))))
+
+    # When the next attempt ends before anybody has asked it, with the same step or a later one
+    failure = None if step == 100 else FailureClass.INTERRUPTED
+    end = words(failure, step, attempt=2, loss=1.0)
+    pod = make_pod(0, uid="next", phase="Failed" if failure else "Succeeded", exit_code=30 if failure else 0, words=end)
+    status = status_of(running(pods=(pod, make_pod(1))), before, seconds=2)
+
+    assert status.progress
+    assert (status.attempt, status.progress.step, status.progress.loss) == (2, step, 1.0)
+
+
 def test_the_first_step_is_timed_once() -> None:
     none_yet = status_of(running(report=report(training(0))))
     first = status_of(running(report=report(training(1, update_time=at(5)))), none_yet)
