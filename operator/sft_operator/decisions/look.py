@@ -130,14 +130,15 @@ class _Look(Notes):
         stays = not asks_removal(self._manifest) or "orphan" in finalizers
         if stays or (why := self._why_not_removable(job)):
             return self._let_go(finalizers, None if stays else kept(why))
-        self._give_up_stuck()
-        if self._observed.job or self._observed.earlier_pods:
-            return self._result()
         uri, _ = self._places(job)
         assert job is not None  # noqa: S101 -- else it is not removable
         assert uri is not None  # noqa: S101
+        # Before all that may come to no end: somebody may hold the Job, its pods may not be given up.
         if is_overdue(self._manifest, self._now):
             return self._let_go(finalizers, kept(f"{uri} could not be removed within a day"))
+        self._give_up_stuck()
+        if self._observed.job or self._observed.earlier_pods:
+            return self._result()
         removal = remove_place(self._memory, job, uri, clock=self._clock)
         if removal.done:
             return self._let_go(finalizers, removal.news)
@@ -149,7 +150,8 @@ class _Look(Notes):
         return self._say(self._previous.model_copy(update={"message": removal.words[:4096]}))
 
     def _let_go(self, finalizers: list[str], news: News | None) -> Result:
-        self._actions.append(SetFinalizers(tuple(finalizers), news))
+        # First: what else there is to do may be refused, or not be answered, each time.
+        self._actions.insert(0, SetFinalizers(tuple(finalizers), news))
         return self._result()
 
     def _why_not_removable(self, job: SFTJob | None) -> str:

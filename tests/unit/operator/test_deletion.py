@@ -16,7 +16,7 @@ from sft_operator.decisions.result import Delete, RemovePlace, Result, SetFinali
 from sft_operator.names import PLACE_FINALIZER
 from sft_operator.picture.memory import Memory, RemovalTurn
 from sft_operator.picture.observed import Observed
-from tests.unit.operator.make import JOB_UID, Object, job_manifest, make_job, make_pod, running, stamp
+from tests.unit.operator.make import JOB_UID, Object, job_manifest, make_child, make_job, make_pod, running, stamp
 from tests.unit.operator.test_look import ASKED, SETTINGS, healed_lately, kinds, seen, state
 
 PLACE = "s3://platform/sft/team/tulu"
@@ -257,6 +257,25 @@ def test_who_writes_there_all_the_time_holds_the_object_for_a_day_and_no_longer(
     for seconds, let_go in ((-86_399, []), (-86_400, [()])):
         going["metadata"]["deletionTimestamp"] = stamp(seconds)
         assert finalizers(decided(going, memory=memory)) == let_go
+
+
+@pytest.mark.parametrize(
+    "left",
+    [running(), running(job=replace(make_child(), deleting=True)), Observed(earlier_pods=(make_pod(0, deletion=-600),))],
+    ids=["a Job that cannot be deleted", "a Job that others hold", "pods that cannot be given up"],
+)
+def test_nothing_that_is_left_holds_the_object_for_longer_than_a_day(left: Observed) -> None:
+    going = manifest(PLACE_FINALIZER, going=True)
+    stuck = Memory("sft-uid", overdue={pod.uid: 900.0 for pod in left.earlier_pods})
+
+    for seconds, let_go in ((-86_399, []), (-86_400, [()])):
+        going["metadata"]["deletionTimestamp"] = stamp(seconds)
+        result = decided(going, left, memory=stuck)
+        assert finalizers(result) == let_go
+
+    # And before what may be refused, or not be answered, each time
+    assert kinds(result)[0] == "SetFinalizers"
+    assert [(item.reason, "within a day" in item.note) for item in told(result)] == [("PlaceKept", True)]
 
 
 def test_people_who_wait_are_told_what_for() -> None:
