@@ -28,7 +28,8 @@ def retry(name: str, namespace: str | None, context: str | None, *, take_over: b
     unchanged = f"--resource-version={job['metadata']['resourceVersion']}"
     _kubectl("annotate", resource, name, f"{RETRY_ANNOTATION}={word}", "--overwrite", unchanged, *where)
     follow = " ".join(["kubectl get sftjob", name, *where, "--watch"])
-    return f"{name} begins again, from its newest checkpoint: {follow}"
+    waits = "once nothing is left of what has failed; until then status.message names what is waited for"
+    return f"{name} begins again, from its newest checkpoint: {follow}\n({waits})"
 
 
 def _check(job: dict[str, Any], name: str) -> None:

@@ -37,7 +37,7 @@ from .removal import plan_removals
 from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers
 from .retry import retry_wanted, retry_word
 from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
-from .situation import LAST_WORDS, complete_for, last_words_missing, seconds_to_complete
+from .situation import LAST_WORDS, complete_for, last_words_missing, left_words, seconds_to_complete
 from .spec import Terms
 from .status import INVALID_SPEC, completed_status, compute_status, follow, refused_status, retried_status
 from .stuck import give_up_patch, overdue_since, seconds_to_stuck, stuck_pods
@@ -137,8 +137,8 @@ class _Look(Notes):
         if is_overdue(self._manifest, self._now):
             return self._let_go(finalizers, kept(f"{uri} could not be removed within a day"))
         self._give_up_stuck()
-        if self._observed.job or self._observed.earlier_pods:
-            return self._result()
+        if words := left_words(self._observed):
+            return self._say_waits(f"{DELETES}: {uri} is removed once nobody is left who writes there; {words}")
         removal = remove_place(self._memory, job, uri, clock=self._clock)
         if removal.done:
             return self._let_go(finalizers, removal.news)
@@ -146,8 +146,7 @@ class _Look(Notes):
         self._look_in(removal.wait)
         if removal.question:
             self._questions.append(removal.question)
-        self._previous = self._read_status()
-        return self._say(self._previous.model_copy(update={"message": removal.words[:4096]}))
+        return self._say_waits(removal.words)
 
     def _let_go(self, finalizers: list[str], news: News | None) -> Result:
         # First: what else there is to do may be refused, or not be answered, each time.
@@ -189,9 +188,9 @@ class _Look(Notes):
         if observed.job and not observed.job.deleting:
             self._delete("Job", observed.job.name, observed.job.uid)
         self._give_up_stuck()
-        if observed.job or observed.earlier_pods:
+        if words := left_words(observed):
             self._look_in(DELETE_AGAIN_SECONDS)
-            return self._result()
+            return self._say_waits(f"begins again, as asked, once nothing is left of what has failed: {words}")
         _, terms = self._read_spec()
         return self._say(retried_status(terms, self._previous, word, self._now))
 
@@ -376,6 +375,13 @@ class _Look(Notes):
         self._memory = told.memory
         self._look_in(told.wait)
         return self._result(status=told.status, document=told.document, patch=told.patch, news=told.news)
+
+    def _say_waits(self, words: str) -> Result:
+        """Of what stands there only the message changes: for people who wait for what was asked for."""
+        if self._words_wait:
+            return self._result()
+        self._previous = self._read_status()
+        return self._say(self._previous.model_copy(update={"message": words[:4096]}))
 
     def _seconds_to_better(self, asked: AskTrainer | None) -> float:
         """Seconds in which something may come that says more than what is known now; 0 or less: nothing will."""

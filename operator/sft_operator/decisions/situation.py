@@ -213,16 +213,32 @@ def _without_job(observed: Observed) -> Situation:
     if observed.earlier_pods:
         return Situation("Preparing", "EarlierPods", _earlier(observed.earlier_pods))
     if observed.job:
-        # Finalizers of others, and pods that do not end, may hold it for good.
-        going = f"waiting until the Job {observed.job.name}, which is being deleted, is gone"
-        return Situation("Preparing", "JobDeleting", f"{going}: if that stays so, see its finalizers and its pods")
+        return Situation("Preparing", "JobDeleting", _deleting(observed.job))
     return Situation("Preparing", "CreatingJob")
 
 
-def _earlier(pods: tuple[Pod, ...]) -> str:
+def left_words(observed: Observed) -> str:
+    """What is waited for of a run that is to go, or to begin again: its pods, then its Job; empty where nothing is
+    left."""
+    if pods := (*observed.active_pods, *observed.earlier_pods):
+        return f"waiting for the end of {len(pods)} pod(s): {_named(pods)}"
+    return _deleting(observed.job) if observed.job else ""
+
+
+def _deleting(child: ChildJob) -> str:
+    # Finalizers of others, and pods that do not end, may hold it for good.
+    going = f"waiting until the Job {child.name}, which is being deleted, is gone"
+    return f"{going}: if that stays so, see its finalizers and its pods"
+
+
+def _named(pods: tuple[Pod, ...]) -> str:
     names = [f"{pod.name} on node {pod.node}" if pod.node else pod.name for pod in pods[:_SHOWN_PODS]]
     more = f" and {len(pods) - _SHOWN_PODS} more" if len(pods) > _SHOWN_PODS else ""
-    message = f"waiting for the end of {len(pods)} pod(s) of an earlier Job of this name: {', '.join(names)}{more}"
+    return f"{', '.join(names)}{more}"
+
+
+def _earlier(pods: tuple[Pod, ...]) -> str:
+    message = f"waiting for the end of {len(pods)} pod(s) of an earlier Job of this name: {_named(pods)}"
     lasting = sum(pod.deletion is None for pod in pods)
     advice = f"{lasting} not yet asked to end: if that stays so, delete the Job that they belong to, or them"
     return f"{message}; {advice}" if lasting else message

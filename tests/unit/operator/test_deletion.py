@@ -261,7 +261,11 @@ def test_who_writes_there_all_the_time_holds_the_object_for_a_day_and_no_longer(
 
 @pytest.mark.parametrize(
     "left",
-    [running(), running(job=replace(make_child(), deleting=True)), Observed(earlier_pods=(make_pod(0, deletion=-600),))],
+    [
+        running(),
+        running(job=replace(make_child(), deleting=True)),
+        Observed(earlier_pods=(make_pod(0, deletion=-600),)),
+    ],
     ids=["a Job that cannot be deleted", "a Job that others hold", "pods that cannot be given up"],
 )
 def test_nothing_that_is_left_holds_the_object_for_longer_than_a_day(left: Observed) -> None:
@@ -286,6 +290,30 @@ def test_people_who_wait_are_told_what_for() -> None:
     assert result.status is not None
     assert result.status.state == "Complete"
     assert result.status.message == f"spec.deletionPolicy is Delete: {PLACE} is being removed; access denied"
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (
+            running(job=replace(make_child(), deleting=True)),
+            "waiting for the end of 2 pod(s): tulu-0-aaaaa on node node-a",
+        ),
+        (Observed(earlier_pods=(make_pod(1),)), "waiting for the end of 1 pod(s): tulu-1-aaaaa on node node-a"),
+        (
+            Observed(job=replace(make_child(), deleting=True)),
+            "waiting until the Job tulu, which is being deleted, is gone",
+        ),
+    ],
+    ids=["pods", "pods of a Job that is gone", "a Job that others hold"],
+)
+def test_so_they_are_while_something_of_the_run_is_left(left: Observed, words: str) -> None:
+    result = decided(manifest(PLACE_FINALIZER, going=True), left, status=COMPLETE)
+
+    assert result.status is not None
+    assert result.status.state == "Complete"
+    start = f"spec.deletionPolicy is Delete: {PLACE} is removed once nobody is left who writes there; {words}"
+    assert result.status.message.startswith(start)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,15 @@ def test_what_has_failed_begins_again_for_each_word_once_nothing_of_it_is_left()
     begun = decided(seen(failed, manifest=manifest, status=FAILED))
     assert (begun.actions, begun.status) == ((Delete("Job", "tulu", JOB_UID),), None)
     left = decided(seen(Observed(earlier_pods=(make_pod(0),)), manifest=manifest, status=FAILED, seconds=90))
-    assert (left.actions, left.status) == ((), None)
+    assert (left.actions, state(left), left.news) == ((), "Failed", ())
+    assert left.status is not None
+    assert left.status.message == (
+        "begins again, as asked, once nothing is left of what has failed: waiting for the end of 1 pod(s): "
+        "tulu-0-aaaaa on node node-a"
+    )
+    held = decided(seen(running(job=replace(make_child(), deleting=True), pods=()), manifest=manifest, status=FAILED))
+    assert held.status is not None
+    assert "waiting until the Job tulu, which is being deleted, is gone" in held.status.message
     gone = decided(seen(manifest=manifest, status=FAILED, seconds=90))
     assert (gone.actions, state(gone)) == ((), "Preparing")
     assert gone.status is not None

@@ -1,0 +1,33 @@
+"""What ``sft retry`` asks for, and what it says of that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sft_cli.retry import retry
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``kubectl`` was called with, where the job has failed."""
+    failed = {
+        "metadata": {"resourceVersion": "7"},
+        "status": {"state": "Failed", "completionTime": "2026-01-01T12:00:00Z"},
+    }
+    kubectl, calls = tmp_path / "kubectl", tmp_path / "calls"
+    kubectl.write_text(f"#!/bin/sh\necho \"$@\" >> {calls}\necho '{json.dumps(failed)}'\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return calls
+
+
+def test_who_asks_is_told_how_to_follow_and_what_is_waited_for(asked: Path) -> None:
+    said = retry("tulu", "team", None, take_over=False)
+
+    assert "annotate sftjobs.sftjob.dev tulu sftjob.dev/retry=" in asked.read_text().splitlines()[-1]
+    first, second = said.splitlines()
+    assert first == "tulu begins again, from its newest checkpoint: kubectl get sftjob tulu --namespace=team --watch"
+    assert second == "(once nothing is left of what has failed; until then status.message names what is waited for)"
