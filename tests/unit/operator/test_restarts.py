@@ -298,6 +298,24 @@ def test_pods_that_end_because_of_a_suspension_do_not_count() -> None:
     assert (resumed.disruptions, resumed.failures) == (0, 0)
 
 
+def test_pods_that_a_suspension_ended_which_nobody_saw_do_not_count() -> None:
+    # Given a run of which the watch told nothing while it was suspended and resumed again
+    before = count(running(pods=(make_pod(0), make_pod(1))))
+    fresh = (make_pod(0, uid="a", created=-30), make_pod(1, uid="b", created=-30))
+    asked = make_pod(1, phase="Failed", exit_code=30, words=words(FailureClass.INTERRUPTED))
+    resumed = running(job=make_child(started=-30), pods=fresh, gone_pods=(make_pod(0), asked))
+
+    after = count(resumed, before)
+    assert (after.disruptions, after.failures) == (0, 0)
+
+    # When one is lost that was made since then, it counts, and so does what failed before by itself
+    crashed = make_pod(1, phase="Failed", exit_code=31)
+    lost = replace(resumed, pods=fresh[1:], gone_pods=(fresh[0], crashed))
+    counted = count(lost, after)
+    assert (counted.disruptions, counted.failures) == (1, 0), "that pod is counted already"
+    assert (count(lost, before).disruptions, count(lost, before).failures) == (1, 1)
+
+
 def test_pods_that_still_ended_when_the_job_was_resumed_do_not_count() -> None:
     resumed_soon = running(
         job=make_child(started=0), pods=(make_pod(0), make_pod(1, phase="Failed", exit_code=30, deletion=-5))
