@@ -29,6 +29,9 @@ _OUTAGES = frozenset({FailureClass.STORAGE_UNAVAILABLE})
 # rule would ever end that.
 _ECHOES = frozenset({FailureClass.PEER_LOST, FailureClass.INTERRUPTED})
 
+_LONGEST_SAID = 2048
+"""Characters of what is said of one failure, beside the last of all."""
+
 
 def _own_words(_: FailureClass, message: str) -> str:
     return message
@@ -131,12 +134,16 @@ def count_failure(
 
     ``outside``: something that does not belong to the run killed it. ``reason`` is shown instead of the class.
     """
-    update: dict[str, object] = {"failures": restarts.failures + (failure not in _ECHOES), "recovery_seconds": None}
+    shown = reason or failure.value
+    said = f"{shown}: {message}"[:_LONGEST_SAID]
+    update: dict[str, object] = {"recovery_seconds": None}
+    if failure not in _ECHOES:
+        update |= {"failures": restarts.failures + 1, "last_failure": said}
     if failure in _ECHOES and not outside:
-        update["echoes"] = _repeated(restarts.echoes, failure, time, reached)
+        update["echoes"] = _repeated(restarts.echoes, failure, said, time, reached)
     elif failure not in _OUTAGES and not outside:
-        update |= {"repeated": _repeated(restarts.repeated, failure, time, reached), "echoes": None}
-    return _shown_last(restarts.model_copy(update=update), reason or failure.value, message, time)
+        update |= {"repeated": _repeated(restarts.repeated, failure, said, time, reached), "echoes": None}
+    return _shown_last(restarts.model_copy(update=update), shown, message, time)
 
 
 def _reached_by(row: RepeatedFailure) -> Reached:
@@ -145,21 +152,23 @@ def _reached_by(row: RepeatedFailure) -> Reached:
 
 
 def _repeated(
-    before: RepeatedFailure | None, failure: FailureClass, time: datetime, reached: Reached
+    before: RepeatedFailure | None, failure: FailureClass, said: str, time: datetime, reached: Reached
 ) -> RepeatedFailure:
-    """The row of failures that ends with this one."""
+    """The row of failures that ends with this one, of which that is ``said``."""
     furthest = reached
     if before is not None:
         last = _reached_by(before)
         furthest = reached.or_further(last)
         if before.reason == failure.value and not reached.is_beyond(last):
-            return before.model_copy(update={"times": before.times + 1, "last_time": timestamp(time)})
+            update = {"times": before.times + 1, "last_message": said, "last_time": timestamp(time)}
+            return before.model_copy(update=update)
     return RepeatedFailure(
         reason=failure.value,
         times=1,
         step=furthest.step,
         checkpoint_step=furthest.checkpoint_step,
         phase=furthest.phase.value,
+        last_message=said,
         first_time=timestamp(time),
         last_time=timestamp(time),
     )
@@ -184,15 +193,19 @@ def _shown_last(restarts: RestartsStatus, reason: str, message: str, time: datet
 
 def exhausted(restarts: RestartsStatus, max_restarts: int) -> str | None:
     """Why the run may not go on, as a sentence; None when it may."""
-    last = f"the last was {restarts.last_reason}: {restarts.last_message}"
+    # Not simply what happened last: a pod that is lost in the same moment has nothing to do with it. (What was counted
+    # by a version that did not keep it apart is told so all the same.)
+    shown = f"{restarts.last_reason}: {restarts.last_message}"
     if restarts.failures > max_restarts:
         failures = "1 failure" if restarts.failures == 1 else f"{restarts.failures} failures"
-        return f"{failures}, and spec.runPolicy.maxRestarts is {max_restarts}; {last}"
+        limit = f"spec.runPolicy.maxRestarts is {max_restarts}"
+        return f"{failures}, and {limit}; the last was {restarts.last_failure or shown}"
     rows = [row for row in (restarts.repeated, restarts.echoes) if row and row.times >= REPEATED_FAILURES]
     for row in rows:
         first, latest = parse_time(row.first_time), parse_time(row.last_time)
         if first is not None and latest is not None and latest - first >= REPEATED_FOR:
             where = f"step {row.step}" if row.step else f"phase {row.phase}, before step 1"
             within = duration((latest - first).total_seconds())
-            return f"{row.times} failures in a row ({row.reason}, within {within}) got no further than {where}; {last}"
+            further = f"{row.times} failures in a row ({row.reason}, within {within}) got no further than {where}"
+            return f"{further}; the last was {row.last_message or shown}"
     return None

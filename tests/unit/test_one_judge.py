@@ -115,7 +115,8 @@ def test_the_verdict_and_its_sentence_are_the_same(
     # Each place adds what can be done there: sft run in a line of its own.
     last = incidents[-1]
     assert there == (with_advice(last.failure, here) if here else "")
-    shown = {"last_message", "counted"}
+    rows = {"repeated": {"last_message"}, "echoes": {"last_message"}}
+    shown = {"last_message": True, "last_failure": True, "counted": True, **rows}
     assert local.model_dump(exclude=shown) == cluster.model_dump(exclude=shown)
 
 

@@ -114,6 +114,7 @@ class RepeatedFailure(ApiModel):
     step: int = Field(default=0, description="Furthest step at which the run has failed.")
     checkpoint_step: int = Field(default=0, description="Step of the newest checkpoint then.")
     phase: Text = Field(default="", description="What was done; stands for the step before step 1.")
+    last_message: Text = Field(default="", description="Of the last of them: what happened, and what to change.")
     first_time: Timestamp = Field(description="When the first of them happened.")
     last_time: Timestamp = Field(description="When the last of them happened.")
 
@@ -152,6 +153,9 @@ class RestartsStatus(ApiModel):
     )
     total_recovery_seconds: float = Field(default=0.0, description="The same, of all failures and lost pods so far.")
     last_time: Timestamp | None = Field(default=None, description="When the last one happened.")
+    last_failure: Text = Field(
+        default="", description="Class and message of the last one that counts among the failures."
+    )
     repeated: RepeatedFailure | None = Field(
         default=None, description="The last failures that were the run's own, as long as they are of one kind."
     )

@@ -33,6 +33,7 @@ from .spec import Terms, run_terms
 _NO_SETTINGS = PodSettings()
 _NOTHING_AGAINST_IT: dict[str, Any] = {
     "failures": 0,
+    "last_failure": "",
     "repeated": None,
     "echoes": None,
     "recovery_seconds": None,

@@ -261,6 +261,19 @@ def test_the_last_one_shown_is_the_latest() -> None:
     assert (restarts.failures, restarts.disruptions, restarts.last_reason) == (2, 2, "Drained")
 
 
+@pytest.mark.parametrize("most", [2, 10], ids=["too many", "too many in a row"])
+def test_what_happens_beside_or_after_the_last_straw_is_not_taken_for_it(most: int) -> None:
+    # Given three failures in a row, and with the last of them, in one look, peers that lost each other and a drain
+    told = [*[incident(number, HANG, 7) for number in (1, 2, 3)], incident(4, PEER, 7)]
+    restarts = count_disruptions(in_one_look(told), 1, "Drained", "the node went", at(9))
+
+    sentence = exhausted(restarts, most)
+
+    assert restarts.last_reason == "Drained"
+    assert sentence is not None
+    assert sentence.endswith("the last was Hang: number 3")
+
+
 HANGS = "failures in a row (Hang, within 3m0s) got no further than step 7; the last was Hang: no step for 180 s"
 
 
