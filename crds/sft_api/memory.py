@@ -380,9 +380,6 @@ def block_memory(
     if lora and (lora.dropout or "mlp.down_proj" not in adapted):
         # What down_proj read is not kept, so nothing is let go of when its gradient is there.
         working += computed * inner
-    if lora and "mlp.gate_up_proj" in adapted:
-        # The gradients of both halves, and of the whole that they are put together to for the adapter.
-        working += computed * 2 * inner
     if shape.experts:
         working = shape.chosen * (computed * (3 * width + 2 * inner))
         if family.weighed_in_fp32 and computed < 4:

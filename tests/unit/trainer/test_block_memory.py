@@ -156,7 +156,7 @@ def test_selective_checkpointing_keeps_products_of_adapters_that_are_worth_it(ki
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 @pytest.mark.parametrize("names", [["all-linear"], ["gate_up_proj"], ["qkv_proj"]], ids=" ".join)
-def test_gate_and_up_in_one_layer_take_more_to_follow(names: list[str], how: str) -> None:
+def test_adapters_of_gate_and_up_in_one_layer_are_reckoned(names: list[str], how: str) -> None:
     lora = {"rank": 32, "targetModules": names}
     reckoned, seen = both("phi3", lora=lora, training={"activationCheckpointing": how})
 

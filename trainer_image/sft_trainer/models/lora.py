@@ -51,8 +51,10 @@ class LoraLinear(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., outputs)."""
         result = linear_function(inputs, self.weight, self.bias)
-        added: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(inputs)))
-        return result + added * self.scaling
+        # Between A and B, where there are few numbers: behind B all outputs, and their gradients, were read once more.
+        lower: torch.Tensor = self.lora_A(self.lora_dropout(inputs)) * self.scaling
+        added: torch.Tensor = self.lora_B(lower)
+        return result + added
 
 
 def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:
