@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from sft_api.known_models import known_configs
 from sft_api.memory import estimate, sizes_of
@@ -68,6 +69,19 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
     monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)
     monkeypatch.setattr(strategy_module, "part_of", lambda bin_, *_: bin_)
+    allocate = CausalLM.to_empty
+
+    def allocated(model: CausalLM, *, device: torch.device) -> CausalLM:
+        if isinstance(model, FSDPModule):
+            return allocate(model, device=device)
+        # Tensors without memory may be remembered by what made them, and then take no other's place.
+        for module in model.modules():
+            for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+                made = torch.empty_like(held, device=device)
+                setattr(module, name, torch.nn.Parameter(made, held.requires_grad))
+        return model
+
+    monkeypatch.setattr(CausalLM, "to_empty", allocated)
 
 
 def a_bin(tokens: int, sequence: int) -> BinTensors:
