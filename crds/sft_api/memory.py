@@ -154,7 +154,8 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     fsdp = spec.strategy.fsdp if spec.strategy else None
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes: where
     # there are none it is added to what stays.
-    summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if copies and not holds_copies(spec, plan) else 0
+    shared = copies and not holds_copies(spec, plan, plan.processes)
+    summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if shared else 0
 
     if offloads(spec):
         # A share on its way, in the precision that it is held in.
@@ -270,13 +271,13 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     return processes > 1 or held != {BYTES[precision]} or rounded or offloads(spec)
 
 
-def holds_copies(spec: SFTJobSpec, plan: PlanStatus) -> bool:
+def holds_copies(spec: SFTJobSpec, plan: PlanStatus, processes: int) -> bool:
     """Whether the copies are a single process's own, all made at once: it has nobody to gather from, and memory for
     them."""
     fsdp = spec.strategy.fsdp if spec.strategy else None
     rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
-    copies = computes_with_copies(spec, plan.precision, plan.processes)
-    return copies and plan.processes == 1 and not (rounded or offloads(spec) or reshards(spec, plan))
+    copies = computes_with_copies(spec, plan.precision, processes)
+    return copies and processes == 1 and not (rounded or offloads(spec) or reshards(spec, plan))
 
 
 def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:

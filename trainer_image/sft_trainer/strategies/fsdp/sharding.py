@@ -46,7 +46,7 @@ def build_model(
         model.fused = compiled_slopes(asked=asked)
     run = (config.spec, config.plan.precision, topology.world_size)
     left = set() if gathers_base(*run) else {each for each in model.parameters() if not each.requires_grad}
-    if computes_with_copies(*run) and not holds_copies(config.spec, config.plan):
+    if computes_with_copies(*run) and not holds_copies(config.spec, config.plan, topology.world_size):
         _shard(config, model, trainable, topology.parameter_mesh(device.type), device, left)
     else:
         left = set(model.parameters())

@@ -97,7 +97,8 @@ class FsdpStrategy:
                 tells=topology.tells,
             )
         self.model = build_model(config, blueprint, trainable, topology, device)
-        self._copies = Copies(self.model, computed_dtype(config)) if holds_copies(spec, config.plan) else None
+        copies = holds_copies(spec, config.plan, topology.world_size)
+        self._copies = Copies(self.model, computed_dtype(config)) if copies else None
         if self._together:
             self._together.gathered = kept_gathered_bytes(config, self.model)
             if self._reduces_once:
