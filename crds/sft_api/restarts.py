@@ -139,10 +139,10 @@ def count_failure(
     update: dict[str, object] = {"recovery_seconds": None}
     if failure not in _ECHOES:
         update |= {"failures": restarts.failures + 1, "last_failure": said}
-    if failure in _ECHOES and not outside:
-        update["echoes"] = _repeated(restarts.echoes, failure, said, time, reached)
-    elif failure not in _OUTAGES and not outside:
-        update |= {"repeated": _repeated(restarts.repeated, failure, said, time, reached), "echoes": None}
+    echoes = failure in _ECHOES and not outside
+    update["echoes"] = _repeated(restarts.echoes, failure, said, time, reached) if echoes else None
+    if not (echoes or outside or failure in _OUTAGES):
+        update["repeated"] = _repeated(restarts.repeated, failure, said, time, reached)
     return _shown_last(restarts.model_copy(update=update), shown, message, time)
 
 
@@ -159,7 +159,8 @@ def _repeated(
     if before is not None:
         last = _reached_by(before)
         furthest = reached.or_further(last)
-        if before.reason == failure.value and not reached.is_beyond(last):
+        alike = _ECHOES if failure in _ECHOES else {failure}
+        if before.reason in alike and not reached.is_beyond(last):
             update = {"times": before.times + 1, "last_message": said, "last_time": timestamp(time)}
             return before.model_copy(update=update)
     return RepeatedFailure(
@@ -178,7 +179,7 @@ def count_disruptions(
     restarts: RestartsStatus, number: int, reason: str, message: str, time: datetime
 ) -> RestartsStatus:
     """``restarts`` with ``number`` more of what is nobody's fault, and free."""
-    update = {"disruptions": restarts.disruptions + number, "recovery_seconds": None}
+    update = {"disruptions": restarts.disruptions + number, "recovery_seconds": None, "echoes": None}
     return _shown_last(restarts.model_copy(update=update), reason, message, time)
 
 

@@ -314,3 +314,26 @@ def test_a_row_before_the_first_step_names_the_phase() -> None:
         "3 failures in a row (WorkerCrashed, within 2m0s) got no further than phase Tokenizing, before step 1; "
         "the last was WorkerCrashed: number 2"
     )
+
+
+def test_peers_that_cannot_reach_each_other_come_to_an_end_in_whatever_words_they_say_so() -> None:
+    restarts = in_one_look(incident(number, (PEER, STOP)[number % 2], step=5) for number in range(4))
+
+    assert row(restarts) == (PEER, 4)
+    assert exhausted(restarts, 10) is not None
+
+
+def test_where_somebody_really_went_away_each_time_there_is_no_row() -> None:
+    # Given pods that are lost again and again, of which the others tell before and after it is seen
+    restarts = RestartsStatus()
+    for number in range(6):
+        restarts = count_disruptions(restarts, 1, "PodDeleted", "tulu-1 was evicted", at(number))
+        told = [incident(earlier, PEER, step=5) for earlier in range(number + 1)]
+        restarts = count_incidents(restarts, told)
+    assert exhausted(restarts, 0) is None
+
+    # Or a store that is away each time, or somebody who kills: these count against maxRestarts
+    for between in ({"failure": AWAY}, {"failure": CRASH, "outside": True}):
+        history = [incident(n, **({"failure": PEER} if n % 2 else between), step=5) for n in range(12)]
+        assert exhausted(in_one_look(history), 6) is None
+        assert exhausted(in_one_look(history), 5) is not None

@@ -357,10 +357,12 @@ class Node:
         if now - self._kill_since <= UNKILLABLE_SECONDS and not asked:
             return
         failure = FailureClass.INTERRUPTED if asked else FailureClass.HANG
-        message = (
-            f"{'asked to stop; ' if asked else ''}a worker survived SIGKILL for {now - self._kill_since:.0f} s: it is "
-            "stuck in the kernel (driver, file system); the node needs attention"
-        )
+        lasted = f"{now - self._kill_since:.0f} s"
+        message = f"a worker survived SIGKILL for {lasted}: it is stuck in the kernel (driver, file system)"
+        if asked:
+            # Perhaps it is only slow to give its memory back.
+            message = f"asked to stop; a worker had not ended {lasted} after SIGKILL: if that repeats"
+        message += f"{',' if asked else ';'} the node needs attention"
         if self._coordinator is not None:
             group = self._coordinator.group
             # Whether what lives on still writes there nobody knows: no word that it does not.
