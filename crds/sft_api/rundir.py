@@ -30,6 +30,8 @@ NCCL_FOLDER = "nccl"
 STOP_FILE = "stop"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BLOCK = 4096
+"""Bytes of one of a disk's."""
 
 
 class AllocatedMemory(ReportModel):
@@ -48,14 +50,7 @@ def write_atomically(path: Path, document: BaseModel) -> None:
 
     Raises ``OSError``, and leaves nothing but the old one then.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(document.model_dump_json(by_alias=True))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    _replace(path, _json(document))
 
 
 def write_also_when_full(path: Path, document: BaseModel) -> bool:
@@ -63,19 +58,35 @@ def write_also_when_full(path: Path, document: BaseModel) -> bool:
 
     A reader may see half of it then. Raises ``OSError`` for all else, and where there is no old one.
     """
+    content = _json(document)
+    # Spaces after a document are none of it. They are room for the next one, in the block that a disk gives anyway.
+    content = content.ljust(_BLOCK * (len(content) // _BLOCK + 1))
     try:
-        write_atomically(path, document)
+        _replace(path, content)
     except OSError as error:
         if error.errno not in _FULL or not path.exists():
             raise
-        return _write_over(path, document.model_dump_json(by_alias=True).encode())
+        return _write_over(path, content)
     return True
+
+
+def _json(document: BaseModel) -> bytes:
+    return document.model_dump_json(by_alias=True).encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _write_over(path: Path, content: bytes) -> bool:
     with suppress(OSError), path.open("r+b", buffering=0) as file:
-        room = os.fstat(file.fileno()).st_size
-        if len(content) <= room:
-            # Spaces after a document are none of it, and keep the room for the next one.
-            return file.write(content.ljust(room)) == room
+        if len(content) <= os.fstat(file.fileno()).st_size:
+            return file.write(content) == len(content)
     return False

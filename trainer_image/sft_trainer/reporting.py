@@ -76,7 +76,7 @@ class Reporter:
         self._spent = SpentSeconds()
         self._since = time.monotonic()
         """When it was told last what is being done: what that takes is added up."""
-        self._told_full = False
+        self._stands_still: set[Path] = set()
         self._lock = threading.RLock()
         """Threads that download or upload report too."""
 
@@ -119,9 +119,11 @@ class Reporter:
         self._write(self._activity_path, activity)
 
     def _write(self, path: Path, document: BaseModel) -> None:
-        """Write what others are told. No run ends for a disk that is full of something: it may save elsewhere."""
-        if not write_also_when_full(path, document) and not self._told_full:
-            self._told_full = True
+        """Write what others are told. No run that trains ends for a disk that is full: it may save elsewhere."""
+        if write_also_when_full(path, document):
+            self._stands_still.discard(path)
+        elif path not in self._stands_still:
+            self._stands_still.add(path)
             log.warning("%s cannot be brought up to date while its disk is full", path)
 
     def waits(self, what: str) -> None:

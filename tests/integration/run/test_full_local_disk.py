@@ -21,27 +21,28 @@ def test_a_run_goes_on_where_its_progress_finds_no_room_and_its_processes_are_se
         folder = disk / "run"
         reporter = Reporter(folder, writes=True)
         activities = Activities(folder, [0], now=0.0)
-        reporter.update(phase=Phase.TRAINING, phase_detail="a word that is longer than what follows", step=1)
+        reporter.update(phase=Phase.TRAINING, phase_detail="", step=99)
         activities.read(now=1.0)
         fill(disk / "filler")
 
-        # When it makes another step
-        reporter._last_activity_time = 0.0  # more than a second ago
-        reporter.update(phase=Phase.TRAINING, phase_detail="", step=2)
+        # When it makes more steps, of more digits, and does something else that takes more words
+        for phase, detail, step in ((Phase.TRAINING, "", 100_000), (Phase.EVALUATING, "3 of 100 batches", 100_001)):
+            reporter._last_activity_time = 0.0  # more than a second ago
+            reporter.update(phase=phase, phase_detail=detail, step=step)
 
-        # Then that is told in the room of the word before
-        activities.read(now=50.0)
-        assert activities.summary(now=50.0).silent_seconds == 0
-        assert told(folder).step == 2
+            # Then that is told in the room of the word before
+            activities.read(now=step)
+            assert activities.summary(now=step).silent_seconds == 0
+            assert told(folder).step == step
 
         # And what finds no room is told as soon as there is some again
         reporter.warn("w" * 5000)
-        reporter.update(step=3)
-        assert told(folder).step == 2
+        reporter.update(step=100_002)
+        assert told(folder).step == 100_001
         assert not list(folder.rglob(".*"))
         (disk / "filler").unlink()
-        reporter.update(step=4)
-        assert (told(folder).step, len(told(folder).warnings)) == (4, 1)
+        reporter.update(step=100_003)
+        assert (told(folder).step, len(told(folder).warnings)) == (100_003, 1)
 
 
 def test_a_disk_that_is_full_from_the_first_word_on_is_said(tmp_path: Path) -> None:

@@ -239,13 +239,13 @@ class Coordinator:
             version = (status.st_ino, status.st_mtime_ns)
             if version == self._progress_version:
                 return
+            self._progress_version = version
             training = TrainingProgress.model_validate_json(self._progress_file.read_bytes())
         except FileNotFoundError:
             return
         except ValidationError as problem:
             self._output.say(f"{self._progress_file} is not a progress report: {problem}")
             return
-        self._progress_version = version
         if training.attempt > self._adopted:
             self._adopted = training.attempt
             self._adopt_incidents()
