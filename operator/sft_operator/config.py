@@ -102,6 +102,16 @@ class LeaderElectionSettings(SettingsModel):
     lease_seconds: Seconds = 15
     renew_seconds: Seconds = 4
 
+    @model_validator(mode="after")
+    def _renewed_in_time(self) -> Self:
+        """It is given up after two thirds of its time, and an answer takes some of that."""
+        if 2 * self.renew_seconds > self.lease_seconds:
+            raise ValueError(
+                f"leaderElection.renewSeconds: {self.renew_seconds} is too long for leaseSeconds: "
+                f"{self.lease_seconds}: set half of it at most"
+            )
+        return self
+
 
 class Settings(SettingsModel):
     """Everything that can be set."""

@@ -53,7 +53,8 @@ class Leadership:
         time."""
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(self._settings.renew_seconds)
+            # From request to request: of a slow API server no answer would come in time after a pause as well.
+            await asyncio.sleep(max(0.0, self._sent + self._settings.renew_seconds - clock()))
             sent = clock()
             try:
                 async with asyncio.timeout(max(0.1, self._ends - sent)):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 
 from sft_operator.cluster.client import Cluster
 from sft_operator.cluster.leadership import Leadership, LeadershipLost
@@ -66,6 +67,24 @@ def test_a_lease_lasts_from_the_request_on_and_not_from_its_answer(delays: tuple
         assert asyncio.get_running_loop().time() - api.written[-1] <= 12.1
 
     in_no_time(scenario())
+
+
+def test_a_lease_is_renewed_from_request_to_request_also_of_a_slow_api_server() -> None:
+    api = Slow(*[4.5] * 50)
+
+    async def scenario() -> None:
+        leadership = Leadership(cast(Cluster, api), SETTINGS, "me")
+        await leadership.acquire()
+        with pytest.raises(LeadershipLost):
+            await leadership.keep()
+
+    in_no_time(scenario())
+    assert len(api.written) == 50
+
+
+def test_a_lease_that_would_not_be_renewed_in_time_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"renewSeconds: 10\.0 is too long for leaseSeconds: 15\.0"):
+        LeaderElectionSettings(enabled=True, lease_seconds=15, renew_seconds=10)
 
 
 def test_a_lease_whose_answer_came_when_it_may_have_been_taken_is_not_held_yet() -> None:
