@@ -21,9 +21,9 @@ def gpu_memory(environment: Mapping[str, str]) -> str | None:
     """
     fields = "--query-gpu=memory.total,mig.mode.current"
     gpus = [line.split(",") for line in _nvidia_smi(environment, fields, "--format=csv,noheader,nounits")]
-    sizes = [size.strip() for size, _ in gpus]
-    if not sizes or any(mode.strip() == "Enabled" for _, mode in gpus) or not all(size.isdecimal() for size in sizes):
-        return None
+    sizes = [size.strip() for size, *_ in gpus]
+    if not sizes or any(each[1:] == [" Enabled"] for each in gpus) or not all(size.isdecimal() for size in sizes):
+        return None  # perhaps lines of another kind
     return f"{min(map(int, sizes))}Mi"
 
 

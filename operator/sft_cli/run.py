@@ -347,7 +347,7 @@ def _conclude(lines: Sequence[str], ending: Ending, files: RunFiles, output: str
 _OF_A_CLUSTER: dict[str, Any] = {
     "observed_generation": True,
     "conditions": {"__all__": {"observed_generation"}},
-    "restarts": {"counted", "repeated", "echoes", "replaced_pods"},
+    "restarts": {"counted", "repeated", "echoes", "last_failure", "replaced_pods"},
     "goodput": {"marks"},
 }
 

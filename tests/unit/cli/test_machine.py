@@ -47,10 +47,11 @@ def test_no_driver_and_a_broken_driver_mean_no_gpu(environment: dict[str, str], 
         (["81559, Disabled"], "81559Mi"),
         (["81559, Disabled", "24564, [N/A]"], "24564Mi"),
         (["143771, Enabled", "143771, Disabled"], None),
+        (["WARNING: infoROM is corrupted at gpu 0000:01:00.0", "143771, Disabled"], None),
         (["[N/A], [N/A]"], None),
         ([], None),
     ],
-    ids=["one", "the-smallest", "instances", "unsaid", "none"],
+    ids=["one", "the-smallest", "instances", "a-warning", "unsaid", "none"],
 )
 def test_the_memory_of_a_gpu_is_as_the_driver_says_it(tmp_path: Path, told: list[str], expected: str | None) -> None:
     program = tmp_path / "nvidia-smi"
