@@ -140,15 +140,26 @@ def test_one_process_that_copies_nothing_computes_what_one_that_does_to_the_last
     _compute_the_same(alone, copied)
 
 
-@pytest.mark.parametrize("how", [{}, {"activationCheckpointing": "selective"}, {"compile": True}])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"activationCheckpointing": "selective"}),
+        ("qwen3", {"compile": True}),
+        # Gradients of norms in fp32, and experts.
+        ("olmo2", {}),
+        ("gpt_oss", {}),
+    ],
+)
 def test_one_process_with_copies_of_its_own_computes_what_fsdp_does_to_the_last_bit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, how: dict[str, Any]
 ) -> None:
     # Given one that casts its weights itself, tied weights and all, and one for which FSDP does
-    alone = strategy(folder, precision="bf16", keeps=True, **how)
+    save_model(kind, tmp_path, tie_word_embeddings=kind == "qwen3")
+    alone = strategy(tmp_path, precision="bf16", keeps=True, **how)
     for module in (sharding, strategy_module):
         monkeypatch.setattr(module, "holds_copies", lambda *_: False)
-    copied = strategy(folder, precision="bf16", keeps=True, **how)
+    copied = strategy(tmp_path, precision="bf16", keeps=True, **how)
     assert [isinstance(of.model, FSDPModule) for of in (alone, copied)] == [False, True]
     _compute_the_same(alone, copied)
     # What is trained is in fp32, and what was computed with is nowhere
