@@ -75,8 +75,8 @@ test-oldest: setup .venv-oldest/.installed ## make parity with the oldest torch 
 
 # With the Python of a machine, say make gpu PYTHON=python3, nothing is set up: such a machine may have no network.
 .PHONY: gpu
-gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that needs a GPU, and measure beside a plain loop, in at most 9 minutes (DEVICE=cpu, PYTHON=python3, LOGS=folder, ONLY="checks qwen3_8b_lora")
-	PYTHONPATH=$(SOURCES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY)) $(if $(LOGS),--logs $(LOGS))
+gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that needs a GPU, and measure beside a plain loop, in at most 9 minutes (DEVICE=cpu, PYTHON=python3, LOGS=folder, ONLY="checks qwen3_8b_lora", RECORD=1)
+	PYTHONPATH=$(SOURCES)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON) -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY)) $(if $(RECORD),--record) $(if $(LOGS),--logs $(LOGS))
 
 .PHONY: e2e
 e2e: setup ## Install the chart on a real node and disturb running jobs in every way (SCENARIOS="pod-lost bad-jobs ..." for some)

@@ -1,6 +1,6 @@
 """``make gpu``: what only a GPU can show, and how fast the trainer is there beside a plain loop; needs no network.
 
-    python -m tests.gpu [--device cuda|cpu] [--minutes 9] [--only PART ...] [--short] [--logs FOLDER]
+    python -m tests.gpu [--device cuda|cpu] [--minutes 9] [--only PART ...] [--short] [--record] [--logs FOLDER]
 
 First checks: every part that has a path of its own on a GPU, then whole runs; each in a process of its own, ``ok`` or
 what is wrong in one line. Then, for models in the shapes of Qwen3-0.6B and 1.7B with random weights, tokens a second,
@@ -85,6 +85,9 @@ def _options() -> argparse.Namespace:
         help="only these: checks (all, or some by their names), or models by the names that their figures begin with",
     )
     parser.add_argument("--short", action="store_true", help="only some of the checks and one pair of runs")
+    parser.add_argument(
+        "--record", action="store_true", help="of each model only where the time of some steps goes, by a trace of them"
+    )
     parser.add_argument("--logs", type=Path, help="folder for the output of every check and run; dropped when absent")
     options = parser.parse_args()
     # A GPU is lent for minutes; the processors of a test machine may be busy with anything.
@@ -236,6 +239,7 @@ def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline
     from . import inputs
     from .measured import Scene, compare
     from .models import lacking, measured_on
+    from .recorded import record
     from .saving import save_and_load
 
     on_gpu = options.device == "cuda"
@@ -252,6 +256,13 @@ def _measure(options: argparse.Namespace, figures: Figures, work: Path, deadline
         until = time.monotonic() + (deadline - time.monotonic()) * share
         facts = _prepared(shape, work, folder, options.device, until, figures)
         if facts is None:
+            continue
+        if options.record:
+            rows = work / "rows.jsonl"
+            record(
+                Scene(shape, facts["parameters"], folder / "model", rows, folder, on_gpu, model.effort, until), figures
+            )
+            shutil.rmtree(folder / "model", ignore_errors=True)
             continue
         for kind, package in lacking(model).items():
             say(f"{shape.name}: {kind} is not measured, as {sys.executable} lacks {package}")
