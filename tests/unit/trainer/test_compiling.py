@@ -102,12 +102,12 @@ def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
 def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    # What CXX named when the compiler was imported.
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
     save_config("llama", tmp_path)
     model = build_on_meta(tmp_path).huggingface
-    # Also after a run in this process that left alone what could not be compiled
-    with torch._dynamo.config.patch(suppress_errors=True):
+    # What CXX named when the compiler was imported; also after a run that left alone what could not be compiled. (Not by
+    # monkeypatch, which leaves the setting deleted for all that compiles later in this process.)
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)})
+    with no_compiler, torch._dynamo.config.patch(suppress_errors=True):
         said = why_not(model, CPU, torch.float32, tmp_path)
     assert said.startswith("the compiler does not work here, which needs a C++ compiler in compute.image (g++, or ")
     assert "no-compiler" in said
