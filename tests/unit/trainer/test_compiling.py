@@ -104,8 +104,8 @@ def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     save_config("llama", tmp_path)
     model = build_on_meta(tmp_path).huggingface
-    # What CXX named when the compiler was imported; also after a run that left alone what could not be compiled. (Not by
-    # monkeypatch, which leaves the setting deleted for all that compiles later in this process.)
+    # What CXX named when the compiler was imported; also after a run that left alone what could not be compiled. (Not
+    # by monkeypatch, which leaves the setting deleted for all that compiles later in this process.)
     no_compiler = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)})
     with no_compiler, torch._dynamo.config.patch(suppress_errors=True):
         said = why_not(model, CPU, torch.float32, tmp_path)
