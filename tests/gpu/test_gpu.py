@@ -121,7 +121,7 @@ def test_without_megatron_and_peft_it_is_said_and_the_rest_is_measured(
     figures = Figures()
 
     # When models are measured, and checks run
-    options = Namespace(device="cuda", short=False, only=None)
+    options = Namespace(device="cuda", short=False, only=None, record=False)
     command._measure(options, figures, tmp_path, time.monotonic() + 1000)
     with pytest.raises(Skipped, match="no_megatron_core"):
         megatron.beside_fsdp(tmp_path, torch.device("cpu"))
@@ -143,7 +143,7 @@ def test_only_what_is_asked_for_is_measured_and_an_unknown_part_is_named(
     monkeypatch.setattr(command, "_measure", lambda options, *_: measured.append(options.only))
 
     def run(*only: str) -> None:
-        options = Namespace(device="cuda", short=False, only=[*only])
+        options = Namespace(device="cuda", short=False, only=[*only], record=False)
         command._check_and_measure(options, Figures(), tmp_path, 0.0, 1.0)
 
     run("checks", "qwen3_8b_lora")
