@@ -247,6 +247,11 @@ def offloads(spec: SFTJobSpec) -> bool:
     return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.cpu_offload)
 
 
+def sums_in_bf16(spec: SFTJobSpec) -> bool:
+    """Whether gradients are summed over the processes in bf16."""
+    return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.reduce_dtype == "bf16")
+
+
 def keeps_whole_gradients(plan: PlanStatus) -> bool:
     """Whether gradients of the whole model are held from one micro-batch of a step to the next."""
     return plan.reduce_gradients == "oncePerStep" and plan.gradient_accumulation != 1
@@ -265,19 +270,15 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     They are gathered from other processes, cast to another ``precision`` than they are held in, or brought from the
     host. One process that holds all as it computes with it needs none of that.
     """
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
     held = {4, _base_bytes(spec, precision)}
-    return processes > 1 or held != {BYTES[precision]} or rounded or offloads(spec)
+    return processes > 1 or held != {BYTES[precision]} or sums_in_bf16(spec) or offloads(spec)
 
 
 def holds_copies(spec: SFTJobSpec, plan: PlanStatus, processes: int) -> bool:
     """Whether the copies are a single process's own, all made at once: it has nobody to gather from, and memory for
     them."""
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
     copies = computes_with_copies(spec, plan.precision, processes)
-    return copies and processes == 1 and not (rounded or offloads(spec) or reshards(spec, plan))
+    return copies and processes == 1 and not (sums_in_bf16(spec) or offloads(spec) or reshards(spec, plan))
 
 
 def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:

@@ -4,7 +4,16 @@ from bisect import bisect_right
 from itertools import product
 from math import ceil, inf
 
-from .memory import BYTES, computes_with_copies, estimate, gathered_sizes, micro_batch_tokens, offloads, sizes_of
+from .memory import (
+    BYTES,
+    computes_with_copies,
+    estimate,
+    gathered_sizes,
+    micro_batch_tokens,
+    offloads,
+    sizes_of,
+    sums_in_bf16,
+)
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
@@ -69,9 +78,7 @@ def _with(plan: PlanStatus, keeps: bool, sums_once: bool) -> PlanStatus:
 
 def _has_sums_to_spare(spec: SFTJobSpec, plan: PlanStatus) -> bool:
     """Whether gradients are summed over processes that share a copy, in fp32, more than once a step."""
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    rounded = fsdp is not None and fsdp.reduce_dtype == "bf16"
-    return not (plan.shard_degree == 1 or plan.gradient_accumulation == 1 or offloads(spec) or rounded)
+    return not (plan.shard_degree == 1 or plan.gradient_accumulation == 1 or offloads(spec) or sums_in_bf16(spec))
 
 
 def _has_small_adapters(spec: SFTJobSpec, shape: ModelShape | None) -> bool:

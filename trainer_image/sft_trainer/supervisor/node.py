@@ -358,11 +358,11 @@ class Node:
             return
         failure = FailureClass.INTERRUPTED if asked else FailureClass.HANG
         lasted = f"{now - self._kill_since:.0f} s"
-        message = f"a worker survived SIGKILL for {lasted}: it is stuck in the kernel (driver, file system)"
+        stuck = "it is stuck in the kernel (driver, file system); the node needs attention"
+        message = f"a worker survived SIGKILL for {lasted}: {stuck}"
         if asked:
             # Perhaps it is only slow to give its memory back.
-            message = f"asked to stop; a worker had not ended {lasted} after SIGKILL: if that repeats"
-        message += f"{',' if asked else ';'} the node needs attention"
+            message = f"asked to stop; a worker had not ended {lasted} after SIGKILL: if that repeats, look at the node"
         if self._coordinator is not None:
             group = self._coordinator.group
             # Whether what lives on still writes there nobody knows: no word that it does not.
