@@ -47,7 +47,7 @@ class SlowApi:
     async def list(self, *_: Any, **__: Any) -> tuple[list[Object], int]:
         self.listings += 1
         if self.listings > 1:  # the first one asks whether the kind is known
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         return [], 1
 
     async def scan(self, *_: Any, **__: Any) -> int:
@@ -65,7 +65,7 @@ def connect(operator: Operator, api: Any) -> None:
 
 
 def start(api: SlowApi) -> asyncio.Task[None]:
-    election = LeaderElectionSettings(enabled=True, lease_seconds=0.6, renew_seconds=0.05)
+    election = LeaderElectionSettings(enabled=True, lease_seconds=60, renew_seconds=0.05)
     operator = Operator(
         Settings(http_port=0, leader_election=election), "http://nowhere", cast(aiohttp.ClientSession, None)
     )
@@ -73,13 +73,20 @@ def start(api: SlowApi) -> asyncio.Task[None]:
     return asyncio.create_task(operator.run())
 
 
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
 def test_the_lease_is_renewed_while_everything_is_listed_for_the_first_time() -> None:
     async def scenario() -> None:
         api = SlowApi()
         task = start(api)
-        await asyncio.sleep(0.5)
-        assert api.listings == 2
-        assert api.renewals > 3
+        await until(lambda: api.listings == 2)
+        renewals = api.renewals
+        await until(lambda: api.renewals > renewals + 3)
+        assert api.listings == 2, "the listing still takes its time"
 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -92,10 +99,10 @@ def test_a_lease_that_is_lost_meanwhile_ends_the_listing() -> None:
     async def scenario() -> None:
         api = SlowApi()
         task = start(api)
-        await asyncio.sleep(0.3)
+        await until(lambda: api.listings == 2)
         api.holder = "another"
         with pytest.raises(LeadershipLost):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         assert api.holder == "another"
 
     asyncio.run(scenario())
