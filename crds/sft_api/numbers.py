@@ -90,6 +90,7 @@ _SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
     "subset": None,
     "weight": None,
     "format": "auto",
+    "columns": {},
     "messagesKey": "messages",
     "toolsKey": "tools",
     "systemKey": "system",

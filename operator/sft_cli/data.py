@@ -11,7 +11,7 @@ from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl
 from sft_trainer.data.sources import open_source
-from sft_trainer.data.tokenize import check_named_columns, settings_for
+from sft_trainer.data.tokenize import check_named_columns, settings_for, warnings_of
 from sft_trainer.data.tokenizer import Codec, load_tokenizer
 from sft_trainer.errors import TrainingError
 from sft_trainer.fetch import localise
@@ -51,10 +51,10 @@ def _codec(spec: SFTJobSpec) -> Codec:
 def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:
     s3 = S3Settings.from_spec(spec.checkpoint.s3)
     opened = open_source(source, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN"))
-    for warning in opened.warnings:
-        say(f"Warning: {warning}", fg="yellow")
     settings = settings_for(opened, source, spec.data)
     check_named_columns(opened, settings)
+    for warning in warnings_of(opened, source, settings, codec):
+        say(f"Warning: {warning}", fg="yellow")
     previews = (preview_row(place, row, settings, codec) for place, row in opened.read(0, min(rows, len(opened))))
     if output == "jsonl":
         for line in to_jsonl(previews):

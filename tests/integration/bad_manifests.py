@@ -11,6 +11,20 @@ _SHARE = f"divided by those {_TOGETHER}"
 
 RULES = [
     Bad(
+        "columns the wrong way round",
+        "spec.data.train[1].columns",
+        {"data": train("{uri: hf://org/rows, columns: {question: instruction}}")},
+        "names before the colons are those of the format (instruction, input, output, prompt, completion, text, "
+        "input_ids, loss_mask, labels), those behind them the data's: write for example {instruction: question, "
+        "output: answer}; messagesKey, toolsKey and systemKey tell the other ones",
+    ),
+    Bad(
+        "columns of another format",
+        "spec.data.train[1]",
+        {"data": train("{uri: hf://org/rows, format: shareGPT, columns: {text: body}}")},
+        "columns names a column that the format does not have: leave it out, or correct format",
+    ),
+    Bad(
         "split cut short",
         "spec.data.train[1].split",
         {"data": train('{uri: hf://org/rows, split: "train[:10%"}')},

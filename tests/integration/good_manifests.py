@@ -88,10 +88,10 @@ spec:
   data:
     train:
     - {uri: hf://org/rows, split: "train[:50%]", subset: en, format: alpaca, messagesKey: chat, toolsKey: functions,
-       systemKey: prompt, weight: 2}
+       systemKey: prompt, columns: {instruction: question, output: answer}, weight: 2}
     eval:
-    - {name: held-out, uri: hf://org/rows, split: test, subset: en, format: messages, messagesKey: chat,
-       toolsKey: functions, systemKey: prompt}
+    - {name: held-out, uri: hf://org/rows, split: test, subset: en, format: pretokenized, messagesKey: chat,
+       toolsKey: functions, systemKey: prompt, columns: {input_ids: tokens, labels: targets}}
     trainOn: allAssistantMessages
     maxLength: 8192
     overlong: truncate

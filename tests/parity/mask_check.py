@@ -6,8 +6,8 @@ which the product uses.
 
 from collections.abc import Iterator
 
-from sft_trainer.data.formats import Columns, conversation
-from sft_trainer.data.masks import mark, token_mask
+from sft_trainer.data.examples import Settings, mark_row, to_examples
+from sft_trainer.data.formats import Columns
 from sft_trainer.data.tokenizer import Codec
 from tests.parity.mask_cases import CASES, MaskCase
 
@@ -51,11 +51,11 @@ def actual_mask(case: MaskCase, kind: Kind) -> tuple[str, list[int], list[int], 
     """Text, token ids, loss mask and number of straddling tokens from the code that training uses."""
     codec = Codec.of(chat_tokenizer(case.family, kind))
     row = {"messages": case.messages, "tools": case.tools}
-    marked = mark(codec.template(case.tools), conversation(row, "messages", Columns()), case.train_on)
+    settings = Settings("messages", Columns(), case.train_on, max_length=1_000_000, overlong="error")
+    marked = mark_row("the case", row, settings, codec)
     assert marked is not None
-    encoding = codec.encode([marked.text])[0]
-    mask, straddling = token_mask(marked.text, encoding.offsets, marked.spans)
-    return marked.text, encoding.ids, mask.tolist(), straddling
+    (example,) = to_examples([marked], codec)
+    return example.text, list(example.ids), example.mask.tolist(), example.straddling
 
 
 def mask_mismatches() -> int:

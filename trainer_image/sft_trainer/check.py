@@ -82,7 +82,7 @@ def _codec(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> Codec |
         log.info("not looked at: %s", error)
         return None
     codec = read_codec(path, model.chat_template)
-    if codec is not None:
+    if codec is not None and model.chat_template is not None:
         codec.check_templates()
     return codec
 

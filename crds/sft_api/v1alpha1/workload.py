@@ -73,6 +73,25 @@ class ModelSpec(ApiModel):
     )
 
 
+COLUMNS = {
+    "messages": [],
+    "shareGPT": [],
+    "alpaca": ["instruction", "input", "output"],
+    "promptCompletion": ["prompt", "completion"],
+    "text": ["text"],
+    "pretokenized": ["input_ids", "loss_mask", "labels"],
+}
+"""What each format calls its columns; those of turns, tools and system prompts have fields of their own."""
+_ALL_COLUMNS = [name for names in COLUMNS.values() for name in names]
+
+KnownColumns = Rule(
+    f"self.all(name, name in {_ALL_COLUMNS})",
+    f"names before the colons are those of the format ({', '.join(_ALL_COLUMNS)}), those behind them the data's: write "
+    "for example {instruction: question, output: answer}; messagesKey, toolsKey and systemKey tell the other ones",
+    lambda value: set(value) <= set(_ALL_COLUMNS),
+)
+
+
 class DataSource(ApiModel):
     """One data set, or a slice of one."""
 
@@ -85,14 +104,21 @@ class DataSource(ApiModel):
         description='Split in Hugging Face slice syntax, for example "train[:5000]" or "train[:10%]".',
     )
     subset: ShortText | None = Field(default=None, description="Configuration (subset) of a hub data set.")
-    format: Literal["auto", "messages", "alpaca"] = Field(
+    format: Literal["auto", "messages", "shareGPT", "alpaca", "promptCompletion", "text", "pretokenized"] = Field(
         default="auto",
-        description="Row format: messages (role and content turns) or alpaca (instruction, input, output); auto "
-        "looks at the columns.",
+        description="Row format: messages (turns with role and content), shareGPT (turns with from and value), alpaca "
+        "(instruction, input, output), promptCompletion (prompt, completion), text (all of it is trained) or "
+        "pretokenized (input_ids with loss_mask or labels); auto looks at the columns.",
     )
     messages_key: ShortText = Field(
         default="messages",
-        description="Column that holds the messages; another name than messages must be in the data.",
+        description="Column that holds the messages, conversations of shareGPT when absent; another name than messages "
+        "must be in the data.",
+    )
+    columns: Annotated[dict[str, ShortText], Field(max_length=16), KnownColumns] = Field(
+        default_factory=dict,
+        description="Columns that the data has under other names than its format, by those of the format: "
+        "{instruction: question, output: answer}.",
     )
     tools_key: ShortText = Field(
         default="tools", description="Column that holds the tools, if any; another name than tools must be in the data."
@@ -101,6 +127,14 @@ class DataSource(ApiModel):
         default="system",
         description="Column with a system prompt, put first when a row has no system turn; another name than system "
         "must be in the data.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            f"self.format == 'auto' || self.columns.all(name, name in {COLUMNS}[self.format])",
+            "columns names a column that the format does not have: leave it out, or correct format",
+            lambda self: self.format == "auto" or set(self.columns) <= set(COLUMNS[self.format]),
+        ),
     )
 
 

@@ -138,6 +138,53 @@ def test_a_bf16_model_and_two_sources_partly_from_the_hub(place: Place, tmp_path
     assert torch.equal(loaded.get_input_embeddings().weight, exported["model.embed_tokens.weight"])
 
 
+def test_a_model_without_a_chat_template_learns_texts(place: Place, tmp_path: Path) -> None:
+    # Given a model that knows no turns, and rows that have none
+    inputs = place.inputs
+    model = tmp_path / "model"
+    shutil.copytree(inputs.model, model)
+    (model / "chat_template.jinja").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.chat_template is None
+    texts = [row["output"] for row in map(json.loads, inputs.alpaca.read_text().splitlines())]
+    pairs = [{"question": f"{text[:9]}", "answer": text[9:]} for text in texts[:30]]
+    tokens = [{"input_ids": tokenizer(text)["input_ids"], "labels": tokenizer(text)["input_ids"]} for text in texts]
+    held_out = [{"text": text} for text in texts[:8]]
+    for name, rows in (("pairs", pairs), ("tokens", tokens), ("texts", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = place.job(
+        model={"uri": f"file://{model}"},
+        data={
+            "train": [
+                {
+                    "uri": f"file://{tmp_path}/pairs.jsonl",
+                    "format": "promptCompletion",
+                    "columns": {"prompt": "question", "completion": "answer"},
+                },
+                {"uri": f"file://{tmp_path}/tokens.jsonl"},
+            ],
+            "eval": [{"uri": f"file://{tmp_path}/texts.jsonl", "name": "texts"}],
+        },
+        training={"steps": 6, "globalBatchTokens": 512, "optimizer": {"learningRate": 3e-3}},
+        export={"atEnd": True},
+    )
+
+    # When it is trained
+    ended = place.run(job)
+
+    # Then the exported model has the loss that was reported, as transformers computes it of the texts with their ends
+    assert ended.code == 0, ended.said
+    exported = AutoModelForCausalLM.from_pretrained(place.store() / "export")
+    assert AutoTokenizer.from_pretrained(place.store() / "export").chat_template is None
+    total, count = 0.0, 0
+    for row in held_out:
+        ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            total += exported(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    assert ended.status["progress"]["evalLoss"] == pytest.approx(total / count, abs=1e-4)
+
+
 def master_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The fp32 parameters in a checkpoint of one process, read as its page says, with numpy alone."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())

@@ -1,18 +1,30 @@
 """Rows of all formats as conversations, and the errors for rows that fit none."""
 
+import json
 from typing import Any
 
 import pytest
 
-from sft_trainer.data.formats import Columns, Conversation, check_named, conversation, detect_format
+from sft_trainer.data.formats import Columns, Format, PlainText, TokenIds, check_named, detect_format, read_row
+from sft_trainer.data.turns import Conversation
 from sft_trainer.errors import DataError
 
 QUESTION = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Yo"}
 
 
+def conversation(row: dict[str, Any], row_format: Format, names: Columns) -> Conversation:
+    found = read_row(row, row_format, names)
+    assert isinstance(found, Conversation)
+    return found
+
+
 def read(*messages: Any, **columns: Any) -> Conversation:
     return conversation({"messages": list(messages), **columns}, "messages", Columns())
+
+
+def renamed(**columns: str) -> Columns:
+    return Columns(renamed=tuple(sorted(columns.items())))
 
 
 @pytest.mark.parametrize(
@@ -22,29 +34,44 @@ def read(*messages: Any, **columns: Any) -> Conversation:
         (["conversations", "id"], Columns(messages="conversations"), "messages"),
         (["instruction", "output"], Columns(), "alpaca"),
         (["instruction", "input", "output", "messages"], Columns(), "messages"),
+        (["conversations", "id"], Columns(), "shareGPT"),
+        (["conversations", "instruction", "output"], Columns(), "alpaca"),
+        (["prompt", "completion", "text"], Columns(), "promptCompletion"),
+        (["prompt", "text", "messages"], Columns(), "messages"),
+        (["input_ids", "loss_mask", "text"], Columns(), "pretokenized"),
+        (["text", "id"], Columns(), "text"),
+        (["question", "answer"], renamed(instruction="question", output="answer"), "alpaca"),
+        (["instruction", "response", "messages"], renamed(output="response"), "alpaca"),
+        (["prompt", "answer"], renamed(completion="answer"), "promptCompletion"),
+        (["tokens", "labels"], renamed(input_ids="tokens"), "pretokenized"),
+        (["body", "messages"], renamed(text="body"), "text"),
     ],
 )
 def test_format_is_found_from_the_columns(columns: list[str], names: Columns, expected: str) -> None:
     assert detect_format(columns, names) == expected
 
 
-@pytest.mark.parametrize("columns", [["text", "id"], ["conversations"], [], ["instruction", "response"]])
+@pytest.mark.parametrize("columns", [["texts", "id"], ["chat"], [], ["instruction", "response"]])
 def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
     with pytest.raises(DataError) as caught:
         detect_format(columns, Columns())
-    for word in (*columns, "messages", "alpaca", "instruction"):
+    for word in (*columns, "messages", "shareGPT", "alpaca", "instruction", "promptCompletion", "pretokenized"):
         assert word in str(caught.value)
-    assert ("messagesKey: conversations" in str(caught.value)) == (columns == ["conversations"])
+    assert ("messagesKey: chat;" in str(caught.value)) == (columns == ["chat"])
 
 
 @pytest.mark.parametrize(
     ("columns", "change"),
     [
-        (["prompt", "completion"], "; if they are text, rename 'prompt' to instruction and 'completion' to output"),
-        (["instruction", "response"], "; if they are text, rename 'response' to output"),
-        (["question", "answer", "id"], "; if they are text, rename 'question' to instruction and 'answer' to output"),
-        (["dialogue"], "; if column 'dialogue' holds turns with role and content, set messagesKey: dialogue"),
-        (["text"], "alpaca (columns instruction, output and, optionally, input)"),
+        (["prompt", "response"], "; if they are text, set columns: {instruction: prompt, output: response}"),
+        (["instruction", "response"], "; if they are text, set columns: {output: response}"),
+        (["question", "answer", "id"], "; if they are text, set columns: {instruction: question, output: answer}"),
+        (
+            ["dialogue"],
+            "; if column 'dialogue' holds turns with role and content, set messagesKey: dialogue; with from and value, "
+            "also format: shareGPT",
+        ),
+        (["body"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
     ],
 )
 def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: str) -> None:
@@ -152,10 +179,8 @@ WRONG = [
     ([{"role": "narrator", "content": "Hi"}], "message 1 has role 'narrator'; known are system, user, assistant, tool"),
     (
         [{"from": "human", "value": "Hi"}],
-        "message 1 has no role, only from, value; known are system, user, assistant, tool; rename 'from' to role, "
-        "'value' to content, role 'human' to 'user'",
+        "message 1 has no role, only from, value; known are system, user, assistant, tool; set format: shareGPT",
     ),
-    ([{"from": "user", "value": "Hi"}], "; rename 'from' to role, 'value' to content"),
     ([{}], "message 1 has no role, only an empty turn; known are"),
     ([{"role": "user", "content": 7}], "message 1: content must be text or a list of text parts, not 7"),
     ([{"role": "user", "content": [{"type": "image"}]}], "text parts only, not {'type': 'image'}"),
@@ -202,6 +227,133 @@ def test_wrong_alpaca_columns_are_quoted(wrong: dict[str, Any]) -> None:
         conversation(row, "alpaca", Columns())
 
 
+def shared(*turns: Any, **columns: Any) -> Conversation:
+    return conversation({"conversations": list(turns), **columns}, "shareGPT", Columns())
+
+
+def said(speaker: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {"from": speaker, "value": value, **more}
+
+
+def test_turns_of_sharegpt_become_messages() -> None:
+    given = shared(said("human", "Hi", weight=None), said("gpt", "Yo", weight=0), said("User", "So?"), system="Short.")
+    assert given.messages == [
+        {"role": "system", "content": "Short."},
+        QUESTION,
+        ANSWER,
+        {"role": "user", "content": "So?"},
+    ]
+    assert given.flags == [None, None, False, None]
+
+
+def test_what_sharegpt_calls_becomes_a_tool_call() -> None:
+    call = {"name": "sky", "arguments": {"city": "Rome"}}
+    for written in (json.dumps(call), json.dumps([call]), call):
+        given = shared(said("human", "Hi"), said("function_call", written), said("observation", "blue"), tools="[]")
+        assert given.messages == [
+            QUESTION,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "blue"},
+        ]
+
+
+def test_turns_of_sharegpt_are_read_from_the_column_that_is_named_or_there() -> None:
+    turns = [said("human", "Hi"), said("gpt", "Yo")]
+    for column, names in [("chat", Columns(messages="chat")), ("messages", Columns())]:
+        assert conversation({column: turns}, "shareGPT", names).messages == [QUESTION, ANSWER]
+    with pytest.raises(DataError, match="format shareGPT needs column conversations, found text"):
+        read_row({"text": "a"}, "shareGPT", Columns())
+
+
+@pytest.mark.parametrize(
+    ("turns", "sentence"),
+    [
+        ([], "column 'conversations' must be a list of one turn or more, not []"),
+        (["Hi"], "message 1 must have from and value, not be 'Hi'"),
+        ([QUESTION], "message 1 has no from and value, only role, content; set format: messages and messagesKey: "
+         "conversations"),
+        ([{"from": "human"}], "message 1 has no from and value, only from"),
+        ([said("narrator", "Hi")], "message 1 is from 'narrator'; known are human, "),
+        ([said("human", "Hi"), said("gpt", 3)], "message 2: content must be text or a list of text parts, not 3"),
+        ([said("function_call", "{x")], "message 1: what function_call says is no valid JSON"),
+        ([said("function_call", '"x"')], "message 1: tool_calls must be a list of calls, not ['x']"),
+    ],
+)  # fmt: skip
+def test_wrong_turns_of_sharegpt_are_quoted(turns: list[Any], sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_row({"conversations": turns}, "shareGPT", Columns())
+    assert sentence in str(caught.value)
+
+
+def test_of_lists_of_turns_the_prompt_is_never_trained() -> None:
+    prompt = [QUESTION, {**ANSWER, "train": True}, QUESTION]
+    row = {"prompt": prompt, "completion": [ANSWER, {**ANSWER, "train": False}], "system": "Short."}
+    given = conversation(row, "promptCompletion", Columns())
+    assert [message["role"] for message in given.messages] == ["system", *["user", "assistant"] * 2, "assistant"]
+    assert given.flags == [None, False, False, False, None, False]
+
+
+def test_text_is_read_as_it_stands() -> None:
+    row = {"prompt": " 2 + 2 =", "completion": " 4\n", "text": "all"}
+    assert read_row(row, "promptCompletion", Columns()) == PlainText(" 2 + 2 =", " 4\n")
+    assert read_row(row, "text", Columns()) == PlainText("", "all")
+    row = {"question": "2 + 2 =", "answer": " 4"}
+    names = renamed(prompt="question", completion="answer")
+    assert read_row(row, "promptCompletion", names) == PlainText("2 + 2 =", " 4")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": None, "completion": "b"}, "column 'prompt' must be text, not None"),
+        ({"prompt": "a", "completion": [ANSWER]}, "columns 'prompt' and 'completion' must both be text, or both lists"),
+        ({"prompt": [QUESTION], "completion": "b"}, "must both be text, or both lists of turns, not [{'role': 'user'"),
+        ({"prompt": "a", "completion": "b", "system": "Short."}, "column 'system' has 'Short.', but 'prompt' is text"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "column 'tools' has [{'name': 'f'}], but"),
+        ({"prompt": "a"}, "format promptCompletion needs column completion, found prompt"),
+    ],
+)
+def test_wrong_prompts_and_completions_are_quoted(row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_row(row, "promptCompletion", Columns())
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [{"loss_mask": [0, 1, 1]}, {"loss_mask": [False, True, True]}, {"labels": [-100, 6, 7]},
+     {"loss_mask": [0, 1, 1], "labels": [1, 2]}, {"loss_mask": None, "labels": [-100, 6, 7]}],
+)  # fmt: skip
+def test_tokens_with_marks_of_those_that_are_trained(marks: dict[str, Any]) -> None:
+    row = {"input_ids": [5, 6, 7], **marks}
+    assert read_row(row, "pretokenized", Columns()) == TokenIds([5, 6, 7], [False, True, True])
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"loss_mask": [1]}, "format pretokenized needs column input_ids, found loss_mask"),
+        ({"input_ids": [5, 6]}, "neither 'loss_mask' nor 'labels' says which tokens of 'input_ids' are trained; add"),
+        ({"input_ids": "5 6"}, "column 'input_ids' must be a list of whole numbers, not '5 6'"),
+        ({"input_ids": [5, 0.5]}, "column 'input_ids' must be a list of whole numbers, not [5, 0.5]"),
+        ({"input_ids": [5, 6], "loss_mask": [1]}, "column 'loss_mask' has 1 numbers, 'input_ids' 2"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "column 'loss_mask' must have 1 for tokens that are trained and 0 "
+         "for all others, not 2"),
+        ({"input_ids": [5, 6], "labels": [-100]}, "column 'labels' has 1 numbers, 'input_ids' 2"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "not 6 beside 5 at place 1"),
+    ],
+)  # fmt: skip
+def test_wrong_tokens_are_quoted(row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_row(row, "pretokenized", Columns())
+    assert sentence in str(caught.value)
+
+
+def test_columns_of_several_formats_cannot_be_renamed_together() -> None:
+    with pytest.raises(DataError, match="columns names instruction, text, which no format has together; set format"):
+        detect_format(["a", "b"], renamed(instruction="a", text="b"))
+
+
 def test_long_values_are_quoted_in_part() -> None:
     with pytest.raises(DataError) as caught:
         read({"role": "user", "content": {"x": "y" * 10_000}})
@@ -215,6 +367,8 @@ def test_long_values_are_quoted_in_part() -> None:
          "mean 'system'? correct systemKey"),
         (Columns(tools="functions"), "no column 'functions', which toolsKey names, found input, messages, system; "
          "correct toolsKey"),
+        (renamed(output="outputs"), "no column 'outputs', which columns.output names, found input, messages, system; "
+         "correct columns.output"),
         (Columns(messages="message"), "no column 'message', which messagesKey names, found input, messages, system; "
          "did you mean 'messages'? correct messagesKey"),
     ],

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from sft_trainer.data.chat import ChatTemplate, TemplateRefusal, split_marks
-from sft_trainer.data.formats import Columns, Conversation, conversation
+from sft_trainer.data.formats import Columns, read_row
 from sft_trainer.data.masks import foreign_control_token, mark, token_mask
 from sft_trainer.data.tokenizer import Codec
+from sft_trainer.data.turns import Conversation
 from tests.parity.mask_cases import (
     ALL,
     CASES,
@@ -29,7 +30,9 @@ CASE_NAMES = [f"{case.family}-{case.name}" for case in CASES]
 
 
 def turns(*messages: dict[str, Any], tools: list[Any] | None = None) -> Conversation:
-    return conversation({"messages": list(messages), "tools": tools}, "messages", Columns())
+    found = read_row({"messages": list(messages), "tools": tools}, "messages", Columns())
+    assert isinstance(found, Conversation)
+    return found
 
 
 def template_of(family: str) -> ChatTemplate:

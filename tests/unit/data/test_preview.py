@@ -36,7 +36,7 @@ def test_verdicts(data: DataSpec, tmp_path: Path) -> None:
     assert [preview.place.rsplit("/", 1)[1] for preview in shown] == [f"rows.jsonl line {i}" for i in (1, 2, 3)]
     assert shown[0].verdict == "kept"
     assert re.fullmatch(r"dropped: \d+ tokens, data.maxLength is 100", shown[1].verdict)
-    assert shown[2].verdict == "dropped: no turn of it is trained"
+    assert shown[2].verdict == "dropped: nothing of it is trained"
     assert len(previews(data, tmp_path, count=2)) == 2
     truncating = data.model_copy(update={"overlong": "truncate"})
     assert previews(truncating, tmp_path)[1].verdict.endswith(", and nothing before it is trained")
@@ -105,7 +105,7 @@ def test_a_line_per_token(data: DataSpec, tmp_path: Path) -> None:
 
 def test_a_row_without_text_is_shown_too(data: DataSpec, tmp_path: Path) -> None:
     shown = previews(data, tmp_path)[2]
-    assert render_text(shown, color=False).startswith(f"{shown.place}: dropped: no turn of it is trained, 0 tokens")
+    assert render_text(shown, color=False).startswith(f"{shown.place}: dropped: nothing of it is trained, 0 tokens")
     assert shown.segments == []
     assert render_tokens(shown, color=False) == ""
 

@@ -258,7 +258,7 @@ def test_no_rows_is_an_error(setting: Setting) -> None:
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([{"text": "a"}], "columns text match no known format"),
+        ([{"body": "a"}], "columns body match no known format"),
         (
             [row("q", "a"), row("q", "a<|im_end|>")],
             "line 2: message 2 (assistant) contains the control token '<|im_end|>'",

@@ -13,11 +13,12 @@ from sft_trainer.errors import DataError
 from sft_trainer.fetch import listing, localise
 
 from .beginning import Beginning, read_beginning
-from .formats import check_named, conversation
+from .examples import Settings, mark_row
+from .formats import check_named, read_row
 from .readers import Row
 from .source_rows import METADATA, SMALL_BYTES, bytes_below, choose_files, find_files, group_files
 from .sources import open_source
-from .tokenize import Settings, check_named_columns, mark_row, settings_for, settings_of
+from .tokenize import check_named_columns, settings_for, settings_of
 from .tokenizer import Codec
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _check_beginning(beginning: Beginning, source: "DataSource", data: "DataSpec
 
 def _check_row(place: str, row: Row, settings: Settings, codec: LazyCodec) -> None:
     try:
-        conversation(row, settings.row_format, settings.columns)
+        read_row(row, settings.row_format, settings.columns)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     if (found := codec()) is not None:

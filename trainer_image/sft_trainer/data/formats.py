@@ -1,46 +1,41 @@
-"""Rows of a data set as conversations, whatever format they are written in.
+"""Rows of a data set, whatever format they are written in: conversations, text, or tokens.
 
 Every function here is pure; errors are DataError with a sentence on what is wrong in the row, to which the caller
 adds where the row stands.
 """
 
-import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from sft_api.v1alpha1.workload import COLUMNS
 from sft_trainer.errors import DataError
 
-Format = Literal["messages", "alpaca"]
-Row = Mapping[str, Any]
+from .turns import Conversation, Turns, quoted, read_shared_turns, read_tools, read_turns
 
-ROLES = ("system", "user", "assistant", "tool")
+Format = Literal["messages", "shareGPT", "alpaca", "promptCompletion", "text", "pretokenized"]
+Row = Mapping[str, Any]
 
 _FORMATS_KNOWN = (
     "messages (a list of turns with role and content in the column named by messagesKey), "
-    "alpaca (columns instruction, output and, optionally, input)"
+    "shareGPT (conversations: a list of turns with from and value), "
+    "alpaca (columns instruction, output and, optionally, input), "
+    "promptCompletion (prompt, completion), pretokenized (input_ids, and loss_mask or labels), text (text)"
 )
-# Names under which a message's reasoning is stored; the first is the one that templates read.
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_OTHER_ROLES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "bing": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    **{role: role for role in ROLES},  # User
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "alpaca": ("instruction", "output"),
+    "promptCompletion": ("prompt", "completion"),
+    "pretokenized": ("input_ids",),
+    "text": ("text",),
 }
-"""Roles of other formats, and what they are called here."""
-_TURNS_ELSEWHERE = ("conversations", "conversation", "dialogue", "dialog", "chat", "turns")
+"""Columns by which formats are known, in this order, where there are no turns."""
+_SHARED_TURNS = "conversations"
+_UNTRAINED_LABEL = -100
+_TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
 _QUESTIONS = ("instruction", "prompt", "question", "query")
 _ANSWERS = ("output", "completion", "response", "answer")
 """What a column of turns, questions or answers is called in other formats."""
-_FLAG_KEYS = ("train", "weight")
 _COLUMNS_SHOWN = 20
 
 
@@ -51,49 +46,95 @@ class Columns:
     messages: str = "messages"
     tools: str = "tools"
     system: str = "system"
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Names that formats know, and what this data calls them."""
+
+    def of(self, name: str) -> str:
+        """What this data calls the column that a format calls ``name``."""
+        return dict(self.renamed).get(name, name)
+
+    def turns(self, row_format: Format, columns: Collection[str]) -> str:
+        """Which of ``columns`` holds the turns."""
+        if row_format != "shareGPT" or self.messages != Columns.messages:
+            return self.messages
+        return self.messages if self.messages in columns and _SHARED_TURNS not in columns else _SHARED_TURNS
 
     @property
     def named(self) -> dict[str, str]:
         """Those that were asked for by another name than the usual one, by the field of the manifest that says so."""
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {f"{what}Key": name for what, name in chosen.items() if name != getattr(Columns, what)}
+        keys = {f"{what}Key": getattr(self, what) for what in ("messages", "tools", "system")}
+        chosen = {key: name for key, name in keys.items() if name != key.removesuffix("Key")}
+        return chosen | {f"columns.{name}": theirs for name, theirs in self.renamed}
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """One row, ready for a chat template.
+class PlainText:
+    """One row that the model reads as it stands, without a chat template."""
 
-    ``messages`` have a role, string content where they have any, and no None values, as templates expect;
-    ``flags[i]`` says whether message i is trained, None leaving it to ``data.trainOn``.
-    """
+    prompt: str
+    """Read, and not trained."""
+    trained: str
 
-    messages: list[dict[str, Any]]
-    flags: list[bool | None]
-    tools: list[Any] | None = None
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.prompt + self.trained
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """One row that is tokenised already."""
+
+    ids: list[int]
+    trained: list[bool]
+    """Of each token whether it is."""
 
 
 def detect_format(columns: Collection[str], names: Columns) -> Format:
     """The format that ``columns`` belong to. Raises DataError naming them when there is none."""
+    asked = {name for name, _ in names.renamed}
+    if asked:  # by name, as below
+        return _format_of(asked)
     if names.messages in columns:
         return "messages"
     if names.messages != Columns.messages:  # asked for by name: another format would not be what is meant
         raise _absent("messagesKey", names.messages, columns)
-    found = ", ".join(sorted(columns)) or "(none)"
-    if "instruction" in columns and "output" in columns:
+    # In the order in which they were added: what a source was read as stays so.
+    if _has(columns, "alpaca"):
         return "alpaca"
+    if _SHARED_TURNS in columns:
+        return "shareGPT"
+    for row_format in ("promptCompletion", "pretokenized", "text"):
+        if _has(columns, row_format):
+            return row_format
+    found = ", ".join(sorted(columns)) or "(none)"
     raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{_likely(columns)}")
+
+
+def _format_of(asked: Collection[str]) -> Format:
+    for row_format in ("alpaca", "promptCompletion", "pretokenized", "text"):
+        if COLUMNS[row_format] and set(asked) <= set(COLUMNS[row_format]):
+            return row_format
+    raise DataError(f"columns names {', '.join(sorted(asked))}, which no format has together; set format")
+
+
+def _has(columns: Collection[str], row_format: str) -> bool:
+    return all(name in columns for name in _NEEDED[row_format])
 
 
 def _likely(columns: Collection[str]) -> str:
     """What to change where names that are common elsewhere tell what the columns hold."""
     if turns := next((name for name in _TURNS_ELSEWHERE if name in columns), None):
-        return f"; if column '{turns}' holds turns with role and content, set messagesKey: {turns}"
+        return (
+            f"; if column '{turns}' holds turns with role and content, set messagesKey: {turns}; with from and value, "
+            "also format: shareGPT"
+        )
     question = next((name for name in _QUESTIONS if name in columns), None)
     answer = next((name for name in _ANSWERS if name in columns), None)
     if question is None or answer is None:
         return ""
-    renamed = [(old, new) for old, new in ((question, "instruction"), (answer, "output")) if old != new]
-    return "; if they are text, rename " + " and ".join(f"'{old}' to {new}" for old, new in renamed)
+    renamed = [f"{new}: {old}" for old, new in ((question, "instruction"), (answer, "output")) if old != new]
+    return f"; if they are text, set columns: {{{', '.join(renamed)}}}"
 
 
 def check_named(columns: Collection[str], names: Columns) -> None:
@@ -116,7 +157,7 @@ def _absent(field: str, name: str, columns: Collection[str]) -> DataError:
 
 def check_columns(columns: Collection[str], row_format: Format, names: Columns) -> None:
     """Raises DataError when ``columns`` lack one that ``row_format`` needs."""
-    needed = (names.messages,) if row_format == "messages" else ("instruction", "output")
+    needed = [names.of(name) for name in _NEEDED.get(row_format, ())] or [names.turns(row_format, columns)]
     missing = [name for name in needed if name not in columns]
     if missing:
         raise DataError(
@@ -125,149 +166,103 @@ def check_columns(columns: Collection[str], row_format: Format, names: Columns) 
         )
 
 
-def conversation(row: Row, row_format: Format, names: Columns) -> Conversation:
-    """``row`` as a conversation. Raises DataError quoting what does not fit the format."""
+def read_row(row: Row, row_format: Format, names: Columns) -> Conversation | PlainText | TokenIds:
+    """What ``row`` holds. Raises DataError quoting what does not fit the format."""
     check_columns(row.keys(), row_format, names)
-    if row_format == "messages":
-        messages, flags = _read_messages(row[names.messages], names.messages)
-    else:
-        messages, flags = _read_alpaca(row), [None, None]
+    if row_format == "pretokenized":
+        return _read_tokens(row, names)
+    if row_format == "text":
+        return PlainText("", _text(row, names.of("text")))
+    if row_format == "promptCompletion" and not isinstance(row[names.of("prompt")], list):
+        return _read_prompt_completion(row, names)
+    messages, flags = _turns(row, row_format, names)
     system = row.get(names.system)
     if system is not None and not isinstance(system, str):
-        raise DataError(f"column '{names.system}' must be text, not {_quoted(system)}")
+        raise DataError(f"column '{names.system}' must be text, not {quoted(system)}")
     if system and messages[0]["role"] != "system":
         messages, flags = [{"role": "system", "content": system}, *messages], [None, *flags]
-    return Conversation(messages, flags, _read_tools(row.get(names.tools), names.tools))
+    return Conversation(messages, flags, read_tools(row.get(names.tools), names.tools))
 
 
-def _read_alpaca(row: Row) -> list[dict[str, Any]]:
-    for name in ("instruction", "input", "output"):
-        value = row.get(name)
-        if not isinstance(value, str) and not (name == "input" and value is None):
-            raise DataError(f"column '{name}' must be text, not {_quoted(value)}")
-    question = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+def _turns(row: Row, row_format: Format, names: Columns) -> Turns:
+    if row_format == "alpaca":
+        return _read_alpaca(row, names), [None, None]
+    if row_format == "promptCompletion":
+        prompt, completion = names.of("prompt"), names.of("completion")
+        given, _ = read_turns(row[prompt], prompt)
+        if not isinstance(row[completion], list):
+            raise _unlike(row, prompt, completion)
+        messages, flags = read_turns(row[completion], completion)
+        return [*given, *messages], [*[False for _ in given], *flags]
+    column = names.turns(row_format, row.keys())
+    return (read_shared_turns if row_format == "shareGPT" else read_turns)(row[column], column)
 
 
-def _read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
-    if not isinstance(value, list) or not value:
-        hint = "; write the list itself, not its JSON as text" if str(value).lstrip().startswith("[{") else ""
-        raise DataError(f"column '{column}' must be a list of one turn or more, not {_quoted(value)}{hint}")
-    turns = [_read_message(turn, i) for i, turn in enumerate(value)]
-    return [message for message, _ in turns], [flag for _, flag in turns]
+def _read_alpaca(row: Row, names: Columns) -> list[dict[str, Any]]:
+    instruction, more = _text(row, names.of("instruction")), names.of("input")
+    context = _text(row, more) if row.get(more) is not None else ""
+    question = f"{instruction}\n\n{context}" if context else instruction
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, names.of("output"))}]
 
 
-def _role(turn: Mapping[str, Any]) -> str:
-    return f"role {_quoted(turn['role'])}" if "role" in turn else f"no role, only {', '.join(turn) or 'an empty turn'}"
-
-
-def _renaming(turn: Mapping[str, Any]) -> str:
-    """What to rename in a turn of ShareGPT, or of another that is told by its words."""
-    renamed = [(f"'{old}'", new) for old, new in (("from", "role"), ("value", "content")) if old in turn]
-    role = turn.get("role", turn.get("from"))
-    known = _OTHER_ROLES.get(role.lower(), role) if isinstance(role, str) else role
-    if known != role:
-        renamed.append((f"role {role!r}", repr(known)))
-    return "; rename " + ", ".join(f"{old} to {new}" for old, new in renamed) if renamed else ""
-
-
-def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
-    where = f"message {index + 1}"
-    if not isinstance(turn, Mapping):
-        raise DataError(f"{where} must have role and content, not be {_quoted(turn)}")
-    role = turn.get("role")
-    if role not in ROLES:
-        raise DataError(f"{where} has {_role(turn)}; known are {', '.join(ROLES)}{_renaming(turn)}")
-    message = {key: item for key, item in turn.items() if item is not None and key not in _FLAG_KEYS}
-    if "tool_calls" in message:
-        message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-    if "content" in message:
-        message["content"] = _read_content(message["content"], where)
-    elif "tool_calls" not in message:
-        raise DataError(f"{where} ({role}) has neither content nor tool_calls")
-    reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
-    if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise DataError(f"{where}: reasoning must be text, not {_quoted(reasoning)}")
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return message, _read_flag(turn, role, where)
-
-
-def _read_content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise DataError(f"{where}: content must be text or a list of text parts, not {_quoted(content)}")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            raise DataError(f"{where}: content may hold text parts only, not {_quoted(part)}")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise DataError(f"{where}: tool_calls must be a list of calls, not {_quoted(calls)}")
-    return [_read_tool_call(call, where) for call in calls]
-
-
-def _read_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """One call; arguments written as a JSON string become an object, as inference servers pass it to templates."""
-    function = call.get("function", call)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: a tool call needs a function with a name, not {_quoted(call)}")
-    function = dict(function)
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+def _read_prompt_completion(row: Row, names: Columns) -> PlainText:
+    prompt, completion = names.of("prompt"), names.of("completion")
+    if isinstance(row[completion], list):
+        raise _unlike(row, prompt, completion)
+    for column in (names.system, names.tools):
+        if row.get(column):
             raise DataError(
-                f"{where}: arguments of tool call '{function['name']}' are no valid JSON ({error}): "
-                f"{_quoted(function['arguments'])}"
-            ) from error
-    return {**call, "function": function} if "function" in call else function
+                f"column '{column}' has {quoted(row[column])}, but '{prompt}' is text, which no chat template frames: "
+                f"write it into '{prompt}', or write '{prompt}' and '{completion}' as lists of turns"
+            )
+    return PlainText(_text(row, prompt), _text(row, completion))
 
 
-def _read_flag(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
-    """Whether the message says itself that it is trained (``train`` true/false, or ``weight`` 1/0)."""
-    flags = []
-    for key in _FLAG_KEYS:
-        value = turn.get(key)
-        if value is None:
-            continue
-        if value not in (0, 1) or not isinstance(value, bool | int | float):
-            allowed = "true or false" if key == "train" else "0 or 1"
-            raise DataError(f"{where}: {key} must be {allowed}, not {_quoted(value)}")
-        flags.append(bool(value))
-    if not flags:
-        return None
-    if len(set(flags)) > 1:
-        raise DataError(f"{where}: train is {flags[0]} but weight says {flags[1]}; keep one of them")
-    if flags[0] and role != "assistant":
-        # A weight of 1 on every turn is a common way of writing "nothing special".
-        if turn.get("train"):
-            raise DataError(f"{where}: train is true on role {role!r}; only assistant messages can be trained")
-        return None
-    return flags[0]
+def _unlike(row: Row, prompt: str, completion: str) -> DataError:
+    return DataError(
+        f"columns '{prompt}' and '{completion}' must both be text, or both lists of turns, not "
+        f"{quoted(row[prompt])} and {quoted(row[completion])}"
+    )
 
 
-def _read_tools(value: Any, column: str) -> list[Any] | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError as error:
-            raise DataError(f"column '{column}' is no valid JSON ({error}): {_quoted(value)}") from error
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise DataError(f"column '{column}' must be a list of tools or its JSON, not {_quoted(value)}")
+def _text(row: Row, column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise DataError(f"column '{column}' must be text, not {quoted(value)}")
     return value
 
 
-def _quoted(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "…"
+def _read_tokens(row: Row, names: Columns) -> TokenIds:
+    column = names.of("input_ids")
+    ids = _numbers(row[column], column)
+    mask, labels = names.of("loss_mask"), names.of("labels")
+    if row.get(mask) is not None:
+        values = _numbers(row[mask], mask)
+        if odd := next((value for value in values if value not in (0, 1)), None):
+            raise DataError(f"column '{mask}' must have 1 for tokens that are trained and 0 for all others, not {odd}")
+        return TokenIds(ids, [bool(value) for value in _as_many(values, mask, ids, column)])
+    if row.get(labels) is None:
+        raise DataError(
+            f"neither '{mask}' nor '{labels}' says which tokens of '{column}' are trained; add a column '{mask}' with "
+            "1 for each that is, and 0 for all others"
+        )
+    marks = _as_many(_numbers(row[labels], labels), labels, ids, column)
+    for i, (label, token) in enumerate(zip(marks, ids, strict=True)):
+        if label not in (token, _UNTRAINED_LABEL):
+            raise DataError(
+                f"column '{labels}' must have the token of '{column}' at the same place where it is trained, and "
+                f"{_UNTRAINED_LABEL} elsewhere, not {label} beside {token} at place {i + 1}"
+            )
+    return TokenIds(ids, [label != _UNTRAINED_LABEL for label in marks])
+
+
+def _numbers(value: Any, column: str) -> list[int]:
+    if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+        raise DataError(f"column '{column}' must be a list of whole numbers, not {quoted(value)}")
+    return value
+
+
+def _as_many(values: Sequence[int], column: str, ids: Sequence[int], of: str) -> Sequence[int]:
+    if len(values) != len(ids):
+        raise DataError(f"column '{column}' has {len(values)} numbers, '{of}' {len(ids)}: one is needed for each token")
+    return values

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chat import ChatTemplate, Message, Span, TemplateRefusal
-from .formats import Conversation
+from .turns import Conversation
 
 TrainOn = Literal["lastAssistantMessage", "allAssistantMessages"]
 

@@ -6,14 +6,15 @@ The rows go through the same functions as in training, so what is shown is what 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .masks import token_mask
+from .examples import Settings, mark_row, to_examples
+from .formats import TokenIds
 from .readers import Row
 from .sources import open_source
-from .tokenize import Settings, check_named_columns, mark_row, settings_for
+from .tokenize import check_named_columns, settings_for
 from .tokenizer import Codec
 
 if TYPE_CHECKING:
@@ -96,14 +97,18 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
     """One row, tokenised, marked and cut as for training. Raises DataError naming ``place``."""
     marked = mark_row(place, row, settings, codec)
     if marked is None:
-        return Preview(place, "dropped: no turn of it is trained", "", (), 0)
-    encoding = codec.encode([marked.text])[0]
-    mask, straddling = token_mask(marked.text, encoding.offsets, marked.spans)
+        return Preview(place, "dropped: nothing of it is trained", "", (), 0)
+    (example,) = to_examples([marked], codec)
+    text, offsets = example.text, example.offsets
+    if isinstance(marked, TokenIds):
+        pieces = codec.pieces(marked.ids)
+        ends = list(accumulate(map(len, pieces)))
+        text, offsets = "".join(pieces), list(zip([0, *ends], ends, strict=False))
     tokens = tuple(
-        PreviewToken(token_id, marked.text[start:stop], start, bool(trained))
-        for token_id, (start, stop), trained in zip(encoding.ids, encoding.offsets, mask, strict=True)
+        PreviewToken(token_id, text[start:stop], start, bool(trained))
+        for token_id, (start, stop), trained in zip(example.ids, offsets, example.mask, strict=True)
     )
-    whole = Preview(place, "kept", marked.text, tokens, straddling, marked.incomplete)
+    whole = Preview(place, "kept", text, tokens, example.straddling, example.incomplete)
     return whole if len(tokens) <= settings.max_length else _overlong(whole, settings)
 
 

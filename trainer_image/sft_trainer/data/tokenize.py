@@ -12,14 +12,14 @@ import os
 import shutil
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from sft_trainer.errors import DISK_FULL, DataError
 from sft_trainer.locks import locked
 
-from .chat import TemplateRefusal
-from .formats import Columns, Format, check_named, conversation, detect_format
-from .masks import MarkedText, TrainOn, foreign_control_token, mark, token_mask
+from .examples import Settings, mark_row, to_examples
+from .formats import Columns, PlainText, check_named, detect_format, read_row
 from .readers import Row
 from .source_rows import SourceRows
 from .sources import open_source
@@ -50,17 +49,6 @@ _ROWS_PER_CHUNK = 1024
 _TEXTS_PER_BATCH = 128
 # Below this a pool of processes costs more than it saves: each imports libraries and loads the tokenizer (1-2 s).
 _ROWS_FOR_PROCESSES = 2000
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How rows become examples; everything but the rows and the tokenizer."""
-
-    row_format: Format
-    columns: Columns
-    train_on: TrainOn
-    max_length: int
-    overlong: Literal["drop", "truncate", "error"]
 
 
 def tokenize_source(
@@ -84,10 +72,10 @@ def tokenize_source(
     for rows that cannot be read or have no exact mask, saying which and what to change, and when no row is left.
     """
     rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token, on_fetch=on_fetch)
-    for warning in rows.warnings:
-        on_warning(warning)
     settings = settings_for(rows, source, data)
     codec = Codec.of(tokenizer)
+    for warning in warnings_of(rows, source, settings, codec):
+        on_warning(warning)
     folder = cache_dir / "tokenized" / _cache_key(rows, settings, codec)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock"), lambda: _bytes_written(folder), on_wait):
@@ -130,12 +118,25 @@ def settings_for(rows: SourceRows, source: "DataSource", data: "DataSpec") -> Se
 
 def settings_of(columns: Collection[str], source: "DataSource", data: "DataSpec") -> Settings:
     """Settings for a source whose first row has ``columns``. Raises DataError when they match no format."""
-    names = Columns(messages=source.messages_key, tools=source.tools_key, system=source.system_key)
+    names = Columns(source.messages_key, source.tools_key, source.system_key, tuple(sorted(source.columns.items())))
     try:
         row_format = detect_format(columns, names) if source.format == "auto" else source.format
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
     return Settings(row_format, names, data.train_on, data.max_length, data.overlong)
+
+
+def warnings_of(rows: SourceRows, source: "DataSource", settings: Settings, codec: Codec) -> list[str]:
+    """A sentence for what the user may not expect: of the files, and of rows whose format nobody has named."""
+    found = [*rows.warnings]
+    if source.format == "auto" and codec.templates and settings.row_format in ("text", "promptCompletion"):
+        _, first = next(rows.read(0, 1))
+        if isinstance(read_row(first, settings.row_format, settings.columns), PlainText):
+            found.append(
+                f"data source {rows.name}: its rows are text, which the model reads as it stands, without its chat "
+                f"template; set format: {settings.row_format} if that is meant, else write them as turns"
+            )
+    return found
 
 
 def check_named_columns(rows: SourceRows, settings: Settings) -> None:
@@ -150,16 +151,16 @@ def check_named_columns(rows: SourceRows, settings: Settings) -> None:
 
 def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Codec) -> Chunk:
     """Examples of ``rows``, each given with its place. Raises DataError naming the place."""
-    examples: list[tuple[list[int], NDArray[np.uint8]]] = []
+    examples: list[tuple[Sequence[int], NDArray[np.uint8]]] = []
     counts = Counts()
     iterator = iter(rows)
     while batch := list(islice(iterator, _TEXTS_PER_BATCH)):
         marked = [(place, mark_row(place, row, settings, codec)) for place, row in batch]
-        texts = [(place, text) for place, text in marked if text is not None]
-        counts += Counts(rows=len(batch), untrained=len(batch) - len(texts))
-        encodings = codec.encode([text.text for _, text in texts])
-        for (place, text), encoding in zip(texts, encodings, strict=True):
-            mask, straddling = token_mask(text.text, encoding.offsets, text.spans)
+        kept = [(place, row) for place, row in marked if row is not None]
+        counts += Counts(rows=len(batch), untrained=len(batch) - len(kept))
+        made = to_examples([row for _, row in kept], codec)
+        for (place, _), example in zip(kept, made, strict=True):
+            mask = example.mask
             overlong = len(mask) > settings.max_length
             counts += Counts(overlong=int(overlong), longest=len(mask))
             if overlong and settings.overlong == "error":
@@ -173,8 +174,8 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
             if not mask.any():
                 counts += Counts(untrained=1)
                 continue
-            counts += Counts(straddling=straddling, incomplete=text.incomplete)
-            examples.append((encoding.ids[: settings.max_length], mask))
+            counts += Counts(straddling=example.straddling, incomplete=example.incomplete)
+            examples.append((example.ids[: settings.max_length], mask))
     return Chunk(
         input_ids=np.concatenate([np.asarray(ids, np.int32) for ids, _ in [*examples, ([], None)]]),
         loss_mask=np.concatenate([*(mask for _, mask in examples), np.empty(0, np.uint8)]),
@@ -182,30 +183,6 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
         trained=np.asarray([mask.sum(dtype=np.int32) for _, mask in examples], np.int32),
         counts=counts,
     )
-
-
-def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> MarkedText | None:
-    """The rendered text of one row with its trained spans, None when nothing of it is trained.
-
-    Raises DataError naming ``place``.
-    """
-    try:
-        turns = conversation(row, settings.row_format, settings.columns)
-        if foreign := foreign_control_token(turns, codec.control_tokens):
-            raise DataError(f"{foreign}; remove or reword it, or the tokenizer takes it for the real one")
-        marked = mark(codec.template(turns.tools), turns, settings.train_on)
-        if marked is not None:
-            marked.text.encode()
-        return marked
-    except (DataError, TemplateRefusal) as error:
-        raise DataError(f"{place}: {error}") from error
-    except UnicodeEncodeError as error:  # JSON may escape one half of a surrogate pair; no tokenizer takes that
-        half = error.object[error.start]
-        raise DataError(
-            f"{place}: {half!r} is half a character (a lone surrogate); correct or remove the row"
-        ) from error
-    except RecursionError as error:
-        raise DataError(f"{place}: its values are nested too deeply; flatten or remove the row") from error
 
 
 def _nothing_left(counts: Counts, max_length: int) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,8 +25,9 @@ _OFFSETS_PROBE = "Hello  wörld\n\n  你好 🙂👩‍👩‍👧 fin. "
 def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
     """The tokenizer stored in ``path``, with ``chat_template`` (the template itself) in place of its own if given.
 
-    No code of the model is ever run. Raises ModelError when there is no fast tokenizer (only those report
-    offsets, and exact masks need them), no chat template, or one with a syntax error.
+    No code of the model is ever run. Raises ModelError when there is no fast tokenizer (only those report offsets, and
+    exact masks need them), or when ``chat_template`` cannot be used. Its own template is looked at when there are
+    conversations to render: many base models have none, or one of which they know nothing.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -51,9 +52,10 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedT
         )
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    if not tokenizer.chat_template:
-        raise ModelError(f"the tokenizer in {path} has no chat template; set model.chatTemplate")
-    Codec.of(tokenizer).check()
+    codec = Codec.of(tokenizer)
+    codec.check_offsets()
+    if chat_template is not None:
+        codec.check_templates()
     return tokenizer
 
 
@@ -66,7 +68,7 @@ def without_additions(tokenizer_json: str) -> str:
 
 @dataclass(frozen=True)
 class Codec:
-    """What turns conversations into tokens, in a form that can be sent to other processes.
+    """What turns conversations and texts into tokens, in a form that can be sent to other processes.
 
     ``tokenizer_json`` is the backend tokenizer without post-processor, truncation and padding: chat templates write
     every special token themselves, and some post-processors trim white space off the offsets (a token of white
@@ -76,21 +78,25 @@ class Codec:
     tokenizer_json: str
     special_tokens: dict[str, Any]
     templates: dict[str, str]
-    """By name: ``default`` and, for some models, ``tool_use``."""
+    """By name: ``default`` and, for some models, ``tool_use``; none of many base models."""
+    begins_texts: bool = False
+    """Whether the tokenizer itself puts ``bos_token`` before a text."""
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Codec":
-        template = tokenizer.chat_template
+        template, backend = tokenizer.chat_template, tokenizer.backend_tokenizer
+        first = backend.encode("").ids[:1]
         return cls(
-            tokenizer_json=without_additions(tokenizer.backend_tokenizer.to_str()),
+            tokenizer_json=without_additions(backend.to_str()),
             special_tokens=dict(tokenizer.special_tokens_map),
-            templates=dict(template) if isinstance(template, dict) else {"default": template or ""},
+            templates=dict(template) if isinstance(template, dict) else {"default": template} if template else {},
+            begins_texts=bool(first) and first == [tokenizer.bos_token_id],
         )
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the tokenizer and its templates."""
-        parts = [self.tokenizer_json, self.special_tokens, self.templates]
+        parts = [self.tokenizer_json, self.special_tokens, self.templates, self.begins_texts]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     @cached_property
@@ -100,15 +106,35 @@ class Codec:
         return Tokenizer.from_str(self.tokenizer_json)
 
     @cached_property
+    def size(self) -> int:
+        """One more than the highest token."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
+        """All that can be used; ModelError where one cannot."""
         added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
-        return {name: ChatTemplate(source, self.special_tokens, added) for name, source in self.templates.items()}
+        found = {name: ChatTemplate(source, self.special_tokens, added) for name, source in self.templates.items()}
+        _check_templates(found)
+        return found
 
     def template(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        """The template for a conversation with or without tools, chosen as transformers does."""
+        """The template for a conversation with or without tools, chosen as transformers does.
+
+        Raises ModelError when there is none, or one that cannot be used for training.
+        """
         if tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         return self._templates["default"]
+
+    @property
+    def turn_ends(self) -> list[str]:
+        """Tokens with which the templates end an answer, each once; none where no template can be used."""
+        try:
+            templates = [self.template(tools) for tools in (None, ["any"])]
+        except ModelError:  # of a model that is trained on texts
+            return []
+        return [*dict.fromkeys(token for template in templates for token in template.assistant_turn.ends[:1])]
 
     @cached_property
     def control_tokens(self) -> re.Pattern[str]:
@@ -126,29 +152,41 @@ class Codec:
         return encodings
 
     def check_templates(self) -> None:
-        """Raises ModelError when templates do not compile, or cannot be used for training."""
-        import jinja2
+        """Raises ModelError when there is no chat template, or one that cannot be used for training."""
+        _ = self._templates
 
-        if "default" not in self.templates:
+    def check_ending(self) -> None:
+        """Raises ModelError when no token ends a text."""
+        if not self.special_tokens.get("eos_token"):
             raise ModelError(
-                f"no chat template named 'default', only {', '.join(self.templates)}; set model.chatTemplate"
+                "the tokenizer has no eos_token to end a text with, so the model would never learn to stop; set "
+                "model.tokenizerUri to one that has it"
             )
-        for name, template in self._templates.items():
-            try:
-                template.check_syntax()
-            except jinja2.TemplateSyntaxError as error:
-                raise ModelError(
-                    f"chat template '{name}' has a syntax error in line {error.lineno}: {error.message}; "
-                    "correct it or set model.chatTemplate"
-                ) from error
-            try:
-                _ = template.assistant_turn
-            except TemplateRefusal as error:
-                raise ModelError(f"chat template '{name}' cannot be used for training: {error}") from error
 
-    def check(self) -> None:
-        """Raises ModelError when templates cannot be used or the tokenizer's offsets do not cover a text."""
-        self.check_templates()
+    def around(self, ids: Sequence[int]) -> tuple[str, str]:
+        """The tokens that belong before and behind the text of ``ids``, as the tokenizer and the end of a text have it;
+        empty where the text has them already."""
+        begin = self.special_tokens["bos_token"] if self.begins_texts else ""
+        end = self.special_tokens["eos_token"]
+        return (
+            "" if list(ids[:1]) == self.numbers(begin) else begin,
+            "" if list(ids[-1:]) == self.numbers(end) else end,
+        )
+
+    def numbers(self, token: str) -> list[int]:
+        """The number of ``token``; of an empty one none."""
+        number = self.backend.token_to_id(token) if token else None
+        return [] if number is None else [number]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each of ``ids`` adds to their text; a character of several tokens comes with its last one."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self.backend, token) or "" for token in ids]
+
+    def check_offsets(self) -> None:
+        """Raises ModelError when the tokenizer's offsets do not cover a text."""
         offsets = self.encode([_OFFSETS_PROBE])[0].offsets
         ascending = all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(offsets))
         if not offsets or not ascending or offsets[-1][1] < len(_OFFSETS_PROBE.rstrip()):
@@ -156,3 +194,28 @@ class Codec:
                 "the tokenizer's character offsets do not cover the text, so loss masks cannot be exact; set "
                 "model.tokenizerUri to a tokenizer.json with offsets"
             )
+
+
+def _check_templates(templates: Mapping[str, ChatTemplate]) -> None:
+    """Raises ModelError when templates do not compile, or cannot be used for training."""
+    import jinja2
+
+    if not templates:
+        raise ModelError(
+            "the tokenizer has no chat template; set model.chatTemplate, or write the rows as text (prompt and "
+            "completion) if the model is to read them without one"
+        )
+    if "default" not in templates:
+        raise ModelError(f"no chat template named 'default', only {', '.join(templates)}; set model.chatTemplate")
+    for name, template in templates.items():
+        try:
+            template.check_syntax()
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"chat template '{name}' has a syntax error in line {error.lineno}: {error.message}; "
+                "correct it or set model.chatTemplate"
+            ) from error
+        try:
+            _ = template.assistant_turn
+        except TemplateRefusal as error:
+            raise ModelError(f"chat template '{name}' cannot be used for training: {error}") from error

@@ -64,8 +64,7 @@ def with_end_of_turn(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]
     """
     given = settings.get("eos_token_id")
     stops = given if isinstance(given, list) else [] if given is None else [given]
-    templates = [Codec.of(tokenizer).template(tools) for tools in (None, ["any"])]
-    ends = dict.fromkeys(token for template in templates for token in template.assistant_turn.ends[:1])
+    ends = Codec.of(tokenizer).turn_ends
     added = {token: tokenizer.convert_tokens_to_ids(token) for token in ends}
     added = {token: number for token, number in added.items() if number not in stops}
     if not added:

@@ -1,0 +1,120 @@
+"""One row as tokens, with those marked that are trained: what training, looking ahead and showing have in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sft_trainer.errors import DataError
+
+from .chat import Span, TemplateRefusal
+from .formats import Columns, Format, PlainText, TokenIds, read_row
+from .masks import MarkedText, TrainOn, foreign_control_token, mark, token_mask
+from .readers import Row
+from .tokenizer import Codec
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows become examples; everything but the rows and the tokenizer."""
+
+    row_format: Format
+    columns: Columns
+    train_on: TrainOn
+    max_length: int
+    overlong: Literal["drop", "truncate", "error"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row as the model sees it, whatever its length."""
+
+    ids: Sequence[int]
+    mask: NDArray[np.uint8]
+    """1 for each token that is trained; shape (tokens,)."""
+    text: str
+    offsets: Sequence[Span]
+    """Of each token, its characters of ``text``. Of rows that were tokenised already there are neither."""
+    straddling: int = 0
+    """Trained tokens that begin before, or end behind, the text that is trained."""
+    incomplete: int = 0
+    """Trained messages of which the template leaves out text."""
+
+
+Marked = MarkedText | PlainText | TokenIds
+"""One row with what of it is trained."""
+
+
+def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> Marked | None:
+    """``row``, rendered where it is a conversation; None when nothing of it is trained.
+
+    Raises DataError naming ``place``, and ModelError where the tokenizer lacks what rows of the format need.
+    """
+    try:
+        content = read_row(row, settings.row_format, settings.columns)
+        if isinstance(content, TokenIds):
+            _check_ids(content, settings, codec)
+            return content if any(content.trained[1:]) else None  # nothing predicts the first one
+        if isinstance(content, PlainText):
+            codec.check_ending()
+            content.text.encode()
+            return content if content.text else None
+        template = codec.template(content.tools)
+        if foreign := foreign_control_token(content, codec.control_tokens):
+            raise DataError(f"{foreign}; remove or reword it, or the tokenizer takes it for the real one")
+        marked = mark(template, content, settings.train_on)
+        if marked is not None:
+            marked.text.encode()
+        return marked
+    except (DataError, TemplateRefusal) as error:
+        raise DataError(f"{place}: {error}") from error
+    except UnicodeEncodeError as error:  # JSON may escape one half of a surrogate pair; no tokenizer takes that
+        half = error.object[error.start]
+        raise DataError(
+            f"{place}: {half!r} is half a character (a lone surrogate); correct or remove the row"
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{place}: its values are nested too deeply; flatten or remove the row") from error
+
+
+def _check_ids(row: TokenIds, settings: Settings, codec: Codec) -> None:
+    for i, token in enumerate(row.ids):
+        if not 0 <= token < codec.size:
+            raise DataError(
+                f"column '{settings.columns.of('input_ids')}' has token {token} at place {i + 1}, and the tokenizer of "
+                f"the model has tokens 0 to {codec.size - 1}; tokenise the rows with that one, or correct "
+                "model.tokenizerUri"
+            )
+
+
+def to_examples(rows: Sequence[Marked], codec: Codec) -> list[Example]:
+    """Each of ``rows`` as tokens, in their order."""
+    encodings = iter(codec.encode([row.text for row in rows if not isinstance(row, TokenIds)]))
+    return [_of_ids(row) if isinstance(row, TokenIds) else _of_text(row, next(encodings), codec) for row in rows]
+
+
+def _of_ids(row: TokenIds) -> Example:
+    mask = np.asarray(row.trained, np.uint8)
+    mask[:1] = 0
+    return Example(row.ids, mask, "", ())
+
+
+def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) -> Example:
+    if isinstance(row, MarkedText):
+        mask, straddling = token_mask(row.text, encoding.offsets, row.spans)
+        return Example(encoding.ids, mask, row.text, encoding.offsets, straddling, row.incomplete)
+    # Put around the tokens, not around the text: behind a special token some tokenizers split what follows otherwise.
+    first, last = codec.around(encoding.ids)
+    shift, end = len(first), len(first) + len(row.text)
+    offsets = [(0, shift)] * bool(first)
+    offsets += [(start + shift, stop + shift) for start, stop in encoding.offsets]
+    offsets += [(end, end + len(last))] * bool(last)
+    text = f"{first}{row.text}{last}"
+    mask, straddling = token_mask(text, offsets, [(shift + len(row.prompt), len(text))])
+    ids = [*codec.numbers(first), *encoding.ids, *codec.numbers(last)]
+    return Example(ids, mask, text, offsets, straddling)

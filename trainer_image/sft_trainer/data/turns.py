@@ -1,0 +1,215 @@
+"""Turns of a conversation, as a chat template takes them, from those of a row.
+
+Every function here is pure; errors are DataError with a sentence on what is wrong, to which the caller adds where the
+row stands.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sft_trainer.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+# Names under which a message's reasoning is stored; the first is the one that templates read.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_FUNCTION_CALL = "function_call"
+"""Of ShareGPT: the assistant calls a tool, or several."""
+_OTHER_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    **{role: role for role in ROLES},  # User
+}
+"""Roles of other formats, and what they are called here."""
+_FLAG_KEYS = ("train", "weight")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row, ready for a chat template.
+
+    ``messages`` have a role, string content where they have any, and no None values, as templates expect;
+    ``flags[i]`` says whether message i is trained, None leaving it to ``data.trainOn``.
+    """
+
+    messages: list[dict[str, Any]]
+    flags: list[bool | None]
+    tools: list[Any] | None = None
+
+
+Turns = tuple[list[dict[str, Any]], list[bool | None]]
+"""Messages, and whether each says itself that it is trained."""
+
+
+def read_turns(value: Any, column: str) -> Turns:
+    """Turns with ``role`` and ``content``, which are the ``value`` of ``column``."""
+    turns = [_read_message(turn, i) for i, turn in enumerate(_listed(value, column))]
+    return [message for message, _ in turns], [flag for _, flag in turns]
+
+
+def read_shared_turns(value: Any, column: str) -> Turns:
+    """Turns of ShareGPT, with ``from`` and ``value``."""
+    turns = [_read_message(_of_shared(turn, i, column), i) for i, turn in enumerate(_listed(value, column))]
+    return [message for message, _ in turns], [flag for _, flag in turns]
+
+
+def _listed(value: Any, column: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        hint = "; write the list itself, not its JSON as text" if str(value).lstrip().startswith("[{") else ""
+        raise DataError(f"column '{column}' must be a list of one turn or more, not {quoted(value)}{hint}")
+    return value
+
+
+def _of_shared(turn: Any, index: int, column: str) -> Any:
+    """A turn of ShareGPT with the names and roles of a message; what it calls becomes tool calls."""
+    where = f"message {index + 1}"
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{where} must have from and value, not be {quoted(turn)}")
+    if "from" not in turn or "value" not in turn:
+        meant = f"; set format: messages and messagesKey: {column}" if {"role", "content"} <= turn.keys() else ""
+        raise DataError(f"{where} has no from and value, only {', '.join(turn) or 'nothing'}{meant}")
+    speaker, said = turn["from"], turn["value"]
+    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    name = speaker.lower() if isinstance(speaker, str) else ""
+    if name == _FUNCTION_CALL:
+        return {**rest, "role": "assistant", "tool_calls": _called(said, where)}
+    if name not in _OTHER_ROLES:
+        known = ", ".join([*_OTHER_ROLES, _FUNCTION_CALL])
+        raise DataError(f"{where} is from {quoted(speaker)}; known are {known}")
+    return {**rest, "role": _OTHER_ROLES[name], "content": said}
+
+
+def _called(said: Any, where: str) -> list[Any]:
+    """The calls that a turn from function_call writes as JSON: one, or a list of them."""
+    try:
+        calls = json.loads(said) if isinstance(said, str) else said
+    except ValueError as error:
+        raise DataError(f"{where}: what function_call says is no valid JSON ({error}): {quoted(said)}") from error
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _role(turn: Mapping[str, Any]) -> str:
+    return f"role {quoted(turn['role'])}" if "role" in turn else f"no role, only {', '.join(turn) or 'an empty turn'}"
+
+
+def _meant(turn: Mapping[str, Any]) -> str:
+    """What to change where a turn is one of ShareGPT, or its role has another name elsewhere."""
+    if {"from", "value"} <= turn.keys():
+        return "; set format: shareGPT"
+    role = turn.get("role")
+    known = _OTHER_ROLES.get(role.lower(), role) if isinstance(role, str) else role
+    return f"; rename role {role!r} to {known!r}" if known != role else ""
+
+
+def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
+    where = f"message {index + 1}"
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{where} must have role and content, not be {quoted(turn)}")
+    role = turn.get("role")
+    if role not in ROLES:
+        raise DataError(f"{where} has {_role(turn)}; known are {', '.join(ROLES)}{_meant(turn)}")
+    message = {key: item for key, item in turn.items() if item is not None and key not in _FLAG_KEYS}
+    if "tool_calls" in message:
+        message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    if "content" in message:
+        message["content"] = _read_content(message["content"], where)
+    elif "tool_calls" not in message:
+        raise DataError(f"{where} ({role}) has neither content nor tool_calls")
+    reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise DataError(f"{where}: reasoning must be text, not {quoted(reasoning)}")
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message, _read_flag(turn, role, where)
+
+
+def _read_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{where}: content must be text or a list of text parts, not {quoted(content)}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise DataError(f"{where}: content may hold text parts only, not {quoted(part)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise DataError(f"{where}: tool_calls must be a list of calls, not {quoted(calls)}")
+    return [_read_tool_call(call, where) for call in calls]
+
+
+def _read_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """One call; arguments written as a JSON string become an object, as inference servers pass it to templates."""
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool call needs a function with a name, not {quoted(call)}")
+    function = dict(function)
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise DataError(
+                f"{where}: arguments of tool call '{function['name']}' are no valid JSON ({error}): "
+                f"{quoted(function['arguments'])}"
+            ) from error
+    return {**call, "function": function} if "function" in call else function
+
+
+def _read_flag(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
+    """Whether the message says itself that it is trained (``train`` true/false, or ``weight`` 1/0)."""
+    flags = []
+    for key in _FLAG_KEYS:
+        value = turn.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1) or not isinstance(value, bool | int | float):
+            allowed = "true or false" if key == "train" else "0 or 1"
+            raise DataError(f"{where}: {key} must be {allowed}, not {quoted(value)}")
+        flags.append(bool(value))
+    if not flags:
+        return None
+    if len(set(flags)) > 1:
+        raise DataError(f"{where}: train is {flags[0]} but weight says {flags[1]}; keep one of them")
+    if flags[0] and role != "assistant":
+        # A weight of 1 on every turn is a common way of writing "nothing special".
+        if turn.get("train"):
+            raise DataError(f"{where}: train is true on role {role!r}; only assistant messages can be trained")
+        return None
+    return flags[0]
+
+
+def read_tools(value: Any, column: str) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise DataError(f"column '{column}' is no valid JSON ({error}): {quoted(value)}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError(f"column '{column}' must be a list of tools or its JSON, not {quoted(value)}")
+    return value
+
+
+def quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "…"
