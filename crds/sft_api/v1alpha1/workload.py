@@ -171,9 +171,10 @@ class DataSpec(ApiModel):
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
         default=4096, description="Longest example, in tokens."
     )
-    overlong: Literal["drop", "truncate", "error"] = Field(
+    overlong: Literal["drop", "truncate", "split", "error"] = Field(
         default="drop",
-        description="What happens to longer examples. Truncating cuts the end-of-turn token away.",
+        description="What happens to longer examples. truncate keeps the first maxLength tokens, without the "
+        "end-of-turn token; split makes several examples of one, which do not see one another.",
     )
     packing: Literal["none", "ffd"] = Field(
         default="ffd",

@@ -41,13 +41,20 @@ def trained(shown: Preview) -> list[str]:
     return [segment.text.removesuffix("<|im_end|>") for segment in shown.segments if segment.trained]
 
 
+def answer(row: dict[str, Any]) -> str:
+    """What of ``row`` is to be trained."""
+    last = next(row[name] for name in ("output", "text", "completion", "conversations", "messages") if name in row)
+    if isinstance(last, list):
+        last = last[-1].get("content") or last[-1]["value"]
+    return str(last)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_what_the_page_shows_is_trained(row: str, tokenizer: Any, tmp_path: Path) -> None:
-    last = json.loads(row).get("output") or json.loads(row)["messages"][-1]["content"]
-
     shown = preview(row, tokenizer, tmp_path)
 
-    assert (shown.verdict, trained(shown)) == ("kept", [last])
+    first = "" if "text" not in json.loads(row) else shown.tokens[0].text  # predicted by nothing
+    assert (shown.verdict, trained(shown)) == ("kept", [answer(json.loads(row)).removeprefix(first)])
 
 
 def test_the_conversation_of_two_answers_is_trained_as_said(tokenizer: Any, tmp_path: Path) -> None:
@@ -64,5 +71,5 @@ def test_what_the_page_says_is_refused_is(row: str, words: str, tokenizer: Any, 
 
 
 def test_there_is_something_to_try() -> None:
-    assert len(ROWS) >= 6
-    assert len(REFUSED) >= 15
+    assert len(ROWS) >= 10
+    assert len(REFUSED) >= 20

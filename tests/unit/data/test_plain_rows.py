@@ -164,6 +164,45 @@ def test_longer_texts_are_cut_with_their_end(tmp_path: Path) -> None:
     assert ids == chat_tokenizer("chatml")(text)["input_ids"][:8]
 
 
+def test_longer_texts_are_split_into_examples_that_together_are_the_text(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    text = "The answer is four. " * 9
+    rows = Rows(tmp_path / "rows", [{"text": text}, {"text": "a b"}], tokenizer, max_length=8, overlong="split")
+    whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    count = -(-len(whole) // 8)
+    assert len(whole) % 8 > 1
+
+    examples = rows.tokenized()
+
+    pieces = [examples.example(i) for i in range(len(examples) - 1)]
+    assert len(pieces) == count
+    assert [token for ids, _ in pieces for token in ids] == whole
+    assert [mask.tolist() for _, mask in pieces] == [[0, *[1] * (len(ids) - 1)] for ids, _ in pieces]
+    assert max(examples.lengths) == 8
+    report = examples.report
+    assert (report.rows, report.kept, report.split, report.dropped_share) == (2, count + 1, 1, 0)
+    assert report.warnings()[0].startswith(
+        "1 rows (50.0%) were split at data.maxLength (8 tokens; the longest row has "
+    )
+
+    long, short = rows.shown()
+    assert long.verdict == f"split into {count} examples: {len(whole)} tokens, data.maxLength is 8"
+    assert [int(token.trained) for token in long.tokens] == [on for _, mask in pieces for on in mask]
+    assert short.verdict == "kept"
+
+
+def test_of_a_split_conversation_only_what_trains_something_is_kept(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "word " * 40}, {"role": "assistant", "content": "yes"}]
+    rows = Rows(tmp_path / "rows", [{"messages": turns}], chat_tokenizer("chatml"), max_length=16, overlong="split")
+    examples = rows.tokenized()
+    (shown,) = rows.shown()
+    assert len(examples) == 1
+    assert shown.verdict.startswith("split into 1 examples: ")
+    ids, mask = examples.example(0)
+    assert [token.token_id for token in shown.tokens if token.trained] == ids[mask == 1].tolist()
+    assert shown.trained == mask.sum() > 0
+
+
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     rows = Rows(folder, [], chat_tokenizer("chatml"))

@@ -27,7 +27,7 @@ class Settings:
     columns: Columns
     train_on: TrainOn
     max_length: int
-    overlong: Literal["drop", "truncate", "error"]
+    overlong: Literal["drop", "truncate", "split", "error"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,20 @@ class Example:
     """Trained tokens that begin before, or end behind, the text that is trained."""
     incomplete: int = 0
     """Trained messages of which the template leaves out text."""
+
+    def pieces(self, settings: Settings) -> list[tuple[Sequence[int], NDArray[np.uint8]]]:
+        """Tokens and masks of what is kept of it: as many as ``settings`` allow at once, those that train something."""
+        overlong = len(self.ids) > settings.max_length
+        if overlong and settings.overlong in ("drop", "error"):
+            return []
+        starts = range(0, len(self.ids), settings.max_length)
+        found = []
+        for start in starts if settings.overlong == "split" else starts[:1]:
+            mask = self.mask[start : start + settings.max_length].copy()
+            mask[:1] = 0  # nothing predicts the first token of an example
+            if mask.any():
+                found.append((self.ids[start : start + settings.max_length], mask))
+        return found
 
 
 Marked = MarkedText | PlainText | TokenIds

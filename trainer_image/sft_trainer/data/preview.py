@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .examples import Settings, mark_row, to_examples
+from .examples import Example, Settings, mark_row, to_examples
 from .formats import TokenIds
 from .readers import Row
 from .sources import open_source
@@ -109,16 +109,22 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
         for token_id, (start, stop), trained in zip(example.ids, offsets, example.mask, strict=True)
     )
     whole = Preview(place, "kept", text, tokens, example.straddling, example.incomplete)
-    return whole if len(tokens) <= settings.max_length else _overlong(whole, settings)
+    return whole if len(tokens) <= settings.max_length else _overlong(whole, example, settings)
 
 
-def _overlong(row: Preview, settings: Settings) -> Preview:
-    """What is left of a row that is too long: its start, or nothing that is trained."""
+def _overlong(row: Preview, example: Example, settings: Settings) -> Preview:
+    """What is left of a row that is too long: its start, pieces of it, or nothing that is trained."""
     limit = f"{len(row.tokens)} tokens, data.maxLength is {settings.max_length}"
     if settings.overlong == "error":
         return replace(row, verdict=f"an error: {limit}")
-    start = row.tokens[: settings.max_length]
-    if settings.overlong == "truncate" and any(token.trained for token in start):
+    pieces = example.pieces(settings)
+    if pieces and settings.overlong == "split":
+        # The first token of each piece is predicted by nothing.
+        firsts = {*range(0, len(row.tokens), settings.max_length)}
+        tokens = tuple(replace(t, trained=t.trained and i not in firsts) for i, t in enumerate(row.tokens))
+        return replace(row, verdict=f"split into {len(pieces)} examples: {limit}", tokens=tokens)
+    if pieces:
+        start = row.tokens[: settings.max_length]
         text = row.text[: start[-1].start + len(start[-1].text)]
         return replace(row, verdict=f"truncated: {limit}", text=text, tokens=start)
     why = f"{limit}, and nothing before it is trained" if settings.overlong == "truncate" else limit

@@ -160,22 +160,20 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
         counts += Counts(rows=len(batch), untrained=len(batch) - len(kept))
         made = to_examples([row for _, row in kept], codec)
         for (place, _), example in zip(kept, made, strict=True):
-            mask = example.mask
-            overlong = len(mask) > settings.max_length
-            counts += Counts(overlong=int(overlong), longest=len(mask))
+            length = len(example.ids)
+            overlong = length > settings.max_length
+            counts += Counts(overlong=int(overlong), longest=length)
             if overlong and settings.overlong == "error":
                 raise DataError(
-                    f"{place} has {len(mask)} tokens, more than data.maxLength {settings.max_length}; raise it, or "
-                    "set data.overlong to drop or truncate"
+                    f"{place} has {length} tokens, more than data.maxLength {settings.max_length}; raise it, or "
+                    "set data.overlong to drop, truncate or split"
                 )
-            if overlong and settings.overlong == "drop":
-                continue
-            mask = mask[: settings.max_length]
-            if not mask.any():
+            pieces = example.pieces(settings)
+            if pieces:
+                counts += Counts(straddling=example.straddling, incomplete=example.incomplete)
+            elif not overlong or settings.overlong != "drop":
                 counts += Counts(untrained=1)
-                continue
-            counts += Counts(straddling=example.straddling, incomplete=example.incomplete)
-            examples.append((example.ids[: settings.max_length], mask))
+            examples += pieces
     return Chunk(
         input_ids=np.concatenate([np.asarray(ids, np.int32) for ids, _ in [*examples, ([], None)]]),
         loss_mask=np.concatenate([*(mask for _, mask in examples), np.empty(0, np.uint8)]),
@@ -215,12 +213,12 @@ def _write_examples(
         counts, kept = writer.counts, np.concatenate(writer.lengths)
         if not len(kept):
             raise DataError(f"data source {rows.name}: {_nothing_left(counts, settings.max_length)}")
-        truncates = settings.overlong == "truncate"
         report = TokenizationReport(
             rows=counts.rows,
             kept=len(kept),
-            dropped_overlong=0 if truncates else counts.overlong,
-            truncated=counts.overlong if truncates else 0,
+            dropped_overlong=counts.overlong if settings.overlong == "drop" else 0,
+            truncated=counts.overlong if settings.overlong == "truncate" else 0,
+            split=counts.overlong if settings.overlong == "split" else 0,
             dropped_untrained=counts.untrained,
             straddling_tokens=counts.straddling,
             incomplete_messages=counts.incomplete,

@@ -24,7 +24,7 @@ class Counts:
 
     rows: int = 0
     overlong: int = 0
-    """Rows longer than ``data.maxLength``, dropped or truncated."""
+    """Rows longer than ``data.maxLength``, dropped, truncated or split."""
     untrained: int = 0
     """Rows dropped because no token of them would be trained."""
     straddling: int = 0
@@ -99,11 +99,13 @@ class TokenizationReport:
     max_length: int
     trained_tokens: int
     lengths: LengthStatistics
+    split: int = 0
+    """Rows longer than ``data.maxLength`` that were split."""
 
     @property
     def dropped_share(self) -> float:
         """Share of the rows that gave no example, 0 to 1."""
-        return (self.rows - self.kept) / self.rows
+        return (self.dropped_overlong + self.dropped_untrained) / self.rows
 
     def warnings(self) -> list[str]:
         """A sentence for everything that happened to more than 1% of the rows (or of the trained tokens)."""
@@ -115,6 +117,12 @@ class TokenizationReport:
                 self.rows,
                 "rows",
                 f"were cut at {limit}, and with the rest went the end-of-turn token that teaches the model to stop",
+            ),
+            (
+                self.split,
+                self.rows,
+                "rows",
+                f"were split at {limit}: what comes behind does not see what stands before",
             ),
             (
                 self.dropped_untrained,
