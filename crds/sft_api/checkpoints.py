@@ -13,6 +13,7 @@ Layout below ``checkpoint.uri``::
     metrics/, tensorboard/, curve.svg           the losses of the run
     profile/                                    traces of some of its steps, and of their memory
     hangs/step-00001200-a00003/                 what the processes of a group that hung were doing
+    tokenized/                                  the data as tokens, until the run is complete
     status.json, export/
 
 A manifest carries its own digest and that of the index, so that damaged ones are refused, and never names anything
@@ -41,6 +42,7 @@ METRICS_PREFIX = "metrics/"
 EVENTS_PREFIX = "tensorboard/"
 PROFILE_PREFIX = "profile/"
 HANGS_PREFIX = "hangs/"
+TOKENIZED_PREFIX = "tokenized/"
 CURVE_KEY = "curve.svg"
 STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"

@@ -126,6 +126,7 @@ NOT_NUMBERS = frozenset(
         "model.parameters",
         "data.eval",  # it measures, and changes no weight
         "data.workers",
+        "data.keepTokenized",
         "training.activationCheckpointing",
         "training.compile",
         "training.evaluation",

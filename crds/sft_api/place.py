@@ -19,6 +19,7 @@ from .checkpoints import (
     METRICS_PREFIX,
     PROFILE_PREFIX,
     STATUS_KEY,
+    TOKENIZED_PREFIX,
     CheckpointId,
     Count,
     Manifest,
@@ -35,7 +36,7 @@ from .v1alpha1 import ExportStatus, SFTJobSpec
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
-RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX, PROFILE_PREFIX)
+RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX, PROFILE_PREFIX, TOKENIZED_PREFIX)
 RUN_FILES = (STATUS_KEY, CURVE_KEY)
 """With checkpoints, hangs, claims of attempts and what says whose place it is, all that a run writes there but its
 export."""

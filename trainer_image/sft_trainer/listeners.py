@@ -1,5 +1,6 @@
 """Who watches every run, in the order in which they hear of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,13 @@ from sft_api.trainer_config import TrainerConfig
 from .alive import Alive
 from .checkpoint.store import Store
 from .curves.listener import Curve
+from .data.tokenized import TokenizedSource
 from .done import DoneFile
 from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
 from .events import Listener
 from .export.on_the_way import ExportsOnTheWay
 from .gpu_memory import TellsAllocatedMemory
+from .keeps_tokens import KeepsTokens, kept_tokens
 from .memory_snapshot import MemorySnapshot
 from .profiling import Profile
 from .records import RecordsFile, StatusFile
@@ -43,6 +46,7 @@ class OurListeners:
         saving: Saving,
         reporter: Reporter,
         stop_file: Path,
+        sources: Sequence[TokenizedSource],
     ) -> "OurListeners":
         """``stop_file``, in the run directory, is the supervisor's word that the run shall save and leave."""
         alive = Alive(config, store, stop_file)
@@ -55,6 +59,8 @@ class OurListeners:
             alive,
             Curve(store, config.job.name, reporter),
         ]
+        if (kept := kept_tokens(config.spec, store)) is not None:
+            written.append(KeepsTokens(kept, sources))
         if (profile := config.spec.monitoring.profile) is not None:
             written.append(Profile(profile, store, reporter))
         exports = None

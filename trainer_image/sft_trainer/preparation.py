@@ -18,6 +18,7 @@ from sft_api.v1alpha1.megatron import megatron_of
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
 from .data.batches import ExampleBatches, PackedBatches, StepSchedule
+from .data.kept import KeptTokens
 from .data.stream import ExampleStream
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
@@ -98,8 +99,12 @@ def _fetching(uri: str, reporter: Reporter) -> Callable[[int], None]:
     return lambda downloaded: reporter.alive(Phase.DOWNLOADING, f"{uri}: {downloaded / 2**30:.1f} GiB")
 
 
-def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
+def prepare(
+    config: TrainerConfig, reporter: Reporter, device: torch.device, kept: KeptTokens | None = None
+) -> Prepared:
     """Fetch, tokenise and lay out the steps; cached, so that a restart takes seconds. ``device`` is tried first.
+
+    ``kept`` is asked for tokenised data that is not in the cache.
 
     Called by the first process of a machine before it joins the group, and by the others after: they find the cache.
     """
@@ -119,6 +124,7 @@ def prepare(config: TrainerConfig, reporter: Reporter, device: torch.device) -> 
             cache_dir=cache_directory(),
             s3=S3Settings.from_spec(spec.checkpoint.s3),
             token=os.environ.get("HF_TOKEN"),
+            kept=kept,
             on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
             on_fetch=_fetching(source.uri, reporter),
             on_wait=lambda written: reporter.alive(

@@ -57,6 +57,7 @@ from .events import (
 from .export.at_end import AtEnd
 from .figures import Figures
 from .flops import ModelFlops
+from .keeps_tokens import kept_tokens
 from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .optim import learning_rate
@@ -227,7 +228,8 @@ class Trainer:
         self._theirs.append(Callbacks(self.config, self.topology))
 
     def _prepare(self) -> Prepared:
-        return prepare(pinned(self.config, self._place.revisions), self.reporter, self.device)
+        kept = kept_tokens(self.spec, self.store)
+        return prepare(pinned(self.config, self._place.revisions), self.reporter, self.device, kept)
 
     def _meet(self) -> None:
         if not self.topology.alone:
@@ -291,7 +293,15 @@ class Trainer:
 
     def _watch(self) -> None:
         """Register who hears of what happens from here on."""
-        self.ours = OurListeners.of(self.config, self.topology, self.store, self.saving, self.reporter, self._stop_file)
+        self.ours = OurListeners.of(
+            self.config,
+            self.topology,
+            self.store,
+            self.saving,
+            self.reporter,
+            self._stop_file,
+            [*self.prepared.train, *self.prepared.eval.values()],
+        )
         self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
 
     def _build(self) -> None:

@@ -187,6 +187,11 @@ class DataSpec(ApiModel):
         "neighbours, of up to 4096 examples, together where they fill micro-batches best.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="Processes that tokenise.")
+    keep_tokenized: bool = Field(
+        default=True,
+        description="Keep the data as tokens beside the checkpoints (s3:// and pvc://) until the run is complete, so "
+        "that a pod on another node does not tokenise it again.",
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -86,9 +86,11 @@ def claim(s3: Any, place: str, attempt: int, uid: str) -> None:
 
 def test_all_goes_but_the_export_and_what_is_not_the_run_s(s3: Any, remover: Remover, place: str) -> None:
     theirs = {"another/run.json", "notes.txt", "checkpoints/mine/run.json", "metrics/mine/run.json", "attempts/mine/x"}
+    theirs.add("tokenized/mine/a.arrow")
     theirs |= {"hangs/mine/run.json", "export/step-mine/config.json", "export/step-00000010/deeper/config.json"}
     put_files(s3, f"{URI}/team/{place}", dict.fromkeys(theirs, b"theirs"))
     put_files(s3, f"{URI}/team/{place}", {"checkpoints/step-00000010-a00001/deeper/file": b"of the run"})
+    put_files(s3, f"{URI}/team/{place}", dict.fromkeys(["tokenized/a.arrow", "tokenized/a.json"], b"of the run"))
     put_files(s3, f"{URI}/team/{place}", {"export/step-00000010/config.json": b"of the run"})
     put_files(s3, f"{URI}/team/{place}-2", {"run.json": b"{}"})
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource, DataSpec
     from sft_trainer.checkpoint.store import S3Settings
 
+    from .kept import KeptTokens
+
 VERSION = 1
 """To be raised with every change of this package that changes tokens or masks: caches of older versions are left."""
 
@@ -59,12 +61,13 @@ def tokenize_source(
     cache_dir: Path,
     s3: "S3Settings | None" = None,
     token: str | None = None,
+    kept: "KeptTokens | None" = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_fetch: Callable[[int], None] = lambda downloaded: None,
     on_wait: Callable[[int], None] = lambda written: None,
     on_warning: Callable[[str], None] = lambda message: None,
 ) -> TokenizedSource:
-    """The examples of ``source`` in the order of its rows, from the cache or made now.
+    """The examples of ``source`` in the order of its rows, from the cache, from what is ``kept`` of them, or made now.
 
     ``on_fetch(bytes downloaded)`` is called while files come from elsewhere, ``on_progress(rows done, rows in all)``
     when it begins and as chunks of rows are finished, ``on_wait(bytes written)`` while another process does the same
@@ -88,7 +91,8 @@ def tokenize_source(
         work = folder.with_name(f"{_unfinished(folder)}{socket.gethostname()}")
         work.mkdir(exist_ok=True)
         try:
-            _write_examples(rows, settings, codec, data.workers, work, on_progress)
+            if kept is None or not kept.fetch(work, folder.name, on_fetch):
+                _write_examples(rows, settings, codec, data.workers, work, on_progress)
             work.rename(folder)
         except (DataError, OSError) as error:
             # These rows will not do, or the disk must not stay full: who comes next has to begin anew.

@@ -181,6 +181,7 @@ class TokenizedSource:
         """Raises OSError, ValueError or KeyError (pyarrow's errors are such) when ``folder`` is incomplete."""
         import pyarrow as pa
 
+        self.folder = folder
         content = json.loads((folder / REPORT_FILE).read_text())
         self.digest: str = content["digest"]
         """SHA-256 over all tokens and masks in order: equal digests are equal training data."""

@@ -1,0 +1,235 @@
+"""Tokenised sources beside the checkpoints: read in place of tokenising, and in doubt not at all."""
+
+import errno
+import json
+import logging
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from sft_api.v1alpha1 import DataSpec, TrainSource
+from sft_api.v1alpha1.job import SFTJobSpec
+from sft_trainer import keeps_tokens
+from sft_trainer.checkpoint.opening import open_store
+from sft_trainer.checkpoint.store import Store
+from sft_trainer.data import tokenize
+from sft_trainer.data.kept import KeptTokens
+from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
+from sft_trainer.data.writing import JOURNAL_FILE
+from sft_trainer.errors import StorageUnavailableError
+from sft_trainer.events import Control, Ended, Started
+from sft_trainer.keeps_tokens import KeepsTokens, kept_tokens
+from tests.parity.mask_tokenizers import chat_tokenizer
+
+
+class Node:
+    """One with a cache of its own."""
+
+    def __init__(self, folder: Path, cache: str, store: Store | None) -> None:
+        self.cache = folder / cache
+        self.kept = KeptTokens(store) if store else None
+        self.source = TrainSource(uri=f"file://{folder}/rows.jsonl")
+        self.fetched: list[int] = []
+
+    def tokenize(self) -> TokenizedSource:
+        data = DataSpec(train=[self.source])
+        return tokenize_source(
+            self.source,
+            data,
+            chat_tokenizer("chatml"),
+            cache_dir=self.cache,
+            kept=self.kept,
+            on_fetch=self.fetched.append,
+        )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9)))
+    (tmp_path / "place").mkdir()
+    return open_store(f"file://{tmp_path}/place")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, store: Store) -> TokenizedSource:
+    """A source that one node has tokenised, and has kept in ``store``."""
+    source = Node(tmp_path, "first", store).tokenize()
+    KeptTokens(store).keep(source, Event())
+    return source
+
+
+def objects(store: Store) -> list[str]:
+    return [entry.key.rpartition(".")[2] for entry in store.list("tokenized/")]
+
+
+def same(one: TokenizedSource, other: TokenizedSource) -> bool:
+    return one.digest == other.digest and all(
+        (a == b).all() for i in range(len(one)) for a, b in zip(one.example(i), other.example(i), strict=True)
+    )
+
+
+def forbid_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "tokenize_rows", lambda *_: pytest.fail("it was tokenised"))
+
+
+def test_another_node_reads_what_was_kept(
+    tmp_path: Path, store: Store, kept: TokenizedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_tokenising(monkeypatch)
+    node = Node(tmp_path, "second", store)
+
+    read = node.tokenize()
+
+    assert same(read, kept)
+    assert read.report == kept.report
+    assert node.fetched == [(kept.folder / "examples.arrow").stat().st_size]
+    assert objects(store) == ["arrow", "json"]
+    assert sorted(path.name for path in read.folder.iterdir()) == ["examples.arrow", "report.json"]
+
+
+def test_what_is_in_the_cache_is_not_asked_for(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
+    node = Node(tmp_path, "first", store)
+    assert same(node.tokenize(), kept)
+    assert node.fetched == []
+
+
+def test_a_node_that_had_begun_to_tokenise_reads_it_as_well(
+    tmp_path: Path, store: Store, kept: TokenizedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, "second", None)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            node.tokenize()
+    (begun,) = (node.cache / "tokenized").glob(".*-*")
+    (begun / JOURNAL_FILE).write_text("half a line")
+    forbid_tokenising(monkeypatch)
+
+    read = Node(tmp_path, "second", store).tokenize()
+
+    assert same(read, kept)
+    assert sorted(path.name for path in read.folder.iterdir()) == ["examples.arrow", "report.json"]
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content[: len(content) // 2] if how == "cut" else content)
+    if how == "gone":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("which", ["arrow", "json"])
+def test_what_is_damaged_is_not_used(
+    tmp_path: Path, store: Store, kept: TokenizedSource, caplog: pytest.LogCaptureFixture, which: str, how: str
+) -> None:
+    (file,) = (tmp_path / "place" / "tokenized").glob(f"*.{which}")
+    damage(file, how)
+
+    read = Node(tmp_path, "second", store).tokenize()
+
+    assert same(read, kept)
+    assert ("is not used, and the rows are tokenised again: " in caplog.text) == (how != "gone")
+    assert sorted(path.name for path in read.folder.iterdir()) == ["examples.arrow", "report.json"]
+
+
+class Away:
+    """A store that does not answer, or whose node has no room left."""
+
+    uri = "s3://bucket/run"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+def test_a_store_that_is_away_keeps_nobody_from_tokenising(tmp_path: Path, kept: TokenizedSource) -> None:
+    away: Any = Away(StorageUnavailableError("no answer"))
+    assert same(Node(tmp_path, "second", away).tokenize(), kept)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, store: Store) -> None:
+    full: Any = Away(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        Node(tmp_path, "second", full).tokenize()
+
+
+def test_it_is_written_once_and_not_when_the_run_ends_meanwhile(
+    store: Store, kept: TokenizedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as once:
+        once.setattr(type(store), "open_write", lambda *_, **__: pytest.fail("it was written again"))
+        KeptTokens(store).keep(kept, Event())
+    KeptTokens(store).remove()
+    assert objects(store) == []
+
+    stopped = Event()
+    stopped.set()
+    KeptTokens(store).keep(kept, stopped)
+    assert objects(store) == []
+
+
+# While a run goes on
+
+
+def listened(store: Store, source: TokenizedSource, error: BaseException | None) -> list[str]:
+    """What lies in ``store`` before the end of a run, and after it."""
+    listener = KeepsTokens(KeptTokens(store), [source])
+    listener.on_start(Started(0, 9), Control())
+    if listener._thread.ident is not None:
+        listener._thread.join(60)
+    before = objects(store)
+    listener.on_end(Ended(9, error), Control())
+    return [*before, "then", *objects(store)]
+
+
+@pytest.mark.parametrize(
+    ("least", "error", "expected"),
+    [
+        (1, None, ["arrow", "json", "then"]),
+        (1, RuntimeError(), ["arrow", "json", "then", "arrow", "json"]),
+        (1_000_000, None, ["then"]),
+    ],
+)
+def test_a_run_keeps_it_until_it_is_complete(
+    tmp_path: Path,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    least: int,
+    error: BaseException | None,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(keeps_tokens, "LEAST_TOKENS", least)
+    source = Node(tmp_path, "first", None).tokenize()
+    assert listened(store, source, error) == expected
+
+
+def test_a_run_whose_data_cannot_be_kept_goes_on(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeps_tokens, "LEAST_TOKENS", 1)
+    source = Node(tmp_path, "first", None).tokenize()
+    away: Any = Away(StorageUnavailableError("no answer"))
+    listener = KeepsTokens(KeptTokens(away), [source])
+    with caplog.at_level(logging.WARNING):
+        listener.on_start(Started(0, 9), Control())
+        listener._thread.join(60)
+        listener.on_end(Ended(9), Control())
+    assert "tokenised data is not kept, another node would tokenise it again: no answer" in caplog.text
+    assert "the tokenised data of the run was not removed: no answer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("uri", "wanted", "kept"),
+    [("s3://bucket/run", True, True), ("s3://bucket/run", False, False), ("file:///runs/one", True, False)],
+)
+def test_it_is_kept_where_other_nodes_find_it_and_nobody_says_no(uri: str, wanted: bool, kept: bool) -> None:
+    data = {"train": [{"uri": "hf://org/rows"}], "keepTokenized": wanted}
+    spec = SFTJobSpec.model_validate({"model": {"uri": "hf://org/model"}, "data": data, "compute": {}})
+    assert (kept_tokens(spec, open_store(uri)) is not None) == kept

@@ -1,0 +1,112 @@
+"""Tokenised sources beside the checkpoints, so that a pod on another node reads them in place of tokenising anew.
+
+By the names of their folders in the cache, which are digests of all that decides their content: rows, tokenizer,
+settings, versions. What lies there is the same whoever wrote it, so nobody waits for anybody, and nothing is written
+over. It is never needed: whatever goes wrong, the rows are tokenised.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+from sft_api.checkpoints import TOKENIZED_PREFIX, digest_of
+from sft_trainer.checkpoint.errors import ObjectNotFoundError
+from sft_trainer.checkpoint.store import READ_BLOCK, Store
+from sft_trainer.errors import DISK_FULL, TrainingError
+
+from .tokenized import EXAMPLES_FILE, REPORT_FILE, TokenizedSource
+from .writing import JOURNAL_FILE
+
+log = logging.getLogger("sft_trainer")
+
+LEAST_TOKENS = 1_000_000
+"""Fewer are tokenised again sooner than they are fetched."""
+
+
+class KeptTokens:
+    """The tokenised sources in the place of a run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def fetch(self, folder: Path, name: str, on_fetch: Callable[[int], None]) -> bool:
+        """Put the source ``name`` into ``folder``, where it is kept and whole; else leave the folder as it is.
+
+        ``on_fetch`` is called with the bytes so far. Raises OSError when this machine's disk is full.
+        """
+        arriving = folder / f"{EXAMPLES_FILE}.arriving"
+        try:
+            record = _read(self._store.read(_record_key(name)))
+            hashed, size = hashlib.sha256(), 0
+            with self._store.open_read(_examples_key(name)) as stream, arriving.open("wb") as file:
+                while block := stream.read(READ_BLOCK):
+                    file.write(block)
+                    hashed.update(block)
+                    size += len(block)
+                    on_fetch(size)
+            if hashed.hexdigest() != record["sha256"]:
+                raise ValueError("its bytes are not those that were written")
+            arriving.replace(folder / EXAMPLES_FILE)
+            (folder / JOURNAL_FILE).unlink(missing_ok=True)
+            (folder / REPORT_FILE).write_text(json.dumps(record["report"], indent=2))
+        except ObjectNotFoundError:
+            return False
+        except (TrainingError, OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise
+            log.warning("%s/%s is not used, and the rows are tokenised again: %s", self._store.uri, _key(name), error)
+            return False
+        finally:
+            arriving.unlink(missing_ok=True)
+        log.info("%s/%s is used, and the rows are not tokenised again", self._store.uri, _key(name))
+        return True
+
+    def keep(self, source: TokenizedSource, stop: Event) -> None:
+        """Write ``source`` unless it is there; in vain when ``stop`` is set meanwhile. Raises TrainingError."""
+        name = source.folder.name
+        if self._store.list(_record_key(name)):
+            return
+        hashed = hashlib.sha256()
+        path = source.folder / EXAMPLES_FILE
+        stream = self._store.open_write(_examples_key(name), size_hint=path.stat().st_size)
+        try:
+            with path.open("rb") as file:
+                while (block := file.read(READ_BLOCK)) and not stop.is_set():
+                    hashed.update(block)
+                    stream.write(block)
+            if stop.is_set():
+                return
+            stream.close()
+        finally:
+            stream.abort()
+        record = {"sha256": hashed.hexdigest(), "report": json.loads((source.folder / REPORT_FILE).read_text())}
+        self._store.put(_record_key(name), json.dumps({**record, "own": digest_of(record)}).encode())
+
+    def remove(self) -> None:
+        """Take away all of it. Raises TrainingError."""
+        self._store.abort_incomplete_uploads(TOKENIZED_PREFIX)
+        self._store.delete([entry.key for entry in self._store.list(TOKENIZED_PREFIX)])
+
+
+def _read(raw: bytes) -> dict[str, object]:
+    """A record. Raises ValueError for one that is damaged."""
+    record: dict[str, object] = json.loads(raw)
+    own = record.pop("own")
+    if own != digest_of(record):
+        raise ValueError("its record is damaged")
+    return record
+
+
+def _key(name: str) -> str:
+    return f"{TOKENIZED_PREFIX}{name}"
+
+
+def _record_key(name: str) -> str:
+    return f"{_key(name)}.json"
+
+
+def _examples_key(name: str) -> str:
+    return f"{_key(name)}.arrow"
