@@ -26,6 +26,7 @@ from ..metrics import OperatorMetrics
 from ..names import UID_LABEL
 from ..picture.memory import Memory, RemovalTurn
 from ..picture.observed import Manifest, Warning
+from ..picture.owners import has_controller
 from ..picture.picture import Key, Picture
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing
@@ -237,6 +238,8 @@ class Asking:
         try:
             if await self._was_left_behind(key, question.uid):
                 turn = RemovalTurn("kept", f"the Job {key.name} was left behind (--cascade=orphan), and saves there")
+            elif question.looks:
+                return lambda memory: deletion.was_not_left_behind(memory, clock=_clock())
             elif self._remover:
                 turn = await self._remover.turn(question)
         except (StoreError, ApiError, aiohttp.ClientError, TimeoutError) as error:
@@ -245,14 +248,19 @@ class Asking:
         return lambda memory: deletion.removal_went(memory, turn, why, clock=_clock())
 
     async def _was_left_behind(self, key: Key, uid: str) -> bool:
-        """Whether the Job lives on without its SFTJob: then it has lost the owner by which it would be seen."""
+        """Whether the Job lives on without its SFTJob: it has lost the owner by which it would be seen."""
         try:
             job = await self._cluster.get("Job", key.namespace, key.name)
         except ApiError as error:
             if error.code == 404:
                 return False
             raise
-        return text(part(job, "metadata", "labels").get(UID_LABEL)) == uid
+        metadata = part(job, "metadata")
+        return (
+            text(part(metadata, "labels").get(UID_LABEL)) == uid
+            and not has_controller(job)
+            and "deletionTimestamp" not in metadata
+        )
 
 
 class NewestWarnings:

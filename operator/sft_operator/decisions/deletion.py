@@ -16,7 +16,7 @@ from sft_api.v1alpha1 import S3Spec, SFTJob, SFTJobStatus
 from ..config import StoreSettings
 from ..names import PLACE_FINALIZER
 from ..picture.memory import Memory, PlaceRemoval, RemovalTurn, changed
-from ..picture.observed import Manifest
+from ..picture.observed import Manifest, Observed
 from ..picture.untrusted import part
 from .news import News
 from .pauses import doubled
@@ -113,9 +113,36 @@ def remove_place(memory: Memory, job: SFTJob, uri: str, *, clock: float) -> Remo
     memory = changed(memory, removal=removal)
     if (wait := removal.next - clock) > 0:
         return Removal(memory, wait=wait, words=words)
-    metadata = job.metadata
-    question = RemovePlace(memory.uid, uri, metadata.name, metadata.namespace, Numbers.of(job.spec), turn=removal.turns)
-    return Removal(memory, question, words=words)
+    return Removal(memory, _question(memory, job, uri), words=words)
+
+
+def _question(memory: Memory, job: SFTJob, uri: str, *, looks: bool = False) -> RemovePlace:
+    metadata, turns = job.metadata, (memory.removal or PlaceRemoval()).turns
+    return RemovePlace(
+        memory.uid, uri, metadata.name, metadata.namespace, Numbers.of(job.spec), turn=turns, looks=looks
+    )
+
+
+def may_be_left_behind(observed: Observed) -> bool:
+    """Whether pods live on that nobody has asked to end, and their Job is not seen."""
+    return observed.job is None and any(pod.deletion is None for pod in (*observed.active_pods, *observed.earlier_pods))
+
+
+def find_left_behind(memory: Memory, job: SFTJob, uri: str, *, clock: float) -> Removal:
+    """Have it found out whether the Job that is not seen was left behind (``--cascade=orphan``) while nobody looked:
+    then its pods need not end, and their place stays."""
+    removal = memory.removal or PlaceRemoval()
+    if removal.last is not None and removal.last.state == "kept":
+        return Removal(memory, done=True, news=kept(removal.last.why))
+    if (wait := removal.next - clock) > 0:
+        return Removal(memory, wait=wait)
+    return Removal(changed(memory, removal=removal), _question(memory, job, uri, looks=True))
+
+
+def was_not_left_behind(memory: Memory, *, clock: float) -> Memory:
+    """Look again in a while: the garbage collector may not have come that far."""
+    before = memory.removal or PlaceRemoval()
+    return changed(memory, removal=changed(before, next=clock + _LOOK_SECONDS, turns=before.turns + 1))
 
 
 def removal_went(memory: Memory, turn: RemovalTurn | None, why: str = "", *, clock: float) -> Memory:

@@ -16,7 +16,18 @@ from ..picture.observed import Observed
 from .avoidance import renew_job
 from .backoff import seconds_to_next_word, waits_to_end
 from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
-from .deletion import asks_removal, is_overdue, kept, remove_place, why_not_removable, with_finalizer, with_warnings
+from .deletion import (
+    Removal,
+    asks_removal,
+    find_left_behind,
+    is_overdue,
+    kept,
+    may_be_left_behind,
+    remove_place,
+    why_not_removable,
+    with_finalizer,
+    with_warnings,
+)
 from .gangs import take_turn
 from .gpu_memory import DoesNotFit
 from .healing import has_begun, plan_healing, stops
@@ -137,16 +148,21 @@ class _Look(Notes):
         if is_overdue(self._manifest, self._now):
             return self._let_go(finalizers, kept(f"{uri} could not be removed within a day"))
         self._give_up_stuck()
-        if words := left_words(self._observed):
-            return self._say_waits(f"{DELETES}: {uri} is removed once nobody is left who writes there; {words}")
-        removal = remove_place(self._memory, job, uri, clock=self._clock)
+        words = left_words(self._observed)
+        if not words:
+            removal = remove_place(self._memory, job, uri, clock=self._clock)
+        elif may_be_left_behind(self._observed):
+            removal = find_left_behind(self._memory, job, uri, clock=self._clock)
+        else:
+            removal = Removal(self._memory)
         if removal.done:
             return self._let_go(finalizers, removal.news)
         self._memory = removal.memory
         self._look_in(removal.wait)
         if removal.question:
             self._questions.append(removal.question)
-        return self._say_waits(removal.words)
+        waits = f"{DELETES}: {uri} is removed once nobody is left who writes there; {words}"
+        return self._say_waits(waits if words else removal.words)
 
     def _let_go(self, finalizers: list[str], news: News | None) -> Result:
         # First: what else there is to do may be refused, or not be answered, each time.

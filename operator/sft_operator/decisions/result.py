@@ -195,6 +195,8 @@ class RemovePlace:
     numbers: Numbers
     turn: int
     """Each is another question."""
+    looks: bool = False
+    """Only whether the Job was left behind: pods of it live on."""
 
 
 Question = AskTrainer | AskKueue | ReadEvents | ReadNamespace | ReadStore | ReadComplete | RemovePlace

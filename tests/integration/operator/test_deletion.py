@@ -160,6 +160,26 @@ def test_a_job_that_is_left_behind_keeps_its_place(s3: Any, own_scene: Scene) ->
     assert keys_below(s3, uri) == before
 
 
+def test_so_does_one_that_was_left_behind_while_no_operator_lived(
+    s3: Any, own_scene: Scene, versitygw: ObjectStore, start_operator: StartOperator, removing: OperatorProcess
+) -> None:
+    uri, _ = begin(own_scene, s3, "unseen")
+    before = keys_below(s3, uri)
+    assert removing.stop() == 0
+
+    # Given that the garbage collector has let its children go before anybody looks
+    assert own_scene.request("DELETE", own_scene.path("sftjobs", "unseen"), {"propagationPolicy": "Orphan"}).accepted
+    own_scene.until(lambda: finalizers(own_scene, "unseen") == [PLACE_FINALIZER], COLLECTED_SECONDS)
+    store = {**settings(versitygw), "remove": True}
+    start_operator(namespace=own_scene.namespace, environment=versitygw.environment(), store=store)
+
+    # Then the object goes, though pods live on, and what they write to stays
+    until_gone(own_scene, "unseen")
+    assert own_scene.get("jobs", "unseen") is not None
+    assert keys_below(s3, uri) == before
+    assert own_scene.until(lambda: "PlaceKept" in reasons(own_scene, "unseen"))
+
+
 def test_without_the_right_to_remove_a_job_that_asks_for_it_is_refused(
     versitygw: ObjectStore, start_operator: StartOperator, own_scene: Scene
 ) -> None:

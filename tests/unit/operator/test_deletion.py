@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from sft_api.numbers import Numbers
 from sft_operator.config import StoreSettings
-from sft_operator.decisions.deletion import GIVE_UP_SECONDS, removal_went, with_warnings
+from sft_operator.decisions.deletion import GIVE_UP_SECONDS, removal_went, was_not_left_behind, with_warnings
 from sft_operator.decisions.look import look
 from sft_operator.decisions.result import Delete, RemovePlace, Result, SetFinalizers
 from sft_operator.names import PLACE_FINALIZER
@@ -139,7 +139,7 @@ def test_the_place_is_removed_once_the_job_and_all_pods_are_gone() -> None:
 
     stopping = decided(going, running())
     assert (stopping.actions, questions(stopping)) == ((Delete("Job", "tulu", JOB_UID),), [])
-    ending = decided(going, Observed(earlier_pods=(make_pod(0),)))
+    ending = decided(going, Observed(earlier_pods=(make_pod(0, deletion=-5),)))
     assert (ending.actions, questions(ending)) == ((), [])
 
     gone = decided(going)
@@ -203,6 +203,29 @@ def test_pods_that_a_lost_node_holds_are_given_up_for_it() -> None:
 
     assert kinds(result) == ["GiveUpPod"]
     assert questions(result) == []
+
+
+def test_a_job_that_was_left_behind_while_nobody_looked_is_found_by_its_pods() -> None:
+    going, left = manifest(PLACE_FINALIZER, going=True), Observed(earlier_pods=(make_pod(0),))
+
+    # It is looked for, every ten seconds
+    first = decided(going, left)
+    assert [(question.looks, question.turn) for question in questions(first)] == [(True, 0)]
+    memory = was_not_left_behind(first.memory, clock=1000)
+    waiting = decided(going, left, memory=memory, clock=1009)
+    assert (finalizers(waiting), questions(waiting)) == ([], [])
+    again = decided(going, left, memory=memory, clock=1010)
+    assert [(question.looks, question.turn) for question in questions(again)] == [(True, 1)]
+
+    # When it was, the object goes and the place stays
+    memory = removal_went(again.memory, RemovalTurn("kept", "the Job tulu was left behind"), clock=1011)
+    done = decided(going, left, memory=memory, clock=1011)
+    assert finalizers(done) == [()]
+    assert [(item.type, item.reason) for item in told(done)] == [("Warning", "PlaceKept")]
+
+    # When it was not, and its pods have ended, the place is removed
+    (removing,) = questions(decided(going, memory=was_not_left_behind(first.memory, clock=1000), clock=1010))
+    assert not removing.looks
 
 
 def test_a_place_that_is_not_ours_stays_and_the_object_goes() -> None:

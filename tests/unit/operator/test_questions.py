@@ -384,10 +384,12 @@ class Remover:
     [
         ({"metadata": {"labels": {UID_LABEL: "sft-uid"}}}, "kept"),
         ({"metadata": {"labels": {UID_LABEL: "another"}}}, "gone"),
+        ({"metadata": {"labels": {UID_LABEL: "sft-uid"}, "deletionTimestamp": "2026-01-01T00:00:00Z"}}, "gone"),
+        (child_manifest(), "gone"),
         (ApiError(404, "NotFound", "gone"), "gone"),
         (ApiError(500, "InternalError", "no answer"), None),
     ],
-    ids=["left behind", "of another", "gone", "nobody knows"],
+    ids=["left behind", "of another", "going", "still ours", "gone", "nobody knows"],
 )
 def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
     answer: dict[str, Any] | ApiError, state: str | None
@@ -408,6 +410,26 @@ def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
 
     assert (removal.last and removal.last.state) == state
     assert (removal.stuck_since is None) == (state is not None)
+
+
+@pytest.mark.parametrize(("uid", "found"), [("sft-uid", "kept"), ("another", None)])
+def test_while_pods_live_on_it_is_only_looked_whether_it_was(uid: str, found: str | None) -> None:
+    wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0, looks=True)
+
+    async def scenario() -> PlaceRemoval:
+        api = Jobs({"metadata": {"labels": {UID_LABEL: uid}}})
+        asking, picture, again = asking_about_one_job(api=api, remover=Remover())
+        picture.remember(KEY, Memory("sft-uid"))
+        asking.put(KEY, [wanted])
+        await until(lambda: bool(again))
+        removal = picture.memory(KEY).removal
+        assert removal is not None
+        return removal
+
+    removal = asyncio.run(asyncio.wait_for(scenario(), 30))
+
+    assert (removal.last and removal.last.state) == found
+    assert (removal.turns, removal.stuck_since) == (1, None)
 
 
 def asking_about_one_job(
