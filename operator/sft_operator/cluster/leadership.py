@@ -52,20 +52,24 @@ class Leadership:
         """Renew for ever what ``acquire`` got; raises ``LeadershipLost`` while it is still ours for a third of its
         time."""
         clock = asyncio.get_running_loop().time
+        due = self._sent + self._settings.renew_seconds
         while True:
-            # From request to request: of a slow API server no answer would come in time after a pause as well.
-            await asyncio.sleep(max(0.0, self._sent + self._settings.renew_seconds - clock()))
+            await asyncio.sleep(max(0.0, due - clock()))
             sent = clock()
             try:
                 async with asyncio.timeout(max(0.1, self._ends - sent)):
                     if not await self._try(renew_only=True):
                         raise LeadershipLost(f"another replica holds Lease {self._settings.name}")
                 self._sent = sent
+                # From request to request: of a slow API server no answer would come in time after a pause as well.
+                due = sent + self._settings.renew_seconds
             except (ApiError, aiohttp.ClientError, TimeoutError) as error:
                 if clock() >= self._ends:
                     lost = f"Lease {self._settings.name} could not be renewed: {_words(error)}"
                     raise LeadershipLost(lost) from error
                 logger.warning("Lease %s: %s", self._settings.name, _words(error))
+                # From answer to request: who refuses at once would be asked without a pause.
+                due = min(clock() + self._settings.renew_seconds / 4, self._ends)
 
     @property
     def _ends(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from sft_operator.cluster.client import Cluster
+from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.leadership import Leadership, LeadershipLost
 from sft_operator.config import LeaderElectionSettings
 from tests.unit.operator.test_workqueue import in_no_time
@@ -80,6 +80,30 @@ def test_a_lease_is_renewed_from_request_to_request_also_of_a_slow_api_server() 
 
     in_no_time(scenario())
     assert len(api.written) == 50
+
+
+def test_an_api_server_that_refuses_at_once_is_asked_at_a_pace() -> None:
+    class Away(Slow):
+        asked = 0
+
+        async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any]:
+            self.asked += bool(self.written)
+            assert self.asked < 50, "it is asked without a pause"
+            if self.written:
+                raise ApiError(503, "ServiceUnavailable", "the API server restarts")
+            return await super().get(kind, namespace, name)
+
+    api = Away(0.0)
+
+    async def scenario() -> None:
+        leadership = Leadership(cast(Cluster, api), SETTINGS, "me")
+        await leadership.acquire()
+        with pytest.raises(LeadershipLost, match="the API server restarts"):
+            await leadership.keep()
+        assert 10 <= asyncio.get_running_loop().time() - api.written[-1] <= 10.1
+
+    in_no_time(scenario())
+    assert api.asked > 3, "an outage of some seconds costs no leadership"
 
 
 def test_a_lease_that_would_not_be_renewed_in_time_is_refused() -> None:
