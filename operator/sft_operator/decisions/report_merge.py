@@ -133,11 +133,17 @@ def merge_complete(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
 
 def merge_last_words(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     """``status`` with what pods left behind when they ended: nobody can be asked any more."""
+    report = observed.report
+    heard = next((pod for pod in observed.active_pods if report and pod.uid == report.pod_uid), None)
     for pod in (*observed.pods, *observed.gone_pods):
         ended = pod.terminated
         words = ended.report if ended else None
         if ended and words and words.attempt > 0 and _is_news(status, words, ended.finished):
             status = _with_last_words(status, words, ended.finished)
+            if report and heard and heard.index == pod.index and heard.uid != pod.uid and status.progress:
+                # What is done now its replacement has told, whose clock may be another.
+                training = report.progress.training
+                status = status.model_copy(update={"progress": _phase_only(status.progress, training)})
     return status
 
 

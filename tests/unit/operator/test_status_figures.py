@@ -24,6 +24,7 @@ from tests.unit.operator.make import (
     make_terms,
     report,
     running,
+    stamp,
     training,
     words,
 )
@@ -255,16 +256,23 @@ def test_last_words_about_older_checkpoints_change_nothing() -> None:
     assert status.checkpoints == checkpoints(80)
 
 
-def test_last_words_of_a_pod_do_not_hide_what_its_replacement_reports() -> None:
-    old = make_pod(0, phase="Failed", exit_code=30, words=words(FailureClass.INTERRUPTED, 50), finished=-30)
+@pytest.mark.parametrize(
+    ("attempt", "finished"),
+    [(1, -30), (1, 30), (2, -30)],
+    ids=["that was heard", "on a node whose clock is ahead", "that was never heard"],
+)
+def test_last_words_of_a_pod_do_not_hide_what_its_replacement_reports(attempt: int, finished: float) -> None:
+    end = words(FailureClass.INTERRUPTED, 50, attempt=attempt)
+    old = make_pod(0, phase="Failed", exit_code=30, words=end, finished=finished)
     new = make_pod(0, uid="new")
-    told = report(training(0, attempt=0, phase=Phase.WAITING), pod_uid="new")
+    told = report(training(0, attempt=0, phase=Phase.LOADING), pod_uid="new")
     before = status_of(running(report=report(training(50, update_time=at(-40)))))
 
     status = status_of(running(pods=(old, new, make_pod(1)), report=told), before)
 
     assert status.progress
-    assert (status.progress.step, status.progress.phase) == (50, "Waiting")
+    assert (status.attempt, status.progress.step) == (attempt, 50)
+    assert (status.progress.phase, status.progress.update_time) == ("Loading", stamp(0))
 
 
 @pytest.mark.parametrize("step", [50, 100], ids=["no step later", "complete"])
