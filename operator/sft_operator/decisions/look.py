@@ -223,7 +223,7 @@ class _Look(Notes):
             self._delete(KIND, self._key.name, self._manifest["metadata"]["uid"])
         elif left is not None:
             self._look_in(min(left.total_seconds() + 0.1, 3600.0))
-        return completed_status(previous, observed, self._generation)
+        return completed_status(previous, observed, self._generation, self._now)
 
     def _wait_for_last_words(self, observed: Observed) -> None:
         if last_words_missing(observed, self._now):

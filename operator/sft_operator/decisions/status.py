@@ -146,11 +146,24 @@ def follow(
     return status.model_copy(update={"goodput": account_pods(status.goodput, terms.devices, observed, now)})
 
 
-def completed_status(previous: SFTJobStatus, observed: Observed, generation: int) -> SFTJobStatus:
-    """The status of a run that has ended: what was written last, and the checkpoints once the store was read."""
-    status = merge_stored(previous, observed)
+def completed_status(previous: SFTJobStatus, observed: Observed, generation: int, now: datetime) -> SFTJobStatus:
+    """The status of a run that has ended: what was written then, and the checkpoints once the store was read."""
+    status = _as_it_ended(merge_stored(previous, observed), now)
     at_risk = _steps_at_risk(status, status.state) if observed.stored else status.steps_at_risk
     return status.model_copy(update={"observed_generation": generation, "steps_at_risk": at_risk})
+
+
+def _as_it_ended(status: SFTJobStatus, now: datetime) -> SFTJobStatus:
+    """``status`` without what was said since: what a retry waited for that was taken back, or that the operator failed
+    over the job."""
+    end = next((item for item in status.conditions if item.type == status.state and item.status == "True"), None)
+    if end is None:
+        return status
+    failed = end.type == "Failed"
+    why = (end.reason, end.message) if failed else ("AsExpected", "")
+    stalled = _condition(status, "Stalled", failed, *why, end.observed_generation, now)
+    conditions = [stalled if item.type == "Stalled" else item for item in status.conditions]
+    return status.model_copy(update={"message": end.message[:4096], "conditions": conditions})
 
 
 def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetime) -> SFTJobStatus:

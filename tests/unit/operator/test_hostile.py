@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import timedelta
 from random import Random
 from typing import Any, cast
 
@@ -205,6 +206,29 @@ def test_an_error_nobody_thought_of_is_said_on_that_job_once(monkeypatch: pytest
     assert world.api.done("patch", "SFTJob") == told + 1
     world.look()
     assert world.condition("Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize("end", ["Complete", "Failed"])
+def test_an_error_over_a_run_that_has_ended_is_taken_back_as_well(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.keep("Job", child_manifest(conditions={end: ("Why", "so it ended")}))
+    world.now += timedelta(minutes=1)
+    world.look()
+    ended = world.status
+    assert ended["state"] == end
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OverflowError("date value out of range")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sft_operator.decisions.look.completed_status", fail)
+        with pytest.raises(OverflowError):
+            world.look()
+    assert world.condition("Stalled")["reason"] == "OperatorError"
+
+    world.look()
+    assert world.status == ended
 
 
 def test_a_status_that_the_api_server_refuses_is_said_instead_of_tried_for_ever() -> None:

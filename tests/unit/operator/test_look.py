@@ -154,6 +154,23 @@ def test_what_has_failed_begins_again_for_each_word_once_nothing_of_it_is_left()
     assert kinds(after) == ["CreateChildren"]
 
 
+def test_a_retry_that_is_taken_back_leaves_what_was_said_of_the_failure() -> None:
+    # Given a run that has failed, and a retry that waits for a Job which others hold
+    failed = running(job=make_child(conditions={"Failed": ("JobFailed", "it broke")}))
+    document = write_status(compute_status(make_job(), SFTJobStatus(state="Running"), failed, NOW))
+    assert (document["state"], document["message"]) == ("Failed", "it broke")
+    held = running(job=replace(make_child(), deleting=True), pods=())
+    waits = decided(seen(held, manifest=asked_again("please"), status=document))
+    assert waits.document is not None
+    assert waits.document["message"].startswith("begins again, as asked, once")
+
+    # When its word is taken away
+    back = decided(seen(held, status=waits.document, seconds=5))
+
+    # Then nothing waits any more
+    assert back.document == document
+
+
 def test_who_begins_again_is_told_from_which_step_as_far_as_is_known() -> None:
     saved = {"checkpoints": checkpoints(120).model_dump(mode="json", by_alias=True, exclude_none=True)}
 
