@@ -131,7 +131,8 @@ def test_of_what_only_counts_the_last_word_stays_and_each_is_an_event() -> None:
 
 def test_restarts_and_disruptions_are_news() -> None:
     before = SFTJobStatus(state="Running", restarts=RestartsStatus())
-    failed = SFTJobStatus(state="Running", restarts=RestartsStatus(failures=1, last_reason="Hang", last_message="m"))
+    lost = {"disruptions": 1, "last_reason": "Evicted", "last_message": "a pod that was lost in the same moment"}
+    failed = SFTJobStatus(state="Running", restarts=RestartsStatus(failures=1, last_failure="Hang: m", **lost))
     evicted = SFTJobStatus(state="Running", restarts=RestartsStatus(disruptions=1, last_reason="Evicted"))
 
     assert [(item.type, item.reason, item.note) for item in news(before, failed)] == [
