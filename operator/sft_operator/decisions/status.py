@@ -10,7 +10,7 @@ from sft_api.fitting import fit_status
 from sft_api.known_models import known_shape
 from sft_api.progress import Phase
 from sft_api.report import what_is_complete, with_told
-from sft_api.restarts import Reached, as_phase
+from sft_api.restarts import Reached, as_phase, count_disruptions
 from sft_api.surprises import surprises
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import Condition, ExportStatus, RestartsStatus, SFTJob, SFTJobStatus
@@ -115,7 +115,7 @@ def follow(
     )
     situation = _as_far_as_read(terms, find_situation(terms, previous, observed, restarts, now))
     if situation.reason in HELD_BACK and previous.state in ("Running", "Recovering"):
-        restarts = _preempted(restarts, situation, now)
+        restarts = count_disruptions(restarts, 1, "Preempted", situation.message, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)
         reason, message = what_is_complete(status.progress, situation.reason, situation.message)
@@ -221,18 +221,6 @@ def refused_status(
             "message": message[:4096],
             "observed_generation": job_generation,
             "conditions": [accepted, *others, stalled],
-        }
-    )
-
-
-def _preempted(restarts: RestartsStatus, situation: Situation, now: datetime) -> RestartsStatus:
-    return restarts.model_copy(
-        update={
-            "disruptions": restarts.disruptions + 1,
-            "recovery_seconds": None,
-            "last_reason": "Preempted",
-            "last_message": situation.message,
-            "last_time": timestamp(now),
         }
     )
 

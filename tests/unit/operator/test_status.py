@@ -9,7 +9,8 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase, StorageOutage
-from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1.status import RepeatedFailure
 from sft_operator.config import Settings
 from sft_operator.decisions.changes import plan_changes
 from sft_operator.decisions.news import news
@@ -208,11 +209,14 @@ def test_being_preempted_by_the_queue_is_a_disruption() -> None:
     saving = running(job=child)
     queued = running(job=child, pods=())
 
-    once = status_of(saving, TRAINED)
+    row = RepeatedFailure(reason="PeerLost", times=2, first_time=stamp(-300), last_time=stamp(-200))
+    trained = TRAINED.model_copy(update={"restarts": RestartsStatus(echoes=row)})
+    once = status_of(saving, trained)
     twice = status_of(queued, once)
 
     assert once.restarts
     assert (once.state, once.restarts.disruptions, once.restarts.last_reason) == ("Suspending", 1, "Preempted")
+    assert once.restarts.echoes is None, "its pods were asked to stop"
     assert twice.state == "Queued"
     assert twice.restarts
     assert twice.restarts.disruptions == 1
