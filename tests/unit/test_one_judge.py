@@ -22,6 +22,8 @@ from tests.unit.operator.make import NOW, at, incident, make_job, report, runnin
 OOM, HANG, CRASH = FailureClass.OUT_OF_MEMORY, FailureClass.HANG, FailureClass.WORKER_CRASHED
 AWAY, PEER, STOP = FailureClass.STORAGE_UNAVAILABLE, FailureClass.PEER_LOST, FailureClass.INTERRUPTED
 
+LATER = 3600.0
+"""Seconds after NOW when the operator looks: all has happened by then."""
 Verdict = tuple[str, int]
 """A sentence, and after how many incidents; an empty one after all of them when the run may go on."""
 
@@ -62,8 +64,8 @@ def in_the_cluster(
 ) -> tuple[Verdict, RestartsStatus]:
     job, status = make_job(runPolicy={"maxRestarts": max_restarts}), SFTJobStatus()
     for told in [len(incidents)] if at_once else range(1, len(incidents) + 1):
-        observed = running(report=report(training(1000), *incidents[:told]))
-        status = compute_status(job, status, observed, NOW)
+        observed = running(report=report(training(1000), *incidents[:told], received=LATER))
+        status = compute_status(job, status, observed, at(LATER))
         if status.state == "Failed":
             break
     failed = next(condition for condition in status.conditions if condition.type == "Failed")

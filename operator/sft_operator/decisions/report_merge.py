@@ -16,7 +16,7 @@ from sft_api.v1alpha1 import (
 )
 from sft_api.v1alpha1.status import State
 
-from ..picture.observed import Observed
+from ..picture.observed import Observed, Report
 
 _AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
@@ -90,8 +90,9 @@ def _newer(known: CheckpointsStatus | None, training: TrainingProgress) -> Check
 
 def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: Observed) -> SFTJobStatus:
     """Steps that a lost index 0 cost: its supervisor can no longer tell."""
-    told = observed.report.progress.incidents if observed.report else []
-    if any(incident.attempt == status.attempt for incident in told) or status.progress is None:
+    report = observed.report
+    told = report.progress.incidents if report else []
+    if report is None or any(incident.attempt == status.attempt for incident in told) or status.progress is None:
         return status
     restarts = status.restarts or RestartsStatus()
     lost = max(0, status.progress.step - (training.resumed_from_step or 0))
@@ -99,12 +100,18 @@ def _settle_attempt(status: SFTJobStatus, training: TrainingProgress, observed: 
     happened = _open_since(restarts, observed)
     # Reports are read now and then: the first new step lies back by the steps made since.
     later_steps = max(0, training.step - (training.resumed_from_step or 0) - 1)
-    first_step = shifted(training.update_time, -later_steps * (training.median_step_seconds or 0.0))
+    first_step = shifted(_time_told(report, happened), -later_steps * (training.median_step_seconds or 0.0))
     if happened and (end := _told_from(told, happened, first_step)) > happened:
         seconds = round((end - happened).total_seconds(), 1)
         update["recovery_seconds"] = seconds
         update["total_recovery_seconds"] = round(restarts.total_recovery_seconds + seconds, 1)
     return status.model_copy(update={"restarts": restarts.model_copy(update=update)})
+
+
+def _time_told(report: Report, happened: datetime | None) -> datetime:
+    """When what ``report`` tells was so; when it was read, where that cannot be by the clock of its node."""
+    told = report.progress.training.update_time
+    return told if told <= report.received and (happened is None or told > happened) else report.received
 
 
 def _open_since(restarts: RestartsStatus, observed: Observed) -> datetime | None:

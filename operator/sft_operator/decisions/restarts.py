@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from sft_api.failures import is_retryable
 from sft_api.progress import Incident
 from sft_api.restarts import Reached, count_disruptions, count_failure, count_incidents
-from sft_api.times import EARLIEST
+from sft_api.times import EARLIEST, parse_time, timestamp
 from sft_api.v1alpha1 import RestartsStatus
 
 from ..picture.observed import ChildJob, Observed, Pod
@@ -59,6 +59,9 @@ def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Rea
         # Of pods that ended after the run was complete nobody asks; those that were replaced before it were lost.
         done = [pod for pod in observed.pods if pod.phase == "Succeeded"]
         restarts = _with_unseen(restarts, done, job.nodes, now)
+    if (last := parse_time(restarts.last_time)) and last > now:
+        # By the clock of a node that is ahead: what happens next on another one would seem to come before it.
+        restarts = restarts.model_copy(update={"last_time": timestamp(now)})
     restarts = restarts.model_copy(update={"counted": _kept_keys(counted, observed)})
     return with_hurry(restarts, observed, reached, now)
 

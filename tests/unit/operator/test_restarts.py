@@ -52,6 +52,18 @@ def test_incidents_count_once() -> None:
     assert "activationCheckpointing" in once.last_message
 
 
+def test_what_happened_by_a_clock_that_is_ahead_does_not_hide_what_comes_after_it() -> None:
+    # Given a failure on a node whose clock is a minute ahead
+    first = count(running(report=report(training(60), incident(1, HANG, step=10, seconds=60))))
+    assert (first.last_reason, first.last_time) == ("Hang", stamp(0))
+
+    # When the run fails on another one half a minute later
+    observed = running(report=report(training(60), incident(2, OOM, step=20, seconds=30)))
+    later = count_restarts(first, observed, reached=Reached(50, 0), now=at(31))
+
+    assert (later.last_reason, later.last_time) == ("OutOfMemory", stamp(30))
+
+
 @pytest.mark.parametrize("told", ["pod/x", "pod/gone-uid", "1/recovered", "\ud800", "\x00", "", "x" * 300, "é" * 300])
 def test_an_incident_counts_once_whatever_a_pod_calls_it(told: str) -> None:
     # Given a pod that makes up the names of its incidents

@@ -100,7 +100,7 @@ def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
         running(pods=(make_pod(1), make_pod(0, phase="Failed", exit_code=137, conditions=disruption()))), first
     )
     told = training(43, attempt=2, resumed_from_step=40, update_time=at(34), median_step_seconds=2.0)
-    recovered = status_of(running(report=report(told, received=30)), lost, seconds=30)
+    recovered = status_of(running(report=report(told, received=35)), lost, seconds=35)
     later = status_of(running(report=report(told.model_copy(update={"step": 45}), received=40)), recovered, seconds=40)
 
     assert recovered.restarts
@@ -108,6 +108,18 @@ def test_steps_lost_with_index_0_are_counted_by_the_operator() -> None:
     assert recovered.restarts.recovery_seconds == 31
     assert later.restarts
     assert later.restarts.lost_steps == 10
+
+
+@pytest.mark.parametrize("ahead", [-3600, 3600])
+def test_what_the_loss_of_index_0_cost_is_counted_also_by_a_node_whose_clock_differs(ahead: float) -> None:
+    first = status_of(running(report=report(training(50, update_time=at(-60)))))
+    lost = status_of(running(pods=(make_pod(0, phase="Failed", exit_code=137, conditions=disruption()),)), first)
+
+    told = training(41, attempt=2, resumed_from_step=40, update_time=at(30 + ahead))
+    recovered = status_of(running(report=report(told, received=32)), lost, seconds=32)
+
+    assert recovered.restarts
+    assert (recovered.restarts.recovery_seconds, recovered.restarts.total_recovery_seconds) == (33, 33)
 
 
 DAY = 86_400.0
