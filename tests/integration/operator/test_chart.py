@@ -76,6 +76,8 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("settings.pollConcurrency=1.5", "/settings/pollConcurrency"),
         ("settings.leaderElection.leaseSeconds=0", "/settings/leaderElection/leaseSeconds"),
         ("settings.leaderElection.leaseSecond=9", "leaseSecond"),
+        ("settings.leaderElection.name=mine", "/settings/leaderElection/name"),
+        ("settings.leaderElection.namespace=team", "/settings/leaderElection/namespace"),
         ("settings.logLevel=LOUD", "/settings/logLevel"),
         ("settings.networkPolicy.enabled=perhaps", "/settings/networkPolicy/enabled"),
         ("settings.pods.command=python", "/settings/pods/command"),
@@ -124,7 +126,7 @@ def limits(schema: Any, whole: Any) -> Any:
         found = limits(alternatives[0], whole)
         return {**found, "null": nullable} if "type" in found else found
     if "object" in schema.get("type", ()):
-        fields = {name: limits(field, whole) for name, field in schema.get("properties", {}).items() if field}
+        fields = {name: field and limits(field, whole) for name, field in schema.get("properties", {}).items()}
         return fields or {"*": limits(schema["additionalProperties"], whole)}
     if schema.get("type") == "array":
         return [limits(schema["items"], whole)]
@@ -146,15 +148,11 @@ def test_every_setting_of_the_operator_has_its_type_and_limits_in_the_chart() ->
     chart = json.loads((CHART / "values.schema.json").read_text())
     settings = chart["properties"]["settings"]
     model = Settings.model_json_schema(by_alias=True)
-    fixed = {name for name, field in settings["properties"].items() if field is False}
+    fixed = {".httpPort", ".namespace", ".leaderElection.name", ".leaderElection.namespace"}
 
-    expected = limits(model, model)
-    assert settings["properties"].keys() == expected.keys()
-    assert fixed == {"httpPort", "namespace"}
-    found, wanted = (
-        flat({key: value for key, value in fields.items() if key not in fixed})
-        for fields in (limits(settings, chart), expected)
-    )
+    found, wanted = flat(limits(settings, chart)), flat(limits(model, model))
+    assert {name for name, leaf in found.items() if leaf is False} == fixed
+    found, wanted = ({name: leaves[name] for name in leaves.keys() - fixed} for leaves in (found, wanted))
     # Null also takes a default of the chart away, which the operator then does not see.
     taken, known = (
         {name for name, leaf in leaves.items() if isinstance(leaf, dict) and leaf.pop("null")}
@@ -175,7 +173,8 @@ def test_every_setting_may_be_given(tmp_path: Path) -> None:
     store = {"uri": "s3://bucket/sft", "s3": {"endpoint": "http://minio:9000", "region": "here"}, "verify": True}
     pods = {"image": "mine:2", "megatronImage": "mine:3", "imagePullPolicy": "Never", "gpuMemory": "80Gi"}
     settings = Settings.model_validate({"store": store, "pods": pods})
-    fixed: Any = {"http_port": True, "namespace": True, "network_policy": {"operator_labels"}}
+    lease = {"namespace", "name"}
+    fixed: Any = {"http_port": True, "namespace": True, "network_policy": {"operator_labels"}, "leader_election": lease}
     values = tmp_path / "values.yaml"
     given = settings.model_dump(mode="json", by_alias=True, exclude=fixed, exclude_none=True)
     values.write_text(yaml.safe_dump({"settings": given}))
@@ -185,6 +184,15 @@ def test_every_setting_may_be_given(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     objects = [item for item in yaml.safe_load_all(done.stdout) if item]
     assert settings_of(objects, tmp_path).model_dump(exclude=fixed) == settings.model_dump(exclude=fixed)
+
+
+def test_the_lease_of_the_settings_is_the_one_to_which_there_is_a_right(tmp_path: Path) -> None:
+    objects = render_chart()
+    election = settings_of(objects, tmp_path).leader_election
+    (role,) = [item for item in objects if item["kind"] == "Role"]
+
+    assert role["metadata"]["namespace"] == election.namespace
+    assert [rule["resourceNames"] for rule in role["rules"] if "update" in rule["verbs"]] == [[election.name]]
 
 
 def test_the_settings_it_writes_are_the_operators_own(tmp_path: Path) -> None:
