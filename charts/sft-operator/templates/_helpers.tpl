@@ -42,7 +42,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
     "operatorNamespace" .Release.Namespace
     "operatorLabels" (fromYaml (include "sft.selector" .))
     "metricsNamespaces" .Values.networkPolicy.metricsNamespaces)
-  "leaderElection" (dict "enabled" true "namespace" .Release.Namespace "name" (include "sft.name" .))
+  "leaderElection" (dict
+    "enabled" true
+    "namespace" .Release.Namespace
+    "name" (include "sft.name" .)
+    "leaseSeconds" 15
+    "renewSeconds" 4)
   "httpPort" 8080
   "logLevel" .Values.logLevel -}}
 {{- if .Values.watchNamespace }}{{ $_ := set $settings "namespace" .Values.watchNamespace }}{{ end -}}
@@ -57,6 +62,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $store := $settings.store | default dict -}}
 {{- if and $store.remove (not $store.verify) -}}
 {{- fail "store.remove is true and store.verify is false: the operator removes only what it has read and found to be its own; set store.verify to true as well, or store.remove to false" -}}
+{{- end -}}
+{{- $election := $settings.leaderElection -}}
+{{- if gt (mulf 2 $election.renewSeconds) (float64 $election.leaseSeconds) -}}
+{{- fail (printf "settings.leaderElection.renewSeconds is %v and leaseSeconds is %v: set renewSeconds to half of leaseSeconds at most" $election.renewSeconds $election.leaseSeconds) -}}
+{{- end -}}
+{{- if and (not $election.enabled) (gt (int .Values.replicas) 1) -}}
+{{- fail (printf "settings.leaderElection.enabled is false and replicas is %v: all of them would work at once; set replicas to 1, or leave it out" .Values.replicas) -}}
 {{- end -}}
 {{- toYaml $settings -}}
 {{- end -}}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_operator.config import PodSettings, Settings, load_settings
+from sft_operator.config import LeaderElectionSettings, PodSettings, Settings, load_settings
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import KubernetesApi
@@ -115,6 +115,25 @@ def test_what_is_said_of_a_store_and_would_do_nothing_is_refused(settings: list[
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["leaderElection.renewSeconds=10"], "renewSeconds is 10 and leaseSeconds is 15: set renewSeconds to half of"),
+        (["leaderElection.leaseSeconds=6"], "renewSeconds is 4 and leaseSeconds is 6: set renewSeconds to half of"),
+        (["leaderElection.leaseSeconds=6", "leaderElection.renewSeconds=2.5"], ""),
+        (["leaderElection.enabled=false"], "enabled is false and replicas is 2: all of them would work at once"),
+    ],
+)
+def test_a_lease_by_which_no_operator_would_start_or_two_would_work_is_refused(settings: list[str], words: str) -> None:
+    values = [f"--set-json=settings.{setting}" for setting in settings]
+    done = helm("template", "x", str(CHART), "--set=crds.install=false", *values)
+
+    assert (done.returncode != 0) is bool(words), done.stderr
+    assert words in done.stderr
+    alone = helm("template", "x", str(CHART), "--set=settings.leaderElection.enabled=false", "--set=replicas=1")
+    assert alone.returncode == 0, alone.stderr
+
+
 def limits(schema: Any, whole: Any) -> Any:
     """What ``schema`` lets through, however it is written: nothing said of defaults, descriptions and absence."""
     while "$ref" in schema:
@@ -172,7 +191,7 @@ def flat(fields: Any, path: str = "") -> dict[str, Any]:
 def test_every_setting_may_be_given(tmp_path: Path) -> None:
     store = {"uri": "s3://bucket/sft", "s3": {"endpoint": "http://minio:9000", "region": "here"}, "verify": True}
     pods = {"image": "mine:2", "megatronImage": "mine:3", "imagePullPolicy": "Never", "gpuMemory": "80Gi"}
-    settings = Settings.model_validate({"store": store, "pods": pods})
+    settings = Settings.model_validate({"store": store, "pods": pods, "leaderElection": {"enabled": True}})
     lease = {"namespace", "name"}
     fixed: Any = {"http_port": True, "namespace": True, "network_policy": {"operator_labels"}, "leader_election": lease}
     values = tmp_path / "values.yaml"
@@ -202,8 +221,8 @@ def test_the_settings_it_writes_are_the_operators_own(tmp_path: Path) -> None:
     assert settings.store is None
     assert settings.pods.image == "sft-operator/trainer:0.1.0"
     assert settings.pods.megatron_image is None
-    assert settings.leader_election.enabled is True
-    assert settings.leader_election.namespace == OPERATOR_NAMESPACE
+    own = {"enabled": True, "namespace": OPERATOR_NAMESPACE}
+    assert settings.leader_election == LeaderElectionSettings().model_copy(update=own)
     assert settings.network_policy.operator_namespace == OPERATOR_NAMESPACE
 
 
