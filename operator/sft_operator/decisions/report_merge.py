@@ -78,10 +78,14 @@ def _with_curve(progress: ProgressStatus, known: ProgressStatus | None) -> Progr
 
 
 def _newer(known: CheckpointsStatus | None, training: TrainingProgress) -> CheckpointsStatus | None:
-    """The report's checkpoints; the known ones while it has none, or only older ones of its own attempt."""
+    """The report's checkpoints; the known ones while it has none, or only older ones of its own attempt.
+
+    What began from the model has none but its own: nothing lay there, or nothing that it may go on from.
+    """
     reported = training.checkpoints
     if reported.latest is None:
-        return known
+        own = known is None or known.latest is None or known.latest.attempt == training.attempt
+        return known if own or training.resumed_from_step is not None else reported
     if known and known.latest and known.latest.attempt == training.attempt:
         older = (reported.latest.attempt, reported.latest.step) < (known.latest.attempt, known.latest.step)
         return known if older else reported

@@ -181,6 +181,8 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
         "message": situation.message,
         "observed_generation": terms.generation,
         "retried": word,
+        # Counted anew where somebody has emptied the place meanwhile: what is told next is news whatever its number.
+        "attempt": 0,
         "restarts": restarts.model_copy(update=_NOTHING_AGAINST_IT),
         "avoided_nodes": [],
         "job_ref": "",

@@ -147,6 +147,29 @@ def test_a_loss_that_was_recovered_long_ago_counts_no_more(between: str) -> None
     assert after.restarts.total_recovery_seconds == 31
 
 
+def test_a_run_that_is_retried_in_a_place_that_somebody_has_emptied_shows_its_own_figures() -> None:
+    # Given a run that has failed in its third attempt, was retried, and finds nothing: attempts are counted anew
+    known = training(50, attempt=3, loss=2.0, checkpoints=checkpoints(40, 3))
+    failed = status_of(running(report=report(known)))
+    again = retried_status(make_terms(), failed, "again", at(60))
+    loading = report(training(0, phase=Phase.LOADING, update_time=at(90)), received=90)
+
+    # When its first attempt loads, and trains
+    starts = status_of(running(report=loading), again, seconds=90)
+    told = training(7, loss=5.0, update_time=at(100))
+    trains = status_of(running(report=report(told, received=100)), starts, seconds=100)
+    told = training(9, checkpoints=checkpoints(8), update_time=at(110))
+    saved = status_of(running(report=report(told, received=110)), trains, seconds=110)
+
+    # Then what was known stands there until it trains, and no longer
+    assert starts.progress
+    assert trains.progress
+    assert (starts.progress.step, starts.progress.phase, starts.checkpoints) == (50, "Loading", checkpoints(40, 3))
+    assert (trains.attempt, trains.progress.step, trains.progress.loss) == (1, 7, 5.0)
+    assert (trains.checkpoints and trains.checkpoints.latest, trains.steps_at_risk) == (None, 7)
+    assert (saved.checkpoints, saved.steps_at_risk) == (checkpoints(8), 1)
+
+
 @pytest.mark.parametrize("polled", [True, False])
 def test_a_wait_of_which_the_new_index_0_tells_a_part_is_counted_once(polled: bool) -> None:
     # Given an index 0 that is lost a minute ago, and a start that fails after it
