@@ -253,7 +253,9 @@ class SFTJobStatus(ApiModel):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),
     ] = Field(default_factory=list, description="Conditions, one a type.")
-    attempt: int = Field(default=0, description="Attempt that is running, or ran last; 1 is the first.")
+    attempt: int = Field(
+        default=0, description="Attempt that is running, or ran last, since the job began or was retried; 0: none yet."
+    )
     progress: ProgressStatus | None = Field(default=None, description="Where training stands.")
     checkpoints: CheckpointsStatus | None = Field(default=None, description="Checkpoints in the store.")
     steps_at_risk: int | None = Field(
