@@ -147,9 +147,10 @@ def test_a_second_replica_takes_over(api: KubernetesApi, start_operator: StartOp
         answer = api.request("GET", path, "", "application/json")
         return answer.body if answer.accepted else None
 
-    election = {"enabled": True, "namespace": OPERATOR_NAMESPACE, "leaseSeconds": 3, "renewSeconds": 0.5}
+    # Long enough that a busy machine takes it from nobody
+    election = {"enabled": True, "namespace": OPERATOR_NAMESPACE, "leaseSeconds": 12, "renewSeconds": 1}
     first = start_operator(namespace=own_scene.namespace, leaderElection=election)
-    own_scene.until(lease)
+    own_scene.until(lambda: "sft_operator_leader 1.0" in first.get("/metrics"))
     second = start_operator(namespace=own_scene.namespace, leaderElection=election)
     assert "sft_operator_leader 1.0" in first.get("/metrics")
     assert "sft_operator_leader 0.0" in second.get("/metrics")
