@@ -198,7 +198,7 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         update={
             "attempt": words.attempt,
             "progress": known.model_copy(update=update),
-            "checkpoints": _with_checkpoints(status.checkpoints, words),
+            "checkpoints": _with_checkpoints(status, words),
             "export": export,
         }
     )
@@ -232,10 +232,13 @@ def merge_stored(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     return status.model_copy(update=update)
 
 
-def _with_checkpoints(known: CheckpointsStatus | None, words: TerminationMessage) -> CheckpointsStatus | None:
-    told = last_checkpoints(words)
+def _with_checkpoints(status: SFTJobStatus, words: TerminationMessage) -> CheckpointsStatus | None:
+    known, told = status.checkpoints, last_checkpoints(words)
+    latest = known.latest if known else None
+    if latest and not status.attempt and words.attempt < latest.attempt:
+        return checkpoints_status(told)  # of a run that was retried in a place that somebody has emptied
     if not told:
         return known
-    if known and known.latest and (known.latest.attempt, known.latest.step) > (told[0].attempt, told[0].step):
+    if latest and (latest.attempt, latest.step) > (told[0].attempt, told[0].step):
         return known
     return checkpoints_status(told)

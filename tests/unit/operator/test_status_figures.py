@@ -170,6 +170,20 @@ def test_a_run_that_is_retried_in_a_place_that_somebody_has_emptied_shows_its_ow
     assert (saved.checkpoints, saved.steps_at_risk) == (checkpoints(8), 1)
 
 
+def test_so_does_one_of_which_only_the_last_words_are_heard() -> None:
+    failed = status_of(running(report=report(training(50, attempt=3, checkpoints=checkpoints(40, 3)))))
+    again = retried_status(make_terms(), failed, "again", at(60))
+
+    end = words(None, 30, checkpoints_uri="s3://b/checkpoints", checkpoints=committed_at(30))
+    done = tuple(make_pod(index, phase="Succeeded", exit_code=0, words=end, finished=90) for index in (0, 1))
+    complete = status_of(running(job=make_child(conditions={"Complete": ("", "")}), pods=done), again, seconds=92)
+
+    assert complete.progress
+    assert (complete.attempt, complete.progress.step) == (1, 30)
+    assert complete.checkpoints
+    assert [(item.attempt, item.step) for item in complete.checkpoints.kept] == [(1, 30)]
+
+
 @pytest.mark.parametrize("polled", [True, False])
 def test_a_wait_of_which_the_new_index_0_tells_a_part_is_counted_once(polled: bool) -> None:
     # Given an index 0 that is lost a minute ago, and a start that fails after it
