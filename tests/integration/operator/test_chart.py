@@ -18,6 +18,7 @@ from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
     CHART,
     OPERATOR_NAMESPACE,
+    PATIENCE_SECONDS,
     Object,
     StartOperator,
     Supervisors,
@@ -394,7 +395,7 @@ def test_it_installs_and_its_pods_meet_the_restricted_standard(server: Cluster) 
             f"--namespace={namespace}",
             "--for=jsonpath={.status.unavailableReplicas}=2",
             "deployment/second",
-            "--timeout=30s",
+            f"--timeout={PATIENCE_SECONDS:.0f}s",
         )
         pods: Any = server.get("pods", f"--namespace={namespace}")
         assert len(pods["items"]) == 2

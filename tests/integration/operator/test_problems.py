@@ -255,10 +255,7 @@ def test_a_deleted_job_is_made_again(scene: Scene) -> None:
 
     scene.delete("jobs", "phoenix")
 
-    scene.until(
-        lambda: (job := scene.get("jobs", "phoenix")) and job["metadata"]["uid"] != before["metadata"]["uid"],
-        seconds=30,
-    )
+    scene.until(lambda: (job := scene.get("jobs", "phoenix")) and job["metadata"]["uid"] != before["metadata"]["uid"])
 
 
 def test_rubbish_from_a_pod_harms_nobody(scene: Scene) -> None:
