@@ -104,9 +104,8 @@ def prepare(
 ) -> Prepared:
     """Fetch, tokenise and lay out the steps; cached, so that a restart takes seconds. ``device`` is tried first.
 
-    ``kept`` is asked for tokenised data that is not in the cache.
-
-    Called by the first process of a machine before it joins the group, and by the others after: they find the cache.
+    ``kept`` is asked for tokenised data that is not in the cache. Called by the first process of a machine before it
+    joins the group, and by the others after: they find the cache.
     """
     spec = config.spec
     # A model that cannot be trained must not be found out about after hours of tokenising.

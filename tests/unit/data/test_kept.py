@@ -113,10 +113,11 @@ def test_a_node_that_had_begun_to_tokenise_reads_it_as_well(
     assert sorted(path.name for path in read.folder.iterdir()) == ["examples.arrow", "report.json"]
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path: Path, how: str, tokens: bytes = b"") -> None:
+    """What ``how`` says; flipped is a bit of ``tokens``, for not every byte of a file means something."""
     content = bytearray(path.read_bytes())
     if how == "flipped":
-        content[len(content) // 2] ^= 1
+        content[content.index(tokens) if tokens else len(content) // 2] ^= 1
     path.write_bytes(content[: len(content) // 2] if how == "cut" else content)
     if how == "gone":
         path.unlink()
@@ -128,13 +129,35 @@ def test_what_is_damaged_is_not_used(
     tmp_path: Path, store: Store, kept: TokenizedSource, caplog: pytest.LogCaptureFixture, which: str, how: str
 ) -> None:
     (file,) = (tmp_path / "place" / "tokenized").glob(f"*.{which}")
-    damage(file, how)
+    damage(file, how, kept.example(0)[0].tobytes() if which == "arrow" else b"")
 
     read = Node(tmp_path, "second", store).tokenize()
 
     assert same(read, kept)
     assert ("is not used, and the rows are tokenised again: " in caplog.text) == (how != "gone")
     assert sorted(path.name for path in read.folder.iterdir()) == ["examples.arrow", "report.json"]
+
+
+def test_what_was_cut_is_written_anew(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
+    (file,) = (tmp_path / "place" / "tokenized").glob("*.arrow")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+
+    KeptTokens(store).keep(kept, Event())
+
+    assert file.read_bytes() == whole
+
+
+def test_a_cache_that_was_damaged_before_it_was_kept_is_found(tmp_path: Path, store: Store) -> None:
+    source = Node(tmp_path, "first", None).tokenize()
+    damage(source.folder / "examples.arrow", "flipped", source.example(0)[0].tobytes())
+    KeptTokens(store).keep(source, Event())
+
+    read = Node(tmp_path, "second", store).tokenize()
+
+    read.check()
+    with pytest.raises(ValueError, match="not those that were written"):
+        TokenizedSource(source.folder).check()
 
 
 class Away:

@@ -5,9 +5,9 @@ settings, versions. What lies there is the same whoever wrote it, so nobody wait
 over. It is never needed: whatever goes wrong, the rows are tokenised.
 """
 
-import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -37,21 +37,16 @@ class KeptTokens:
 
         ``on_fetch`` is called with the bytes so far. Raises OSError when this machine's disk is full.
         """
-        arriving = folder / f"{EXAMPLES_FILE}.arriving"
+        arriving = folder / "arriving"
         try:
             record = _read(self._store.read(_record_key(name)))
-            hashed, size = hashlib.sha256(), 0
-            with self._store.open_read(_examples_key(name)) as stream, arriving.open("wb") as file:
-                while block := stream.read(READ_BLOCK):
-                    file.write(block)
-                    hashed.update(block)
-                    size += len(block)
-                    on_fetch(size)
-            if hashed.hexdigest() != record["sha256"]:
-                raise ValueError("its bytes are not those that were written")
-            arriving.replace(folder / EXAMPLES_FILE)
+            arriving.mkdir(exist_ok=True)
+            self._copy(_examples_key(name), arriving / EXAMPLES_FILE, on_fetch)
+            (arriving / REPORT_FILE).write_text(json.dumps(record["source"], indent=2))
+            TokenizedSource(arriving).check()
             (folder / JOURNAL_FILE).unlink(missing_ok=True)
-            (folder / REPORT_FILE).write_text(json.dumps(record["report"], indent=2))
+            for file in (EXAMPLES_FILE, REPORT_FILE):
+                (arriving / file).replace(folder / file)
         except ObjectNotFoundError:
             return False
         except (TrainingError, OSError, ValueError, KeyError, TypeError) as error:
@@ -60,30 +55,34 @@ class KeptTokens:
             log.warning("%s/%s is not used, and the rows are tokenised again: %s", self._store.uri, _key(name), error)
             return False
         finally:
-            arriving.unlink(missing_ok=True)
+            shutil.rmtree(arriving, ignore_errors=True)
         log.info("%s/%s is used, and the rows are not tokenised again", self._store.uri, _key(name))
         return True
 
+    def _copy(self, key: str, path: Path, on_fetch: Callable[[int], None]) -> None:
+        with self._store.open_read(key) as stream, path.open("wb") as file:
+            while block := stream.read(READ_BLOCK):
+                file.write(block)
+                on_fetch(file.tell())
+
     def keep(self, source: TokenizedSource, stop: Event) -> None:
         """Write ``source`` unless it is there; in vain when ``stop`` is set meanwhile. Raises TrainingError."""
-        name = source.folder.name
-        if self._store.list(_record_key(name)):
+        name, path = source.folder.name, source.folder / EXAMPLES_FILE
+        there = {entry.key: entry.size for entry in self._store.list(_key(name))}
+        if _record_key(name) in there and there.get(_examples_key(name)) == path.stat().st_size:
             return
-        hashed = hashlib.sha256()
-        path = source.folder / EXAMPLES_FILE
         stream = self._store.open_write(_examples_key(name), size_hint=path.stat().st_size)
         try:
             with path.open("rb") as file:
                 while (block := file.read(READ_BLOCK)) and not stop.is_set():
-                    hashed.update(block)
                     stream.write(block)
             if stop.is_set():
                 return
             stream.close()
         finally:
             stream.abort()
-        record = {"sha256": hashed.hexdigest(), "report": json.loads((source.folder / REPORT_FILE).read_text())}
-        self._store.put(_record_key(name), json.dumps({**record, "own": digest_of(record)}).encode())
+        record = {"source": json.loads((source.folder / REPORT_FILE).read_text())}
+        self._store.put(_record_key(name), json.dumps({**record, "sha256": digest_of(record)}).encode())
 
     def remove(self) -> None:
         """Take away all of it. Raises TrainingError."""
@@ -94,8 +93,7 @@ class KeptTokens:
 def _read(raw: bytes) -> dict[str, object]:
     """A record. Raises ValueError for one that is damaged."""
     record: dict[str, object] = json.loads(raw)
-    own = record.pop("own")
-    if own != digest_of(record):
+    if record.pop("sha256") != digest_of(record):
         raise ValueError("its record is damaged")
     return record
 

@@ -4,6 +4,7 @@ One Arrow IPC stream holds a record batch per chunk of rows with the columns ``i
 ``loss_mask`` (list of uint8) and ``trained`` (int32). ``writing.py`` writes it.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,6 +175,22 @@ def array_of(column: Any) -> NDArray[Any]:
     return np.from_dlpack(column)
 
 
+class Digest:
+    """SHA-256 over the tokens and masks of examples in order; it does not depend on where chunks begin."""
+
+    def __init__(self) -> None:
+        self._hashed = [hashlib.sha256() for _ in range(3)]  # one for each array
+
+    def add(self, lengths: NDArray[np.int32], input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> None:
+        """Take in some more examples, flat."""
+        for hashed, array in zip(self._hashed, (lengths, input_ids, loss_mask), strict=True):
+            hashed.update(np.ascontiguousarray(array).data)
+
+    def hexdigest(self) -> str:
+        """Of all so far."""
+        return hashlib.sha256(b"".join(hashed.digest() for hashed in self._hashed)).hexdigest()
+
+
 class TokenizedSource:
     """The examples of one source, memory-mapped: opening costs no memory, and processes share the pages."""
 
@@ -204,6 +221,15 @@ class TokenizedSource:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def check(self) -> None:
+        """Raises ValueError when what is there is not what was tokenised."""
+        digest = Digest()
+        for batch in self._batches:
+            digest.add(np.diff(batch.offsets).astype(np.int32), batch.input_ids, batch.loss_mask)
+        sums = (int(self.example(i)[1].sum()) for i in range(len(self)))
+        if digest.hexdigest() != self.digest or self.trained.tolist() != list(sums):
+            raise ValueError("its tokens are not those that were written")
 
     @property
     def largest_token(self) -> int:

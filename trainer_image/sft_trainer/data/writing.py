@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .tokenized import EXAMPLES_FILE, REPORT_FILE, Chunk, Counts, TokenizationReport, array_of
+from .tokenized import EXAMPLES_FILE, REPORT_FILE, Chunk, Counts, Digest, TokenizationReport, array_of
 
 JOURNAL_FILE = "journal.jsonl"
 
@@ -41,8 +41,7 @@ class ExamplesWriter:
         self.trained = 0
         self.lengths: list[NDArray[np.int32]] = []
         self._folder = folder
-        # One for each array, so that the digest does not depend on where chunks begin.
-        self._hashed = [hashlib.sha256() for _ in range(3)]
+        self._digest = Digest()
         self._file = (folder / EXAMPLES_FILE).open("a+b")
         self._journal = (folder / JOURNAL_FILE).open("a+b")
         self._recover()
@@ -76,9 +75,8 @@ class ExamplesWriter:
         self._file.write(_END)
         self._file.flush()
         os.fsync(self._file.fileno())
-        digest = hashlib.sha256(b"".join(hashed.digest() for hashed in self._hashed)).hexdigest()
         with (self._folder / REPORT_FILE).open("w") as file:
-            json.dump({"digest": digest, "report": report.to_json()}, file, indent=2)
+            json.dump({"digest": self._digest.hexdigest(), "report": report.to_json()}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         (self._folder / JOURNAL_FILE).unlink()
@@ -124,9 +122,7 @@ class ExamplesWriter:
         self.counts += chunk.counts
         self.lengths.append(chunk.lengths)
         self.trained += int(chunk.trained.sum(dtype=np.int64))
-        arrays = (chunk.lengths, chunk.input_ids, chunk.loss_mask)
-        for hashed, array in zip(self._hashed, arrays, strict=True):
-            hashed.update(np.ascontiguousarray(array).data)
+        self._digest.add(chunk.lengths, chunk.input_ids, chunk.loss_mask)
 
     def __enter__(self) -> Self:
         return self
