@@ -19,6 +19,7 @@ from sft_api.v1alpha1.status import CheckpointsStatus
 
 from .classify import classify
 from .data.random_examples import RandomExamples
+from .data.steps import plan_steps
 from .distributed import Ranks, sum_over_ranks
 from .due import SavesWhenDue, StopsWhenAsked
 from .errors import ConfigError, StopRequested
@@ -26,7 +27,7 @@ from .events import Claimed, Control, Listener, Listeners, StepDone
 from .gpu_memory import TellsAllocatedMemory
 from .listeners import OurListeners
 from .outage import Outage
-from .preparation import plan_steps, prepare_model
+from .preparation import prepare_model
 from .prepared import Prepared
 from .reporting import Reporter, Reporting
 from .saving import AskedEachStep, Saving
@@ -146,7 +147,7 @@ def prepare_dummy(config: TrainerConfig, reporter: Reporter, device: torch.devic
     path, model, digest, uncompiled = prepare_model(config, reporter, device)
     huggingface: Any = model.huggingface
     examples: Any = RandomExamples.filling(config, huggingface.get_input_embeddings().num_embeddings)
-    steps, epoch_size = plan_steps(config, [examples])
+    steps, epoch_size = plan_steps(config.spec, config.plan, [examples])
     total = config.spec.training.steps
     assert total is not None  # noqa: S101 - a dummy run has that many
     uri = config.spec.model.uri

@@ -17,9 +17,8 @@ from sft_api.v1alpha1.megatron import megatron_of
 
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
-from .data.batches import ExampleBatches, PackedBatches, StepSchedule
 from .data.kept import KeptTokens
-from .data.stream import ExampleStream
+from .data.steps import plan_steps
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
@@ -140,7 +139,7 @@ def prepare(
     train = [tokenized(source) for source in spec.data.train]
     huggingface: Any = model.huggingface
     check_vocabulary(tokenizer, [*train, *evaluation.values()], huggingface.get_input_embeddings().num_embeddings)
-    steps, epoch_size = plan_steps(config, train)
+    steps, epoch_size = plan_steps(spec, config.plan, train)
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
     warning = small_data_warning(spec, rows=epoch_size, step_rows=steps.step(0).examples, total_steps=total_steps)
@@ -187,37 +186,3 @@ def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddi
             f"the tokenizer gives token {largest}, but the model has embeddings for {embeddings} tokens only: set "
             "model.tokenizerUri to the tokenizer that belongs to the model"
         )
-
-
-def plan_steps(config: TrainerConfig, train: Sequence[TokenizedSource]) -> tuple[StepSchedule, int]:
-    """All steps of the run, and the number of examples of an epoch; a function of data and configuration alone."""
-    spec, plan = config.spec, config.plan
-    weights = [source.weight for source in spec.data.train if source.weight is not None]
-    stream = ExampleStream(
-        [len(source.lengths) for source in train],
-        weights=weights or None,
-        seed=spec.training.seed,
-        shuffle=spec.data.sampler == "random",
-    )
-    if plan.global_batch_tokens is not None:
-        assert plan.max_tokens_per_micro_batch is not None  # noqa: S101 - the plan gives both or none
-        steps: StepSchedule = PackedBatches(
-            train,
-            stream,
-            bin_tokens=plan.max_tokens_per_micro_batch,
-            bins_per_step=plan.global_batch_tokens // plan.max_tokens_per_micro_batch,
-            epochs=plan.epochs,
-            seed=spec.training.seed,
-            shuffle=spec.data.sampler == "random",
-        )
-    else:
-        assert plan.global_batch_size is not None  # noqa: S101 - the plan gives tokens or examples
-        steps = ExampleBatches(
-            train,
-            stream,
-            global_batch_size=plan.global_batch_size,
-            epochs=plan.epochs,
-            micro_batch_size=spec.training.micro_batch_size,
-            bin_tokens=plan.max_tokens_per_micro_batch,
-        )
-    return steps, stream.epoch_size

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sft_trainer.data.random_examples import RandomExamples
+from sft_trainer.data.steps import plan_steps
 from sft_trainer.dummy_run import DummyRun, sentence
 from sft_trainer.errors import ConfigError
-from sft_trainer.preparation import plan_steps
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_run_story import step_done
@@ -47,7 +47,7 @@ def config(folder: Path, **sections: Any) -> Any:
 def test_every_step_is_as_full_as_it_may_be(tmp_path: Path, sections: Any, bins: int, tokens: int) -> None:
     resolved = config(tmp_path, **sections)
     examples = RandomExamples.filling(resolved, 1000)
-    steps, _ = plan_steps(resolved, [examples])  # type: ignore[list-item]
+    steps, _ = plan_steps(resolved.spec, resolved.plan, [examples])  # type: ignore[list-item]
     for index in (0, 1, 4):
         step = steps.step(index)
         assert (len(step.bins), step.tokens) == (bins, tokens)

@@ -1,0 +1,42 @@
+"""All steps of a run, from its tokenised sources."""
+
+from collections.abc import Sequence
+
+from sft_api.plan import Plan
+from sft_api.v1alpha1.job import SFTJobSpec
+
+from .batches import ExampleBatches, Examples, PackedBatches, StepSchedule
+from .stream import ExampleStream
+
+
+def plan_steps(spec: SFTJobSpec, plan: Plan, train: Sequence[Examples]) -> tuple[StepSchedule, int]:
+    """All steps of the run, and the number of examples of an epoch; a function of data and configuration alone."""
+    weights = [source.weight for source in spec.data.train if source.weight is not None]
+    stream = ExampleStream(
+        [len(source.lengths) for source in train],
+        weights=weights or None,
+        seed=spec.training.seed,
+        shuffle=spec.data.sampler == "random",
+    )
+    if plan.global_batch_tokens is not None:
+        assert plan.max_tokens_per_micro_batch is not None  # noqa: S101 - the plan gives both or none
+        steps: StepSchedule = PackedBatches(
+            train,
+            stream,
+            bin_tokens=plan.max_tokens_per_micro_batch,
+            bins_per_step=plan.global_batch_tokens // plan.max_tokens_per_micro_batch,
+            epochs=plan.epochs,
+            seed=spec.training.seed,
+            shuffle=spec.data.sampler == "random",
+        )
+    else:
+        assert plan.global_batch_size is not None  # noqa: S101 - the plan gives tokens or examples
+        steps = ExampleBatches(
+            train,
+            stream,
+            global_batch_size=plan.global_batch_size,
+            epochs=plan.epochs,
+            micro_batch_size=spec.training.micro_batch_size,
+            bin_tokens=plan.max_tokens_per_micro_batch,
+        )
+    return steps, stream.epoch_size
