@@ -87,6 +87,8 @@ def _replace(path: Path, content: bytes) -> None:
 
 def _write_over(path: Path, content: bytes) -> bool:
     with suppress(OSError), path.open("r+b", buffering=0) as file:
-        if len(content) <= os.fstat(file.fileno()).st_size:
-            return file.write(content) == len(content)
+        room = os.fstat(file.fileno()).st_size
+        if len(content) <= room:
+            # Of a longer one before it nothing may be left behind this one.
+            return file.write(content.ljust(room)) == room
     return False

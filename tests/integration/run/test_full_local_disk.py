@@ -44,6 +44,11 @@ def test_a_run_goes_on_where_its_progress_finds_no_room_and_its_processes_are_se
         reporter.update(step=100_003)
         assert (told(folder).step, len(told(folder).warnings)) == (100_003, 1)
 
+        # A shorter word after it has all of that room, and nothing of the longer one is left there
+        fill(disk / "filler")
+        reporter.update(step=100_004, warnings=[])
+        assert (told(folder).step, told(folder).warnings) == (100_004, [])
+
 
 def test_a_disk_that_is_full_from_the_first_word_on_is_said(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", kilobytes=200) as disk:
