@@ -20,7 +20,7 @@ from sft_trainer.strategies.fsdp import strategy as strategy_module
 from sft_trainer.strategies.fsdp.memory import Memory
 from sft_trainer.topology import ALONE, Topology
 from sft_trainer.trainable import EVERYTHING, Trainable
-from sft_trainer.versions import tensors_in
+from sft_trainer.versions import tensors_in, watching_operators
 from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -167,6 +167,24 @@ def test_one_process_with_copies_of_its_own_computes_what_fsdp_does_to_the_last_
     assert {parameter.grad.dtype for parameter in alone.model.parameters() if parameter.grad is not None} == {
         torch.float32
     }
+
+
+def test_gradients_in_bf16_are_added_up_as_they_come(folder: Path) -> None:
+    # Given one process with copies of its own, in its second pass, where there are sums in fp32
+    ours = strategy(folder, precision="bf16", keeps=True)
+    ours.forward_backward(BINS[:1], TRAINED)
+    sums = {parameter.grad.data_ptr() for parameter in ours.model.parameters() if parameter.grad is not None}
+    matrices = {parameter.shape for parameter in ours.model.parameters() if parameter.ndim == 2}
+    made: list[torch.Tensor] = []
+
+    # When that is computed
+    with watching_operators(made.extend):
+        ours.forward_backward(BINS[1:2], TRAINED)
+
+    # Then nothing of a matrix's size is there in fp32 besides: it would be twice its gradient
+    of_matrices = [tensor for tensor in made if tensor.shape in matrices and tensor.dtype == torch.float32]
+    assert of_matrices
+    assert {tensor.data_ptr() for tensor in of_matrices} <= sums
 
 
 @pytest.mark.parametrize("keeps", [False, True])

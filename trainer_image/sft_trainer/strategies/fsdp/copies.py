@@ -4,7 +4,6 @@ FSDP would copy each of them three times for every forward pass, and each gradie
 nobody; the host, which says so of every layer, is what the steps of a small model then wait for.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,13 +28,12 @@ class Copies:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if parameter in of
         ]
-        tied = Counter(parameter for _, _, parameter, _ in self._places)
         for parameter, copy in of.items():
             if parameter.requires_grad:
-                if tied[parameter] == 1 and hasattr(copy, "grad_dtype"):
-                    # As with FSDP: gradients that are computed in fp32, as norms' may be, are not rounded on their way;
-                    # those of tied weights are, before they are added up.
-                    copy.grad_dtype = parameter.dtype
+                if hasattr(copy, "grad_dtype"):
+                    # Each as it is computed: those in fp32, as norms' may be, are not rounded on their way, and those
+                    # in bf16 are not copied to another dtype before they are added up.
+                    copy.grad_dtype = None
                 copy.register_post_accumulate_grad_hook(partial(_add_up, parameter))
 
     @contextmanager
