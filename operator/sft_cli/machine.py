@@ -1,8 +1,11 @@
 """What this machine has, found out without importing torch."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+
+from sft_trainer.supervisor.gpus import visible
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
@@ -15,16 +18,27 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def gpu_memory(environment: Mapping[str, str]) -> str | None:
-    """Memory of the smallest GPU of this machine, as a quantity; None where the driver does not say it.
+    """Memory of the smallest GPU that training processes started with ``environment`` would see, as a quantity.
 
-    Nor is it known where one is cut into instances (MIG): training processes see one of these.
+    None where the driver does not say it, or one is cut into instances (MIG): training processes see one of these.
     """
-    fields = "--query-gpu=memory.total,mig.mode.current"
-    gpus = [line.split(",") for line in _nvidia_smi(environment, fields, "--format=csv,noheader,nounits")]
-    sizes = [size.strip() for size, *_ in gpus]
-    if not sizes or any(each[1:] == [" Enabled"] for each in gpus) or not all(size.isdecimal() for size in sizes):
-        return None  # perhaps lines of another kind
-    return f"{min(map(int, sizes))}Mi"
+    fields = "--query-gpu=memory.total,mig.mode.current,uuid"
+    lines = _nvidia_smi(environment, fields, "--format=csv,noheader,nounits")
+    gpus = [[field.strip() for field in line.split(",")] for line in lines]
+    # There may be lines of another kind.
+    if any(len(gpu) != 3 or not gpu[0].isdecimal() or gpu[1] == "Enabled" for gpu in gpus):
+        return None
+    places = _visible([uuid for *_, uuid in gpus], environment)
+    return f"{min(int(gpus[place][0]) for place in places)}Mi" if places else None
+
+
+def _visible(uuids: list[str], environment: Mapping[str, str]) -> list[int]:
+    """Places of the GPUs that are seen of those with ``uuids``; all of them where it is not known which."""
+    allowed = environment.get("CUDA_VISIBLE_DEVICES")
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and re.search(r"(^|,)\s*\d", allowed or ""):
+        # Numbers count from the fastest GPU on, and not in the driver's order.
+        allowed = None
+    return visible(uuids, allowed)
 
 
 def _nvidia_smi(environment: Mapping[str, str], *arguments: str) -> list[str]:
