@@ -22,8 +22,9 @@ _KINDS = (
     ("attention", "flash|fmha|cudnn.*(sdpa|attn)|attention"),
     ("products", "gemm|nvjet|cutlass|xmma|cublas|splitk"),
     ("compiled", "^triton"),
+    # Also those of many tensors at once, and casts.
+    ("copies", "memcpy|memset|copyfunctor|copy_kernel|catarray"),
     ("optimizer", "multi_tensor|adam"),
-    ("copies", "memcpy|memset"),
 )
 """Of kernels, by their names; all else is ``other``."""
 _OF_A_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -18,6 +18,11 @@ from tests.gpu.recorded import Kernel, kernels_in, shares
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "compiled"),
         ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
+        (
+            "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float>>",
+            "copies",
+        ),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>", "copies"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
         ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16>>", "other"),
     ],
