@@ -130,8 +130,9 @@ def prepare(
             ),
             on_warning=reporter.warn,
         )
+        reporter.say("%s: %s", source.uri, result.report.summary())
         for warning in result.report.warnings():
-            reporter.warn(warning)
+            reporter.warn(f"{source.uri}: {warning}")
         return result
 
     # What is wrong with the small evaluation sets shows before the large ones are read.

@@ -1,5 +1,7 @@
 """What a process says while it fetches what it trains."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,30 @@ def test_a_download_of_another_tokenizer_says_that_it_lives(tmp_path: Path, monk
 
     # Then this process says what it does, and how far it is
     assert said == [(Phase.LOADING, f"looking for {TOKENIZER}"), (Phase.DOWNLOADING, f"{TOKENIZER}: 1.5 GiB")]
+
+
+def test_what_became_of_rows_is_said_with_the_source_that_had_them(
+    tmp_path: Path, tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given two sources, one of which has three rows and one of them without an answer
+    monkeypatch.setenv("SFT_CACHE_DIR", str(tmp_path / "cache"))
+    rows = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [json.dumps({"messages": turns}) for turns in (rows, rows, rows[:1])]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    sources = [{"uri": f"file://{path}"} for path in (tiny_inputs.train, tmp_path / "few.jsonl")]
+    reporter = Reporter(tmp_path, writes=True)
+
+    # When they are tokenised
+    document = manifest(tiny_inputs.model.parent, tmp_path, data={"train": sources}, training={"globalBatchSize": 4})
+    with caplog.at_level(logging.INFO):
+        prepare(resolve(document), reporter, torch.device("cpu"))
+
+    # Then the warning names the source, and the log counts what is trained of each, also where nothing was dropped
+    (warning,) = reporter.progress.warnings
+    assert warning.startswith(f"{sources[1]['uri']}: 1 rows (33.3%) were dropped because no token of them is trained")
+    (whole,) = (text for text in caplog.messages if text.startswith(f"{sources[0]['uri']}: 300 rows; 300 examples of "))
+    assert " tokens in all, " in whole
+    assert f"{sources[1]['uri']}: 3 rows, 1 dropped without a trained token; 2 examples of " in caplog.text
 
 
 def test_data_is_looked_for_downloaded_and_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

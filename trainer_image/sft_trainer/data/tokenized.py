@@ -108,6 +108,20 @@ class TokenizationReport:
         """Share of the rows that gave no example, 0 to 1."""
         return (self.dropped_overlong + self.dropped_untrained) / self.rows
 
+    def summary(self) -> str:
+        """What there is to train, and everything that happened to rows, however few."""
+        happened = [
+            (self.dropped_overlong, f"dropped as longer than data.maxLength {self.max_length}"),
+            (self.dropped_untrained, "dropped without a trained token"),
+            (self.truncated, f"cut at data.maxLength {self.max_length}"),
+        ]
+        of_rows = "".join(f", {count:,} {what}" for count, what in happened if count)
+        return (
+            f"{self.rows:,} rows{of_rows}; {self.kept:,} examples of {self.lengths.min:,} to {self.lengths.max:,} "
+            f"tokens (median {self.lengths.median:,}), {self.lengths.total:,} tokens in all, "
+            f"{self.trained_tokens:,} trained"
+        )
+
     def warnings(self) -> list[str]:
         """A sentence for everything that happened to more than 1% of the rows (or of the trained tokens)."""
         limit = f"data.maxLength ({self.max_length} tokens; the longest row has {self.longest})"
