@@ -1,7 +1,7 @@
 """What is valid and may surprise, whatever the memory. Pure.
 
-Examples longer than a model's positions, steps that a run does not come to, tokens or matrices over several nodes,
-stages that wait, what needs GPUs without any.
+Examples longer than a model's positions, steps that a run does not come to, a warm-up of all steps, tokens or matrices
+over several nodes, stages that wait, what needs GPUs without any.
 """
 
 from typing import Any, Literal
@@ -29,6 +29,7 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         no_gpu_warning(spec, shape),
         idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
         _export_warning(spec),
+        "" if training.steps is None else warmup_warning(spec, training.steps),
     ]
     windows: dict[_Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
     for what, window in windows.items():
@@ -73,6 +74,17 @@ def _export_warning(spec: SFTJobSpec) -> str:
     if every is None or steps is None or every <= steps:
         return ""
     return f"export.everySteps is {every}, and the run has {steps} steps: nothing is exported but at its end"
+
+
+def warmup_warning(spec: SFTJobSpec, steps: int) -> str:
+    """What to say where the warm-up takes all ``steps`` of the run, or more than it has; else empty."""
+    warmup = spec.training.schedule.warmup_steps
+    if warmup is None or warmup < steps:
+        return ""
+    return (
+        f"training.schedule.warmupSteps is {warmup}, and the run has {steps} steps: the learning rate rises to "
+        "its peak in the last one; lower warmupSteps, or leave it out for 3% of the steps"
+    )
 
 
 def window_warning(what: _Recorded, first: int, steps: int | None) -> str:

@@ -69,6 +69,18 @@ def test_exports_on_the_way_that_a_run_does_not_come_to_are_warned_of() -> None:
     assert warned(110) == ["export.everySteps is 110, and the run has 100 steps: nothing is exported but at its end"]
 
 
+def test_a_warm_up_of_all_steps_is_warned_of() -> None:
+    def warned(**training: Any) -> list[str]:
+        return said(training={"schedule": {"warmupSteps": 100}, **training})
+
+    assert warned(steps=101) == warned(epochs=1) == said(training={"steps": 1, "schedule": {"warmupRatio": 0.5}}) == []
+    (warning,) = warned(steps=60)
+    assert warning.startswith(
+        "training.schedule.warmupSteps is 100, and the run has 60 steps: the learning rate rises to"
+    )
+    assert warned(steps=100) != []
+
+
 @pytest.mark.parametrize(
     ("what", "lost"),
     [("profile", "trace"), ("memorySnapshot", "snapshot")],

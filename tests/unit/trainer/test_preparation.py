@@ -76,6 +76,20 @@ def test_what_became_of_rows_is_said_with_the_source_that_had_them(
     assert f"{sources[1]['uri']}: 3 rows, 1 dropped without a trained token; 2 examples of " in caplog.text
 
 
+def test_a_warm_up_of_more_steps_than_the_data_gives_is_warned_of(
+    tmp_path: Path, tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_CACHE_DIR", str(tmp_path / "cache"))
+    document = manifest(tiny_inputs.model.parent, tmp_path)
+    document["spec"]["training"] = {"epochs": 1, "globalBatchSize": 30, "schedule": {"warmupSteps": 50}}
+    reporter = Reporter(tmp_path, writes=False)
+
+    prepare(resolve(document), reporter, torch.device("cpu"))
+
+    (warning,) = reporter.progress.warnings
+    assert warning.startswith("training.schedule.warmupSteps is 50, and the run has 10 steps: ")
+
+
 def test_data_is_looked_for_downloaded_and_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model("llama", tmp_path / "model")
     reporter = Reporter(tmp_path, writes=False)
