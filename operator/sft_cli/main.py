@@ -68,7 +68,7 @@ def _load(path: Path, name: str | None) -> "SFTJob":
     from .manifest import ManifestError, load_manifest
 
     try:
-        return load_manifest(path, name)
+        return load_manifest(path, name, on_warning=lambda text: say(f"Warning: {text}", fg="yellow"))
     except ManifestError as error:
         raise UserError(*error.problems) from error
 

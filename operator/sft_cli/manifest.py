@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,15 @@ from .problems import sentences
 STANDARD_INPUT = Path("-")
 _SUFFIXES = (".json", ".yaml", ".yml")
 """Of the files of a folder that are read, as kubectl does."""
+_SWITCHES = (
+    "lora",
+    "training.evaluation.earlyStopping",
+    "training.dummyRun",
+    "strategy.megatron",
+    "monitoring.profile",
+    "monitoring.memorySnapshot",
+)
+"""Fields of the spec that ask for something by being there, without any field of their own too."""
 
 
 class ManifestError(ValueError):
@@ -26,12 +35,18 @@ class ManifestError(ValueError):
         self.problems = tuple(problems)
 
 
-def load_manifest(source: Path | str, name: str | None = None) -> SFTJob:
+def _no_warning(_: str) -> None:
+    pass
+
+
+def load_manifest(
+    source: Path | str, name: str | None = None, *, on_warning: Callable[[str], None] = _no_warning
+) -> SFTJob:
     """The SFTJob called ``name`` of ``source`` (as for ``load_manifests``), or its only one.
 
     Raises ``ManifestError``, also when there are several SFTJobs and none was named.
     """
-    jobs = load_manifests(source)
+    jobs = load_manifests(source, on_warning=on_warning)
     names = ", ".join(job.metadata.name for job in jobs)
     if name is not None:
         named = [job for job in jobs if job.metadata.name == name]
@@ -43,11 +58,11 @@ def load_manifest(source: Path | str, name: str | None = None) -> SFTJob:
     return jobs[0]
 
 
-def load_manifests(source: Path | str) -> list[SFTJob]:
+def load_manifests(source: Path | str, *, on_warning: Callable[[str], None] = _no_warning) -> list[SFTJob]:
     """All SFTJobs of ``source`` in their order, at least one. Raises ``ManifestError`` with all problems of all.
 
     ``source`` is the path of a file or folder, ``-`` for standard input, or the text itself. Documents of other kinds
-    are passed over.
+    are passed over. ``on_warning`` is told of what is valid, and says the opposite of what it looks like.
     """
     is_one_of_many = isinstance(source, Path) and source.is_dir()
     documents = [
@@ -61,6 +76,11 @@ def load_manifests(source: Path | str) -> list[SFTJob]:
     for number, (origin, document) in enumerate(documents, start=1):
         try:
             jobs.append(SFTJob.from_manifest(document))
+            for field in _left_empty(document):
+                on_warning(
+                    f"{jobs[-1].metadata.name}: spec.{field} has no value, which is as if it were absent: write "
+                    f"{field.rpartition('.')[2]}: {{}} for it with its defaults, or take the line out"
+                )
         except ValidationError as error:
             where = f"SFTJob {number} of {len(documents)}: " if len(documents) > 1 and not origin else origin
             problems += [f"{where}{sentence}" for sentence in sentences(error)]
@@ -68,6 +88,17 @@ def load_manifests(source: Path | str) -> list[SFTJob]:
     if problems:
         raise ManifestError(problems)
     return jobs
+
+
+def _left_empty(document: dict[str, Any]) -> Iterator[str]:
+    """Which of ``_SWITCHES`` a valid document names without a value: the API server drops nulls."""
+    for field in _SWITCHES:
+        *parents, last = field.split(".")
+        block = document["spec"]
+        for parent in parents:
+            block = block.get(parent) or {}
+        if last in block and block[last] is None:
+            yield field
 
 
 def shown(source: Path | str) -> str:

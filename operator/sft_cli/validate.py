@@ -28,11 +28,12 @@ class Verdict:
 
 def verdict_on(path: Path) -> Verdict:
     """The verdict on all SFTJobs of the file or folder ``path``, or of standard input (``-``)."""
+    problems: list[str] = []
+    warnings: list[str] = []
     try:
-        jobs = load_manifests(path)
+        jobs = load_manifests(path, on_warning=warnings.append)
     except ManifestError as error:
         return Verdict(error.problems)
-    problems, warnings = [], []
     for job in jobs:
         shape = model_shape(job.spec)
         fit = fit_of(job.spec, make_plan(job.spec, shape=shape), shape)

@@ -102,6 +102,30 @@ def test_what_is_valid_and_may_surprise_is_said(good: Path) -> None:
     assert warning.endswith("trains the run anew")
 
 
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("lora", {"lora": None}),
+        ("training.evaluation.earlyStopping", {"training": {"evaluation": {"earlyStopping": None}}}),
+        ("training.dummyRun", {"training": {"dummyRun": None}}),
+        ("strategy.megatron", {"strategy": {"megatron": None}}),
+        ("monitoring.profile", {"monitoring": {"profile": None}}),
+        ("monitoring.memorySnapshot", {"monitoring": {"memorySnapshot": None}}),
+    ],
+)
+def test_a_switch_without_a_value_is_off_and_said_to_be(tmp_path: Path, field: str, spec: dict[str, Any]) -> None:
+    path = written(tmp_path, manifest(**spec))
+    warning = f"tiny: spec.{field} has no value, which is as if it were absent: write {field.rpartition('.')[2]}: {{}} "
+
+    validated, planned = sft("validate", path), sft("plan", path)
+
+    assert (validated.exit_code, planned.exit_code) == (0, 0)
+    assert validated.stdout.startswith(f"{path}: valid\n{path}: warning: {warning}")
+    assert planned.stderr.startswith(f"Warning: {warning}")
+    for other in ({"lora": {}}, {"training": None, "strategy": None, "monitoring": None}):
+        assert sft("validate", written(tmp_path, manifest(**other))).stdout == f"{path}: valid\n"
+
+
 def test_plan_as_table_and_as_status(good: Path) -> None:
     table = sft("plan", good).stdout
     documents = [
