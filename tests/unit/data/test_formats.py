@@ -157,6 +157,13 @@ def test_arguments_of_tool_calls_written_as_json_become_objects() -> None:
     assert "content" not in given.messages[1]
 
 
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}])
+def test_a_call_without_arguments_has_none_that_templates_can_write(arguments: Any) -> None:
+    calls = [{"type": "function", "function": {"name": "now", **arguments}}]
+    given = read(QUESTION, {"role": "assistant", "tool_calls": calls})
+    assert given.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_has_the_names_that_templates_read(key: str) -> None:
     message = read(QUESTION, {**ANSWER, key: "Hm."}).messages[1]

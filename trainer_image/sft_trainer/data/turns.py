@@ -158,12 +158,17 @@ def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """One call; arguments written as a JSON string become an object, as inference servers pass it to templates."""
+    """One call; arguments written as a JSON string become an object, as inference servers pass it to templates.
+
+    So do those that are missing: templates write them, and end with an error of their own where they are not there.
+    """
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool call needs a function with a name, not {quoted(call)}")
     function = dict(function)
-    if isinstance(function.get("arguments"), str):
+    if function.get("arguments") is None:
+        function["arguments"] = {}
+    if isinstance(function["arguments"], str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except ValueError as error:
