@@ -85,6 +85,23 @@ def absent_warning(spec: SFTJobSpec) -> str:
     return f"{'; '.join(absent)}: right where the run has it, and what depends on the model is not looked at here"
 
 
+def absent_data_warning(spec: SFTJobSpec) -> str:
+    """What to say of data in files that are not on this machine; they may be on the one for which ``spec`` is."""
+    sources = {
+        f"data.{part}[{number}].uri": Path(source.uri.removeprefix(_FILE))
+        for part, several in (("train", spec.data.train), ("eval", spec.data.eval))
+        for number, source in enumerate(several)
+        if source.uri.startswith(_FILE)
+    }
+    absent = {} if spec.training.dummy_run else {field: path for field, path in sources.items() if not path.exists()}
+    if not absent:
+        return ""
+    hint = "; a pattern is no path: name the folder, all of which is read"
+    patterns = any(set("*?") & set(str(path)) for path in absent.values())
+    told = "; ".join(f"{field}: there is no {path} on this machine" for field, path in absent.items())
+    return f"{told}: right where the run has it{hint if patterns else ''}"
+
+
 def _config(uri: str) -> Path | None:
     if uri.startswith(_FILE):
         return Path(uri.removeprefix(_FILE)) / "config.json"

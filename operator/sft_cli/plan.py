@@ -23,7 +23,7 @@ from sft_api.v1alpha1.workload import DummyRunSpec
 from .adapters import Trained, adapters_warning, measure_adapters
 from .console import result, say
 from .data_size import measure
-from .local_model import absent_warning, fit_of, memory_warnings, model_shape, why_uncounted
+from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape, why_uncounted
 from .words import counted
 
 
@@ -481,8 +481,8 @@ def show_plan(job: SFTJob, output: str) -> int:
         say(f"Warning: {names}", fg="yellow")
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
-    absent = absent_warning(job.spec)
-    for text in filter(None, (absent, *surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape))):
+    absent = (absent_warning(job.spec), absent_data_warning(job.spec))
+    for text in filter(None, (*absent, *surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape))):
         say(f"Warning: {text}", fg="yellow")
     if warning := warning_of(job.spec, plan):
         say(f"Warning: {warning}", fg="yellow")

@@ -12,7 +12,7 @@ from sft_api.surprises import surprises
 
 from .adapters import adapters_warning, measure_adapters
 from .console import result
-from .local_model import absent_warning, fit_of, memory_warnings, model_shape
+from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
 
 
@@ -39,7 +39,8 @@ def verdict_on(path: Path) -> Verdict:
         fit = fit_of(job.spec, make_plan(job.spec, shape=shape), shape)
         told = [
             *deletion_warnings(job.spec),
-            *filter(None, [absent_warning(job.spec), adapters_warning(measure_adapters(job.spec), fit.refused)]),
+            *filter(None, [absent_warning(job.spec), absent_data_warning(job.spec)]),
+            *filter(None, [adapters_warning(measure_adapters(job.spec), fit.refused)]),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
         ]
