@@ -84,6 +84,24 @@ def test_a_straddling_token_is_shown_as_trained(data: DataSpec, tmp_path: Path) 
     assert ", 1 of them begin before the answer" in render_text(preview, color=False)
 
 
+def test_answers_that_are_only_context_are_counted(data: DataSpec, tmp_path: Path) -> None:
+    # Given conversations of one answer, of two, of three, and one whose first answer says itself that it is not trained
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    turns = [[asked, answered] * count for count in (1, 2, 3)] + [
+        [asked, {**answered, "train": False}, asked, answered]
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+
+    def told(trained: str) -> list[str]:
+        shown = previews(data.model_copy(update={"train_on": trained, "max_length": 1000}), tmp_path)
+        return [render_text(preview, color=False).splitlines()[0].partition(" trained")[2] for preview in shown]
+
+    # Then of those that only data.trainOn leaves out is said how many there are
+    said = "context only (data.trainOn: lastAssistantMessage)"
+    assert told("lastAssistantMessage") == ["", f", 1 earlier answer is {said}", f", 2 earlier answers are {said}", ""]
+    assert told("allAssistantMessages") == ["", "", "", ""]
+
+
 def test_text_with_brackets_and_with_colours(data: DataSpec, tmp_path: Path) -> None:
     [preview] = previews(data, tmp_path, count=1)
     plain = render_text(preview, color=False)

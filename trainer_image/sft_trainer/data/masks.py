@@ -39,6 +39,8 @@ class MarkedText:
     spans: list[Span]
     incomplete: int = 0
     """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
+    answers_before: int = 0
+    """Answers in it that are not trained because ``data.trainOn`` says so, and not their own flag."""
 
 
 def selected_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
@@ -64,7 +66,15 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
         text = template.render(messages, conversation.tools)
         spans = [_turn_span(template, text, messages, conversation.tools, turn) for turn in selected]
     trained = "".join(text[start:end] for start, end in spans)
-    return MarkedText(text, spans, incomplete=sum(not _is_written(messages[i], i, trained) for i in selected))
+    return MarkedText(
+        text,
+        spans,
+        incomplete=sum(not _is_written(messages[i], i, trained) for i in selected),
+        answers_before=sum(
+            message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
+            for i, message in enumerate(messages)
+        ),
+    )
 
 
 def _is_written(message: Message, turn: int, trained: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .examples import Example, Settings, mark_row, to_examples
 from .formats import TokenIds
+from .masks import MarkedText
 from .readers import Row
 from .sources import open_source
 from .tokenize import check_named_columns, settings_for
@@ -58,6 +59,8 @@ class Preview:
     """Trained tokens that begin before the answer does."""
     incomplete: int = 0
     """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
+    answers_before: int = 0
+    """Answers that are not trained because ``data.trainOn`` says so."""
 
     @property
     def trained(self) -> int:
@@ -108,7 +111,8 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
         PreviewToken(token_id, text[start:stop], start, bool(trained))
         for token_id, (start, stop), trained in zip(example.ids, offsets, example.mask, strict=True)
     )
-    whole = Preview(place, "kept", text, tokens, example.straddling, example.incomplete)
+    before = marked.answers_before if isinstance(marked, MarkedText) else 0
+    whole = Preview(place, "kept", text, tokens, example.straddling, example.incomplete, before)
     return whole if len(tokens) <= settings.max_length else _overlong(whole, example, settings)
 
 
@@ -156,7 +160,13 @@ def render_text(preview: Preview, *, color: bool) -> str:
         head += f", {preview.straddling} of them begin before the answer"
     if preview.incomplete:
         head += ", and the chat template leaves out text of what is trained"
+    if preview.trained and preview.answers_before:
+        head += f", {_earlier(preview.answers_before)} context only (data.trainOn: lastAssistantMessage)"
     return f"{head}\n{''.join(parts)}"
+
+
+def _earlier(answers: int) -> str:
+    return "1 earlier answer is" if answers == 1 else f"{answers} earlier answers are"
 
 
 def render_tokens(preview: Preview, *, color: bool) -> str:
