@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from sft_api.failures import exit_code
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
@@ -21,31 +22,41 @@ from .errors import UserError
 from .local import out_of_reach
 from .words import counted
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 def show_data(job: SFTJob, *, rows: int, evaluation: bool, output: str) -> None:
     """Print the first ``rows`` rows of every training set, or of every evaluation set.
 
     Raises UserError when something cannot be read or has no exact mask.
     """
-    sources: Sequence[DataSource] = job.spec.data.eval if evaluation else job.spec.data.train
-    if not sources:
-        raise UserError("spec.data.eval is empty: there are no evaluation sets to show")
-    if problems := out_of_reach(job.spec, os.environ):
-        raise UserError(*problems)
+    sources = sources_of(job, evaluation=evaluation)
     try:
-        codec = _codec(job.spec)
+        codec = Codec.of(read_tokenizer(job.spec))
         for source in sources:
             _show_source(source, job.spec, codec, rows, output)
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
 
 
-def _codec(spec: SFTJobSpec) -> Codec:
+def sources_of(job: SFTJob, *, evaluation: bool) -> Sequence[DataSource]:
+    """The training sets, or the evaluation sets. Raises UserError when there are none, or this machine has them not."""
+    sources: Sequence[DataSource] = job.spec.data.eval if evaluation else job.spec.data.train
+    if not sources:
+        raise UserError("spec.data.eval is empty: there are no evaluation sets to show")
+    if problems := out_of_reach(job.spec, os.environ):
+        raise UserError(*problems)
+    return sources
+
+
+def read_tokenizer(spec: SFTJobSpec) -> "PreTrainedTokenizerFast":
+    """The tokenizer of the job, fetched where it is not on this machine."""
     say("Loading the tokenizer ...", dim=True)
     s3 = S3Settings.from_spec(spec.checkpoint.s3)
     uri = spec.model.tokenizer_uri or spec.model.uri
     path = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
-    return Codec.of(load_tokenizer(path, spec.model.chat_template))
+    return load_tokenizer(path, spec.model.chat_template)
 
 
 def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:

@@ -180,16 +180,25 @@ def plan(manifest: Path, name: str | None, output: str, *, suggest: bool) -> Non
 @job_option
 @click.option("-n", "--rows", type=click.IntRange(min=1), default=3, show_default=True, help="Rows of each data set.")
 @click.option("--eval", "evaluation", is_flag=True, help="The evaluation sets instead of the training sets.")
+@click.option("--all", "everything", is_flag=True, help="Tokenise all rows, and show what becomes of them instead.")
 @click.option("-o", "--output", type=click.Choice(["text", "jsonl"]), default="text", show_default=True)
 @debug_option
-def data(manifest: Path, name: str | None, rows: int, evaluation: bool, output: str) -> None:
+def data(manifest: Path, name: str | None, rows: int, evaluation: bool, everything: bool, output: str) -> None:
     """Show the first rows as the model sees them.
 
-    Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere. The exit code is that of
-    the failure when something cannot be read.
+    Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere. With --all how many rows
+    are kept, their tokens, and the steps that they make. The exit code is that of the failure when something cannot be
+    read.
     """
+    if everything and output != "text":
+        raise click.UsageError("--all shows no rows: leave --output out")
     job = _load(manifest, name)
     _start_the_trainer()
+    if everything:
+        from .all_data import show_all_data
+
+        show_all_data(job, evaluation=evaluation)
+        return
     from .data import show_data
 
     show_data(job, rows=rows, evaluation=evaluation, output=output)

@@ -1,6 +1,7 @@
 """`sft data` and `sft run` with the real trainer, a real (tiny) model and real data, on the CPU."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,53 @@ def test_what_is_left_out_of_a_folder_is_told(tiny_inputs: Any, job: Path, tmp_p
     assert shown.exit_code == 0, shown.stderr
     assert "Warning: data source file://" in shown.stderr
     assert "1 file (train-2.jsonl.gz) left out" in shown.stderr
+
+
+def test_what_becomes_of_all_rows_and_the_steps_that_they_make(
+    tiny_inputs: Any, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_CACHE_DIR", str(tmp_path / "cache"))
+
+    shown = data(job, "--all")
+
+    assert shown.exit_code == 0, shown.stderr
+    rows, epoch, run = shown.stdout.splitlines()
+    found = re.fullmatch(
+        rf"file://{tiny_inputs.train}: 40 rows, 1 dropped as longer than data.maxLength 256; 39 examples "
+        r"of \d+ to \d+ tokens \(median \d+\), ([\d,]+) tokens in all, [\d,]+ trained",
+        rows,
+    )
+    assert found, rows
+    tokens = int(found[1].replace(",", ""))
+    bins = re.search(
+        r"An epoch is 39 examples of ([\d,]+) tokens in (\d+) micro-batches of 256 tokens \((.*)% full", epoch
+    )
+    assert bins, epoch
+    assert int(bins[1].replace(",", "")) == tokens
+    assert float(bins[3]) == pytest.approx(100 * tokens / (256 * int(bins[2])), abs=0.06)
+    steps = -(-int(bins[2]) // 2)
+    assert epoch.endswith(f", {steps} steps of 512 tokens")
+    assert run == f"The run makes 3 steps: {3 / steps:.2f} epochs"
+
+    # With epochs in place of steps, and of what an evaluation reads
+    document = yaml.safe_load(job.read_text())
+    del document["spec"]["training"]["steps"]
+    document["spec"]["training"]["epochs"] = 2
+    document["spec"]["data"] |= {"packing": "none", "maxLength": 8}
+    document["spec"]["training"]["globalBatchTokens"] = None
+    job.write_text(yaml.safe_dump(document))
+    evaluation = data(job, "--all", "--eval")
+    assert evaluation.exit_code != 0
+    assert "is left: " in evaluation.stderr
+    document["spec"]["data"]["maxLength"] = 256
+    job.write_text(yaml.safe_dump(document))
+    unpacked = data(job, "--all").stdout.splitlines()[1:]
+    assert unpacked == [
+        f"An epoch is 39 examples of {tokens:,} tokens in 39 micro-batches, 2 steps of 32 examples",
+        "The run makes 3 steps in 2 epochs",
+    ]
+    assert "1 example in" not in data(job, "--all", "--eval").stdout
+    assert data(job, "--all", "-o", "jsonl").exit_code == 2
 
 
 def test_rows_as_the_model_sees_them(tiny_inputs: Any, job: Path) -> None:

@@ -114,6 +114,7 @@ class TokenizationReport:
             (self.dropped_overlong, f"dropped as longer than data.maxLength {self.max_length}"),
             (self.dropped_untrained, "dropped without a trained token"),
             (self.truncated, f"cut at data.maxLength {self.max_length}"),
+            (self.split, f"split at data.maxLength {self.max_length}"),
         ]
         of_rows = "".join(f", {count:,} {what}" for count, what in happened if count)
         return (
