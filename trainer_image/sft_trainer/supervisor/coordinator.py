@@ -44,6 +44,7 @@ class Coordinator:
         self._changed = asyncio.Event()
         self._progress_file = settings.run_dir / PROGRESS_FILE
         self._progress_version: tuple[int, int] | None = None
+        self._unreadable_version: tuple[int, int] | None = None
         self._adopted = 0
         """The attempt with whose claim came what earlier supervisors wrote down."""
         self._reported: TrainingProgress | None = None
@@ -239,13 +240,16 @@ class Coordinator:
             version = (status.st_ino, status.st_mtime_ns)
             if version == self._progress_version:
                 return
-            self._progress_version = version
             training = TrainingProgress.model_validate_json(self._progress_file.read_bytes())
         except FileNotFoundError:
             return
         except ValidationError as problem:
-            self._output.say(f"{self._progress_file} is not a progress report: {problem}")
+            # Said once, but looked at again: on a disk that is full it may have been half written.
+            if version != self._unreadable_version:
+                self._unreadable_version = version
+                self._output.say(f"{self._progress_file} is not a progress report: {problem}")
             return
+        self._progress_version = version
         if training.attempt > self._adopted:
             self._adopted = training.attempt
             self._adopt_incidents()
