@@ -5,10 +5,13 @@ The rows go through the same functions as in training, so what is shown is what 
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .examples import Example, Settings, mark_row, to_examples
 from .formats import TokenIds
@@ -107,33 +110,35 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
         pieces = codec.pieces(marked.ids)
         ends = list(accumulate(map(len, pieces)))
         text, offsets = "".join(pieces), list(zip([0, *ends], ends, strict=False))
+    verdict, mask = _verdict(example, settings)
     tokens = tuple(
         PreviewToken(token_id, text[start:stop], start, bool(trained))
-        for token_id, (start, stop), trained in zip(example.ids, offsets, example.mask, strict=True)
+        for token_id, (start, stop), trained in zip(example.ids, offsets, mask, strict=False)
     )
+    if len(mask) < len(example.ids):
+        text = text[: offsets[len(mask) - 1][1]]
+    if not mask.any():
+        return Preview(place, verdict, text, tokens, 0)
     before = marked.answers_before if isinstance(marked, MarkedText) else 0
-    whole = Preview(place, "kept", text, tokens, example.straddling, example.incomplete, before)
-    return whole if len(tokens) <= settings.max_length else _overlong(whole, example, settings)
+    return Preview(place, verdict, text, tokens, example.straddling, example.incomplete, before)
 
 
-def _overlong(row: Preview, example: Example, settings: Settings) -> Preview:
-    """What is left of a row that is too long: its start, pieces of it, or nothing that is trained."""
-    limit = f"{len(row.tokens)} tokens, data.maxLength is {settings.max_length}"
+def _verdict(example: Example, settings: Settings) -> tuple[str, NDArray[np.uint8]]:
+    """What becomes of a row, and which tokens of it are trained: of one that is cut, of those that are left."""
+    if len(example.ids) <= settings.max_length:
+        return "kept", example.mask
+    limit = f"{len(example.ids)} tokens, data.maxLength is {settings.max_length}"
     if settings.overlong == "error":
-        return replace(row, verdict=f"an error: {limit}")
+        return f"an error: {limit}", example.mask
     pieces = example.pieces(settings)
     if pieces and settings.overlong == "split":
-        # The first token of each piece is predicted by nothing.
-        firsts = {*range(0, len(row.tokens), settings.max_length)}
-        tokens = tuple(replace(t, trained=t.trained and i not in firsts) for i, t in enumerate(row.tokens))
-        return replace(row, verdict=f"split into {len(pieces)} examples: {limit}", tokens=tokens)
+        mask = example.mask.copy()
+        mask[:: settings.max_length] = 0  # the first token of each piece is predicted by nothing
+        return f"split into {len(pieces)} examples: {limit}", mask
     if pieces:
-        start = row.tokens[: settings.max_length]
-        text = row.text[: start[-1].start + len(start[-1].text)]
-        return replace(row, verdict=f"truncated: {limit}", text=text, tokens=start)
+        return f"truncated: {limit}", pieces[0][1]
     why = f"{limit}, and nothing before it is trained" if settings.overlong == "truncate" else limit
-    untrained = tuple(replace(token, trained=False) for token in row.tokens)
-    return replace(row, verdict=f"dropped: {why}", tokens=untrained, straddling=0, incomplete=0)
+    return f"dropped: {why}", np.zeros_like(example.mask)
 
 
 def to_jsonl(previews: Iterable[Preview]) -> Iterator[str]:
