@@ -96,7 +96,7 @@ class DataSource(ApiModel):
     """One data set, or a slice of one."""
 
     uri: DataUri = Field(
-        description="Where the rows are: a hub data set, or a file or folder of parquet, jsonl, arrow or "
+        description="Where the rows are: a hub data set, or a file or folder of parquet, jsonl, arrow, csv or "
         "save_to_disk data."
     )
     split: Split | None = Field(

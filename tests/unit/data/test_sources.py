@@ -179,8 +179,8 @@ def test_packed_files_and_tables_beside_the_data_are_told(tmp_path: Path) -> Non
     (warning,) = open_rows(tmp_path).warnings
     names = "b0.jsonl.gz, b1.jsonl.gz, b2.jsonl.gz, b3.jsonl.gz, b4.jsonl.gz, … 2 more"
     assert warning == (
-        f"data source file://{tmp_path}: 7 files ({names}) left out: only .jsonl, .ndjson, .json, .parquet, .arrow are "
-        "read: unpack or convert them if they belong to the data"
+        f"data source file://{tmp_path}: 7 files ({names}) left out: only those of kind .jsonl are read: unpack or "
+        "convert the others if they belong to the data"
     )
 
 
@@ -287,8 +287,11 @@ def test_a_parquet_file_damaged_inside_is_named_with_its_rows(tmp_path: Path) ->
     [
         ([], {}, "no data files, found nothing; known are .jsonl"),
         (["notes.txt"], {}, "no data files, found notes.txt"),
-        (["a.csv"], {}, "known are .jsonl, .ndjson, .json, .parquet, .arrow; unpack or convert the file"),
-        (["a.jsonl.gz"], {}, "found a.jsonl.gz; known are .jsonl, .ndjson, .json, .parquet, .arrow; unpack or convert"),
+        (
+            ["a.jsonl.gz"],
+            {},
+            "found a.jsonl.gz; known are .jsonl, .ndjson, .json, .parquet, .arrow, .csv, .tsv; unpack or convert",
+        ),
         (["_a.jsonl"], {}, "; what begins with . or _ is passed over: give it another name"),
         (["a.jsonl", "b.parquet"], {}, "files of several kinds (.jsonl, .parquet)"),
         (["dev.jsonl", "test.jsonl"], {}, "several splits (test, validation) and none called train; set split"),

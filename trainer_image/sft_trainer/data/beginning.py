@@ -7,6 +7,7 @@ from typing import BinaryIO
 from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
+from .csv_files import DELIMITERS, first_csv_row
 from .readers import Row, after_mark, parsed_line
 
 _LINES = 512
@@ -31,12 +32,16 @@ def read_beginning(file: BinaryIO, names: Sequence[str], piece: Slice) -> Beginn
 
     Raises DataError when a line is not what it must be.
     """
+    if names[0].lower().endswith(tuple(DELIMITERS)):
+        columns, first = first_csv_row(file, names[0])
+        at_start = not piece.start and piece.stop != 0
+        return Beginning(columns, columns if len(names) == 1 else None, first if at_start else None)
     if names[0].lower().endswith(_TABLES):
-        columns = _table_columns(file, names[0])
-        return Beginning(columns, columns if len(names) == 1 else None)
-    if piece.start or piece.stop == 0 or (first := _first_json_line(file, names[0])) is None:
+        stored = _table_columns(file, names[0])
+        return Beginning(stored, stored if len(names) == 1 else None)
+    if piece.start or piece.stop == 0 or (line := _first_json_line(file, names[0])) is None:
         return Beginning()
-    return Beginning(tuple(first[1]), None, first)
+    return Beginning(tuple(line[1]), None, line)
 
 
 def _first_json_line(file: BinaryIO, name: str) -> tuple[str, Row] | None:

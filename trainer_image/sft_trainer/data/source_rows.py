@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
+from .csv_files import DELIMITERS, CsvRows
 from .readers import OPENERS, Reader, Row
 from .splits import choose, group_by_split
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 64 * 2**20
 """Sources up to it are read whole just to be looked at; of larger ones the beginning, or nothing."""
-_PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", ".csv", ".tsv"}
+_OPENERS = {**OPENERS, **dict.fromkeys(DELIMITERS, CsvRows.open)}
+_PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", *DELIMITERS}
 _NAMES_SHOWN = 5
 # Files beside the data that have a data suffix.
 METADATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -119,10 +121,10 @@ def cut(name: str, identity: str, readers: Mapping[str, Sequence[Reader]], slice
 
 
 def open_file(path: Path) -> Reader:
-    """The reader for a file by its suffix, which must be one of ``OPENERS``. Raises DataError."""
-    opener = OPENERS.get(path.suffix.lower())
+    """The reader for a file by its suffix, which must be a known one. Raises DataError."""
+    opener = _OPENERS.get(path.suffix.lower())
     if opener is None:
-        raise DataError(f"{path} is of no known kind; known are {', '.join(OPENERS)}")
+        raise DataError(f"{path} is of no known kind; known are {', '.join(_OPENERS)}")
     try:
         return opener(path)
     except OSError as error:
@@ -146,9 +148,11 @@ class Files:
     """Files that may be data, of a kind that is not read."""
 
     def warnings(self, uri: str) -> tuple[str, ...]:
+        kinds = sorted({file.suffix for files in self.splits.values() for file in files})
         reasons = {
             self.unsplit: "only the names of others say a split",
-            self.unread: f"only {', '.join(OPENERS)} are read: unpack or convert them if they belong to the data",
+            self.unread: f"only those of kind {', '.join(kinds)} are read: unpack or convert the others if they belong "
+            "to the data",
         }
         return tuple(
             f"data source {uri}: {_listed(names)} left out: {reason}" for names, reason in reasons.items() if names
@@ -172,10 +176,12 @@ def find_files(path: Path) -> Files:
 
 def group_files(root: Path, names: Sequence[str]) -> Files:
     """Which of the files called ``names`` below ``root`` are data, by their splits. Raises DataError as above."""
-    known = [name for name in names if Path(name).suffix.lower() in OPENERS and _is_data(Path(name))]
+    known = [name for name in names if Path(name).suffix.lower() in _OPENERS and _is_data(Path(name))]
+    # A table beside other data may be a list of what there is.
+    known = [name for name in known if Path(name).suffix.lower() in OPENERS] or known
     if not known:
         found = ", ".join(names[:8]) or "nothing"
-        raise DataError(f"no data files, found {found}; known are {', '.join(OPENERS)}{_why_none(names)}")
+        raise DataError(f"no data files, found {found}; known are {', '.join(_OPENERS)}{_why_none(names)}")
     kinds = sorted({Path(name).suffix.lower() for name in known})
     if len(kinds) > 1:
         raise DataError(f"files of several kinds ({', '.join(kinds)}); name one file or folder")
@@ -184,7 +190,7 @@ def group_files(root: Path, names: Sequence[str]) -> Files:
     return Files(
         splits={split: [root / name for name in group] for split, group in groups.items()},
         unsplit=tuple(name for name in known if name not in read),
-        unread=tuple(name for name in names if _may_be_data(Path(name)) and _is_data(Path(name))),
+        unread=tuple(name for name in names if _may_be_data(Path(name)) and _is_data(Path(name)) and name not in known),
     )
 
 
@@ -192,7 +198,7 @@ def _why_none(names: Sequence[str]) -> str:
     """What to do where files that are no data look like some."""
     if any(_may_be_data(Path(name)) and _is_data(Path(name)) for name in names):
         return "; unpack or convert the file"
-    if any(Path(name).suffix.lower() in OPENERS and _is_hidden(Path(name)) for name in names):
+    if any(Path(name).suffix.lower() in _OPENERS and _is_hidden(Path(name)) for name in names):
         return "; what begins with . or _ is passed over: give it another name"
     return ""
 
