@@ -1,6 +1,7 @@
 """Validation errors in sentences for people: the field's path, what it must be, and the value that was given."""
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -38,6 +39,8 @@ _SIZES = {
 }
 _LONGEST_QUOTE = 80
 _EMPTY = '""'
+_PATH = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
+"""A field as messages name it from its block on: training.globalBatchSize."""
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -62,8 +65,8 @@ def _lines(error: ErrorDetails) -> Iterator[str]:
         yield f"{path}: is required"
     elif kind == "rule":
         for message, hint in error["ctx"]["said"]:
-            # A rule on an object names its fields; one on a scalar says only what that must be.
-            given = "" if _is_compound(value) else f", got {_quote(value)}"
+            # A rule on a scalar says only what that must be; one on the whole names fields that may stand far apart.
+            given = _given_of(message, value) if _is_compound(value) else f", got {_quote(value)}"
             meant = f"; {hint}{absolute_path(value)}" if hint else ""
             yield f"{path}: {message}{given}{meant}".removeprefix(": ")
     else:
@@ -84,6 +87,22 @@ def _expectation(error: ErrorDetails) -> str:
         choices = [str(choice) for choice in schema_at(_job_schema(), error["loc"])["enum"]]
         return f"must be one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
     return error["msg"]
+
+
+def _given_of(message: str, value: Any) -> str:
+    """The values that a block gives to those of its fields that ``message`` names, as the end of the message."""
+    named = _PATH.findall(message)
+    if "number of processes" in message:
+        named += ["compute.nodes", "compute.gpusPerNode", "compute.processesPerNode"]
+    found = {path: _at(value, path) for path in named}
+    told = [f"{path} {_quote(given)}" for path, given in found.items() if isinstance(given, str | int | float)]
+    return f"; given: {', '.join(told)}" if told else ""
+
+
+def _at(value: Any, path: str) -> Any:
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _number(bound: float) -> str:

@@ -250,12 +250,23 @@ def test_all_faults_are_said_in_the_order_of_the_fields() -> None:
 def test_faults_of_the_metadata() -> None:
     assert problems(MINIMAL.replace("name: job", "name: Job")) == [
         "metadata.name must be at most 50 lower-case letters, digits and -, starting with a letter: it names a "
-        "Service and the pods"
+        'Service and the pods; given: metadata.name "Job"'
     ]
     assert problems(MINIMAL.replace("{name: job}", "{generateName: job-}")) == ["metadata.name: is required"]
     assert problems(MINIMAL.replace("{name: job}", "{name: job, lables: {}}")) == [
         "unknown field metadata.lables; did you mean labels?"
     ]
+
+
+def test_a_rule_on_fields_far_apart_says_what_the_manifest_gives_them() -> None:
+    text = job("training: {globalBatchSize: 10, microBatchSize: 4}").replace("compute: {}", "compute: {nodes: 3}")
+
+    said = problems(text.replace("rows}]}", "rows}], packing: none}"))
+
+    for problem, given in zip(said, ["", ", training.microBatchSize 4"], strict=True):
+        assert problem.startswith("spec: training.globalBatchSize must be divisible by the number of processes")
+        assert problem.endswith(f"; given: training.globalBatchSize 10{given}, compute.nodes 3")
+    assert problems(job("checkpoint: {keep: {best: 1}}"))[0].endswith("evaluation loss; given: checkpoint.keep.best 1")
 
 
 def test_long_values_are_cut() -> None:
