@@ -1,6 +1,7 @@
 """``sft retry``: have an SFTJob that has failed begin again, on the cluster that ``kubectl`` reaches."""
 
 import json
+import re
 import subprocess
 from datetime import UTC, datetime
 from typing import Any
@@ -9,6 +10,9 @@ from sft_api.failures import FailureClass
 from sft_api.v1alpha1.job import GROUP, PLURAL, RETRY_ANNOTATION, TAKE_OVER_ENDING
 
 from .errors import UserError
+
+_LOGGED = re.compile(r"[EWI]\d{4} \d\d:")
+"""How lines of kubectl's log begin: each try to reach a server that is away, before the sentence that says so."""
 
 
 def retry(name: str, namespace: str | None, context: str | None, *, take_over: bool) -> str:
@@ -56,5 +60,6 @@ def _kubectl(*arguments: str) -> str:
     except FileNotFoundError as error:
         raise UserError("kubectl is not installed here: sft retry uses it to reach the cluster") from error
     if done.returncode != 0:
-        raise UserError(done.stderr.strip() or f"kubectl {arguments[0]} ended with {done.returncode}")
+        said = [line for line in done.stderr.strip().splitlines() if not _LOGGED.match(line)]
+        raise UserError(*(said or [f"kubectl {arguments[0]} ended with {done.returncode}"]))
     return done.stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_cli.errors import UserError
 from sft_cli.retry import retry
 
 
@@ -31,3 +32,16 @@ def test_who_asks_is_told_how_to_follow_and_what_is_waited_for(asked: Path) -> N
     first, second = said.splitlines()
     assert first == "tulu begins again, from its newest checkpoint: kubectl get sftjob tulu --namespace=team --watch"
     assert second == "(once nothing is left of what has failed; until then status.message names what is waited for)"
+
+
+def test_a_cluster_that_is_away_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubectl = tmp_path / "kubectl"
+    logged = 'E1126 13:59:38.150318   16041 memcache.go:265] "Unhandled Error" err="connection refused"'
+    kubectl.write_text(f"#!/bin/sh\nfor i in 1 2 3; do echo '{logged}' >&2; done\necho 'It was refused' >&2\nexit 1\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    with pytest.raises(UserError) as refused:
+        retry("tulu", None, None, take_over=False)
+
+    assert refused.value.problems == ("It was refused",)
