@@ -213,6 +213,20 @@ def test_identity_is_content_and_slice_not_place(tmp_path: Path) -> None:
     assert open_rows(path).digest != digest
 
 
+def test_what_is_wrong_in_a_line_is_quoted_with_where_it_stands_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": 0}\n{"n": 1,}\n')
+    with pytest.raises(DataError, match=r"line 2 is not valid JSON \(.* at character \d+\): '\{\"n\": 1,\}'; correct"):
+        list(open_rows(path).read(0, 2))
+    # Of a long line the part that is wrong
+    path.write_text(f'{{"text": "{"a" * 5000}", wrong, "more": "{"b" * 5000}"}}\n')
+    with pytest.raises(DataError, match=r"at character 5014\): 'a+\", wrong, \"more\": \"b+'; correct"):
+        list(open_rows(path).read(0, 1))
+    path.write_text('{\n"n": 0\n}\n')
+    with pytest.raises(DataError, match=r"line 1 is not valid JSON .*'\{'; .*; an object stands on one line$"):
+        list(open_rows(path).read(0, 1))
+
+
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"n": 0}\n\n{"n": 1\n')

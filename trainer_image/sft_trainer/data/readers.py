@@ -76,18 +76,29 @@ class JsonLines:
                 yield place, parsed_line(line, place)
 
 
+_QUOTED = 120
+"""Characters of a wrong line that a message quotes."""
+
+
 def parsed_line(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line)
     except RecursionError as error:
         raise DataError(f"{place} is nested too deeply to be read; flatten or remove the row") from error
     except ValueError as error:
-        quoted = line[:120].decode(errors="replace").strip()
+        quoted = line[:_QUOTED].decode(errors="replace").strip()
         if isinstance(error, UnicodeDecodeError):
             raise DataError(
                 f"{place} is not UTF-8 ({_undecoded(error)}): {quoted!r}; save the file as UTF-8, or correct the line"
             ) from error
-        raise DataError(f"{place} is not valid JSON ({error}): {quoted!r}; correct or remove the line") from error
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):  # its own words count lines within this one
+            what = f"{error.msg} at character {error.pos + 1}"
+            quoted = error.doc[max(0, error.pos - _QUOTED // 2) :][:_QUOTED].strip() if error.pos > _QUOTED else quoted
+        several = "; an object stands on one line" if line.strip() in (b"{", b"[") else ""
+        raise DataError(
+            f"{place} is not valid JSON ({what}): {quoted!r}; correct or remove the line{several}"
+        ) from error
     if not isinstance(row, dict):
         raise DataError(
             f"{place} is not a JSON object but {type(row).__name__}: write one object with columns per line"
