@@ -345,6 +345,16 @@ def progress_bar(on_progress: OnProgress) -> Any:
     return Bar
 
 
+def not_cached(uri: str) -> str:
+    """What to say of ``uri`` where the shell forbids to ask the hub: to try again would be in vain."""
+    from huggingface_hub import constants
+
+    return (
+        f"{uri} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids asking the "
+        "hub: unset it, or fetch it there first (hf download)"
+    )
+
+
 def hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
     """What an error of the hub's library about ``uri`` means for the run."""
     from huggingface_hub import constants
@@ -376,4 +386,6 @@ def hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
         )
     if disk := disk_cause(error):
         return disk_error(disk, constants.HF_HUB_CACHE)
+    if constants.HF_HUB_OFFLINE:
+        return _nothing(kind, not_cached(uri))
     return StorageUnavailableError(f"{uri}: the hub does not answer ({type(cause).__name__}: {cause}); try again later")

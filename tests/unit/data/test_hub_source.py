@@ -23,7 +23,8 @@ from sft_trainer.data.first_rows import check_first_rows
 from sft_trainer.data.hub import hub_beginning
 from sft_trainer.data.source_rows import SourceRows
 from sft_trainer.data.sources import open_source
-from sft_trainer.errors import AccessDeniedError, DataError, StorageFullError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, DataError, ModelError, StorageFullError, StorageUnavailableError
+from sft_trainer.fetch import localise
 from tests.answering import Answering
 
 COMMIT = "b" * 40
@@ -234,6 +235,17 @@ def test_what_was_never_fetched_is_not_made_up(hub: Hub, tmp_path: Path, monkeyp
     hub.gone_for = "data/test.jsonl"
     with pytest.raises(StorageUnavailableError, match="the hub does not answer"):
         open_hub(tmp_path, split="test")
+
+
+def test_a_shell_that_forbids_the_hub_is_told_so_and_not_to_try_again(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    forbidden = r"hf://org/.* is not in .*, and HF_HUB_OFFLINE .* forbids asking the hub: unset it, or fetch it there"
+    with pytest.raises(DataError, match=f"data source {forbidden}"):
+        open_hub(tmp_path, split="train")
+    with pytest.raises(ModelError, match=forbidden):
+        localise("hf://org/never", tmp_path / "cache", S3Settings(), None, kind="model")
 
 
 def test_a_hub_that_goes_away_while_files_are_fetched(hub: Hub, tmp_path: Path) -> None:

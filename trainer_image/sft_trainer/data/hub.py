@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_api.splits import Slice
 from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
-from sft_trainer.fetch import OnProgress, disk_cause, disk_error, hub_commit, progress_bar
+from sft_trainer.fetch import OnProgress, disk_cause, disk_error, hub_commit, not_cached, progress_bar
 
 from .beginning import Beginning, read_beginning
 from .readers import OPENERS, HubRows
@@ -169,6 +169,8 @@ def _hub_error(error: Exception, uri: str) -> TrainingError:
         )
     if status == 404 or (isinstance(error, FileNotFoundError) and not isinstance(error, LocalEntryNotFoundError)):
         return DataError(f"data source {uri} is not on the hub, or has no such revision; check the name ({error})")
+    if constants.HF_HUB_OFFLINE:
+        return DataError(f"data source {not_cached(uri)}")
     return StorageUnavailableError(
         f"data source {uri}: the hub does not answer ({type(cause).__name__}: {cause}); try again later"
     )
