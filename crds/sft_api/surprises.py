@@ -29,6 +29,7 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         no_gpu_warning(spec, shape),
         idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
         _export_warning(spec),
+        _evaluation_warning(spec),
         "" if training.steps is None else warmup_warning(spec, training.steps),
     ]
     windows: dict[_Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
@@ -74,6 +75,13 @@ def _export_warning(spec: SFTJobSpec) -> str:
     if every is None or steps is None or every <= steps:
         return ""
     return f"export.everySteps is {every}, and the run has {steps} steps: nothing is exported but at its end"
+
+
+def _evaluation_warning(spec: SFTJobSpec) -> str:
+    every, steps = spec.training.evaluation.every_steps, spec.training.steps
+    if every is None or steps is None or every <= steps:
+        return ""
+    return f"training.evaluation.everySteps is {every}, and the run has {steps} steps: it is evaluated at its end alone"
 
 
 def warmup_warning(spec: SFTJobSpec, steps: int) -> str:

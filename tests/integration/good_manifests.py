@@ -94,7 +94,8 @@ spec:
        toolsKey: functions, systemKey: prompt, columns: {input_ids: tokens, labels: targets}}
     trainOn: allAssistantMessages
     maxLength: 8192
-    overlong: truncate
+    overlong: split
+    keepTokenized: false
     packing: ffd
     sampler: random
     workers: 4

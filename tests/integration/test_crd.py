@@ -292,7 +292,7 @@ def test_explain_reads_well(server: Cluster) -> None:
 
     assert "The data, and which tokens of it are trained." in shown
     assert "maxLength <integer> Longest example, in tokens. Default: 4096." in shown
-    assert "overlong <string> enum: drop, truncate, error What happens to longer examples." in shown
+    assert "overlong <string> enum: drop, truncate, split, error What happens to longer examples." in shown
     assert "train <[]Object> -required- Data sets to train on." in shown
 
 

@@ -237,6 +237,11 @@ class Reporter:
             )
 
 
+_LAST_STEPS = 5
+_WORSE = 1.2
+"""By this factor the loss is higher that is told of: steps differ by their examples."""
+
+
 class Reporting(Listener):
     """Tells what happens in a run: progress and log."""
 
@@ -244,6 +249,8 @@ class Reporting(Listener):
         self._reporter = reporter
         self._total_steps = 0
         self._stepped = False
+        self._first_loss: float | None = None
+        self._last_losses: deque[float] = deque(maxlen=_LAST_STEPS)
         self._curve = 0.0
         """Seconds of the steps of the curve."""
         self._curve_at: dict[int, float] = {}
@@ -269,6 +276,8 @@ class Reporting(Listener):
 
     def on_step(self, event: StepDone, control: Control) -> None:
         self._stepped = True
+        self._first_loss = event.figures.first_loss
+        self._last_losses.append(event.loss)
         self._curve = event.figures.step_seconds
         self._reporter.step(event)
 
@@ -313,7 +322,19 @@ class Reporting(Listener):
     def on_end(self, event: Ended, control: Control) -> None:
         # How else it ended the supervisor tells, which knows it of all processes.
         if event.outcome is Outcome.COMPLETE:
+            self._tell_what_got_worse()
             self._reporter.phase(Phase.COMPLETE)
+
+    def _tell_what_got_worse(self) -> None:
+        """A run is complete whatever it has learnt; where it has unlearnt, nobody has to find that in a curve."""
+        if self._first_loss is None or not self._last_losses:
+            return
+        last = statistics.median(self._last_losses)
+        if last > _WORSE * self._first_loss:
+            self._reporter.warn(
+                f"the loss of the last {len(self._last_losses)} steps ({last:.4g}) is higher than that of the first "
+                f"step ({self._first_loss:.4g}): lower training.optimizer.learningRate, or look at the data"
+            )
 
     def _go_on(self, step: int) -> None:
         """Say what is done next, so that it is judged as that."""

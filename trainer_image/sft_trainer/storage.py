@@ -1,5 +1,7 @@
 """Whether a run may save where it is told to; looked at before anything else. Whose place it is, ``place`` knows."""
 
+import shutil
+
 from sft_api.place import Done
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
@@ -7,7 +9,7 @@ from sft_api.trainer_config import TrainerConfig
 from .checkpoint.catalog import Catalog, nothing_removed
 from .checkpoint.opening import open_store
 from .checkpoint.protocol import Protocol
-from .checkpoint.store import ProbeResult, S3Settings, Store
+from .checkpoint.store import ProbeResult, S3Settings, Store, file_path, pvc_path
 from .errors import ConfigError, StorageFullError
 from .export.record import refuse_other_run
 from .place import look, read_done
@@ -61,6 +63,22 @@ def _tell_not_removed(place: Store, result: ProbeResult, checkpoints: Store, rep
         raise error
     message, begin = nothing_removed(place.uri, error)
     reporter.warn(message, instead_of=begin)
+
+
+def check_room(store: Store, size: int) -> None:
+    """Raise where a folder has no room for the first checkpoint, of ``size`` bytes: training would wait for it in vain.
+
+    What an object store has room for nobody can say.
+    """
+    if store.uri.startswith("s3://"):
+        return
+    path = pvc_path(store.uri) if store.uri.startswith("pvc://") else file_path(store.uri)
+    free = shutil.disk_usage(path).free
+    if free < size:
+        raise StorageFullError(
+            f"{store.uri} has room for {free / 2**20:,.1f} MiB, and a checkpoint takes {size / 2**20:,.1f} MiB: make "
+            "room there, or name another place in checkpoint.uri"
+        )
 
 
 def check_same_base(model_uri: str, recorded: str, here: str) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -70,7 +71,7 @@ from .reporting import Reporter
 from .revisions import pinned
 from .saving import Saving
 from .state import Facts, evaluates_on_other_data, resume_warnings, run_state
-from .storage import check_same_base
+from .storage import check_room, check_same_base
 from .strategies import build, holding_device
 from .topology import Topology
 from .trainable import Trainable, trainable_of
@@ -326,6 +327,8 @@ class Trainer:
         self._base_digest = self.prepared.base_digest
         resumed = self.spec.checkpoint.resume.policy == "auto" and self._resume()
         self._warn_of_what_goes()
+        if not resumed and self.topology.writes:
+            check_room(self.store, sum(prod(box.shape) * box.dtype.itemsize for box in self._boxes()))
         loaded = resumed or self._begin_from_another()
         if loaded and self._saves_all:
             return

@@ -97,6 +97,14 @@ def test_a_disk_without_a_byte_left_for_anything_ends_as_any_full_place(
     assert f"step-{ended.latest:08d}-a00001" in latest
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(place: Place, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", kilobytes=300) as disk:
+        ended = place.run(place.job(checkpoint={"uri": f"file://{disk}/run"}))
+
+    sentence = r"file://.*/disk/run has room for 0\.\d MiB, and a checkpoint takes 0\.5 MiB: make room there, or name"
+    assert_refused(ended, 15, "StorageFull", sentence)
+
+
 def test_a_place_that_is_read_only_now_takes_no_run_and_a_complete_one_needs_no_more(
     place: Place, tmp_path: Path
 ) -> None:

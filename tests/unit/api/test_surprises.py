@@ -69,6 +69,18 @@ def test_exports_on_the_way_that_a_run_does_not_come_to_are_warned_of() -> None:
     assert warned(110) == ["export.everySteps is 110, and the run has 100 steps: nothing is exported but at its end"]
 
 
+def test_evaluations_that_a_run_does_not_come_to_are_warned_of() -> None:
+    def warned(every: int) -> list[str]:
+        data = {"train": [{"uri": "hf://a/b"}], "eval": [{"uri": "hf://a/b", "name": "held-out"}]}
+        training = {"steps": 100, "evaluation": {"everySteps": every}}
+        return surprises(job(training=training, data=data).spec, None)
+
+    assert warned(100) == []
+    assert warned(110) == [
+        "training.evaluation.everySteps is 110, and the run has 100 steps: it is evaluated at its end alone"
+    ]
+
+
 def test_a_warm_up_of_all_steps_is_warned_of() -> None:
     def warned(**training: Any) -> list[str]:
         return said(training={"schedule": {"warmupSteps": 100}, **training})

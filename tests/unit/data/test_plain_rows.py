@@ -252,7 +252,7 @@ def test_without_a_chat_template_texts_are_trained_and_conversations_are_not(tmp
     assert rows.warnings == []
 
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(ModelError, match=r"has no chat template; set model.chatTemplate, or write the rows as text"):
+    with pytest.raises(ModelError, match=r"has no chat template; set model.chatTemplate .*, or write the rows as text"):
         Rows(tmp_path / "turns", [{"messages": turns}], tokenizer).tokenized()
 
 

@@ -295,6 +295,27 @@ def test_alpaca_rows(setting: Setting) -> None:
     assert tokenizer.decode(ids[mask == 1]) == "4<|im_end|>"
 
 
+def test_answers_that_are_context_or_empty_are_counted(setting: Setting) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    empty = [turns[0], {"role": "assistant", "content": " "}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    rows = [{"messages": turns * 3}, {"messages": empty}, row("q", "", tool_calls=calls)]
+
+    report = setting.tokenize(rows).report
+
+    assert (report.context_answers, report.empty_answers) == (2, 1)
+    assert report.summary().endswith(
+        " trained; 2 earlier answers are context only (data.trainOn: lastAssistantMessage); 1 answers are empty"
+    )
+    (warning,) = report.warnings()
+    assert warning.startswith("1 trained answers (33.3%) are empty, and teach the model to say nothing")
+    assert setting.tokenize(rows, trainOn="allAssistantMessages").report.context_answers == 0
+    assert setting.tokenize([row("q", "a")]).report.summary().endswith(" trained")
+
+    pairs = [{"prompt": "q", "completion": text} for text in ("", "a")]
+    assert setting.tokenize(pairs, source={"format": "promptCompletion"}).report.empty_answers == 1
+
+
 def test_length_statistics() -> None:
     statistics = LengthStatistics.of(np.array([4, 1, 3, 2, 10], np.int32))
     assert statistics == LengthStatistics(mean=4.0, min=1, quartile1=2, median=3, quartile3=4, max=10, total=20)

@@ -92,6 +92,32 @@ def test_an_export_is_in_the_progress_once_it_is_there(tmp_path: Path) -> None:
     assert written(tmp_path).export == ExportStatus(uri="file:///model", step=4)
 
 
+@pytest.mark.parametrize(
+    ("losses", "warned"),
+    [
+        ([2.0, 1.0], False),
+        ([2.0, 2.3, 2.3, 2.3, 2.3, 2.3], False),
+        ([2.0, 1.0, 1.0, 9.0, 1.0, 1.0], False),
+        ([2.0, 9.0, 3.0, 3.0, 3.0, 3.0], True),
+        ([2.0, float("nan")], False),
+    ],
+)
+def test_a_run_that_has_got_worse_is_complete_and_warned_of(tmp_path: Path, losses: list[float], warned: bool) -> None:
+    reporter = Reporter(tmp_path, writes=True)
+    listeners = Listeners([Reporting(reporter)], Control())
+    listeners.emit(Started(0, len(losses)))
+    for number, loss in enumerate(losses, 1):
+        listeners.emit(step_done(number, loss=loss, figures=Figures(number, loss=loss, first_loss=losses[0])))
+    listeners.end(Ended(len(losses)))
+
+    words = (
+        "the loss of the last 5 steps (3) is higher than that of the first step (2): lower "
+        "training.optimizer.learningRate, or look at the data"
+    )
+    assert reporter.progress.warnings == ([words] if warned else [])
+    assert written(tmp_path).phase is Phase.COMPLETE
+
+
 def test_only_a_complete_run_is_told_to_be(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, writes=True)
     listeners = Listeners([Reporting(reporter)], Control())

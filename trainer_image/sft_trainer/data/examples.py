@@ -44,6 +44,10 @@ class Example:
     """Trained tokens that begin before, or end behind, the text that is trained."""
     incomplete: int = 0
     """Trained messages of which the template leaves out text."""
+    context_answers: int = 0
+    """Answers that ``data.trainOn`` leaves untrained."""
+    empty: int = 0
+    """Trained answers that say nothing."""
 
     def pieces(self, settings: Settings) -> list[tuple[Sequence[int], NDArray[np.uint8]]]:
         """Tokens and masks of what is kept of it: as many as ``settings`` allow at once, those that train something."""
@@ -121,7 +125,16 @@ def _of_ids(row: TokenIds) -> Example:
 def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) -> Example:
     if isinstance(row, MarkedText):
         mask, straddling = token_mask(row.text, encoding.offsets, row.spans)
-        return Example(encoding.ids, mask, row.text, encoding.offsets, straddling, row.incomplete)
+        return Example(
+            encoding.ids,
+            mask,
+            row.text,
+            encoding.offsets,
+            straddling,
+            row.incomplete,
+            context_answers=row.answers_before,
+            empty=row.empty,
+        )
     # Put around the tokens, not around the text: behind a special token some tokenizers split what follows otherwise.
     first, last = codec.around(encoding.ids)
     shift, end = len(first), len(first) + len(row.text)
@@ -131,4 +144,4 @@ def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) ->
     text = f"{first}{row.text}{last}"
     mask, straddling = token_mask(text, offsets, [(shift + len(row.prompt), len(text))])
     ids = [*codec.numbers(first), *encoding.ids, *codec.numbers(last)]
-    return Example(ids, mask, text, offsets, straddling)
+    return Example(ids, mask, text, offsets, straddling, empty=not row.trained.strip())

@@ -41,6 +41,8 @@ class MarkedText:
     """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
     answers_before: int = 0
     """Answers in it that are not trained because ``data.trainOn`` says so, and not their own flag."""
+    empty: int = 0
+    """Trained messages that say nothing."""
 
 
 def selected_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
@@ -74,6 +76,13 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
             message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
             for i, message in enumerate(messages)
         ),
+        empty=sum(_says_nothing(messages[i]) for i in selected),
+    )
+
+
+def _says_nothing(message: Message) -> bool:
+    return not message.get("tool_calls") and not any(
+        message.get(key, "").strip() for key in ("content", "reasoning_content")
     )
 
 

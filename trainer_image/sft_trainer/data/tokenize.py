@@ -174,7 +174,12 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
                 )
             pieces = example.pieces(settings)
             if pieces:
-                counts += Counts(straddling=example.straddling, incomplete=example.incomplete)
+                counts += Counts(
+                    straddling=example.straddling,
+                    incomplete=example.incomplete,
+                    context_answers=example.context_answers,
+                    empty=example.empty,
+                )
             elif not overlong or settings.overlong != "drop":
                 counts += Counts(untrained=1)
             examples += pieces
@@ -226,6 +231,8 @@ def _write_examples(
             dropped_untrained=counts.untrained,
             straddling_tokens=counts.straddling,
             incomplete_messages=counts.incomplete,
+            context_answers=counts.context_answers,
+            empty_answers=counts.empty,
             longest=counts.longest,
             max_length=settings.max_length,
             trained_tokens=writer.trained,

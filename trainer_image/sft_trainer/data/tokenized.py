@@ -34,6 +34,10 @@ class Counts:
     """Trained messages of which the chat template leaves out text."""
     longest: int = 0
     """Tokens of the longest row, kept or not."""
+    context_answers: int = 0
+    """Answers that ``data.trainOn`` leaves untrained."""
+    empty: int = 0
+    """Trained answers that say nothing."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -43,6 +47,8 @@ class Counts:
             straddling=self.straddling + other.straddling,
             incomplete=self.incomplete + other.incomplete,
             longest=max(self.longest, other.longest),
+            context_answers=self.context_answers + other.context_answers,
+            empty=self.empty + other.empty,
         )
 
 
@@ -102,6 +108,8 @@ class TokenizationReport:
     lengths: LengthStatistics
     split: int = 0
     """Rows longer than ``data.maxLength`` that were split."""
+    context_answers: int = 0
+    empty_answers: int = 0
 
     @property
     def dropped_share(self) -> float:
@@ -120,8 +128,15 @@ class TokenizationReport:
         return (
             f"{self.rows:,} rows{of_rows}; {self.kept:,} examples of {self.lengths.min:,} to {self.lengths.max:,} "
             f"tokens (median {self.lengths.median:,}), {self.lengths.total:,} tokens in all, "
-            f"{self.trained_tokens:,} trained"
+            f"{self.trained_tokens:,} trained{self._of_answers()}"
         )
+
+    def _of_answers(self) -> str:
+        found = [
+            (self.context_answers, "earlier answers are context only (data.trainOn: lastAssistantMessage)"),
+            (self.empty_answers, "answers are empty"),
+        ]
+        return "".join(f"; {count:,} {what}" for count, what in found if count)
 
     def warnings(self) -> list[str]:
         """A sentence for everything that happened to more than 1% of the rows (or of the trained tokens)."""
@@ -146,6 +161,12 @@ class TokenizationReport:
                 "rows",
                 "were dropped because no token of them is trained (no assistant message, flags that exclude it, or "
                 "an answer that begins behind data.maxLength)",
+            ),
+            (
+                self.empty_answers,
+                self.rows,
+                "trained answers",
+                "are empty, and teach the model to say nothing: remove such rows unless that is meant",
             ),
             (
                 self.straddling_tokens,

@@ -202,8 +202,8 @@ def _check_templates(templates: Mapping[str, ChatTemplate]) -> None:
 
     if not templates:
         raise ModelError(
-            "the tokenizer has no chat template; set model.chatTemplate, or write the rows as text (prompt and "
-            "completion) if the model is to read them without one"
+            "the tokenizer has no chat template; set model.chatTemplate (examples/chat_template.jinja is one), or "
+            "write the rows as text (prompt and completion) if the model is to read them without one"
         )
     if "default" not in templates:
         raise ModelError(f"no chat template named 'default', only {', '.join(templates)}; set model.chatTemplate")
