@@ -43,6 +43,8 @@ EVENTS_PREFIX = "tensorboard/"
 PROFILE_PREFIX = "profile/"
 HANGS_PREFIX = "hangs/"
 TOKENIZED_PREFIX = "tokenized/"
+TOKENIZED_KEY = re.compile(rf"{TOKENIZED_PREFIX}[0-9a-f]{{64}}\.(arrow|json)")
+"""What a run keeps there; data of others may lie in a folder of that name."""
 CURVE_KEY = "curve.svg"
 STATUS_KEY = "status.json"
 BEST_METRIC = "evalLoss"

@@ -19,7 +19,6 @@ from .checkpoints import (
     METRICS_PREFIX,
     PROFILE_PREFIX,
     STATUS_KEY,
-    TOKENIZED_PREFIX,
     CheckpointId,
     Count,
     Manifest,
@@ -36,10 +35,10 @@ from .v1alpha1 import ExportStatus, SFTJobSpec
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
 DONE_KEY = "done.json"
-RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX, PROFILE_PREFIX, TOKENIZED_PREFIX)
+RUN_FOLDERS = (METRICS_PREFIX, EVENTS_PREFIX, PROFILE_PREFIX)
 RUN_FILES = (STATUS_KEY, CURVE_KEY)
-"""With checkpoints, hangs, claims of attempts and what says whose place it is, all that a run writes there but its
-export."""
+"""With checkpoints, hangs, tokens, claims of attempts and what says whose place it is, all that a run writes there but
+its export."""
 EXPORT_CONFIG = "config.json"
 """The last file of an export: a folder without it is not a model yet."""
 EXPORT_ADAPTER_CONFIG = "adapter_config.json"

@@ -46,7 +46,7 @@ class KeepsTokens(Listener):
         self._thread.join(_SECONDS)
         if event.outcome is Outcome.COMPLETE:
             try:
-                self._kept.remove()
+                self._kept.remove(self._sources)
             except TrainingError as error:
                 log.warning("the tokenised data of the run was not removed: %s", error)
 

@@ -24,6 +24,8 @@ from sft_api.checkpoints import (
     CHECKPOINTS_PREFIX,
     HANGS_PREFIX,
     MANIFEST_NAME,
+    TOKENIZED_KEY,
+    TOKENIZED_PREFIX,
     AttemptClaim,
     attempt_key,
     newest_attempt,
@@ -273,12 +275,13 @@ class _Place:
         for prefix in RUN_FOLDERS:
             while keys := self._page(prefix, Delimiter="/"):
                 yield keys
-        # Folders of other names there are nobody's here, nor are folders in these.
-        after = ""
-        while page := self._page(_STEP_EXPORTS, StartAfter=f"{self._root}{after}"):
-            after = page[-1]
-            if keys := [key for key in page if _STEP_EXPORT.fullmatch(key)]:
-                yield keys
+        # What has other names there is nobody's here, nor are folders in these.
+        for prefix, ours in ((TOKENIZED_PREFIX, TOKENIZED_KEY), (_STEP_EXPORTS, _STEP_EXPORT)):
+            after = ""
+            while page := self._page(prefix, StartAfter=f"{self._root}{after}"):
+                after = page[-1]
+                if keys := [key for key in page if ours.fullmatch(key)]:
+                    yield keys
 
     def _delete_last(self) -> None:
         """What says whose place it is: earlier claims, the sign of life, our own claim, the record."""
@@ -334,16 +337,22 @@ class _Place:
             self._client.delete_object(Bucket=self._bucket, Key=f"{self._root}{key}")
 
     def _abort_uploads(self) -> None:
-        """Of shards that were never finished. Some servers cannot list them: leftovers cost space, not safety."""
+        """Of what was never finished. Some servers cannot list them: leftovers cost space, not safety."""
         from botocore.exceptions import ClientError
 
-        prefix = f"{self._root}{CHECKPOINTS_PREFIX}"
         try:
-            found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix, MaxUploads=BATCH)
-            for upload in found.get("Uploads") or ():
-                self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            for key, upload in [*self._uploads(CHECKPOINTS_PREFIX), *self._uploads(TOKENIZED_PREFIX)]:
+                if key.startswith(CHECKPOINTS_PREFIX) or TOKENIZED_KEY.fullmatch(key):
+                    whole = f"{self._root}{key}"
+                    self._client.abort_multipart_upload(Bucket=self._bucket, Key=whole, UploadId=upload)
         except ClientError as error:
             logger.info("%s: unfinished uploads were not dropped: %s", self._wanted.uri, error)
+
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        """Key and id of uploads below ``prefix``."""
+        whole = f"{self._root}{prefix}"
+        found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=whole, MaxUploads=BATCH)
+        return [(one["Key"].removeprefix(self._root), one["UploadId"]) for one in found.get("Uploads") or ()]
 
 
 def _status(error: Any) -> int:

@@ -22,7 +22,7 @@ from sft_operator.decisions.result import RemovePlace
 from sft_operator.picture.memory import RemovalTurn
 from tests.cluster.object_store import ObjectStore
 from tests.integration.operator.finished import STEP, UID, finished_run, keys_below, put_files
-from tests.integration.operator.test_store import URI, settings
+from tests.integration.operator.test_store import BUCKET, URI, settings
 
 NUMBERS = Numbers({"model.uri": "hf://org/model", "data.train": [{"uri": "hf://org/rows"}]})
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
@@ -86,17 +86,22 @@ def claim(s3: Any, place: str, attempt: int, uid: str) -> None:
 
 def test_all_goes_but_the_export_and_what_is_not_the_run_s(s3: Any, remover: Remover, place: str) -> None:
     theirs = {"another/run.json", "notes.txt", "checkpoints/mine/run.json", "metrics/mine/run.json", "attempts/mine/x"}
-    theirs.add("tokenized/mine/a.arrow")
+    theirs |= {"tokenized/mine/a.arrow", "tokenized/train.jsonl", f"tokenized/mine/{'a' * 64}.arrow"}
     theirs |= {"hangs/mine/run.json", "export/step-mine/config.json", "export/step-00000010/deeper/config.json"}
     put_files(s3, f"{URI}/team/{place}", dict.fromkeys(theirs, b"theirs"))
     put_files(s3, f"{URI}/team/{place}", {"checkpoints/step-00000010-a00001/deeper/file": b"of the run"})
-    put_files(s3, f"{URI}/team/{place}", dict.fromkeys(["tokenized/a.arrow", "tokenized/a.json"], b"of the run"))
+    put_files(s3, f"{URI}/team/{place}", {f"tokenized/{'a' * 64}.{end}": b"of the run" for end in ("arrow", "json")})
+    begun = {f"sft/team/{place}/tokenized/{'a' * 64}.arrow", f"sft/team/{place}/tokenized/train.jsonl"}
+    for key in begun:
+        s3.create_multipart_upload(Bucket=BUCKET, Key=key)
     put_files(s3, f"{URI}/team/{place}", {"export/step-00000010/config.json": b"of the run"})
     put_files(s3, f"{URI}/team/{place}-2", {"run.json": b"{}"})
 
     assert remover.turn(order(place)) == RemovalTurn("gone")
 
     assert below(s3, place) == EXPORT | theirs
+    uploads = s3.list_multipart_uploads(Bucket=BUCKET, Prefix=f"sft/team/{place}/")["Uploads"]
+    assert [upload["Key"] for upload in uploads] == [f"sft/team/{place}/tokenized/train.jsonl"]
     assert below(s3, f"{place}-2") == {"run.json"}
     assert remover.turn(order(place)) == RemovalTurn("empty"), "what is gone may be removed again"
 

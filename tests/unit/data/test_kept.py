@@ -189,7 +189,7 @@ def test_it_is_written_once_and_not_when_the_run_ends_meanwhile(
     with monkeypatch.context() as once:
         once.setattr(type(store), "open_write", lambda *_, **__: pytest.fail("it was written again"))
         KeptTokens(store).keep(kept, Event())
-    KeptTokens(store).remove()
+    KeptTokens(store).remove([kept])
     assert objects(store) == []
 
     stopped = Event()
@@ -210,6 +210,26 @@ def listened(store: Store, source: TokenizedSource, error: BaseException | None)
     before = objects(store)
     listener.on_end(Ended(9, error), Control())
     return [*before, "then", *objects(store)]
+def test_only_what_runs_keep_is_removed(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
+    theirs = tmp_path / "place" / "tokenized"
+    (theirs / "another-run").mkdir()
+    for name in ("train.jsonl", "a.arrow", f"another-run/{kept.folder.name}.json"):
+        (theirs / name).write_text("of somebody else")
+
+    KeptTokens(store).remove([kept])
+
+    left = sorted(path.relative_to(theirs).as_posix() for path in theirs.rglob("*") if path.is_file())
+    assert left == ["a.arrow", f"another-run/{kept.folder.name}.json", "train.jsonl"]
+
+
+def test_who_waits_for_what_is_fetched_sees_it_grow(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
+    node = Node(tmp_path, "second", store)
+    seen: list[int] = []
+    folder = node.cache / "tokenized" / kept.folder.name
+    node.tokenize(lambda _: seen.append(_bytes_written(folder)))
+    assert seen == [(kept.folder / "examples.arrow").stat().st_size]
+
+
 
 
 @pytest.mark.parametrize(

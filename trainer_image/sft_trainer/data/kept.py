@@ -8,11 +8,11 @@ over. It is never needed: whatever goes wrong, the rows are tokenised.
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 
-from sft_api.checkpoints import TOKENIZED_PREFIX, digest_of
+from sft_api.checkpoints import TOKENIZED_KEY, TOKENIZED_PREFIX, digest_of
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import READ_BLOCK, Store
 from sft_trainer.errors import DISK_FULL, TrainingError
@@ -84,10 +84,15 @@ class KeptTokens:
         record = {"source": json.loads((source.folder / REPORT_FILE).read_text())}
         self._store.put(_record_key(name), json.dumps({**record, "sha256": digest_of(record)}).encode())
 
-    def remove(self) -> None:
-        """Take away all of it. Raises TrainingError."""
-        self._store.abort_incomplete_uploads(TOKENIZED_PREFIX)
-        self._store.delete([entry.key for entry in self._store.list(TOKENIZED_PREFIX)])
+    def remove(self, sources: Sequence[TokenizedSource]) -> None:
+        """Take away all that is kept, and what was begun of ``sources``. Raises TrainingError.
+
+        Only what has the names that are given here: other data may lie in a folder that is called so.
+        """
+        for source in sources:
+            self._store.abort_incomplete_uploads(_key(source.folder.name))
+        kept = [entry.key for entry in self._store.list(TOKENIZED_PREFIX) if TOKENIZED_KEY.fullmatch(entry.key)]
+        self._store.delete(kept)
 
 
 def _read(raw: bytes) -> dict[str, object]:
