@@ -16,7 +16,7 @@ from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.data import tokenize
 from sft_trainer.data.kept import KeptTokens
-from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
+from sft_trainer.data.tokenize import TokenizedSource, _bytes_written, tokenize_source
 from sft_trainer.data.writing import JOURNAL_FILE
 from sft_trainer.errors import StorageUnavailableError
 from sft_trainer.events import Control, Ended, Started
@@ -33,7 +33,7 @@ class Node:
         self.source = TrainSource(uri=f"file://{folder}/rows.jsonl")
         self.fetched: list[int] = []
 
-    def tokenize(self) -> TokenizedSource:
+    def tokenize(self, on_fetch: Callable[[int], None] | None = None) -> TokenizedSource:
         data = DataSpec(train=[self.source])
         return tokenize_source(
             self.source,
@@ -41,7 +41,7 @@ class Node:
             chat_tokenizer("chatml"),
             cache_dir=self.cache,
             kept=self.kept,
-            on_fetch=self.fetched.append,
+            on_fetch=on_fetch or self.fetched.append,
         )
 
 

@@ -17,7 +17,7 @@ from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import READ_BLOCK, Store
 from sft_trainer.errors import DISK_FULL, TrainingError
 
-from .tokenized import EXAMPLES_FILE, REPORT_FILE, TokenizedSource
+from .tokenized import ARRIVING, EXAMPLES_FILE, REPORT_FILE, TokenizedSource
 from .writing import JOURNAL_FILE
 
 log = logging.getLogger("sft_trainer")
@@ -37,7 +37,7 @@ class KeptTokens:
 
         ``on_fetch`` is called with the bytes so far. Raises OSError when this machine's disk is full.
         """
-        arriving = folder / "arriving"
+        arriving = folder / ARRIVING
         try:
             record = _read(self._store.read(_record_key(name)))
             arriving.mkdir(exist_ok=True)
@@ -69,6 +69,7 @@ class KeptTokens:
         """Write ``source`` unless it is there; in vain when ``stop`` is set meanwhile. Raises TrainingError."""
         name, path = source.folder.name, source.folder / EXAMPLES_FILE
         there = {entry.key: entry.size for entry in self._store.list(_key(name))}
+                file.flush()  # those that wait for it look at its size
         if _record_key(name) in there and there.get(_examples_key(name)) == path.stat().st_size:
             return
         stream = self._store.open_write(_examples_key(name), size_hint=path.stat().st_size)

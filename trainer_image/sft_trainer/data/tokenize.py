@@ -32,7 +32,7 @@ from .formats import Columns, PlainText, check_named, detect_format, read_row
 from .readers import Row
 from .source_rows import SourceRows
 from .sources import open_source
-from .tokenized import EXAMPLES_FILE, Chunk, Counts, LengthStatistics, TokenizationReport, TokenizedSource
+from .tokenized import ARRIVING, EXAMPLES_FILE, Chunk, Counts, LengthStatistics, TokenizationReport, TokenizedSource
 from .tokenizer import Codec
 from .writing import ExamplesWriter
 
@@ -302,7 +302,8 @@ def _open_cached(folder: Path) -> TokenizedSource | None:
 
 def _bytes_written(folder: Path) -> int:
     sizes = [0]
-    for file in folder.parent.glob(f"{_unfinished(folder)}*/{EXAMPLES_FILE}"):
-        with suppress(FileNotFoundError):  # it has just been finished
-            sizes.append(file.stat().st_size)
+    for made in (EXAMPLES_FILE, f"{ARRIVING}/{EXAMPLES_FILE}"):
+        for file in folder.parent.glob(f"{_unfinished(folder)}*/{made}"):
+            with suppress(FileNotFoundError):  # it has just been finished
+                sizes.append(file.stat().st_size)
     return max(sizes)

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 EXAMPLES_FILE = "examples.arrow"
 REPORT_FILE = "report.json"
+ARRIVING = "arriving"
+"""In a folder that is being made: the same files as far as they are fetched."""
 
 _WARN_ABOVE = 0.01
 
