@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -138,6 +139,17 @@ def test_what_is_damaged_is_not_used(
     assert sorted(path.name for path in read.folder.iterdir()) == ["examples.arrow", "report.json"]
 
 
+def test_whatever_is_damaged_leads_to_tokenising(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
+    (file,) = (tmp_path / "place" / "tokenized").glob("*.arrow")
+    whole = file.read_bytes()
+    name = kept.folder.name
+    for place in range(0, len(whole), 5):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x80]) + whole[place + 1 :])
+        (folder := tmp_path / "work").mkdir(exist_ok=True)
+        if KeptTokens(store).fetch(folder, name, lambda _: None):
+            assert same(TokenizedSource(folder), kept)
+
+
 def test_what_was_cut_is_written_anew(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
     (file,) = (tmp_path / "place" / "tokenized").glob("*.arrow")
     whole = file.read_bytes()
@@ -198,18 +210,6 @@ def test_it_is_written_once_and_not_when_the_run_ends_meanwhile(
     assert objects(store) == []
 
 
-# While a run goes on
-
-
-def listened(store: Store, source: TokenizedSource, error: BaseException | None) -> list[str]:
-    """What lies in ``store`` before the end of a run, and after it."""
-    listener = KeepsTokens(KeptTokens(store), [source])
-    listener.on_start(Started(0, 9), Control())
-    if listener._thread.ident is not None:
-        listener._thread.join(60)
-    before = objects(store)
-    listener.on_end(Ended(9, error), Control())
-    return [*before, "then", *objects(store)]
 def test_only_what_runs_keep_is_removed(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
     theirs = tmp_path / "place" / "tokenized"
     (theirs / "another-run").mkdir()
@@ -230,6 +230,18 @@ def test_who_waits_for_what_is_fetched_sees_it_grow(tmp_path: Path, store: Store
     assert seen == [(kept.folder / "examples.arrow").stat().st_size]
 
 
+# While a run goes on
+
+
+def listened(store: Store, source: TokenizedSource, error: BaseException | None) -> list[str]:
+    """What lies in ``store`` before the end of a run, and after it."""
+    listener = KeepsTokens(KeptTokens(store), [source])
+    listener.on_start(Started(0, 9), Control())
+    if listener._thread.ident is not None:
+        listener._thread.join(60)
+    before = objects(store)
+    listener.on_end(Ended(9, error), Control())
+    return [*before, "then", *objects(store)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ settings, versions. What lies there is the same whoever wrote it, so nobody wait
 over. It is never needed: whatever goes wrong, the rows are tokenised.
 """
 
+import hashlib
 import json
 import logging
 import shutil
@@ -15,7 +16,7 @@ from threading import Event
 from sft_api.checkpoints import TOKENIZED_KEY, TOKENIZED_PREFIX, digest_of
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import READ_BLOCK, Store
-from sft_trainer.errors import DISK_FULL, TrainingError
+from sft_trainer.errors import DISK_FULL
 
 from .tokenized import ARRIVING, EXAMPLES_FILE, REPORT_FILE, TokenizedSource
 from .writing import JOURNAL_FILE
@@ -41,7 +42,9 @@ class KeptTokens:
         try:
             record = _read(self._store.read(_record_key(name)))
             arriving.mkdir(exist_ok=True)
-            self._copy(_examples_key(name), arriving / EXAMPLES_FILE, on_fetch)
+            # Arrow takes a file for what it says it is: reading a damaged one may end the process.
+            if self._copy(_examples_key(name), arriving / EXAMPLES_FILE, on_fetch) != record["file"]:
+                raise ValueError("its bytes are not those that were written")
             (arriving / REPORT_FILE).write_text(json.dumps(record["source"], indent=2))
             TokenizedSource(arriving).check()
             (folder / JOURNAL_FILE).unlink(missing_ok=True)
@@ -49,7 +52,7 @@ class KeptTokens:
                 (arriving / file).replace(folder / file)
         except ObjectNotFoundError:
             return False
-        except (TrainingError, OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # what reads a damaged file may raise anything
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
             log.warning("%s/%s is not used, and the rows are tokenised again: %s", self._store.uri, _key(name), error)
@@ -59,30 +62,36 @@ class KeptTokens:
         log.info("%s/%s is used, and the rows are not tokenised again", self._store.uri, _key(name))
         return True
 
-    def _copy(self, key: str, path: Path, on_fetch: Callable[[int], None]) -> None:
+    def _copy(self, key: str, path: Path, on_fetch: Callable[[int], None]) -> str:
+        """SHA-256 of the object, which is written to ``path``."""
+        hashed = hashlib.sha256()
         with self._store.open_read(key) as stream, path.open("wb") as file:
             while block := stream.read(READ_BLOCK):
+                hashed.update(block)
                 file.write(block)
+                file.flush()  # those that wait for it look at its size
                 on_fetch(file.tell())
+        return hashed.hexdigest()
 
     def keep(self, source: TokenizedSource, stop: Event) -> None:
         """Write ``source`` unless it is there; in vain when ``stop`` is set meanwhile. Raises TrainingError."""
         name, path = source.folder.name, source.folder / EXAMPLES_FILE
         there = {entry.key: entry.size for entry in self._store.list(_key(name))}
-                file.flush()  # those that wait for it look at its size
         if _record_key(name) in there and there.get(_examples_key(name)) == path.stat().st_size:
             return
+        hashed = hashlib.sha256()
         stream = self._store.open_write(_examples_key(name), size_hint=path.stat().st_size)
         try:
             with path.open("rb") as file:
                 while (block := file.read(READ_BLOCK)) and not stop.is_set():
+                    hashed.update(block)
                     stream.write(block)
             if stop.is_set():
                 return
             stream.close()
         finally:
             stream.abort()
-        record = {"source": json.loads((source.folder / REPORT_FILE).read_text())}
+        record = {"source": json.loads((source.folder / REPORT_FILE).read_text()), "file": hashed.hexdigest()}
         self._store.put(_record_key(name), json.dumps({**record, "sha256": digest_of(record)}).encode())
 
     def remove(self, sources: Sequence[TokenizedSource]) -> None:
