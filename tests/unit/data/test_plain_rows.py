@@ -134,6 +134,33 @@ def test_what_a_text_begins_and_ends_with_is_not_written_twice(tmp_path: Path) -
         assert Rows(tmp_path / str(i), [{"text": text}], tokenizer).first()[0] == plain
 
 
+@pytest.mark.parametrize(
+    ("bos", "form"),
+    [
+        (None, "<|im_start|> <|endoftext|> $A"),  # GLM: [gMASK]<sop>
+        ("<|im_end|>", "$A <|im_end|>"),  # one token for both ends, put at one of them
+        ("<|im_end|>", "<|im_end|> $A"),
+        ("<|im_end|>", "<|im_end|> $A <|im_end|>"),
+        (None, "$A <|im_end|>"),
+    ],
+)
+def test_what_the_tokenizer_puts_around_a_text_is_there_once(tmp_path: Path, bos: str | None, form: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(_saved("chatml", "words"))
+    tokenizer.bos_token = bos
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in form.split() if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=form, special_tokens=special)
+    expected = tokenizer("hello there")["input_ids"]
+    expected += [tokenizer.eos_token_id] * (expected[-1] != tokenizer.eos_token_id)
+
+    rows = Rows(tmp_path / "rows", [{"prompt": "hello", "completion": " there"}], tokenizer)
+
+    ids, mask = rows.first()
+    assert ids == expected
+    assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == " there<|im_end|>"
+    (shown,) = rows.shown()
+    assert shown.text == "".join(token.text for token in shown.tokens) == tokenizer.decode(expected)
+
+
 def test_control_tokens_of_a_text_are_real_ones(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"

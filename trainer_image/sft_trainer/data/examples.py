@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -137,11 +138,11 @@ def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) ->
         )
     # Put around the tokens, not around the text: behind a special token some tokenizers split what follows otherwise.
     first, last = codec.around(encoding.ids)
-    shift, end = len(first), len(first) + len(row.text)
-    offsets = [(0, shift)] * bool(first)
-    offsets += [(start + shift, stop + shift) for start, stop in encoding.offsets]
-    offsets += [(end, end + len(last))] * bool(last)
-    text = f"{first}{row.text}{last}"
+    text = "".join([*first, row.text, *last])
+    ends = [0, *accumulate(map(len, (*first, row.text, *last)))]
+    spans, shift = [*pairwise(ends)], ends[len(first)]
+    offsets = [(start + shift, stop + shift) for start, stop in encoding.offsets]
+    offsets = [*spans[: len(first)], *offsets, *spans[len(first) + 1 :]]
     mask, straddling = token_mask(text, offsets, [(shift + len(row.prompt), len(text))])
     ids = [*codec.numbers(first), *encoding.ids, *codec.numbers(last)]
     return Example(ids, mask, text, offsets, straddling, empty=not row.trained.strip())

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,24 +80,25 @@ class Codec:
     special_tokens: dict[str, Any]
     templates: dict[str, str]
     """By name: ``default`` and, for some models, ``tool_use``; none of many base models."""
-    begins_texts: bool = False
-    """Whether the tokenizer itself puts ``bos_token`` before a text."""
+    before_texts: tuple[str, ...] = ()
+    """Tokens that the tokenizer itself puts before a text: ``bos_token``, as far as it puts any; GLM's are two."""
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Codec":
         template, backend = tokenizer.chat_template, tokenizer.backend_tokenizer
-        first = backend.encode("").ids[:1]
+        probe = backend.encode("a")
+        before = takewhile(itemgetter(1), zip(probe.tokens, probe.special_tokens_mask, strict=True))
         return cls(
             tokenizer_json=without_additions(backend.to_str()),
             special_tokens=dict(tokenizer.special_tokens_map),
             templates=dict(template) if isinstance(template, dict) else {"default": template} if template else {},
-            begins_texts=bool(first) and first == [tokenizer.bos_token_id],
+            before_texts=tuple(token for token, _ in before),
         )
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the tokenizer and its templates."""
-        parts = [self.tokenizer_json, self.special_tokens, self.templates, self.begins_texts]
+        parts = [self.tokenizer_json, self.special_tokens, self.templates, self.before_texts]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     @cached_property
@@ -163,20 +165,18 @@ class Codec:
                 "model.tokenizerUri to one that has it"
             )
 
-    def around(self, ids: Sequence[int]) -> tuple[str, str]:
+    def around(self, ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The tokens that belong before and behind the text of ``ids``, as the tokenizer and the end of a text have it;
-        empty where the text has them already."""
-        begin = self.special_tokens["bos_token"] if self.begins_texts else ""
-        end = self.special_tokens["eos_token"]
+        none where the text has them already."""
+        begin, end = self.before_texts, (self.special_tokens["eos_token"],)
         return (
-            "" if list(ids[:1]) == self.numbers(begin) else begin,
-            "" if list(ids[-1:]) == self.numbers(end) else end,
+            () if list(ids[: len(begin)]) == self.numbers(begin) else begin,
+            () if list(ids[-1:]) == self.numbers(end) else end,
         )
 
-    def numbers(self, token: str) -> list[int]:
-        """The number of ``token``; of an empty one none."""
-        number = self.backend.token_to_id(token) if token else None
-        return [] if number is None else [number]
+    def numbers(self, tokens: Sequence[str]) -> list[int]:
+        """The numbers of ``tokens``."""
+        return [number for token in tokens if (number := self.backend.token_to_id(token)) is not None]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """What each of ``ids`` adds to their text; a character of several tokens comes with its last one."""
