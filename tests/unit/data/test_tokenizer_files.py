@@ -52,6 +52,10 @@ def test_a_template_of_the_manifest_takes_its_place(folder: Path) -> None:
 def test_what_only_transformers_can_tell_is_left_to_it(folder: Path) -> None:
     assert read_codec(folder, "{{ nobody_knows_this_token }}") is None
     assert read_codec(folder / "absent", None) is None
+    change(folder, eos_token=None)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert load_tokenizer(folder).eos_token == "<|im_end|>"
+    assert read_codec(folder, None) is None
     change(folder, eos_token="<|not in the vocabulary|>")
     assert read_codec(folder, None) is None
     (folder / "tokenizer_config.json").write_text("{")

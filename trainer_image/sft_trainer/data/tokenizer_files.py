@@ -29,7 +29,8 @@ def read_codec(folder: Path, chat_template: str | None) -> Codec | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     unknown = {name for text in templates.values() for name in _VARIABLE.findall(text)} - special_tokens.keys()
-    if not templates or says_otherwise or unknown:
+    # Without that key it is in another file, or the default of a class.
+    if not templates or says_otherwise or unknown or "eos_token" not in special_tokens:
         return None
     return Codec(tokenizer_json=without_additions(tokenizer_json), special_tokens=special_tokens, templates=templates)
 
