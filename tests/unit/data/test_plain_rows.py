@@ -258,6 +258,14 @@ def test_what_is_shown_of_conversations_can_be_trained_as_tokens(tmp_path: Path)
     )
 
 
+def test_tokens_that_are_half_a_character_are_shown(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("mistral", "sentencepiece")
+    ids = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xF0>", "▁hel", "lo"])
+    rows = Rows(tmp_path / "rows", [{"input_ids": ids, "loss_mask": [0, 0, 1, 1]}], tokenizer)
+    (shown,) = rows.shown()
+    assert [token.text for token in shown.tokens] == ["\n", "", "� hel", "lo"]
+
+
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     size = Codec.of(chat_tokenizer("chatml")).size
     fits = Rows(tmp_path / "fits", [{"input_ids": [1, size - 1], "loss_mask": [0, 1]}], chat_tokenizer("chatml"))

@@ -182,8 +182,14 @@ class Codec:
         """What each of ``ids`` adds to their text; a character of several tokens comes with its last one."""
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self.backend, token) or "" for token in ids]
+        stream, pieces = DecodeStream(skip_special_tokens=False), []
+        for token in ids:
+            try:
+                pieces.append(stream.step(self.backend, token) or "")
+            except Exception:  # its own class, for bytes that with those before them are no character
+                stream = DecodeStream(skip_special_tokens=False)
+                pieces.append(f"\ufffd{stream.step(self.backend, token) or ''}")
+        return pieces
 
     def check_offsets(self) -> None:
         """Raises ModelError when the tokenizer's offsets do not cover a text."""
