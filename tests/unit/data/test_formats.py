@@ -65,6 +65,18 @@ def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
     [
         (["prompt", "response"], "; if they are text, set columns: {instruction: prompt, output: response}"),
         (["instruction", "response"], "; if they are text, set columns: {output: response}"),
+        (
+            ["instruction", "context", "response", "category"],
+            "; if they are text, set columns: {input: context, output: response}",
+        ),
+        (
+            ["id", "system_prompt", "question", "response"],
+            "; if they are text, set columns: {instruction: question, output: response}, and systemKey: system_prompt",
+        ),
+        (
+            ["problem", "solution", "system"],
+            "; if they are text, set columns: {instruction: problem, output: solution}",
+        ),
         (["question", "answer", "id"], "; if they are text, set columns: {instruction: question, output: answer}"),
         (
             ["dialogue"],

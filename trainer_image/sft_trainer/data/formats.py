@@ -33,9 +33,11 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 _SHARED_TURNS = "conversations"
 _UNTRAINED_LABEL = -100
 _TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
-_QUESTIONS = ("instruction", "prompt", "question", "query")
-_ANSWERS = ("output", "completion", "response", "answer")
-"""What a column of turns, questions or answers is called in other formats."""
+_QUESTIONS = ("instruction", "prompt", "question", "query", "problem")
+_ANSWERS = ("output", "completion", "response", "answer", "solution")
+_CONTEXTS = ("input", "context")
+_SYSTEMS = ("system", "system_prompt")
+"""What a column of turns, questions, answers and so on is called in other formats."""
 _COLUMNS_SHOWN = 20
 
 
@@ -133,8 +135,12 @@ def _likely(columns: Collection[str]) -> str:
     answer = next((name for name in _ANSWERS if name in columns), None)
     if question is None or answer is None:
         return ""
-    renamed = [f"{new}: {old}" for old, new in ((question, "instruction"), (answer, "output")) if old != new]
-    return f"; if they are text, set columns: {{{', '.join(renamed)}}}"
+    context = next((name for name in _CONTEXTS if name in columns), "input")
+    named = ((question, "instruction"), (context, "input"), (answer, "output"))
+    renamed = [f"{new}: {old}" for old, new in named if old != new]
+    system = next((name for name in _SYSTEMS if name in columns), "system")
+    also = f", and systemKey: {system}" if system != Columns.system else ""
+    return f"; if they are text, set columns: {{{', '.join(renamed)}}}{also}"
 
 
 def check_named(columns: Collection[str], names: Columns) -> None:
