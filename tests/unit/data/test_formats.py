@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from sft_trainer.data.formats import Columns, Format, PlainText, TokenIds, check_named, detect_format, read_row
+from sft_trainer.data.tokenizer import Codec
 from sft_trainer.data.turns import Conversation
 from sft_trainer.errors import DataError
+from tests.parity.mask_tokenizers import chat_tokenizer
 
 QUESTION = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Yo"}
@@ -271,9 +273,16 @@ def test_what_sharegpt_calls_becomes_a_tool_call() -> None:
         given = shared(said("human", "Hi"), said("function_call", written), said("observation", "blue"), tools="[]")
         assert given.messages == [
             QUESTION,
-            {"role": "assistant", "tool_calls": [call]},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
             {"role": "tool", "content": "blue"},
         ]
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "harmony"])
+def test_what_sharegpt_calls_is_written_by_templates_that_know_tools(family: str) -> None:
+    called = said("function_call", '{"name": "sky", "arguments": {"city": "Rome"}}')
+    given = shared(said("human", "Hi"), called)
+    assert '{"city": "Rome"}' in Codec.of(chat_tokenizer(family)).template(None).render(given.messages)
 
 
 def test_turns_of_sharegpt_are_read_from_the_column_that_is_named_or_there() -> None:

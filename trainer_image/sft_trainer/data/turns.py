@@ -97,7 +97,12 @@ def _called(said: Any, where: str) -> list[Any]:
         calls = json.loads(said) if isinstance(said, str) else said
     except ValueError as error:
         raise DataError(f"{where}: what function_call says is no valid JSON ({error}): {quoted(said)}") from error
-    return calls if isinstance(calls, list) else [calls]
+    listed = calls if isinstance(calls, list) else [calls]
+    # As templates want them; what has another form is refused where all tool calls are read.
+    return [
+        {"type": "function", "function": call} if isinstance(call, Mapping) and "function" not in call else call
+        for call in listed
+    ]
 
 
 def _role(turn: Mapping[str, Any]) -> str:
