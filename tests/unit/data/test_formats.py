@@ -361,6 +361,15 @@ def test_tokens_with_marks_of_those_that_are_trained(marks: dict[str, Any]) -> N
     ("row", "sentence"),
     [
         ({"loss_mask": [1]}, "format pretokenized needs column input_ids, found loss_mask"),
+        (
+            {"input_ids": [5, 6], "completion_mask": [0, 1]},
+            "which tokens of 'input_ids' are trained; if 'completion_mask' does, set columns: {loss_mask: "
+            "completion_mask}, else add",
+        ),
+        (
+            {"input_ids": [0, 5, 6], "labels": [-100, 5, 6], "attention_mask": [0, 1, 1]},
+            "column 'attention_mask' has 0 for tokens that are not to be seen (padding), and here all are; remove them",
+        ),
         ({"input_ids": [5, 6]}, "neither 'loss_mask' nor 'labels' says which tokens of 'input_ids' are trained; add"),
         ({"input_ids": "5 6"}, "column 'input_ids' must be a list of whole numbers, not '5 6'"),
         ({"input_ids": [5, 0.5]}, "column 'input_ids' must be a list of whole numbers, not [5, 0.5]"),

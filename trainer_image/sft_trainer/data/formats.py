@@ -32,6 +32,9 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 """Columns by which formats are known, in this order, where there are no turns."""
 _SHARED_TURNS = "conversations"
 _UNTRAINED_LABEL = -100
+_ATTENTION = "attention_mask"
+_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
+"""What TRL and transformers call a mask of trained tokens."""
 _TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
 _QUESTIONS = ("instruction", "prompt", "question", "query", "problem")
 _ANSWERS = ("output", "completion", "response", "answer", "solution")
@@ -241,6 +244,7 @@ def _text(row: Row, column: str) -> str:
 def _read_tokens(row: Row, names: Columns) -> TokenIds:
     column = names.of("input_ids")
     ids = _numbers(row[column], column)
+    _refuse_padding(row)
     mask, labels = names.of("loss_mask"), names.of("labels")
     if row.get(mask) is not None:
         values = _numbers(row[mask], mask)
@@ -248,9 +252,11 @@ def _read_tokens(row: Row, names: Columns) -> TokenIds:
             raise DataError(f"column '{mask}' must have 1 for tokens that are trained and 0 for all others, not {odd}")
         return TokenIds(ids, [bool(value) for value in _as_many(values, mask, ids, column)])
     if row.get(labels) is None:
+        other = next((name for name in _MASKS if name in row), None)
+        change = f"if '{other}' does, set columns: {{loss_mask: {other}}}, else " if other else ""
         raise DataError(
-            f"neither '{mask}' nor '{labels}' says which tokens of '{column}' are trained; add a column '{mask}' with "
-            "1 for each that is, and 0 for all others"
+            f"neither '{mask}' nor '{labels}' says which tokens of '{column}' are trained; {change}add a column "
+            f"'{mask}' with 1 for each that is, and 0 for all others"
         )
     marks = _as_many(_numbers(row[labels], labels), labels, ids, column)
     for i, (label, token) in enumerate(zip(marks, ids, strict=True)):
@@ -260,6 +266,16 @@ def _read_tokens(row: Row, names: Columns) -> TokenIds:
                 f"{_UNTRAINED_LABEL} elsewhere, not {label} beside {token} at place {i + 1}"
             )
     return TokenIds(ids, [label != _UNTRAINED_LABEL for label in marks])
+
+
+def _refuse_padding(row: Row) -> None:
+    """Nothing is padded here, and all tokens see those before them."""
+    seen = row.get(_ATTENTION)
+    if isinstance(seen, list) and any(item == 0 for item in seen):
+        raise DataError(
+            f"column '{_ATTENTION}' has 0 for tokens that are not to be seen (padding), and here all are; remove them "
+            "from all columns of the row, which need not be of the same length as others"
+        )
 
 
 def _numbers(value: Any, column: str) -> list[int]:
