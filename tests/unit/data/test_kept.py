@@ -19,7 +19,7 @@ from sft_trainer.data import tokenize
 from sft_trainer.data.kept import KeptTokens
 from sft_trainer.data.tokenize import TokenizedSource, _bytes_written, tokenize_source
 from sft_trainer.data.writing import JOURNAL_FILE
-from sft_trainer.errors import StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, StorageUnavailableError
 from sft_trainer.events import Control, Ended, Started
 from sft_trainer.keeps_tokens import KeepsTokens, kept_tokens
 from tests.parity.mask_tokenizers import chat_tokenizer
@@ -220,6 +220,30 @@ def test_only_what_runs_keep_is_removed(tmp_path: Path, store: Store, kept: Toke
 
     left = sorted(path.relative_to(theirs).as_posix() for path in theirs.rglob("*") if path.is_file())
     assert left == ["a.arrow", f"another-run/{kept.folder.name}.json", "train.jsonl"]
+
+
+def test_uploads_that_nobody_may_list_keep_nothing_from_being_kept_or_removed(
+    store: Store, kept: TokenizedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> int:
+        raise AccessDeniedError("no right to list uploads")
+
+    monkeypatch.setattr(type(store), "abort_incomplete_uploads", denied)
+    KeptTokens(store).remove([kept])
+    assert objects(store) == []
+    KeptTokens(store).keep(kept, Event())
+    assert objects(store) == ["arrow", "json"]
+
+
+def test_what_an_earlier_upload_has_left_is_dropped_by_the_next(
+    tmp_path: Path, store: Store, kept: TokenizedSource
+) -> None:
+    KeptTokens(store).remove([kept])
+    store.open_write(f"tokenized/{kept.folder.name}.arrow").write(b"half of it")
+
+    KeptTokens(store).keep(kept, Event())
+
+    assert len([*(tmp_path / "place" / "tokenized").iterdir()]) == 2
 
 
 def test_who_waits_for_what_is_fetched_sees_it_grow(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:

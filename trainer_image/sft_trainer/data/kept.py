@@ -16,7 +16,7 @@ from threading import Event
 from sft_api.checkpoints import TOKENIZED_KEY, TOKENIZED_PREFIX, digest_of
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import READ_BLOCK, Store
-from sft_trainer.errors import DISK_FULL
+from sft_trainer.errors import DISK_FULL, AccessDeniedError, ConfigError
 
 from .tokenized import ARRIVING, EXAMPLES_FILE, REPORT_FILE, TokenizedSource
 from .writing import JOURNAL_FILE
@@ -79,6 +79,7 @@ class KeptTokens:
         there = {entry.key: entry.size for entry in self._store.list(_key(name))}
         if _record_key(name) in there and there.get(_examples_key(name)) == path.stat().st_size:
             return
+        self._drop_begun(name)
         hashed = hashlib.sha256()
         stream = self._store.open_write(_examples_key(name), size_hint=path.stat().st_size)
         try:
@@ -99,10 +100,18 @@ class KeptTokens:
 
         Only what has the names that are given here: other data may lie in a folder that is called so.
         """
-        for source in sources:
-            self._store.abort_incomplete_uploads(_key(source.folder.name))
         kept = [entry.key for entry in self._store.list(TOKENIZED_PREFIX) if TOKENIZED_KEY.fullmatch(entry.key)]
         self._store.delete(kept)
+        for source in sources:
+            self._drop_begun(source.folder.name)
+
+    def _drop_begun(self, name: str) -> None:
+        """What uploads of the source ``name`` have left that were cut off."""
+        try:
+            self._store.abort_incomplete_uploads(_key(name))
+        except (AccessDeniedError, ConfigError) as error:
+            # Some servers cannot list uploads, some policies do not allow it: leftovers cost space, not safety.
+            log.warning("what was begun of %s/%s was not dropped: %s", self._store.uri, _key(name), error)
 
 
 def _read(raw: bytes) -> dict[str, object]:
