@@ -20,18 +20,33 @@ _SECONDS = 10.0
 
 def kept_tokens(spec: SFTJobSpec, store: Store) -> KeptTokens | None:
     """Those in ``store``; None where none are wanted, or the place is a folder, which other nodes do not have."""
-    return KeptTokens(store) if spec.data.keep_tokenized and not store.uri.startswith("file://") else None
+    return KeptTokens(store) if spec.data.keep_tokenized and is_shared(store) else None
+
+
+def is_shared(store: Store) -> bool:
+    """Whether other nodes have what lies there."""
+    return not store.uri.startswith("file://")
+
+
+def remove_kept(store: Store, sources: Sequence[TokenizedSource] = ()) -> None:
+    """Take away what is kept in ``store``, and what was begun of ``sources``; warns where it cannot."""
+    try:
+        KeptTokens(store).remove(sources)
+    except TrainingError as error:
+        log.warning("the tokenised data of the run was not removed: %s", error)
 
 
 class KeepsTokens(Listener):
-    """Writes them from the first step on, by a thread that no step waits for; removes them when the run is complete.
+    """Writes them from the first step on, by a thread that no step waits for; removes them when the run is complete,
+    and at once where none are ``wanted`` any more.
 
     For one process of a run.
     """
 
-    def __init__(self, kept: KeptTokens, sources: Sequence[TokenizedSource]) -> None:
-        self._kept = kept
+    def __init__(self, store: Store, sources: Sequence[TokenizedSource], *, wanted: bool = True) -> None:
+        self._store = store
         self._sources = [source for source in sources if source.report.lengths.total >= LEAST_TOKENS]
+        self._wanted = wanted
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="tokens", daemon=True)
 
@@ -45,15 +60,15 @@ class KeepsTokens(Listener):
             return
         self._thread.join(_SECONDS)
         if event.outcome is Outcome.COMPLETE:
-            try:
-                self._kept.remove(self._sources)
-            except TrainingError as error:
-                log.warning("the tokenised data of the run was not removed: %s", error)
+            remove_kept(self._store, self._sources)
 
     def _work(self) -> None:
+        if not self._wanted:
+            remove_kept(self._store, self._sources)
+            return
         for source in self._sources:
             try:
-                self._kept.keep(source, self._stop)
+                KeptTokens(self._store).keep(source, self._stop)
             except (TrainingError, OSError, ValueError) as error:
                 # The next start tries again.
                 log.warning("tokenised data is not kept, another node would tokenise it again: %s", error)

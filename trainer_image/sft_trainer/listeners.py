@@ -15,7 +15,7 @@ from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhen
 from .events import Listener
 from .export.on_the_way import ExportsOnTheWay
 from .gpu_memory import TellsAllocatedMemory
-from .keeps_tokens import KeepsTokens, kept_tokens
+from .keeps_tokens import KeepsTokens, is_shared
 from .memory_snapshot import MemorySnapshot
 from .profiling import Profile
 from .records import RecordsFile, StatusFile
@@ -59,8 +59,8 @@ class OurListeners:
             alive,
             Curve(store, config.job.name, reporter),
         ]
-        if (kept := kept_tokens(config.spec, store)) is not None:
-            written.append(KeepsTokens(kept, sources))
+        if is_shared(store):
+            written.append(KeepsTokens(store, sources, wanted=config.spec.data.keep_tokenized))
         if (profile := config.spec.monitoring.profile) is not None:
             written.append(Profile(profile, store, reporter))
         exports = None

@@ -58,7 +58,7 @@ from .events import (
 from .export.at_end import AtEnd
 from .figures import Figures
 from .flops import ModelFlops
-from .keeps_tokens import kept_tokens
+from .keeps_tokens import is_shared, kept_tokens, remove_kept
 from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
 from .optim import learning_rate
@@ -224,6 +224,8 @@ class Trainer:
         if self.topology.writes:
             with of_the_place():
                 end_again(self.config, self.store, done, self._place.revisions, self.reporter)
+                if is_shared(self.store):
+                    remove_kept(self.store)  # who wrote that it is complete may have been killed before that
 
     def _make_callbacks(self) -> None:
         self._theirs.append(Callbacks(self.config, self.topology))

@@ -10,18 +10,23 @@ from typing import Any
 
 import pytest
 
+from sft_api.place import Done
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_api.v1alpha1.job import SFTJobSpec
-from sft_trainer import keeps_tokens
+from sft_trainer import keeps_tokens, trainer
+from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.data import tokenize
 from sft_trainer.data.kept import KeptTokens
 from sft_trainer.data.tokenize import TokenizedSource, _bytes_written, tokenize_source
 from sft_trainer.data.writing import JOURNAL_FILE
+from sft_trainer.entering import Entered
 from sft_trainer.errors import AccessDeniedError, StorageUnavailableError
 from sft_trainer.events import Control, Ended, Started
 from sft_trainer.keeps_tokens import KeepsTokens, kept_tokens
+from sft_trainer.topology import ALONE
+from sft_trainer.trainer import Trainer
 from tests.parity.mask_tokenizers import chat_tokenizer
 
 
@@ -257,9 +262,9 @@ def test_who_waits_for_what_is_fetched_sees_it_grow(tmp_path: Path, store: Store
 # While a run goes on
 
 
-def listened(store: Store, source: TokenizedSource, error: BaseException | None) -> list[str]:
+def listened(store: Store, source: TokenizedSource, error: BaseException | None, *, wanted: bool = True) -> list[str]:
     """What lies in ``store`` before the end of a run, and after it."""
-    listener = KeepsTokens(KeptTokens(store), [source])
+    listener = KeepsTokens(store, [source], wanted=wanted)
     listener.on_start(Started(0, 9), Control())
     if listener._thread.ident is not None:
         listener._thread.join(60)
@@ -289,13 +294,35 @@ def test_a_run_keeps_it_until_it_is_complete(
     assert listened(store, source, error) == expected
 
 
+def test_what_is_not_wanted_any_more_is_removed_at_once(
+    store: Store, kept: TokenizedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeps_tokens, "LEAST_TOKENS", 1)
+    assert listened(store, kept, RuntimeError(), wanted=False) == ["then"]
+
+
+def test_a_start_of_a_complete_run_removes_what_its_end_had_no_time_for(
+    tmp_path: Path, kept: TokenizedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Trainer.__new__(Trainer)
+    one.topology, one.store = ALONE, LocalStore(tmp_path / "place", "pvc://claim/place")
+    one.config = one.reporter = None  # type: ignore[assignment]
+    one._place = Entered(None, None)
+    monkeypatch.setattr(trainer, "end_again", lambda *_: None)
+    assert objects(one.store) == ["arrow", "json"]
+
+    one._end_again(Done(step=6, attempt=1))
+
+    assert objects(one.store) == []
+
+
 def test_a_run_whose_data_cannot_be_kept_goes_on(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeps_tokens, "LEAST_TOKENS", 1)
     source = Node(tmp_path, "first", None).tokenize()
     away: Any = Away(StorageUnavailableError("no answer"))
-    listener = KeepsTokens(KeptTokens(away), [source])
+    listener = KeepsTokens(away, [source])
     with caplog.at_level(logging.WARNING):
         listener.on_start(Started(0, 9), Control())
         listener._thread.join(60)
