@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sft_api.v1alpha1.job import SFTJobSpec
 
@@ -43,14 +43,17 @@ class KeepsTokens(Listener):
     For one process of a run.
     """
 
-    def __init__(self, store: Store, sources: Sequence[TokenizedSource], *, wanted: bool = True) -> None:
+    def __init__(self, store: Store, sources: Callable[[], Sequence[TokenizedSource]], *, wanted: bool = True) -> None:
+        """``sources`` are asked for when the run starts."""
         self._store = store
-        self._sources = [source for source in sources if source.report.lengths.total >= LEAST_TOKENS]
+        self._all_sources = sources
+        self._sources: list[TokenizedSource] = []
         self._wanted = wanted
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="tokens", daemon=True)
 
     def on_start(self, event: Started, control: Control) -> None:
+        self._sources = [one for one in self._all_sources() if one.report.lengths.total >= LEAST_TOKENS]
         if self._sources:
             self._thread.start()
 

@@ -1,6 +1,6 @@
 """Who watches every run, in the order in which they hear of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class OurListeners:
         saving: Saving,
         reporter: Reporter,
         stop_file: Path,
-        sources: Sequence[TokenizedSource],
+        sources: Callable[[], Sequence[TokenizedSource]],
     ) -> "OurListeners":
         """``stop_file``, in the run directory, is the supervisor's word that the run shall save and leave."""
         alive = Alive(config, store, stop_file)

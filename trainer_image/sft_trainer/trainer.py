@@ -303,7 +303,7 @@ class Trainer:
             self.saving,
             self.reporter,
             self._stop_file,
-            [*self.prepared.train, *self.prepared.eval.values()],
+            lambda: [*self.prepared.train, *self.prepared.eval.values()],
         )
         self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
 

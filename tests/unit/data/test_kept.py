@@ -264,7 +264,7 @@ def test_who_waits_for_what_is_fetched_sees_it_grow(tmp_path: Path, store: Store
 
 def listened(store: Store, source: TokenizedSource, error: BaseException | None, *, wanted: bool = True) -> list[str]:
     """What lies in ``store`` before the end of a run, and after it."""
-    listener = KeepsTokens(store, [source], wanted=wanted)
+    listener = KeepsTokens(store, lambda: [source], wanted=wanted)
     listener.on_start(Started(0, 9), Control())
     if listener._thread.ident is not None:
         listener._thread.join(60)
@@ -322,7 +322,7 @@ def test_a_run_whose_data_cannot_be_kept_goes_on(
     monkeypatch.setattr(keeps_tokens, "LEAST_TOKENS", 1)
     source = Node(tmp_path, "first", None).tokenize()
     away: Any = Away(StorageUnavailableError("no answer"))
-    listener = KeepsTokens(away, [source])
+    listener = KeepsTokens(away, lambda: [source])
     with caplog.at_level(logging.WARNING):
         listener.on_start(Started(0, 9), Control())
         listener._thread.join(60)
