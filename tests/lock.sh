@@ -10,5 +10,7 @@ compile pyproject.toml --extra trainer --extra megatron -c requirements/dev.txt 
 # Beside dev.txt, for `make gpu`: what only a GPU runs.
 compile pyproject.toml --extra gpu -c requirements/dev.txt -o requirements/gpu.txt
 compile pyproject.toml --extra trainer --extra bench -c requirements/dev.txt -o requirements/bench.txt
+# Where the trackers that callbacks/trackers.py talks to are tried: their packages want other versions than dev.txt has.
+printf 'wandb\nmlflow-skinny>=3.17\n' | compile - -o requirements/trackers.txt
 # Not held to what dev.txt names: the oldest torch and transformers want older packages beside them.
 compile pyproject.toml requirements/oldest.in --extra trainer --extra cli --extra parity --override requirements/oldest.in -o requirements/oldest.txt

@@ -1,0 +1,98 @@
+"""What trackers have in common: a run neither waits for one nor ends with it."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from sft_trainer.callbacks import Control, End, Log, Run, trackers
+from sft_trainer.callbacks.trackers import MLflow, Point, Tracker, WeightsAndBiases, flat, numbers, run_id
+
+RUN = Run("tiny", "team", 1, 0, 10, 2, True, "s3://bucket/run", None, {})
+
+
+class Recorder(Tracker):
+    """Keeps what it is told; fails at first as often as it is to."""
+
+    library = "json"
+
+    def __init__(self, failures: int = 0, hangs: threading.Event | None = None) -> None:
+        super().__init__()
+        self.told: list[object] = []
+        self._failures, self._hangs = failures, hangs
+
+    def begin(self, run: Run) -> None:
+        if self._hangs is not None:
+            self._hangs.wait(60)
+        if self._failures:
+            self._failures -= 1
+            raise ConnectionError("no answer")
+        self.told.append(run)
+
+    def send(self, points: Sequence[Point]) -> None:
+        self.told += [point.step for point in points]
+
+    def finish(self, end: End) -> None:
+        self.told.append(end.outcome)
+
+
+def follow(tracker: Tracker, steps: int, run: Run = RUN) -> None:
+    tracker.on_start(run, Control())
+    for step in range(1, steps + 1):
+        tracker.on_log(Log(step, {"loss": 1.0}), Control())
+    tracker.on_end(End(steps, "complete", "", None))
+
+
+def test_the_first_process_tells_all_in_order() -> None:
+    tracker = Recorder()
+    follow(tracker, 5)
+    assert tracker.told == [RUN, 1, 2, 3, 4, 5, "complete"]
+
+    other = Recorder()
+    follow(other, 5, replace(RUN, is_first_process=False))
+    assert other.told == []
+
+
+def test_what_a_tracker_did_not_take_goes_with_what_comes_next(caplog: pytest.LogCaptureFixture) -> None:
+    tracker, again = Recorder(failures=1), threading.Event()
+    tracker.on_start(RUN, Control())
+    tracker.on_log(Log(1, {"loss": 1.0}), Control())
+    while not tracker._troubles:
+        again.wait(0.01)
+    tracker.on_log(Log(2, {"loss": 1.0}), Control())
+    tracker.on_end(End(2, "complete", "", None))
+    assert tracker.told == [RUN, 1, 2, "complete"]
+    assert caplog.text.count("json: no answer (said once)") == 1
+
+
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
+    released = threading.Event()
+    tracker = Recorder(hangs=released)
+    follow(tracker, 20)
+    assert tracker.told == []
+    assert "json: it is too slow, and lacks some steps (said once)" in caplog.text
+    assert "json does not answer, and may lack the last steps" in caplog.text
+    released.set()
+
+
+@pytest.mark.parametrize("make", [lambda: WeightsAndBiases("demo"), lambda: MLflow("demo")])
+def test_a_library_that_is_missing_is_named_at_once(make: object) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"is not installed: add it to compute\.image"):
+        make()  # type: ignore[operator]
+
+
+def test_a_run_has_one_name_in_its_tracker_wherever_it_goes_on() -> None:
+    assert run_id(RUN) == run_id(replace(RUN, attempt=7, step=3, namespace="other"))
+    assert run_id(RUN) != run_id(replace(RUN, checkpoint_uri="s3://bucket/other"))
+
+
+def test_figures_and_settings_as_trackers_take_them() -> None:
+    values = {"step": 3, "time": 1.5, "loss": float("nan"), "tokens": 7, "ok": True, "evalLosses": {"a": 1.0}, "x": "y"}
+    assert numbers(values) == {"tokens": 7.0, "evalLosses/a": 1.0}
+    settings = {"data": {"train": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "seed": 1}
+    assert dict(flat(settings)) == {"data.train.0.uri": "hf://a/b", "data.train.1.uri": "hf://c/d", "seed": 1}
