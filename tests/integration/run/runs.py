@@ -112,7 +112,8 @@ class Place:
         spec = job["spec"]
         callbacks = [*spec["training"].get("callbacks", ()), {"class": "standing:StandsStill", "arguments": arguments}]
         standing = {**job, "spec": {**spec, "training": {**spec["training"], "callbacks": callbacks}}}
-        folders = os.pathsep.join(filter(None, (str(_STANDING), environment.pop("PYTHONPATH", ""))))
+        theirs = environment.pop("PYTHONPATH", self.environment.get("PYTHONPATH", ""))
+        folders = os.pathsep.join(filter(None, (str(_STANDING), theirs)))
         process = self.start(standing, *options, PYTHONPATH=folders, **environment)
         self.wait_until(stands.exists)
         self._goes_on = stands.with_suffix(".over")
