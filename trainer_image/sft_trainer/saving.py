@@ -21,7 +21,8 @@ from .checkpoint.errors import CheckpointSaveError
 from .checkpoint.manager import CheckpointManager, SaveOutcome, call_each
 from .checkpoint.store import Store
 from .checkpoint.turns import beside_training
-from .errors import StorageUnavailableError, TrainingError
+from .errors import StorageFullError, StorageUnavailableError, TrainingError
+from .keeps_tokens import is_shared, remove_kept
 from .late import Moment
 from .outage import Outage, is_outage
 from .place import check_same_run, nothing_saved
@@ -82,6 +83,7 @@ class Saving:
         self._reporter = reporter
         self._on_commit = on_commit
         self._store = store
+        self._writes = topology.writes
         cgroup = Cgroup()
         self._manager = CheckpointManager(
             store,
@@ -452,6 +454,8 @@ class Saving:
         self.outage.failed(error)
         told = self.outage.told
         self._reporter.update(storage_outage=told)
+        if isinstance(error, StorageFullError) and self._writes and is_shared(self._store):
+            remove_kept(self._store)  # it is never needed, and checkpoints are
         if began and told is not None:
             # Training goes on, but the last save and the export wait: the phase says which it is.
             ends = timestamp(told.ends)

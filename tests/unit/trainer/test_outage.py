@@ -285,6 +285,18 @@ def test_training_goes_on_and_the_newest_step_is_saved_when_the_store_takes_it(
     assert str(refusal) in warning
 
 
+@pytest.mark.parametrize(("refusal", "left"), [(StorageFullError("no room"), 0), (DENIED, 1)])
+def test_kept_tokens_make_room_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: TrainingError, left: int
+) -> None:
+    run = Run(tmp_path, asynchronous=False)
+    monkeypatch.setattr(run.store, "_uri", "pvc://claim/store")
+    run.store.put(f"tokenized/{'a' * 64}.arrow", b"tokens")
+    run.store.refusal = refusal
+    run.save(1)
+    assert len(run.store.list("tokenized/")) == left
+
+
 @pytest.mark.usefixtures("short_pauses")
 def test_of_outages_the_last_one_is_told_beside_what_else_there_is_to_tell(tmp_path: Path) -> None:
     run = Run(tmp_path, asynchronous=False)
