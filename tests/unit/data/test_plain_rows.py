@@ -161,6 +161,12 @@ def test_what_the_tokenizer_puts_around_a_text_is_there_once(tmp_path: Path, bos
     assert shown.text == "".join(token.text for token in shown.tokens) == tokenizer.decode(expected)
 
 
+def test_padding_that_the_tokenizer_comes_with_stands_before_no_text(tmp_path: Path) -> None:
+    tokenizer = with_bos("llama3")
+    tokenizer.backend_tokenizer.enable_padding(direction="left", length=16, pad_id=3, pad_token="<|eom_id|>")
+    assert Codec.of(tokenizer).before_texts == ("<|begin_of_text|>",)
+
+
 def test_control_tokens_of_a_text_are_real_ones(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"

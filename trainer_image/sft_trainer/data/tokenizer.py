@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import compress, pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,9 @@ class Codec:
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "Codec":
         template, backend = tokenizer.chat_template, tokenizer.backend_tokenizer
         probe = backend.encode("a")
-        before = takewhile(itemgetter(1), zip(probe.tokens, probe.special_tokens_mask, strict=True))
+        # Some backends pad, too.
+        unpadded = compress(zip(probe.tokens, probe.special_tokens_mask, strict=True), probe.attention_mask)
+        before = takewhile(itemgetter(1), unpadded)
         return cls(
             tokenizer_json=without_additions(backend.to_str()),
             special_tokens=dict(tokenizer.special_tokens_map),
