@@ -324,6 +324,35 @@ def test_a_format_that_nobody_named_is_told_where_it_leaves_the_template_out(tmp
     assert named.warnings == framed.warnings == []
 
 
+TURNS = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({**TURNS, "label": False}, "its rows have a label, true or false, which is not read: completions that"),
+        ({"text": "hello", "role": "prompter"}, "its rows have a role, which is not read: each is trained as a text"),
+        ({**TURNS, "label": "good"}, None),
+        ({"text": "hello", "label": True}, None),
+    ],
+)
+def test_columns_that_say_what_else_rows_are_for_are_told(
+    tmp_path: Path, row: dict[str, Any], said: str | None
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(_saved("chatml", "words"))
+    if "text" in row:
+        tokenizer.chat_template = None
+    rows = Rows(tmp_path / "auto", [row], tokenizer)
+    rows.tokenized()
+    assert len(rows.warnings) == bool(said)
+    assert all(said and said in warning for warning in rows.warnings)
+
+    row_format = "text" if "text" in row else "promptCompletion"
+    named = Rows(tmp_path / "named", [row], tokenizer, source={"format": row_format})
+    named.tokenized()
+    assert named.warnings == []
+
+
 def test_the_first_rows_are_looked_at_before_a_run(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows", [{"input_ids": [1, 99_999], "loss_mask": [0, 1]}], chat_tokenizer("chatml"))
     with pytest.raises(DataError, match="has token 99999 at place 2"):

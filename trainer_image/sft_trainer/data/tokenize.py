@@ -133,13 +133,25 @@ def settings_of(columns: Collection[str], source: "DataSource", data: "DataSpec"
 def warnings_of(rows: SourceRows, source: "DataSource", settings: Settings, codec: Codec) -> list[str]:
     """A sentence for what the user may not expect: of the files, and of rows whose format nobody has named."""
     found = [*rows.warnings]
-    if source.format == "auto" and codec.templates and settings.row_format in ("text", "promptCompletion"):
-        _, first = next(rows.read(0, 1))
-        if isinstance(read_row(first, settings.row_format, settings.columns), PlainText):
-            found.append(
-                f"data source {rows.name}: its rows are text, which the model reads as it stands, without its chat "
-                f"template; set format: {settings.row_format} if that is meant, else write them as turns"
-            )
+    if source.format != "auto" or settings.row_format not in ("text", "promptCompletion"):
+        return found
+    _, first = next(rows.read(0, 1))
+    begin, meant = f"data source {rows.name}: its rows", f"set format: {settings.row_format} if that is meant"
+    if codec.templates and isinstance(read_row(first, settings.row_format, settings.columns), PlainText):
+        found.append(
+            f"{begin} are text, which the model reads as it stands, without its chat template; {meant}, else write "
+            "them as turns"
+        )
+    if settings.row_format == "promptCompletion" and isinstance(first.get("label"), bool):
+        found.append(
+            f"{begin} have a label, true or false, which is not read: completions that it calls bad are trained as "
+            f"well; {meant}, else leave those rows out"
+        )
+    if settings.row_format == "text" and isinstance(first.get("role"), str):
+        found.append(
+            f"{begin} have a role, which is not read: each is trained as a text of its own; {meant}, else write the "
+            "turns of a conversation as one row"
+        )
     return found
 
 
