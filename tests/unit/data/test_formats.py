@@ -373,6 +373,7 @@ def test_tokens_with_marks_of_those_that_are_trained(marks: dict[str, Any]) -> N
         ({"input_ids": [5, 6]}, "neither 'loss_mask' nor 'labels' says which tokens of 'input_ids' are trained; add"),
         ({"input_ids": "5 6"}, "column 'input_ids' must be a list of whole numbers, not '5 6'"),
         ({"input_ids": [5, 0.5]}, "column 'input_ids' must be a list of whole numbers, not [5, 0.5]"),
+        ({"input_ids": [5, True], "loss_mask": [0, 1]}, "whole numbers, not of true and false: [5, True]"),
         ({"input_ids": [5, 6], "loss_mask": [1]}, "column 'loss_mask' has 1 numbers, 'input_ids' 2"),
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "column 'loss_mask' must have 1 for tokens that are trained and 0 "
          "for all others, not 2"),

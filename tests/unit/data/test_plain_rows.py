@@ -287,7 +287,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
 def test_without_a_chat_template_texts_are_trained_and_conversations_are_not(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(_saved("chatml", "words"))
     tokenizer.chat_template = None
-    assert Codec.of(tokenizer).turn_ends == []
+    assert Codec.of(tokenizer).turn_ends == [tokenizer.eos_token]
     rows = Rows(tmp_path / "texts", [{"text": "hello"}], tokenizer)
     assert rows.first()[0] == [*tokenizer("hello")["input_ids"], tokenizer.eos_token_id]
     assert rows.warnings == []

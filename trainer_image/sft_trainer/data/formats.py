@@ -244,6 +244,10 @@ def _text(row: Row, column: str) -> str:
 def _read_tokens(row: Row, names: Columns) -> TokenIds:
     column = names.of("input_ids")
     ids = _numbers(row[column], column)
+    if any(isinstance(token, bool) for token in ids):
+        raise DataError(
+            f"column '{column}' must be a list of whole numbers, not of true and false: {quoted(row[column])}"
+        )
     _refuse_padding(row)
     mask, labels = names.of("loss_mask"), names.of("labels")
     if row.get(mask) is not None:

@@ -133,11 +133,12 @@ class Codec:
 
     @property
     def turn_ends(self) -> list[str]:
-        """Tokens with which the templates end an answer, each once; none where no template can be used."""
+        """Tokens with which the templates end an answer, each once; where none can be used that which ends a text."""
         try:
             templates = [self.template(tools) for tools in (None, ["any"])]
         except ModelError:  # of a model that is trained on texts
-            return []
+            end = self.special_tokens.get("eos_token")
+            return [end] if end else []
         return [*dict.fromkeys(token for template in templates for token in template.assistant_turn.ends[:1])]
 
     @cached_property
