@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from sft_trainer.errors import DataError
 
 from .readers import Row, after_mark
-
-if TYPE_CHECKING:
-    from _csv import Reader as CsvReader
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
@@ -57,9 +54,7 @@ def _table(path: Path) -> tuple[tuple[str, ...], list[tuple[int, list[str]]]]:
 def _rows(file: BinaryIO, name: str) -> tuple[tuple[str, ...], Iterator[tuple[int, list[str]]]]:
     """Names of the columns, and rows with the line on which each begins."""
     file.seek(after_mark(file, name))
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    reader = csv.reader(text, delimiter=DELIMITERS[Path(name).suffix.lower()], strict=True)
-    lines = _numbered(reader, name)
+    lines = _numbered(io.TextIOWrapper(file, encoding="utf-8", newline=""), name)
     columns = tuple(next(lines, (1, []))[1])
     twice = next((column for column in columns if columns.count(column) > 1), None)
     if not all(columns) or twice is not None:
@@ -70,7 +65,8 @@ def _rows(file: BinaryIO, name: str) -> tuple[tuple[str, ...], Iterator[tuple[in
     return columns, _as_wide_as(columns, lines, name)
 
 
-def _numbered(reader: "CsvReader", name: str) -> Iterator[tuple[int, list[str]]]:
+def _numbered(text: io.TextIOWrapper, name: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(text, delimiter=DELIMITERS[Path(name).suffix.lower()], strict=True)
     while True:
         line = reader.line_num + 1
         try:
