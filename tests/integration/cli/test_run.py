@@ -74,7 +74,8 @@ def test_what_becomes_of_all_rows_and_the_steps_that_they_make(
     rows, epoch, run = shown.stdout.splitlines()
     found = re.fullmatch(
         rf"file://{tiny_inputs.train}: 40 rows, 1 dropped as longer than data.maxLength 256; 39 examples "
-        r"of \d+ to \d+ tokens \(median \d+\), ([\d,]+) tokens in all, [\d,]+ trained",
+        r"of \d+ to \d+ tokens \(median \d+\), ([\d,]+) tokens in all, [\d,]+ trained; \d+ earlier answers "
+        r"are context only \(data.trainOn: lastAssistantMessage\)",
         rows,
     )
     assert found, rows
