@@ -2,7 +2,7 @@
 
     python -m tests.bench.kept [--rows 20000] [--rounds 3]
 
-Conversations of about 380 tokens, tokenised by as many processes as there are processors; versitygw on the same
+Conversations of about 320 tokens, tokenised by as many processes as there are processors; versitygw on the same
 machine. Both by ``tokenize_source`` with an empty cache, in turn. Prints seconds (medians) and their ratio as
 key=value.
 """

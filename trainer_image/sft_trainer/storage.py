@@ -7,9 +7,10 @@ from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog, nothing_removed
+from .checkpoint.local import LocalStore
 from .checkpoint.opening import open_store
 from .checkpoint.protocol import Protocol
-from .checkpoint.store import ProbeResult, S3Settings, Store, file_path, pvc_path
+from .checkpoint.store import ProbeResult, S3Settings, Store
 from .errors import ConfigError, StorageFullError
 from .export.record import refuse_other_run
 from .place import look, read_done
@@ -70,10 +71,9 @@ def check_room(store: Store, size: int) -> None:
 
     What an object store has room for nobody can say.
     """
-    if store.uri.startswith("s3://"):
+    if not isinstance(store, LocalStore):
         return
-    path = pvc_path(store.uri) if store.uri.startswith("pvc://") else file_path(store.uri)
-    free = shutil.disk_usage(path).free
+    free = shutil.disk_usage(store.path).free
     if free < size:
         raise StorageFullError(
             f"{store.uri} has room for {free / 2**20:,.1f} MiB, and a checkpoint takes {size / 2**20:,.1f} MiB: make "

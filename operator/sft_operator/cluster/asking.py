@@ -238,13 +238,14 @@ class Asking:
         try:
             if await self._was_left_behind(key, question.uid):
                 turn = RemovalTurn("kept", f"the Job {key.name} was left behind (--cascade=orphan), and saves there")
-            elif question.looks:
-                return lambda memory: deletion.was_not_left_behind(memory, clock=_clock())
-            elif self._remover:
+            elif self._remover and not question.looks:
                 turn = await self._remover.turn(question)
         except (StoreError, ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("%s: its place cannot be removed now: %s", key, error)
             why = f"{type(error).__name__}: {error}"[:500] if not isinstance(error, StoreError) else str(error)[:500]
+        if question.looks and turn is None:
+            # Also where nobody knows it: that the store was away begins with the first removal.
+            return lambda memory: deletion.was_not_left_behind(memory, clock=_clock())
         return lambda memory: deletion.removal_went(memory, turn, why, clock=_clock())
 
     async def _was_left_behind(self, key: Key, uid: str) -> bool:

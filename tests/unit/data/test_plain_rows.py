@@ -353,6 +353,12 @@ def test_columns_that_say_what_else_rows_are_for_are_told(
     assert named.warnings == []
 
 
+def test_a_first_row_that_cannot_be_read_is_told_with_its_place(tmp_path: Path) -> None:
+    for i, row in enumerate(({"text": None}, {"prompt": "a", "completion": None}, {"prompt": 1, "completion": "b"})):
+        with pytest.raises(DataError, match=r"rows\.jsonl line 1: column '(text|completion|prompt)' must be text, not"):
+            Rows(tmp_path / str(i), [row], chat_tokenizer("chatml")).tokenized()
+
+
 def test_the_first_rows_are_looked_at_before_a_run(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows", [{"input_ids": [1, 99_999], "loss_mask": [0, 1]}], chat_tokenizer("chatml"))
     with pytest.raises(DataError, match="has token 99999 at place 2"):

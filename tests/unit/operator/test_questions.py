@@ -395,7 +395,33 @@ def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
     answer: dict[str, Any] | ApiError, state: str | None
 ) -> None:
     """``--cascade=orphan``: it has lost the owner by which it would be seen, and saves on."""
-    wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0)
+    removal = removal_after(answer)
+
+    assert (removal.last and removal.last.state) == state
+    assert (removal.stuck_since is None) == (state is not None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ({"metadata": {"labels": {UID_LABEL: "sft-uid"}}}, "kept"),
+        ({"metadata": {"labels": {UID_LABEL: "another"}}}, None),
+        (ApiError(500, "InternalError", "no answer"), None),
+    ],
+    ids=["left behind", "of another", "nobody knows"],
+)
+def test_while_pods_live_on_it_is_only_looked_whether_it_was(
+    answer: dict[str, Any] | ApiError, state: str | None
+) -> None:
+    removal = removal_after(answer, looks=True)
+
+    assert (removal.last and removal.last.state) == state
+    assert (removal.turns, removal.stuck_since) == (1, None), "the ten minutes of a store that is away do not begin"
+
+
+def removal_after(answer: dict[str, Any] | ApiError, *, looks: bool = False) -> PlaceRemoval:
+    """How far the removal of a place has come after one question, where ``answer`` is what the API server has."""
+    wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0, looks=looks)
 
     async def scenario() -> PlaceRemoval:
         asking, picture, again = asking_about_one_job(api=Jobs(answer), remover=Remover())
@@ -406,30 +432,7 @@ def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
         assert removal is not None
         return removal
 
-    removal = asyncio.run(asyncio.wait_for(scenario(), 30))
-
-    assert (removal.last and removal.last.state) == state
-    assert (removal.stuck_since is None) == (state is not None)
-
-
-@pytest.mark.parametrize(("uid", "found"), [("sft-uid", "kept"), ("another", None)])
-def test_while_pods_live_on_it_is_only_looked_whether_it_was(uid: str, found: str | None) -> None:
-    wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0, looks=True)
-
-    async def scenario() -> PlaceRemoval:
-        api = Jobs({"metadata": {"labels": {UID_LABEL: uid}}})
-        asking, picture, again = asking_about_one_job(api=api, remover=Remover())
-        picture.remember(KEY, Memory("sft-uid"))
-        asking.put(KEY, [wanted])
-        await until(lambda: bool(again))
-        removal = picture.memory(KEY).removal
-        assert removal is not None
-        return removal
-
-    removal = asyncio.run(asyncio.wait_for(scenario(), 30))
-
-    assert (removal.last and removal.last.state) == found
-    assert (removal.turns, removal.stuck_since) == (1, None)
+    return asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def asking_about_one_job(

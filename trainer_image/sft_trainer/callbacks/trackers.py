@@ -12,7 +12,7 @@ import queue
 import tempfile
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
@@ -37,7 +37,7 @@ class Point(NamedTuple):
     values: dict[str, float]
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """What the two have in common: a queue, and a thread that empties it."""
 
     library: ClassVar[str]

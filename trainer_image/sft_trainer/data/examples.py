@@ -133,7 +133,7 @@ def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) ->
             encoding.offsets,
             straddling,
             row.incomplete,
-            context_answers=row.answers_before,
+            context_answers=row.context_answers,
             empty=row.empty,
         )
     # Put around the tokens, not around the text: behind a special token some tokenizers split what follows otherwise.

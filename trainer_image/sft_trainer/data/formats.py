@@ -23,14 +23,16 @@ _FORMATS_KNOWN = (
     "alpaca (columns instruction, output and, optionally, input), "
     "promptCompletion (prompt, completion), pretokenized (input_ids, and loss_mask or labels), text (text)"
 )
-_NEEDED: Mapping[str, tuple[str, ...]] = {
+_SHARED_TURNS = "conversations"
+_NEEDED: Mapping[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
+    "shareGPT": (_SHARED_TURNS,),
     "promptCompletion": ("prompt", "completion"),
     "pretokenized": ("input_ids",),
     "text": ("text",),
 }
-"""Columns by which formats are known, in this order, where there are no turns."""
-_SHARED_TURNS = "conversations"
+"""Columns by which formats are known where there are no messages, in the order in which they were added: what a source
+was read as stays so."""
 _UNTRAINED_LABEL = -100
 _ATTENTION = "attention_mask"
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
@@ -104,27 +106,18 @@ def detect_format(columns: Collection[str], names: Columns) -> Format:
         return "messages"
     if names.messages != Columns.messages:  # asked for by name: another format would not be what is meant
         raise _absent("messagesKey", names.messages, columns)
-    # In the order in which they were added: what a source was read as stays so.
-    if _has(columns, "alpaca"):
-        return "alpaca"
-    if _SHARED_TURNS in columns:
-        return "shareGPT"
-    for row_format in ("promptCompletion", "pretokenized", "text"):
-        if _has(columns, row_format):
+    for row_format, needed in _NEEDED.items():
+        if all(name in columns for name in needed):
             return row_format
     found = ", ".join(sorted(columns)) or "(none)"
     raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{_likely(columns)}")
 
 
-def _format_of(asked: Collection[str]) -> Format:
-    for row_format in ("alpaca", "promptCompletion", "pretokenized", "text"):
-        if COLUMNS[row_format] and set(asked) <= set(COLUMNS[row_format]):
+def _format_of(asked: set[str]) -> Format:
+    for row_format in _NEEDED:
+        if asked <= {*COLUMNS[row_format]}:
             return row_format
     raise DataError(f"columns names {', '.join(sorted(asked))}, which no format has together; set format")
-
-
-def _has(columns: Collection[str], row_format: str) -> bool:
-    return all(name in columns for name in _NEEDED[row_format])
 
 
 def _likely(columns: Collection[str]) -> str:
@@ -166,7 +159,10 @@ def _absent(field: str, name: str, columns: Collection[str]) -> DataError:
 
 def check_columns(columns: Collection[str], row_format: Format, names: Columns) -> None:
     """Raises DataError when ``columns`` lack one that ``row_format`` needs."""
-    needed = [names.of(name) for name in _NEEDED.get(row_format, ())] or [names.turns(row_format, columns)]
+    if row_format in ("messages", "shareGPT"):
+        needed = [names.turns(row_format, columns)]
+    else:
+        needed = [names.of(name) for name in _NEEDED[row_format]]
     missing = [name for name in needed if name not in columns]
     if missing:
         raise DataError(

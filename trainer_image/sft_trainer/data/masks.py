@@ -39,7 +39,7 @@ class MarkedText:
     spans: list[Span]
     incomplete: int = 0
     """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
-    answers_before: int = 0
+    context_answers: int = 0
     """Answers in it that are not trained because ``data.trainOn`` says so, and not their own flag."""
     empty: int = 0
     """Trained messages that say nothing."""
@@ -72,7 +72,7 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
         text,
         spans,
         incomplete=sum(not _is_written(messages[i], i, trained) for i in selected),
-        answers_before=sum(
+        context_answers=sum(
             message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
             for i, message in enumerate(messages)
         ),

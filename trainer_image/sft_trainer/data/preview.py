@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from .examples import Example, Settings, mark_row, to_examples
 from .formats import TokenIds
-from .masks import MarkedText
 from .readers import Row
 from .sources import open_source
 from .tokenize import check_named_columns, settings_for
@@ -62,7 +61,7 @@ class Preview:
     """Trained tokens that begin before the answer does."""
     incomplete: int = 0
     """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
-    answers_before: int = 0
+    context_answers: int = 0
     """Answers that are not trained because ``data.trainOn`` says so."""
 
     @property
@@ -119,8 +118,7 @@ def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Previ
         text = text[: offsets[len(mask) - 1][1]]
     if not mask.any():
         return Preview(place, verdict, text, tokens, 0)
-    before = marked.answers_before if isinstance(marked, MarkedText) else 0
-    return Preview(place, verdict, text, tokens, example.straddling, example.incomplete, before)
+    return Preview(place, verdict, text, tokens, example.straddling, example.incomplete, example.context_answers)
 
 
 def _verdict(example: Example, settings: Settings) -> tuple[str, NDArray[np.uint8]]:
@@ -165,8 +163,8 @@ def render_text(preview: Preview, *, color: bool) -> str:
         head += f", {preview.straddling} of them begin before the answer"
     if preview.incomplete:
         head += ", and the chat template leaves out text of what is trained"
-    if preview.trained and preview.answers_before:
-        head += f", {_earlier(preview.answers_before)} context only (data.trainOn: lastAssistantMessage)"
+    if preview.trained and preview.context_answers:
+        head += f", {_earlier(preview.context_answers)} context only (data.trainOn: lastAssistantMessage)"
     return f"{head}\n{''.join(parts)}"
 
 

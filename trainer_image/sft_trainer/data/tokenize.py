@@ -28,7 +28,7 @@ from sft_trainer.errors import DISK_FULL, DataError
 from sft_trainer.locks import locked
 
 from .examples import Settings, mark_row, to_examples
-from .formats import Columns, PlainText, check_named, detect_format, read_row
+from .formats import Columns, check_named, detect_format
 from .readers import Row
 from .source_rows import SourceRows
 from .sources import open_source
@@ -137,7 +137,9 @@ def warnings_of(rows: SourceRows, source: "DataSource", settings: Settings, code
         return found
     _, first = next(rows.read(0, 1))
     begin, meant = f"data source {rows.name}: its rows", f"set format: {settings.row_format} if that is meant"
-    if codec.templates and isinstance(read_row(first, settings.row_format, settings.columns), PlainText):
+    # Looked at, and not read: what is wrong with the row is told where it is read, with its place.
+    is_text = settings.row_format == "text" or isinstance(first.get(settings.columns.of("prompt")), str)
+    if codec.templates and is_text:
         found.append(
             f"{begin} are text, which the model reads as it stands, without its chat template; {meant}, else write "
             "them as turns"
