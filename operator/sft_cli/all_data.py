@@ -23,7 +23,7 @@ from .words import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from sft_api.v1alpha1.workload import DataSource
+    from sft_api.v1alpha1.data import DataSource
 
 _SECONDS = 5.0
 """Between two words of how far it is."""

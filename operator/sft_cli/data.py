@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sft_api.failures import exit_code
+from sft_api.v1alpha1.data import DataSource
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
-from sft_api.v1alpha1.workload import DataSource
 from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl

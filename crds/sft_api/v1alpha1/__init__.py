@@ -1,6 +1,7 @@
 """Version v1alpha1 of the API."""
 
 from .base import ApiModel, ReportModel, Rule
+from .data import DataSource, DataSpec, EvalSource, TrainSource
 from .goodput import GoodputStatus, LostGpuSeconds, SpentSeconds
 from .job import (
     API_VERSION,
@@ -40,15 +41,11 @@ from .status import (
 )
 from .workload import (
     CallbackSpec,
-    DataSource,
-    DataSpec,
-    EvalSource,
     EvaluationSpec,
     ModelSpec,
     OptimizerSpec,
     ScheduleSpec,
     TrainingSpec,
-    TrainSource,
 )
 
 __all__ = [

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
+from .data import DataSpec
 from .lora import LoraSpec
 from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
 from .model_config import ATTENTION_DROPOUTS
@@ -13,7 +14,7 @@ from .places import PLACE_RULES
 from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
 from .words import does_not_divide
-from .workload import DataSpec, ModelSpec, TrainingSpec
+from .workload import ModelSpec, TrainingSpec
 
 GROUP = "sftjob.dev"
 VERSION = "v1alpha1"

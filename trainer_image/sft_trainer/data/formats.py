@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from sft_api.v1alpha1.workload import COLUMNS
+from sft_api.v1alpha1.data import COLUMNS
 from sft_trainer.errors import DataError
 
 from .turns import Conversation, Turns, quoted, read_shared_turns, read_tools, read_turns
