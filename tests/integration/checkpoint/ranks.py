@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,6 +53,9 @@ def _child(
         if rendezvous is not None:
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
         connection.send((True, function(*arguments)))
+        # A process that ends takes with it what its peers have not read of the last thing all did together: each stays
+        # until the answers of all are there.
+        connection.poll(None)
     except BaseException:
         connection.send((False, traceback.format_exc()))
     finally:
@@ -74,19 +77,33 @@ def start(
     return process, ours
 
 
+def answers(started: Iterable[tuple[BaseProcess, Connection]], seconds: float = PATIENCE_SECONDS) -> list[Any]:
+    """What processes that work together have sent, each within ``seconds``; None of one that was killed before."""
+    processes = list(started)
+    found = [_answer(*process, seconds) for process in processes]
+    for process, connection in processes:
+        connection.close()
+        process.join(PATIENCE_SECONDS)
+    for fine, value in found:
+        if not fine:
+            raise RankFailed(value)
+    return [value for _, value in found]
+
+
 def answer(process: BaseProcess, connection: Connection, seconds: float = PATIENCE_SECONDS) -> Any:
-    """What the process sent; None when it was killed before."""
+    """What a process that works alone has sent; None when it was killed before."""
+    return answers([(process, connection)], seconds)[0]
+
+
+def _answer(process: BaseProcess, connection: Connection, seconds: float) -> tuple[bool, Any]:
     try:
         if not connection.poll(seconds):
             process.kill()
-            raise RankFailed(f"no answer within {seconds} s")
+            return False, f"no answer within {seconds} s"
         fine, value = connection.recv()
     except EOFError:
-        value, fine = None, True
-    process.join(PATIENCE_SECONDS)
-    if not fine:
-        raise RankFailed(value)
-    return value
+        return True, None
+    return fine, value
 
 
 def run(
@@ -95,4 +112,4 @@ def run(
     """Answers of ``size`` ranks that call ``function`` together, each within ``seconds``; they meet in ``folder``."""
     rendezvous = folder / f"rendezvous-{len(list(folder.glob('rendezvous-*')))}"
     ranks = [start(function, *arguments, rank=rank, size=size, rendezvous=str(rendezvous)) for rank in range(size)]
-    return [answer(*rank, seconds) for rank in ranks]
+    return answers(ranks, seconds)

@@ -98,7 +98,7 @@ def run(folder: Path, inputs: Any, processes: int, last: int | None = None, mode
     started = [
         ranks.start(train, resolve(job), folder, last, rank, processes, port, rank=rank) for rank in range(processes)
     ]
-    first, *others = [ranks.answer(*process) for process in started]
+    first, *others = ranks.answers(started)
     assert all(other.error == first.error and other.losses == first.losses for other in others)
     return first
 

@@ -92,7 +92,7 @@ def run(
     config = resolve(manifest(folder, folder / "store", processes=processes, **base))
     port = free_port()
     started = [ranks.start(train, config, folder, last, rank, processes, port, rank=rank) for rank in range(processes)]
-    first, *others = [ranks.answer(*process) for process in started]
+    first, *others = ranks.answers(started)
     assert all(other.error == first.error and other.losses == first.losses for other in others)
     return first
 

@@ -61,8 +61,7 @@ def saved(folder: Path, inputs: Any, *, asynchronous: bool) -> dict[int, list[tu
     )
     port = free_port()
     started = [ranks.start(train, resolve(job), folder, rank, 2, port, rank=rank) for rank in range(2)]
-    for process in started:
-        ranks.answer(*process)
+    ranks.answers(started)
     store = LocalStore(folder / "store")
     found = [each for each in Catalog(store).candidates() if isinstance(each, Manifest)]
     return {each.step: sorted(pieces(open_index(store, each)[0])) for each in found}
