@@ -77,6 +77,8 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "training.schedule.warmupRatio": 0.03,
     "training.schedule.warmupSteps": None,
     "training.schedule.minRatio": 0,
+    "training.schedule.decayRatio": 0.1,
+    "training.schedule.decaySteps": None,
     "training.precision": "bf16",
     "training.seed": 42,
     "strategy.fsdp.reduceDtype": "fp32",

@@ -15,6 +15,8 @@ DEFAULT_LEARNING_RATE = 1e-5
 DEFAULT_LORA_LEARNING_RATE = 1e-4
 """Adapters begin at 0 and are small: they want larger steps than weights that were trained for long."""
 DEFAULT_WARMUP_RATIO = 0.03
+DEFAULT_DECAY_RATIO = 0.1
+"""Of schedules whose rate is stable before."""
 
 Plan = PlanStatus
 
@@ -107,6 +109,20 @@ def warmup_steps(spec: SFTJobSpec, total_steps: int) -> int:
         return schedule.warmup_steps
     ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
     return round(ratio * total_steps)
+
+
+def decay_steps(spec: SFTJobSpec, total_steps: int) -> int:
+    """Steps of decay of a run of ``total_steps``: where the rate is stable before, the last ones that are given."""
+    schedule = spec.training.schedule
+    left = max(0, total_steps - warmup_steps(spec, total_steps))
+    if schedule.type in ("constant", "constantWithWarmup"):
+        return 0
+    if schedule.type != "warmupStableDecay":
+        return left
+    if schedule.decay_steps is not None:
+        return min(left, schedule.decay_steps)
+    ratio = DEFAULT_DECAY_RATIO if schedule.decay_ratio is None else schedule.decay_ratio
+    return min(left, round(ratio * total_steps))
 
 
 def progress_deadline_seconds(configured: int | None, median_step_seconds: float | None) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
-from .plan import make_plan
+from .plan import make_plan, warmup_steps
 from .sequence_parallel import nodes_warning
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
@@ -30,7 +30,7 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
         _export_warning(spec),
         _evaluation_warning(spec),
-        "" if training.steps is None else warmup_warning(spec, training.steps),
+        "" if training.steps is None else schedule_warning(spec, training.steps),
     ]
     windows: dict[_Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
     for what, window in windows.items():
@@ -84,15 +84,21 @@ def _evaluation_warning(spec: SFTJobSpec) -> str:
     return f"training.evaluation.everySteps is {every}, and the run has {steps} steps: it is evaluated at its end alone"
 
 
-def warmup_warning(spec: SFTJobSpec, steps: int) -> str:
-    """What to say where the warm-up takes all ``steps`` of the run, or more than it has; else empty."""
-    warmup = spec.training.schedule.warmup_steps
-    if warmup is None or warmup < steps:
-        return ""
-    return (
-        f"training.schedule.warmupSteps is {warmup}, and the run has {steps} steps: the learning rate rises to "
-        "its peak in the last one; lower warmupSteps, or leave it out for 3% of the steps"
-    )
+def schedule_warning(spec: SFTJobSpec, steps: int) -> str:
+    """What to say where warm-up or decay take more of the ``steps`` of the run than it can have meant; else empty."""
+    schedule = spec.training.schedule
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if warmup is not None and warmup >= steps:
+        return (
+            f"training.schedule.warmupSteps is {warmup}, and the run has {steps} steps: the learning rate rises to "
+            "its peak in the last one; lower warmupSteps, or leave it out for 3% of the steps"
+        )
+    if decay is not None and decay >= steps - warmup_steps(spec, steps):
+        return (
+            f"training.schedule.decaySteps is {decay}, and the run has {steps} steps: the learning rate decays as soon "
+            "as it has reached its peak; lower decaySteps, or leave it out for 10% of the steps"
+        )
+    return ""
 
 
 def window_warning(what: _Recorded, first: int, steps: int | None) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from sft_api.batch import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS
 from sft_api.failures import ExitCode
 from sft_api.megatron import given_in_words, stages_in_words
-from sft_api.plan import DEFAULT_WARMUP_RATIO, Plan, make_plan
+from sft_api.plan import DEFAULT_DECAY_RATIO, DEFAULT_WARMUP_RATIO, Plan, make_plan
 from sft_api.report import duration
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import surprises
@@ -346,6 +346,12 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     else:
         ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
         warmup = f"warm-up {ratio:.0%} of the steps"
+    decay = ""
+    if schedule.type == "warmupStableDecay" and schedule.decay_steps is not None:
+        decay = f", decay in the last {counted(schedule.decay_steps, 'step')}"
+    elif schedule.type == "warmupStableDecay":
+        ratio = DEFAULT_DECAY_RATIO if schedule.decay_ratio is None else schedule.decay_ratio
+        decay = f", decay in the last {ratio:.0%} of the steps"
     precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
     return [
         Decision(
@@ -356,8 +362,8 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         ),
         Decision(
             "schedule",
-            f"{schedule.type}, {warmup}",
-            _origin(schedule, "type", "warmup_steps", "warmup_ratio"),
+            f"{schedule.type}, {warmup}{decay}",
+            _origin(schedule, "type", "warmup_steps", "warmup_ratio", "decay_steps", "decay_ratio"),
             "training.schedule",
         ),
         Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),

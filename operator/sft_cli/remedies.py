@@ -103,6 +103,7 @@ _OTHER_NAMES = {
     "adambeta1": "training.optimizer.betas",
     "adambeta2": "training.optimizer.betas",
     "adamepsilon": "training.optimizer.eps",
+    "numdecaysteps": "training.schedule.decaySteps",
     "lrscheduler": "training.schedule.type",
     "lrschedulertype": "training.schedule.type",
     "savesteps": "checkpoint.everySteps",

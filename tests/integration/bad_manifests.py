@@ -49,6 +49,18 @@ RULES = [
         "give schedule.warmupRatio or schedule.warmupSteps, not both",
     ),
     Bad(
+        "decay twice",
+        "spec.training.schedule",
+        {"training": "{schedule: {type: warmupStableDecay, decayRatio: 0.1, decaySteps: 10}}"},
+        "give schedule.decayRatio or schedule.decaySteps, not both",
+    ),
+    Bad(
+        "decay of a shape that has its own",
+        "spec.training.schedule",
+        {"training": "{schedule: {type: cosine, decaySteps: 10}}"},
+        "schedule.decayRatio and schedule.decaySteps are for type warmupStableDecay alone",
+    ),
+    Bad(
         "constant with warm-up",
         "spec.training.schedule",
         {"training": "{schedule: {type: constant, warmupSteps: 10}}"},

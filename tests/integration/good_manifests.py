@@ -105,7 +105,7 @@ spec:
     maxTokensPerMicroBatch: 16384
     optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5,
       stateDtype: bf16}
-    schedule: {type: linear, warmupRatio: 0.1, minRatio: 0.1}
+    schedule: {type: warmupStableDecay, warmupRatio: 0.1, minRatio: 0.1, decayRatio: 0.2}
     routerAuxLossCoefficient: 0.001
     precision: bf16
     activationCheckpointing: full
@@ -170,7 +170,8 @@ EVERY_OTHER_FIELD = manifest(
         "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: llama3, factor: 8.0, "
         "original_max_position_embeddings: 8192, low_freq_factor: 1, high_freq_factor: 4.0}, attention_dropout: 0.1}}",
         "data": "{train: [{uri: hf://org/rows}], packing: none, sampler: sequential}",
-        "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, schedule: {type: cosine, warmupSteps: 5}, "
+        "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, "
+        "schedule: {type: warmupStableDecay, warmupSteps: 5, decaySteps: 5}, "
         "routerAuxLossCoefficient: 0.001, precision: fp32}",
     }
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from sft_api.plan import warmup_steps
+from sft_api.plan import decay_steps, warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
 
 from .rounded_adamw import RoundedAdamW
@@ -17,17 +17,19 @@ _UPDATES = "step"
 def learning_rate(spec: SFTJobSpec, peak: float, step: int, total_steps: int) -> float:
     """Learning rate of step ``step`` (counted from 0) of ``total_steps``.
 
-    Warm-up is linear and reaches ``peak`` in its last step, so that no step has rate 0; a decay starts after it and
-    would reach ``minRatio * peak`` one step after the last.
+    Warm-up is linear and reaches ``peak`` in its last step, so that no step has rate 0; a decay starts after it, or
+    in the last steps where the rate is stable before, and would reach ``minRatio * peak`` one step after the last.
     """
     schedule = spec.training.schedule
     warmup = min(warmup_steps(spec, total_steps), total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if schedule.type in ("constant", "constantWithWarmup"):
+    decay = decay_steps(spec, total_steps)
+    stable = total_steps - decay
+    if step < stable:
         return peak
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    left = 1.0 - done if schedule.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    done = min(1.0, (step - stable) / max(1, decay))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if schedule.type == "cosine" else 1.0 - done
     return peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * left)
 
 

@@ -10,7 +10,7 @@ import torch
 from sft_api.adapters import OF_EXPERTS, ends
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
-from sft_api.surprises import positions_warning, warmup_warning
+from sft_api.surprises import positions_warning, schedule_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
@@ -144,7 +144,7 @@ def prepare(
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
     warning = small_data_warning(spec, rows=epoch_size, step_rows=steps.step(0).examples, total_steps=total_steps)
-    for text in filter(None, (warning, warmup_warning(spec, total_steps))):
+    for text in filter(None, (warning, schedule_warning(spec, total_steps))):
         reporter.warn(text)
     return Prepared(
         spec.model.uri,

@@ -100,8 +100,9 @@ class OptimizerSpec(ApiModel):
 class ScheduleSpec(ApiModel):
     """Learning rate over the steps."""
 
-    type: Literal["constant", "constantWithWarmup", "linear", "cosine"] = Field(
-        default="cosine", description="Shape after the warm-up."
+    type: Literal["constant", "constantWithWarmup", "linear", "cosine", "warmupStableDecay"] = Field(
+        default="cosine",
+        description="Shape after the warm-up; warmupStableDecay stays at the peak, and decays linearly at the end.",
     )
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
@@ -111,7 +112,15 @@ class ScheduleSpec(ApiModel):
         default=None, description="Steps used to warm up."
     )
     min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="Lowest rate of a linear or cosine decay, as a share of the peak."
+        default=0.0, description="Lowest rate of a decay, as a share of the peak."
+    )
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Of warmupStableDecay: share of the steps in which the rate decays, as far as the warm-up leaves "
+        "them; 0.1 when neither ratio nor steps are given.",
+    )
+    decay_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
+        default=None, description="Of warmupStableDecay: steps in which the rate decays."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -124,6 +133,16 @@ class ScheduleSpec(ApiModel):
             "self.type != 'constant' || !(has(self.warmupRatio) || has(self.warmupSteps))",
             "schedule type constant has no warm-up: use constantWithWarmup",
             lambda self: self.type != "constant" or (self.warmup_ratio is None and self.warmup_steps is None),
+        ),
+        Rule(
+            "!(has(self.decayRatio) && has(self.decaySteps))",
+            "give schedule.decayRatio or schedule.decaySteps, not both",
+            lambda self: self.decay_ratio is None or self.decay_steps is None,
+        ),
+        Rule(
+            "self.type == 'warmupStableDecay' || !(has(self.decayRatio) || has(self.decaySteps))",
+            "schedule.decayRatio and schedule.decaySteps are for type warmupStableDecay alone",
+            lambda self: self.type == "warmupStableDecay" or (self.decay_ratio is None and self.decay_steps is None),
         ),
     )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft_api.plan import make_plan, progress_deadline_seconds, warmup_steps
+from sft_api.plan import decay_steps, make_plan, progress_deadline_seconds, warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
 
 
@@ -167,6 +167,23 @@ def test_plan(given: SFTJobSpec, expected: dict[str, Any]) -> None:
 )
 def test_warmup_of_a_thousand_steps(schedule: dict[str, Any], steps: int) -> None:
     assert warmup_steps(spec(training={"schedule": schedule}), 1000) == steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        ({}, 970),
+        ({"type": "constantWithWarmup"}, 0),
+        ({"type": "warmupStableDecay"}, 100),
+        ({"type": "warmupStableDecay", "decayRatio": 0.25}, 250),
+        ({"type": "warmupStableDecay", "decaySteps": 7}, 7),
+        # What the warm-up has taken cannot decay
+        ({"type": "warmupStableDecay", "decaySteps": 2000, "warmupSteps": 300}, 700),
+        ({"type": "warmupStableDecay", "warmupSteps": 1001}, 0),
+    ],
+)
+def test_decay_of_a_thousand_steps(schedule: dict[str, Any], steps: int) -> None:
+    assert decay_steps(spec(training={"schedule": schedule}), 1000) == steps
 
 
 @pytest.mark.parametrize(

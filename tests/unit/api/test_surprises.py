@@ -93,6 +93,16 @@ def test_a_warm_up_of_all_steps_is_warned_of() -> None:
     assert warned(steps=100) != []
 
 
+def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of() -> None:
+    def warned(decay: int, **training: Any) -> list[str]:
+        schedule = {"type": "warmupStableDecay", "warmupSteps": 10, "decaySteps": decay}
+        return said(training={"schedule": schedule, **training})
+
+    assert warned(49, steps=60) == warned(50, epochs=1) == []
+    (warning,) = warned(50, steps=60)
+    assert warning.startswith("training.schedule.decaySteps is 50, and the run has 60 steps: the learning rate decays")
+
+
 @pytest.mark.parametrize(
     ("what", "lost"),
     [("profile", "trace"), ("memorySnapshot", "snapshot")],

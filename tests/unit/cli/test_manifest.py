@@ -144,7 +144,7 @@ SENTENCES = {
     "did you mean ffd?",
     "training: {precision: fp16}": 'spec.training.precision: must be one of bf16, fp32, got "fp16"; did you mean bf16?',
     "training: {schedule: {type: step}}": "spec.training.schedule.type: must be one of constant, constantWithWarmup, "
-    'linear, cosine, got "step"',
+    'linear, cosine, warmupStableDecay, got "step"',
     "data: {train: [{uri: hf://org/rows}], maxLength: 2000000}": "spec.data.maxLength: must be at most 1048576, "
     "got 2000000",
     "data: {train: [{uri: hf://org/rows}], maxLength: 1}": "spec.data.maxLength: must be at least 8, got 1",

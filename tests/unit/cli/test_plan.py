@@ -83,6 +83,19 @@ def test_a_batch_that_was_rounded_says_from_what() -> None:
     assert "10,000, rounded down" in shown["tokens a step"].why
 
 
+@pytest.mark.parametrize(
+    ("schedule", "shown"),
+    [
+        ({}, "decay in the last 10% of the steps"),
+        ({"decayRatio": 0.2}, "decay in the last 20% of the steps"),
+        ({"decaySteps": 50}, "decay in the last 50 steps"),
+    ],
+)
+def test_a_stable_schedule_says_when_it_decays(schedule: dict[str, Any], shown: str) -> None:
+    training = {"schedule": {"type": "warmupStableDecay", **schedule}}
+    assert decisions(training=training)["schedule"].value == f"warmupStableDecay, warm-up 3% of the steps, {shown}"
+
+
 def test_accumulation_that_varies_says_so() -> None:
     assert decisions(training={"globalBatchSize": 8})["gradient accumulation"].value == "varies"
 

@@ -39,6 +39,27 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert values == sorted(values, reverse=True)
 
 
+def test_a_stable_rate_decays_linearly_in_the_last_steps() -> None:
+    schedule = {"type": "warmupStableDecay", "warmupSteps": 2, "decaySteps": 4, "minRatio": 0.2}
+    assert rates(8, **schedule) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
+
+
+def test_a_stable_rate_decays_as_that_of_transformers() -> None:
+    from transformers import get_wsd_schedule
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_wsd_schedule(
+        optimizer, num_warmup_steps=0, num_decay_steps=10, num_training_steps=50, decay_type="linear", min_lr_ratio=0.1
+    )
+    expected = []
+    for _ in range(50):
+        expected += theirs.get_last_lr()
+        optimizer.step()
+        theirs.step()
+    found = rates(50, type="warmupStableDecay", warmupSteps=0, decayRatio=0.2, minRatio=0.1)
+    assert found == pytest.approx(expected)
+
+
 def test_constant_is_constant() -> None:
     assert rates(3, type="constant") == [1.0, 1.0, 1.0]
 
