@@ -137,10 +137,15 @@ def test_a_complete_run_ends_in_few_lines(runs: Runs) -> None:
 
 
 def test_what_is_written_before_the_first_report_says_what_is_done(runs: Runs) -> None:
-    code, _, err = runs.run(output="text", startSeconds=1.5)
+    begins = runs.folder / "begins"
+    process = runs.start(output="text", startsAfter=str(begins))
+    assert process.stderr is not None
 
-    assert code == 0
-    assert "Starting: importing torch and transformers\n" in err
+    # The worker waits until that is read
+    assert any(line.endswith("Starting: importing torch and transformers\n") for line in process.stderr)
+    begins.touch()
+
+    assert runs.finish(process)[0] == 0
 
 
 def test_json_is_all_there_is_on_stdout_whatever_is_shown_besides(runs: Runs) -> None:

@@ -45,7 +45,7 @@ class Pod:
         return TerminationMessage.model_validate_json(text)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_SECONDS) as answer:
             return str(answer.read().decode())
 
     @property
@@ -235,6 +235,8 @@ class Name:
 
     address: str
     target: str
+    asked: bytearray = field(default_factory=bytearray)
+    """All that was sent to ``target``, which has it."""
 
 
 @contextmanager
@@ -243,10 +245,11 @@ def name_of(pod: Pod) -> Iterator[Name]:
     host, port = pod.url.removeprefix("http://").split(":")
     name = Name("127.0.0.9", host)
 
-    def forward(source: socket.socket, sink: socket.socket) -> None:
+    def forward(source: socket.socket, sink: socket.socket, sent: bytearray) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
                 sink.sendall(data)
+                sent += data
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -260,8 +263,8 @@ def name_of(pod: Pod) -> Iterator[Name]:
                 except OSError:  # not there yet
                     client.close()
                     continue
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=forward, args=pair, daemon=True).start()
+                for way in ((client, server, name.asked), (server, client, bytearray())):
+                    threading.Thread(target=forward, args=way, daemon=True).start()
 
     with socket.create_server((name.address, int(port))) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()

@@ -188,11 +188,12 @@ def test_index_0_that_waits_for_a_pod_lost_at_the_end_leaves_when_it_is_asked_to
     group.nodes = 2
     group.steps = 20
     group.faults = [{"rank": 0, "start": 1, "step": 20, "do": "linger"}]
-    first, second = group.start_all()
-    wait_for(lambda: len(group.workers()) == 1 and first.progress.training.step == 20, first)
-    time.sleep(3.0)  # in which the other pod says that its part is complete: nothing shows that it was heard
-    second.signal(signal.SIGKILL)
-    second.wait()
+    first = group.start(0)
+    with name_of(first) as name:
+        second = group.start(1, SFT_COORDINATOR=name.address)
+        wait_for(lambda: b'"outcome":"Complete"' in name.asked, second)
+        second.signal(signal.SIGKILL)
+        second.wait()
     (group.folder / "linger").touch()
     # Not only the worker has to say so.
     wait_for(lambda: first.progress.training.phase_detail == "the run is complete", first)

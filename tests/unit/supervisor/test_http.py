@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from sft_trainer.supervisor.http import MAX_BODY_BYTES, Client, Request, Response, serve
+from tests.waiting import PATIENCE_SECONDS
 
 Talk = Callable[[int], Awaitable[None]]
 
 
 async def echo(request: Request) -> Response:
     if request.path == "/slow":
-        await asyncio.sleep(30)
+        await asyncio.sleep(3600)
     if request.path == "/stranger":
         return Response(409, b"", close=True)
     content = {"method": request.method, "path": request.path, "body": request.body.decode()}
@@ -33,7 +34,7 @@ async def raw(port: int, message: bytes) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(message)
     writer.write_eof()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         answer = (await reader.read()).decode()
     writer.close()
     return answer
@@ -43,7 +44,7 @@ def test_one_connection_carries_many_requests() -> None:
     async def talk(port: int) -> None:
         client = Client("127.0.0.1", port)
         for number in range(3):
-            response = await client.post("/v1/group?x=1", f"report {number}".encode(), 5)
+            response = await client.post("/v1/group?x=1", f"report {number}".encode(), PATIENCE_SECONDS)
             assert response.status == 200
             assert json.loads(response.body) == {"method": "POST", "path": "/v1/group", "body": f"report {number}"}
         assert client.peer == "127.0.0.1"
@@ -79,7 +80,7 @@ def test_half_a_request_or_an_endless_one_gets_no_answer_and_harms_nobody(messag
     async def talk(port: int) -> None:
         with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread
             assert await raw(port, message) == ""
-        assert (await Client("127.0.0.1", port).post("/", b"", 5)).status == 200
+        assert (await Client("127.0.0.1", port).post("/", b"", PATIENCE_SECONDS)).status == 200
 
     with_server(talk)
 
@@ -89,7 +90,7 @@ def test_a_client_gives_up_in_time_and_connects_anew() -> None:
         client = Client("127.0.0.1", port)
         with pytest.raises(TimeoutError):
             await client.post("/slow", b"", 0.05)
-        assert (await client.post("/", b"", 5)).status == 200
+        assert (await client.post("/", b"", PATIENCE_SECONDS)).status == 200
 
     with_server(talk)
 
@@ -109,6 +110,6 @@ def test_nobody_listens() -> None:
         free = server.sockets[0].getsockname()[1]
         server.close()
         with pytest.raises(OSError, match="Connect call failed"):
-            await Client("127.0.0.1", free).post("/", b"", 5)
+            await Client("127.0.0.1", free).post("/", b"", PATIENCE_SECONDS)
 
     with_server(talk)

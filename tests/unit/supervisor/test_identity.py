@@ -16,6 +16,7 @@ from sft_trainer.supervisor.link import Link
 from sft_trainer.supervisor.output import Output
 from sft_trainer.supervisor.protocol import Order, OrderKind, Report
 from tests.unit.supervisor.test_environment import SETTINGS
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_a_token_is_that_of_one_job_of_one_sftjob() -> None:
@@ -83,11 +84,11 @@ def test_an_order_without_the_tokens_of_the_group_is_not_taken(token: str, capfd
             link._client.close = closed  # type: ignore[method-assign]
             link.offer(Report(job_uid="uid", token="ours", node=2, processes=1, instance="i"))
             task = asyncio.create_task(link.run(orders.append))
-            end = time.monotonic() + 60
+            end = time.monotonic() + PATIENCE_SECONDS
             while not orders and time.monotonic() < end:
                 await asyncio.sleep(0.01)
             task.cancel()
-            output.flush(2)
+            output.flush(PATIENCE_SECONDS)
 
     asyncio.run(scenario())
 

@@ -17,6 +17,7 @@ from sft_api.rundir import NCCL_FOLDER
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 from sft_trainer.supervisor import traces
+from sft_trainer.supervisor import workers as module_of_workers
 from sft_trainer.supervisor.environment import worker_environment
 from sft_trainer.supervisor.node import Node
 from sft_trainer.supervisor.output import Output
@@ -24,7 +25,7 @@ from sft_trainer.supervisor.spawn import start_process
 from sft_trainer.supervisor.traces import Keeping, Trace, ask_recorder, recorder_environment, recording_of
 from sft_trainer.supervisor.workers import Workers, reap
 from tests.unit.supervisor.test_environment import SETTINGS
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 PIPE, FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
@@ -67,6 +68,12 @@ def test_nobody_waits_for_a_process_without_a_recorder(tmp_path: Path) -> None:
     assert not ask_recorder({}, 0)
     os.mkfifo(f"{environment[PIPE]}0.pipe")
     assert not ask_recorder(environment, 0)
+
+
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which what is printed takes longer than it is waited for."""
+    monkeypatch.setattr(module_of_workers, "TRACES_SECONDS", PATIENCE_SECONDS)
 
 
 HANGS = """
@@ -246,7 +253,11 @@ while True:
 """
 
 
-def test_a_process_that_has_told_of_one_thread_is_given_time_for_the_others(tmp_path: Path) -> None:
+def test_a_process_that_has_told_of_one_thread_is_given_time_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine it takes longer than three seconds, and would be asked for the same once more.
+    monkeypatch.setattr(module_of_workers, "_AGAIN_SECONDS", PATIENCE_SECONDS)
     workers = started(PRINTS_SLOWLY, tmp_path)
     try:
         workers.dump_stacks()

@@ -2,8 +2,8 @@
 
 ``crashAt``: the first attempt dies at that step; ``dieAtStep``: every attempt exits with 1 when it has made that step;
 ``dieAfterSteps``: when it has made so many; ``failure``, ``message``: every attempt ends with that error;
-``startSeconds``: before the first word; ``seconds``: of a step; ``warnings``; ``ignoreStop``: does not heed the request
-to stop.
+``startsAfter``: a file without which there is no first word; ``seconds``: of a step; ``warnings``; ``ignoreStop``: does
+not heed the request to stop.
 """
 
 import json
@@ -52,7 +52,8 @@ def save(progress: TrainingProgress) -> TrainingProgress:
 
 
 def main() -> int:
-    time.sleep(SCRIPT.get("startSeconds", 0))
+    while "startsAfter" in SCRIPT and not Path(SCRIPT["startsAfter"]).exists():
+        time.sleep(0.01)
     STORE.mkdir(parents=True, exist_ok=True)
     print("worker says hello", os.environ.get("GIVEN"), file=sys.stderr, flush=True)
     attempts = STORE / f"attempts-{RANK}"
