@@ -26,7 +26,7 @@ if index == "0":
             self.wfile.write(os.uname().nodename.encode())
     http.server.HTTPServer(("", 8080), Name).handle_request()
 else:
-    for attempt in range(300):
+    for attempt in range(1200):
         try:
             peer = http.client.HTTPConnection("pair-0.pair", 8080, timeout=2)
             peer.request("GET", "/")
@@ -101,7 +101,7 @@ except urllib.error.HTTPError as refused:
     job["spec"] |= {"completions": 1, "parallelism": 1}
     cluster.apply(job, namespace=namespace)
 
-    cluster.kubectl("wait", "job/store", "--for=condition=Complete", "--timeout=60s", f"--namespace={namespace}")
+    cluster.kubectl("wait", "job/store", "--for=condition=Complete", "--timeout=120s", f"--namespace={namespace}")
 
     assert cluster.kubectl("logs", "job/store", f"--namespace={namespace}").stdout == "unsigned request: 403\n"
 
@@ -121,6 +121,6 @@ def test_a_pod_that_asks_for_gpus_runs_once_the_node_claims_them(cluster: Cluste
 
     cluster.set_node_capacity(node, "nvidia.com/gpu", 8)
     try:
-        cluster.kubectl("wait", "job/gpu", "--for=condition=Complete", "--timeout=60s", f"--namespace={namespace}")
+        cluster.kubectl("wait", "job/gpu", "--for=condition=Complete", "--timeout=120s", f"--namespace={namespace}")
     finally:
         cluster.set_node_capacity(node, "nvidia.com/gpu", 0)

@@ -141,7 +141,7 @@ class OperatorProcess:
         return self.process.wait(timeout=PATIENCE_SECONDS)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=PATIENCE_SECONDS) as response:
             text: str = response.read().decode()
             return text
 

@@ -75,10 +75,9 @@ def test_a_run_of_a_later_version_is_followed_to_its_end(scene: Scene, newer_crd
     scene.until_state("rolled-back", "Suspended")
     scene.patch("sftjobs", "rolled-back", {"spec": {"suspend": False}})
 
-    # When it is complete, then it is, and goes after its time
+    # When it is complete, then it goes after its time, perhaps before anybody has seen that it is
     for pod in scene.start("rolled-back"):
         scene.end_pod(pod, 0, message=last_words(None, 10))
-    scene.until_state("rolled-back", "Complete")
     scene.until(lambda: scene.get("sftjobs", "rolled-back") is None)
 
 
@@ -147,8 +146,8 @@ def test_a_second_replica_takes_over(api: KubernetesApi, start_operator: StartOp
         answer = api.request("GET", path, "", "application/json")
         return answer.body if answer.accepted else None
 
-    # Long enough that a busy machine takes it from nobody
-    election = {"enabled": True, "namespace": OPERATOR_NAMESPACE, "leaseSeconds": 12, "renewSeconds": 1}
+    # With the times that it has by itself: a busy machine takes it from nobody, and lets go of it in time
+    election = {"enabled": True, "namespace": OPERATOR_NAMESPACE}
     first = start_operator(namespace=own_scene.namespace, leaderElection=election)
     own_scene.until(lambda: "sft_operator_leader 1.0" in first.get("/metrics"))
     second = start_operator(namespace=own_scene.namespace, leaderElection=election)
