@@ -37,7 +37,7 @@ def s3_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def s3_store(s3_server: S3Server) -> S3Store:
-    return S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=3)
+    return S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=30)
 
 
 @pytest.fixture(params=["local", "moto", "versitygw"])
@@ -48,4 +48,4 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     server: S3Server = request.getfixturevalue(f"{request.param}_s3")
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    return S3Store(BUCKET, f"run-{uuid.uuid4().hex}", server.settings, retry_seconds=3)
+    return S3Store(BUCKET, f"run-{uuid.uuid4().hex}", server.settings, retry_seconds=30)

@@ -114,7 +114,7 @@ def save_here(store: Store, folder: Path, live: Path) -> Manifest:
 def test_from_a_bucket_into_a_bucket(tmp_path: Path, model: Path, s3_store: S3Store) -> None:
     # Given a checkpoint, and an upload that a killed export left, in a bucket
     (manifest,) = ranks.run(1, tmp_path, save_here, s3_store, model, tmp_path / "live")
-    target = S3Store(s3_store.bucket, f"{s3_store.prefix}export", s3_store.settings, retry_seconds=3)
+    target = S3Store(s3_store.bucket, f"{s3_store.prefix}export", s3_store.settings, retry_seconds=30)
     target.create_upload("model-00001-of-00099.safetensors")
     target.put("notes.txt", b"mine")
 
@@ -172,7 +172,7 @@ def test_an_export_that_was_killed_goes_on(tmp_path: Path, model: Path, store: S
 
 def sibling(store: Store, name: str) -> Store:
     if isinstance(store, S3Store):
-        return S3Store(store.bucket, f"{store.prefix}{name}", store.settings, retry_seconds=3)
+        return S3Store(store.bucket, f"{store.prefix}{name}", store.settings, retry_seconds=30)
     assert isinstance(store, LocalStore)
     return LocalStore(store.path / name)
 

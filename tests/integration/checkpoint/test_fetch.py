@@ -31,6 +31,7 @@ from sft_trainer.errors import (
 from sft_trainer.fetch import localise
 from tests.answering import Answering
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server
+from tests.waiting import PATIENCE_SECONDS
 
 MODEL = {
     "config.json": b"{}",
@@ -162,7 +163,7 @@ def test_one_process_downloads_for_all(s3_server: S3Server, model_uri: str, tmp_
     ]
     for child in children:
         child.start()
-    answers = [results.get(timeout=60) for _ in children]
+    answers = [results.get(timeout=PATIENCE_SECONDS) for _ in children]
     for child in children:
         child.join()
     assert len({path for path, _ in answers}) == 1

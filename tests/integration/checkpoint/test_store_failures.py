@@ -37,6 +37,7 @@ from sft_trainer.errors import (
 )
 from sft_trainer.outage import is_outage
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server, server_on_a_tiny_disk, settings
+from tests.waiting import PATIENCE_SECONDS
 
 MiB = 2**20
 
@@ -185,7 +186,7 @@ class Flaky(S3Store):
 
 @pytest.fixture
 def flaky(s3_server: S3Server) -> Flaky:
-    return Flaky(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=5)
+    return Flaky(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=PATIENCE_SECONDS)
 
 
 def test_a_claim_whose_answer_was_lost_is_still_ours(flaky: Flaky) -> None:
@@ -315,7 +316,7 @@ def test_a_server_without_conditional_writes_is_noticed(s3_server: S3Server, mon
         return plain(store, client, operation, key, arguments)
 
     monkeypatch.setattr(S3Store, "call", ignoring)
-    store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=3)
+    store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=30)
     result = store.probe()
     assert not result.conditional_writes
     assert "lacks conditional writes" in result.message

@@ -423,7 +423,7 @@ def test_a_bucket(versitygw: ObjectStore, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(key, value)
     versitygw.client().create_bucket(Bucket="listed")
     settings = S3Settings(endpoint=versitygw.endpoint, region=versitygw.region, force_path_style=True)
-    store = S3Store("listed", f"run-{uuid.uuid4().hex}", settings, retry_seconds=3)
+    store = S3Store("listed", f"run-{uuid.uuid4().hex}", settings, retry_seconds=30)
     manager = started(store)
     for step in (2, 4):
         save(manager, step)
