@@ -129,7 +129,8 @@ def test_a_callback_that_never_returns_is_a_hang_whose_line_is_in_the_log(place:
     code = module(place)
     job = place.job(
         training={"callbacks": [{"class": "my_team.watch:Stands"}]},
-        runPolicy={"progressDeadlineSeconds": 5, "maxRestarts": 0},
+        # More than any of its steps takes on a busy machine
+        runPolicy={"progressDeadlineSeconds": 20, "maxRestarts": 0},
     )
     ended = place.run(job, **code)
     assert_failed(ended, 17, "RestartsExhausted", "no new step for .* after step 2")

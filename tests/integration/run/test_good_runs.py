@@ -3,9 +3,7 @@
 import hashlib
 import json
 import math
-import os
 import shutil
-import signal
 import struct
 import zlib
 from pathlib import Path
@@ -23,7 +21,6 @@ from tests.integration.run.conftest import LONG
 from tests.integration.run.hub import serve_hub
 from tests.integration.run.runs import Place, step_numbers
 from tests.integration.run.stores import credentials, s3_spec, upload
-from tests.worker_processes import is_worker
 
 BUCKET = "good-runs"
 
@@ -252,25 +249,15 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(place: Place, undisturbed: Pl
 
 
 def test_ctrl_c_within_an_evaluation_saves_and_the_evaluation_is_made_up_for(place: Place) -> None:
-    # Given a run that stands still at the beginning of an evaluation of many batches
+    # Given a run that stands still with an evaluation of many batches before it
     data = {"eval": [{"uri": f"file://{place.inputs.train}", "name": "many", "split": "train[:300]"}]}
     training = {"steps": 4, "maxTokensPerMicroBatch": 256, "evaluation": {"everySteps": 2}}
     job = place.job(data=data, training=training, checkpoint={"keep": {"best": 1}})
 
-    def evaluates() -> bool:
-        return bool(place.reported().get("phase") == "Evaluating")
+    process = place.start_standing(job, 2)
 
-    process = place.start(job)
-    place.wait_until(evaluates)
-    (worker,) = filter(is_worker, place.processes())
-    os.kill(worker, signal.SIGSTOP)
-    assert evaluates(), "it was over before it could be interrupted"
-
-    # When it is asked to stop, and moves again
-    process.send_signal(signal.SIGINT)
-    place.wait_until((place.store() / "run" / "stop").exists)
-    os.kill(worker, signal.SIGCONT)
-    interrupted = place.finish(process)
+    # When it is asked to stop, and goes on
+    interrupted = place.interrupt(process)
 
     # Then it leaves the evaluation, and the same command begins with it
     assert interrupted.code == 30, interrupted.said

@@ -57,7 +57,9 @@ def test_a_full_disk_ends_the_run_at_its_deadline_and_keeps_what_was_saved(
 ) -> None:
     with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
         place = Place(disk, tiny_inputs, cache)
-        ended = place.run(place.job(**LONG, runPolicy={"storageDeadlineSeconds": 2}))
+        # In the background a save that finds the one before it on its way would be that of a later step.
+        checkpoint = {**LONG["checkpoint"], "async": False}
+        ended = place.run(place.job(**{**LONG, "checkpoint": checkpoint}, runPolicy={"storageDeadlineSeconds": 2}))
 
         # When there is room, and it is run again
         enlarge(disk, kilobytes=20_000)
@@ -80,7 +82,7 @@ def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_next_start(pl
         # Given a run that was killed when the save that it was at had taken the last block
         training = {"steps": 120, "globalBatchTokens": 512}
         job = place.job(training=training, checkpoint={"everySteps": 20, "uri": f"file://{disk}/run"})
-        process = place.start(job)
+        process = place.start_standing(job, 45)
         place.wait_until(lambda: place.reported().get("checkpoints", {}).get("latest"))
         place.kill()
         process.communicate()
