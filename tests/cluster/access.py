@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.binaries import binary
+from tests.waiting import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Cluster:
 
     def wait_until_served(self, definition: str) -> None:
         """Wait for a CRD that was just applied. `kubectl wait` fails while it has no conditions at all."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while True:
             conditions = self.get("crd", definition).get("status", {}).get("conditions") or ()
             if any(found["type"] == "Established" and found["status"] == "True" for found in conditions):
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"crd {definition} is not served after a minute: {conditions}")
+                raise TimeoutError(f"crd {definition} is not served after {PATIENCE_SECONDS:.0f} s: {conditions}")
             time.sleep(0.1)
 
     def set_node_capacity(self, node: str, resource: str, amount: int) -> None:

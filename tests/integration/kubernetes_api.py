@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
+from tests.waiting import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class KubernetesApi:
             headers={"Content-Type": content_type, "Accept": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
                 return Answer(response.status, json.load(response))
         except urllib.error.HTTPError as error:
             return Answer(error.code, json.load(error))

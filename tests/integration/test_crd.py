@@ -23,6 +23,7 @@ from tests.integration.bad_values import SCHEMA
 from tests.integration.good_manifests import EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, GOOD, LARGEST, MEGATRON, SHORTEST
 from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
 from tests.integration.manifests import Bad
+from tests.waiting import PATIENCE_SECONDS
 
 NAMESPACE = "sft-api-tests"
 SFTJOBS = f"/apis/sftjob.dev/v1alpha1/namespaces/{NAMESPACE}/sftjobs"
@@ -298,7 +299,7 @@ def test_explain_reads_well(server: Cluster) -> None:
 
 def _explained(server: Cluster, field: str) -> str:
     """What `kubectl explain` says, once the API server has published the schema of a CRD that it serves already."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_SECONDS
     while (done := server.kubectl("explain", field, check=False)).returncode != 0:
         assert time.monotonic() < end, done.stderr
         time.sleep(0.5)

@@ -294,6 +294,11 @@ class Scene:
         }
         answer = self.request("POST", self.path("pods", name, "binding"), binding)
         assert answer.accepted or answer.code == 409, answer.body
+        if answer.accepted:
+            # An API server whose cache lags behind takes a pod that is deleted now for one that never ran, and removes
+            # it at once.
+            cached = f"{self.path('pods', name)}?resourceVersion=0"
+            self.until(lambda: self.request("GET", cached).body.get("spec", {}).get("nodeName"))
 
     def run_pod(self, pod: Object, *, ready: bool = True, answers: bool | None = None) -> None:
         """Play scheduler and kubelet: the container of ``pod`` runs, and its supervisor ``answers``; None: as ready.

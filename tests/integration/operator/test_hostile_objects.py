@@ -14,9 +14,6 @@ ENDLESS = 100_000_000_000
 
 def delete_slowly(scene: Scene, pod: str) -> Object:
     """Delete a pod that no kubelet ends, with an endless grace period."""
-    # An API server whose cache lags behind the binding takes the pod for one that never ran, and removes it at once.
-    cached = f"{scene.path('pods', pod)}?resourceVersion=0"
-    scene.until(lambda: scene.request("GET", cached).body.get("spec", {}).get("nodeName"))
     answer = scene.request("DELETE", scene.path("pods", pod), {"gracePeriodSeconds": ENDLESS})
     assert answer.accepted, answer.body
     found = scene.get("pods", pod)

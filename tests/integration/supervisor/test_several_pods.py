@@ -157,13 +157,13 @@ def test_rank_0_waits_for_a_pod_that_prepares_for_long(group: Group) -> None:
 
 def test_a_start_at_which_nobody_says_anything_is_a_hang(group: Group) -> None:
     group.nodes = 2
-    group.silent_after = 2.0
-    group.run_policy = {"progressDeadlineSeconds": 2}
+    group.silent_after = 4.0
+    group.run_policy = {"progressDeadlineSeconds": 4}
     group.faults = [{"rank": 1, "start": 1, "step": 0, "do": "hang"}]
     first, second = group.start_all()
 
     assert [first.wait(), second.wait()] == [0, 0]
-    assert "failure at step 0: Hang: nothing new for 2 s in phase Waiting" in first.log
+    assert "failure at step 0: Hang: nothing new for 4 s in phase Waiting" in first.log
 
 
 @pytest.mark.parametrize("others", ["work Exporting", "work Waiting"])

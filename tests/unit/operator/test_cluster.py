@@ -134,9 +134,15 @@ def test_patches_say_what_kind_they_are() -> None:
     ]
 
 
-def test_what_comes_while_a_watch_takes_breath_is_read_in_one_go() -> None:
+def test_what_comes_while_a_watch_takes_breath_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[str]] = []
-    first_was_read = asyncio.Event()
+    first_was_read, all_is_written = asyncio.Event(), asyncio.Event()
+    sleep, breath = asyncio.sleep, 1.0
+
+    async def until_all_is_written(seconds: float) -> None:
+        await (all_is_written.wait() if seconds == breath else sleep(seconds))
+
+    monkeypatch.setattr(asyncio, "sleep", until_all_is_written)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -146,6 +152,7 @@ def test_what_comes_while_a_watch_takes_breath_is_read_in_one_go() -> None:
         await response.write(line("b"))
         await asyncio.sleep(0.05)  # not in one piece with the line before
         await response.write(line("c"))
+        all_is_written.set()
         return response
 
     def line(name: str) -> bytes:
@@ -163,7 +170,7 @@ def test_what_comes_while_a_watch_takes_breath_is_read_in_one_go() -> None:
             return False
 
         timeout = aiohttp.ClientTimeout(total=60)
-        await cluster.watch("Pod", "team", take, labels="", query={}, timeout=timeout, breath=1.0)
+        await cluster.watch("Pod", "team", take, labels="", query={}, timeout=timeout, breath=breath)
 
     against(answer, scenario)
 
