@@ -5,14 +5,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from sft_api.generate import ROOT
 from sft_api.v1alpha1 import DataSpec, TrainSource
+from sft_trainer.data.packed import CODECS
 from sft_trainer.data.preview import Preview, preview_source
+from sft_trainer.data.source_rows import open_path
 from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.errors import DataError
 from tests.fixtures_inputs import make_inputs
+from tests.unit.data.packing import packed
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 ROWS = [
@@ -68,6 +73,30 @@ def test_what_the_page_says_is_refused_is(row: str, words: str, tokenizer: Any, 
         preview(row, tokenizer, tmp_path)
 
     assert re.search(".*".join(re.escape(part.strip()) for part in words.split("…")), str(refused.value))
+
+
+def test_the_page_names_the_files_that_are_read(tmp_path: Path) -> None:
+    row = {"text": "a", "n": "1"}
+    table = pa.Table.from_pylist([row])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as writer:
+        writer.write_table(table)
+    text = dict.fromkeys((".jsonl", ".ndjson", ".json"), json.dumps(row)) | {
+        ".csv": "text,n\na,1",
+        ".tsv": "text\tn\na\t1",
+    }
+    written = [cell for cells in re.findall(r"^\| (`\.[^|]*`) \|", PAGE, re.MULTILINE) for cell in cells.split(", ")]
+    packings = re.findall(r"`(\.\w+)`", PAGE.partition("**Text may be packed**")[2].partition(" behind")[0])
+    assert len(written) == 7
+    assert set(packings) == {*CODECS}
+
+    for suffix in (cell.strip("`") for cell in written):
+        for packing in ("", *packings) if suffix in text else ("",):
+            path = tmp_path / f"rows{suffix}{packing}"
+            if suffix in text:
+                path.write_bytes(packed(text[suffix].encode(), packing))
+            rows = open_path(path, TrainSource(uri=f"file://{path}"))
+            assert [found for _, found in rows.read(0, 9)] == [row]
 
 
 def test_there_is_something_to_try() -> None:

@@ -1,6 +1,7 @@
 """hf:// data sources against a server with the few routes of the hub that a data set needs."""
 
 import errno
+import gzip
 import hashlib
 import json
 import os
@@ -38,6 +39,8 @@ configs:
   data_files: data/other.jsonl
 - config_name: large
   data_files: data/large.jsonl
+- config_name: packed
+  data_files: data/packed.jsonl.gz
 ---
 """
 CHAT = {
@@ -46,6 +49,7 @@ CHAT = {
     "data/test.jsonl": b'{"n": 99, "m": [{"role": "user", "name": "ann"}]}\n{"n": 98, "m": [{"role": "tool"}]}\n',
     "data/other.jsonl": b'{"n": 5}\n',
     "data/large.jsonl": b'{"n": 1, "m": []}\n' + b" " * 8_000_000 + b"\n",
+    "data/packed.jsonl.gz": gzip.compress(b'{"n": 3, "m": [{"at": "2024-01-01"}]}\n{"n": 4, "m": ["a"]}\n'),
 }
 # csv is not among the kinds that we read ourselves
 TABLE = {"table.csv": b"n,instruction,output\n7,Add.,\n8,Add.,4\n"}
@@ -123,6 +127,7 @@ def open_hub(tmp_path: Path, uri: str = "hf://org/chat", **fields: Any) -> Sourc
         ({"split": "test"}, [99, 98]),
         ({"split": "train[-1:]+test[:50%]"}, [9, 99]),
         ({"subset": "other"}, [5]),
+        ({"subset": "packed"}, [3, 4]),
         ({"uri": "hf://org/table", "split": "train[-1:]"}, [8]),
     ],
 )
@@ -145,6 +150,18 @@ def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: P
     assert place.endswith(f"{COMMIT}/data/test.jsonl line 1")
     # and read as they are, though the rows of the splits differ in the keys of their messages
     assert row["m"] == [{"role": "user", "name": "ann"}]
+
+
+def test_packed_files_are_read_as_they_are(hub: Hub, tmp_path: Path) -> None:
+    beginning = hub_beginning(DataSource(uri="hf://org/chat", subset="packed"), tmp_path / "cache", None)
+    assert (beginning.columns, beginning.first) == (
+        ("n", "m"),
+        ("data/packed.jsonl.gz line 1", {"n": 3, "m": [{"at": "2024-01-01"}]}),
+    )
+    rows = open_hub(tmp_path, subset="packed")
+    assert hub.downloaded == {"README.md", "data/packed.jsonl.gz"}
+    # though lists of such different things are no column of a table
+    assert [row["m"] for _, row in rows.read(0, 2)] == [[{"at": "2024-01-01"}], ["a"]]
 
 
 def test_a_kept_list_of_files_that_is_damaged_is_asked_for_again(hub: Hub, tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """What the beginning of the first file says of a source that is too large to be opened, read from a stream."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
 from .csv_files import DELIMITERS, first_csv_row
-from .readers import Row, after_mark, parsed_line
+from .packed import split_suffix, suffix_of, unpacked
+from .readers import Row, parsed_line, pass_mark
 
 _LINES = 512
 _LONGEST_FIRST_LINE = 8 * 2**20
@@ -27,16 +28,17 @@ class Beginning:
     """The first row, with its place."""
 
 
-def read_beginning(file: BinaryIO, names: Sequence[str], piece: Slice) -> Beginning:
+def read_beginning(file: io.BufferedReader, names: Sequence[str], piece: Slice) -> Beginning:
     """The beginning of ``piece``, which starts in ``file``, the first of the files called ``names``.
 
     Raises DataError when a line is not what it must be.
     """
-    if names[0].lower().endswith(tuple(DELIMITERS)):
+    file = unpacked(file, names[0])
+    if suffix_of(names[0]) in DELIMITERS:
         columns, first = first_csv_row(file, names[0])
         at_start = not piece.start and piece.stop != 0
         return Beginning(columns, columns if len(names) == 1 else None, first if at_start else None)
-    if names[0].lower().endswith(_TABLES):
+    if suffix_of(names[0]) in _TABLES:
         stored = _table_columns(file, names[0])
         return Beginning(stored, stored if len(names) == 1 else None)
     if piece.start or piece.stop == 0 or (line := _first_json_line(file, names[0])) is None:
@@ -44,12 +46,12 @@ def read_beginning(file: BinaryIO, names: Sequence[str], piece: Slice) -> Beginn
     return Beginning(tuple(line[1]), None, line)
 
 
-def _first_json_line(file: BinaryIO, name: str) -> tuple[str, Row] | None:
+def _first_json_line(file: io.BufferedReader, name: str) -> tuple[str, Row] | None:
     """The first row of the lines in ``file`` with its place; None when it does not show at the beginning.
 
     Raises DataError when it is not what a line of a jsonl file must be; a ``.json`` file may be written otherwise.
     """
-    file.seek(after_mark(file, name))
+    pass_mark(file, name)
     for number in range(1, _LINES):
         line = file.readline(_LONGEST_FIRST_LINE)
         if not line or len(line) == _LONGEST_FIRST_LINE:
@@ -59,13 +61,13 @@ def _first_json_line(file: BinaryIO, name: str) -> tuple[str, Row] | None:
             try:
                 return place, parsed_line(line, place)
             except DataError:
-                if name.lower().endswith(".json"):
+                if split_suffix(name)[0] == ".json":
                     return None
                 raise
     return None
 
 
-def _table_columns(file: BinaryIO, name: str) -> tuple[str, ...] | None:
+def _table_columns(file: io.BufferedReader, name: str) -> tuple[str, ...] | None:
     """Names of the columns of a parquet or arrow file, without its rows; None when it cannot be read as such."""
     import pyarrow as pa
     from pyarrow import parquet

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 from sft_trainer.errors import DataError
 
-from .readers import Row, after_mark
+from .packed import opened, suffix_of, with_packed
+from .readers import Row, pass_mark
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+DELIMITERS = {**dict.fromkeys(with_packed(".csv"), ","), **dict.fromkeys(with_packed(".tsv"), "\t")}
 
 # A field may be as long as a row of any other kind.
 csv.field_size_limit(2**31 - 1)
@@ -37,7 +37,7 @@ class CsvRows:
             yield f"{self.path} line {line}", dict(zip(columns, values, strict=True))
 
 
-def first_csv_row(file: BinaryIO, name: str) -> tuple[tuple[str, ...], tuple[str, Row] | None]:
+def first_csv_row(file: io.BufferedReader, name: str) -> tuple[tuple[str, ...], tuple[str, Row] | None]:
     """The names of the columns, and the first row with its place if there is one. Raises DataError."""
     columns, rows = _rows(file, name)
     first = next(rows, None)
@@ -46,14 +46,14 @@ def first_csv_row(file: BinaryIO, name: str) -> tuple[tuple[str, ...], tuple[str
 
 @lru_cache(maxsize=1)
 def _table(path: Path) -> tuple[tuple[str, ...], list[tuple[int, list[str]]]]:
-    with path.open("rb") as file:
+    with opened(path) as file:
         columns, rows = _rows(file, str(path))
         return columns, list(rows)
 
 
-def _rows(file: BinaryIO, name: str) -> tuple[tuple[str, ...], Iterator[tuple[int, list[str]]]]:
+def _rows(file: io.BufferedReader, name: str) -> tuple[tuple[str, ...], Iterator[tuple[int, list[str]]]]:
     """Names of the columns, and rows with the line on which each begins."""
-    file.seek(after_mark(file, name))
+    pass_mark(file, name)
     lines = _numbered(io.TextIOWrapper(file, encoding="utf-8", newline=""), name)
     columns = tuple(next(lines, (1, []))[1])
     twice = next((column for column in columns if columns.count(column) > 1), None)
@@ -66,7 +66,7 @@ def _rows(file: BinaryIO, name: str) -> tuple[tuple[str, ...], Iterator[tuple[in
 
 
 def _numbered(text: io.TextIOWrapper, name: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(text, delimiter=DELIMITERS[Path(name).suffix.lower()], strict=True)
+    reader = csv.reader(text, delimiter=DELIMITERS[suffix_of(name)], strict=True)
     while True:
         line = reader.line_num + 1
         try:

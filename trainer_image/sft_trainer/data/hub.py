@@ -3,7 +3,7 @@
 The hub library says which files make up a split of a subset; where they are of a kind that we read ourselves, only
 those of the wanted splits are downloaded, and read as they are. (``load_dataset`` downloads every split, writes all
 of it a second time as Arrow, and fails when the rows of two splits or files differ in their nested columns, as tool
-calls do.) Other kinds, such as csv and compressed files, go through ``load_dataset``.
+calls do.) Other kinds, such as csv, go through ``load_dataset``.
 """
 
 import glob
@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_api.splits import Slice
@@ -21,6 +21,7 @@ from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableE
 from sft_trainer.fetch import OnProgress, disk_cause, disk_error, hub_commit, not_cached, progress_bar
 
 from .beginning import Beginning, read_beginning
+from .packed import suffix_of
 from .readers import OPENERS, HubRows
 from .source_rows import SourceRows, cut, open_file
 from .splits import choose
@@ -124,7 +125,7 @@ def _readable(builder: Any, root: str) -> dict[str, list[str]] | None:
         for split, urls in (builder.config.data_files or {}).items()
     }
     paths = [path for group in splits.values() for path in group]
-    readable = all(PurePosixPath(path).suffix.lower() in OPENERS and "://" not in path for path in paths)
+    readable = all(suffix_of(path) in OPENERS and "://" not in path for path in paths)
     return splits if paths and readable else None
 
 

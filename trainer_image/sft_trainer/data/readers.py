@@ -2,9 +2,10 @@
 
 A reader knows its number of rows without holding them, and gives every row with its place ("line 17" of a jsonl file,
 "row 17" elsewhere), so that an error can say where it is. Opening raises DataError for a file that is not what its
-name says.
+name says. Text may be packed (``packed.py``).
 """
 
+import io
 import json
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sft_trainer.errors import DataError
+
+from .packed import is_packed, opened, with_packed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,7 +57,7 @@ class JsonLines:
         marks: list[tuple[int, int]] = []
         rows = 0
         with path.open("rb") as file:
-            file.seek(offset := after_mark(file, path))
+            offset = pass_mark(file, path)
             for number, line in enumerate(file):
                 if not line.isspace():
                     if rows % _LINES_PER_MARK == 0:
@@ -74,6 +77,50 @@ class JsonLines:
             for number, line in islice(rows, skipped, skipped + stop - start):
                 place = f"{self.path} line {number}"
                 yield place, parsed_line(line, place)
+
+
+@dataclass(frozen=True)
+class PackedLines:
+    """The same in a packed file, in which nothing can be found but by reading all before it."""
+
+    path: Path
+    count: int
+    columns: None = None
+
+    @classmethod
+    def open(cls, path: Path) -> "PackedLines":
+        return cls(path, sum(1 for _ in _lines(path)))
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        if start >= min(stop, self.count):
+            return
+        # Rows are asked for in chunks, one behind the other: each goes on where the one before it has stopped.
+        row, lines = _left_off.pop(self.path, (start + 1, None))
+        if lines is None or row > start:
+            row, lines = 0, _lines(self.path)
+        for number, line in islice(lines, start - row, stop - row):
+            place = f"{self.path} line {number}"
+            yield place, parsed_line(line, place)
+        _left_off.clear()
+        _left_off[self.path] = stop, lines
+
+
+_left_off: dict[Path, tuple[int, Iterator[tuple[int, bytes]]]] = {}
+"""Of the packed file that was read last: its next row, and the lines from there on."""
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers, without empty ones."""
+    with opened(path) as file:
+        pass_mark(file, path)
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                yield number, line
+
+
+def open_lines(path: Path) -> Reader:
+    """Raises DataError where ``path`` cannot be unpacked."""
+    return PackedLines.open(path) if is_packed(path) else JsonLines.open(path)
 
 
 _QUOTED = 120
@@ -129,7 +176,8 @@ class JsonArray:
 @lru_cache(maxsize=1)
 def _json_array(path: Path) -> list[Any]:
     try:
-        rows = json.loads(path.read_bytes())
+        with opened(path) as file:
+            rows = json.loads(file.read())
     except RecursionError as error:
         raise DataError(f"{path} is nested too deeply to be read; flatten its rows") from error
     except UnicodeDecodeError as error:
@@ -146,12 +194,12 @@ def open_json(path: Path) -> Reader:
 
     Raises DataError for what is neither.
     """
-    with path.open("rb") as file:
-        file.seek(after_mark(file, path))
+    with opened(path) as file:
+        pass_mark(file, path)
         start = file.read(4096).lstrip()
     if start.startswith(b"["):
         return JsonArray.open(path)
-    lines = JsonLines.open(path)
+    lines = open_lines(path)
     try:
         _ = next(lines.read(0, 1), None)
     except DataError as error:  # such as one object over several lines
@@ -159,16 +207,15 @@ def open_json(path: Path) -> Reader:
     return lines
 
 
-def after_mark(file: BinaryIO, name: Path | str) -> int:
-    """Where the text begins: behind the byte order mark that some Windows programs write.
+def pass_mark(file: io.BufferedReader, name: Path | str) -> int:
+    """Read the byte order mark that some Windows programs begin a file with; returns how long it is.
 
     Raises DataError, which calls the file ``name``, where that is the mark of UTF-16.
     """
-    file.seek(0)
-    mark = file.read(len(BOM_UTF8))
+    mark = file.peek(len(BOM_UTF8))
     if mark.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise DataError(f"{name} is written in UTF-16: save it as UTF-8")
-    return len(BOM_UTF8) if mark == BOM_UTF8 else 0
+    return len(file.read(len(BOM_UTF8))) if mark.startswith(BOM_UTF8) else 0
 
 
 def _undecoded(error: UnicodeDecodeError) -> str:
@@ -301,9 +348,8 @@ def without_nulls(value: Any) -> Any:
 
 
 OPENERS: dict[str, Callable[[Path], Reader]] = {
-    ".jsonl": JsonLines.open,
-    ".ndjson": JsonLines.open,
-    ".json": open_json,
+    **dict.fromkeys((*with_packed(".jsonl"), *with_packed(".ndjson")), open_lines),
+    **dict.fromkeys(with_packed(".json"), open_json),
     ".parquet": open_parquet,
     ".arrow": open_arrow,
 }

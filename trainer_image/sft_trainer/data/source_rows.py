@@ -12,6 +12,7 @@ from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
 from .csv_files import DELIMITERS, CsvRows
+from .packed import CODECS, is_packed, suffix_of
 from .readers import OPENERS, Reader, Row
 from .splits import choose, group_by_split
 
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 * 2**20
 """Sources up to it are read whole just to be looked at; of larger ones the beginning, or nothing."""
 _OPENERS = {**OPENERS, **dict.fromkeys(DELIMITERS, CsvRows.open)}
-_PACKED_OR_TABLE = {".gz", ".zst", ".xz", ".bz2", ".zip", *DELIMITERS}
+_KNOWN = (
+    f"known are {', '.join(suffix for suffix in _OPENERS if not is_packed(suffix))}; "
+    f"those of text also packed ({', '.join(CODECS)})"
+)
+_PACKED_OR_TABLE = {*CODECS, ".xz", ".zip", *DELIMITERS}
 _NAMES_SHOWN = 5
 # Files beside the data that have a data suffix.
 METADATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -122,9 +127,9 @@ def cut(name: str, identity: str, readers: Mapping[str, Sequence[Reader]], slice
 
 def open_file(path: Path) -> Reader:
     """The reader for a file by its suffix, which must be a known one. Raises DataError."""
-    opener = _OPENERS.get(path.suffix.lower())
+    opener = _OPENERS.get(suffix_of(path))
     if opener is None:
-        raise DataError(f"{path} is of no known kind; known are {', '.join(_OPENERS)}")
+        raise DataError(f"{path} is of no known kind; {_KNOWN}")
     try:
         return opener(path)
     except OSError as error:
@@ -148,7 +153,7 @@ class Files:
     """Files that may be data, of a kind that is not read."""
 
     def warnings(self, uri: str) -> tuple[str, ...]:
-        kinds = sorted({file.suffix for files in self.splits.values() for file in files})
+        kinds = sorted({suffix_of(file) for files in self.splits.values() for file in files})
         reasons = {
             self.unsplit: "only the names of others say a split",
             self.unread: f"only those of kind {', '.join(kinds)} are read: unpack or convert the others if they belong "
@@ -176,13 +181,13 @@ def find_files(path: Path) -> Files:
 
 def group_files(root: Path, names: Sequence[str]) -> Files:
     """Which of the files called ``names`` below ``root`` are data, by their splits. Raises DataError as above."""
-    known = [name for name in names if Path(name).suffix.lower() in _OPENERS and _is_data(Path(name))]
+    known = [name for name in names if suffix_of(name) in _OPENERS and _is_data(Path(name))]
     # A table beside other data may be a list of what there is.
-    known = [name for name in known if Path(name).suffix.lower() in OPENERS] or known
+    known = [name for name in known if suffix_of(name) in OPENERS] or known
     if not known:
         found = ", ".join(names[:8]) or "nothing"
-        raise DataError(f"no data files, found {found}; known are {', '.join(_OPENERS)}{_why_none(names)}")
-    kinds = sorted({Path(name).suffix.lower() for name in known})
+        raise DataError(f"no data files, found {found}; {_KNOWN}{_why_none(names)}")
+    kinds = sorted({suffix_of(name) for name in known})
     if len(kinds) > 1:
         raise DataError(f"files of several kinds ({', '.join(kinds)}); name one file or folder")
     groups = group_by_split(known)
@@ -198,7 +203,7 @@ def _why_none(names: Sequence[str]) -> str:
     """What to do where files that are no data look like some."""
     if any(_may_be_data(Path(name)) and _is_data(Path(name)) for name in names):
         return "; unpack or convert the file"
-    if any(Path(name).suffix.lower() in _OPENERS and _is_hidden(Path(name)) for name in names):
+    if any(suffix_of(name) in _OPENERS and _is_hidden(Path(name)) for name in names):
         return "; what begins with . or _ is passed over: give it another name"
     return ""
 
