@@ -23,6 +23,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 MANIFEST = click.Path(exists=True, allow_dash=True, path_type=Path)
 _DEBUG = "sft_cli.debug"
 _INTERNAL_ERROR = 1
+_TO_READ_CHECKPOINTS = ("numpy", "boto3")
+"""Of what the trainer needs; not torch, whose import takes longer than most of these commands."""
 
 
 def debug_option(command: Command) -> Command:
@@ -73,9 +75,9 @@ def _load(path: Path, name: str | None) -> "SFTJob":
         raise UserError(*error.problems) from error
 
 
-def _start_the_trainer() -> None:
-    """For commands that use the trainer. Raises UserError where it is not installed."""
-    if importlib.util.find_spec("torch") is None:
+def _start_the_trainer(*needed: str) -> None:
+    """For commands that use the trainer. Raises UserError where one of the ``needed`` packages is not installed."""
+    if any(importlib.util.find_spec(package) is None for package in needed or ("torch",)):
         raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
     gc.enable()
 
@@ -267,7 +269,7 @@ def list_(place: str, name: str | None, output: str) -> None:
 
     Manifests, sizes and indexes are read, and no tensors: verify reads these.
     """
-    _start_the_trainer()
+    _start_the_trainer(*_TO_READ_CHECKPOINTS)
     from .checkpoints import list_checkpoints
 
     list_checkpoints(place, name=name, output=output)
@@ -286,7 +288,7 @@ def verify(place: str, name: str | None, step: int | None, newest: bool, output:
     Of all, unless --step or --newest say which. File and tensor of what is damaged are named; the exit code is 10 when
     anything is.
     """
-    _start_the_trainer()
+    _start_the_trainer(*_TO_READ_CHECKPOINTS)
     from .checkpoints import verify_checkpoints
 
     sys.exit(verify_checkpoints(place, name=name, step=step, newest=newest, output=output))
@@ -314,7 +316,7 @@ def prune(
     """
     if keep_last is None and keep_best is None and not unfinished:
         raise click.UsageError("say what stays (--keep-last, --keep-best) or that --unfinished saves go")
-    _start_the_trainer()
+    _start_the_trainer(*_TO_READ_CHECKPOINTS)
     from sft_trainer.checkpoint.catalog import KeepPolicy
 
     from .checkpoints import prune_checkpoints

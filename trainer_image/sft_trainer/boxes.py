@@ -6,11 +6,14 @@ A strategy says which boxes this rank holds; who reads or writes them knows neit
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .names.canonical import Part
-from .topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+    from .topology import Topology  # brings torch along, and who lists checkpoints only needs rectangles
 
 WEIGHT = "weight"
 """The kind of parameters and stored buffers; moments of the optimizer have kinds of their own (``exp_avg``, …)."""
@@ -55,7 +58,7 @@ class Box:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     place: Rectangle
-    local: torch.Tensor
+    local: "torch.Tensor"
     """What this rank holds, of the sizes of ``place``: a view, perhaps strided, on any device."""
     writes: bool = True
     """Whether this rank saves it: of the replicas of a rectangle one does."""
@@ -67,26 +70,25 @@ class Box:
             )
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """Of the elements as they are held, and saved."""
         return self.local.dtype
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> "torch.Tensor":
         """The values; a view that changes when training goes on."""
         return self.local.detach()
 
-    @torch.no_grad()
-    def write(self, values: torch.Tensor, part: Rectangle | None = None) -> None:
+    def write(self, values: "torch.Tensor", part: Rectangle | None = None) -> None:
         """Copy ``values`` in, of the sizes of ``part`` (in the whole tensor's coordinates), or of the whole box."""
         target = self.local.detach() if part is None else self.local.detach()[part.within(self.place)]
-        target.copy_(values)
+        target.copy_(values.detach())
 
 
 def boxes_in(
     parts: Iterable[Part],
     kind: str,
     held: Rectangle,
-    local: torch.Tensor,
+    local: "torch.Tensor",
     writes: Callable[[int], bool] = lambda elements: True,
 ) -> Iterator[Box]:
     """One box of each of the canonical tensors ``parts`` of a parameter that this rank has something of.
@@ -115,7 +117,7 @@ class Writers:
     They must ask in the same order, for all that a save holds.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: "Topology") -> None:
         self._topology = topology
         self._elements: dict[frozenset[str], list[int]] = {}
 

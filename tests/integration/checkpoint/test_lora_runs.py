@@ -19,8 +19,8 @@ from sft_api.checkpoints import Manifest
 from sft_api.ports import free_port
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.checkpoint.reading import open_index
 from sft_trainer.distributed import Ranks
 from sft_trainer.errors import StopRequested, TrainingError
 from sft_trainer.models.lora import is_adapter

@@ -10,9 +10,9 @@ import torch
 
 from sft_api.checkpoints import RunState
 from sft_trainer.boxes import Box
+from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.reading import open_index
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.optim import set_updates, updates
 from tests.integration.checkpoint import ranks

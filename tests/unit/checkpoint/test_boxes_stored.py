@@ -22,9 +22,10 @@ from sft_trainer.checkpoint import runs as runs_module
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.index import Index, encode_index
+from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.pieces import cut, stored_tensor, written_by_this_rank
-from sft_trainer.checkpoint.reading import load_boxes, open_index, read_boxes
+from sft_trainer.checkpoint.reading import load_boxes, read_boxes
 from sft_trainer.checkpoint.runs import Buffers
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import RangeStream

@@ -22,9 +22,10 @@ from sft_api import checkpoints
 from sft_api.checkpoints import CheckpointId, RunState, decode_manifest
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
+from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
-from sft_trainer.checkpoint.reading import open_index, read_boxes
+from sft_trainer.checkpoint.reading import read_boxes
 from sft_trainer.errors import ConfigError
 from tests.topologies import here
 from tests.unit.checkpoint.boxed import whole
@@ -150,6 +151,10 @@ def piece(document: Document, number: int = 1) -> Document:
         (lambda m: m["tensors"][WEIGHT]["items"].pop(), "its pieces hold 48"),
         (lambda m: piece(m).update(sha256="x"), "sha256 is wrong"),
         (lambda m: piece(m).update(sha256="0" * 64), "do not match their digest"),
+        (
+            lambda m: [tensor.update(dtype="int32") for tensor in counters(m)],
+            "no optimizer counts its updates in int32",
+        ),
     ],
 )
 def test_contradictions_are_refused(store: LocalStore, change: Callable[[Document], None], message: str) -> None:
@@ -157,6 +162,11 @@ def test_contradictions_are_refused(store: LocalStore, change: Callable[[Documen
     changed(store, change)
     with pytest.raises(NoUsableCheckpointError, match=message):
         load(store, tensors)
+
+
+def counters(document: Document) -> list[Document]:
+    """The tensors in which the optimizer counted."""
+    return [tensor for name, tensor in document["tensors"].items() if name.endswith(".step")]
 
 
 def another_count(document: Document, value: float) -> None:

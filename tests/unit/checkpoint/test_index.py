@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sft_api.checkpoints import StoredFile
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.index import (
     _HEAD,
+    ITEMSIZES,
     Index,
     StoredTensor,
     decode_index,
@@ -52,6 +54,10 @@ SOUND = an_index(
     [(0, ((2, 0), (2, 3))), (2, ((), ())), (1, ((5,), (2,))), (0, ((0, 0), (2, 3))), (1, ((0,), (5,)))],
     [("a.bin", 3), ("none.bin", 0), ("b.bin", 2)],
 )
+
+
+def test_the_sizes_of_elements_are_those_of_torch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZES} == ITEMSIZES
 
 
 def files_of(index: Index) -> list[StoredFile]:

@@ -16,7 +16,7 @@ from sft_trainer.boxes import WEIGHT
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.index import (
     DIGEST_BYTES,
-    DTYPES,
+    ITEMSIZES,
     MAX_DIMENSIONS,
     Index,
     StoredTensor,
@@ -67,7 +67,7 @@ def index_of_format_1(document: Mapping[str, Any], files: tuple[StoredFile, ...]
     for key, (name, tensor) in named.items():
         if key is None:
             continue
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in ITEMSIZES:
             raise CheckpointCorruptError(f"{name!r} has the unknown dtype {tensor.dtype!r}")
         entry = StoredTensor(*key, tensor.dtype, tensor.shape)
         for piece in tensor.pieces:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from sft_api.checkpoints import StoredFile
@@ -42,14 +41,24 @@ MAX_DIMENSIONS = 6
 MAX_READ_BYTES = 2**30
 """Of a piece: readers hold whole ones in memory. Those that are written are smaller (``pieces``)."""
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
 }
-"""Those whose bytes mean the same everywhere, by torch's names without the module."""
+"""Bytes of an element of the dtypes whose bytes mean the same everywhere, by torch's names without the module.
+
+Not torch's own: who lists checkpoints makes no tensors, and waits for no import of torch.
+"""
 
 DIGEST_BYTES = 32
 Integers = NDArray[np.int64]
@@ -71,7 +80,7 @@ class StoredTensor:
     """Canonical."""
     kind: str
     dtype: str
-    """torch's name without the module, one of ``DTYPES``."""
+    """torch's name without the module, one of ``ITEMSIZES``."""
     shape: tuple[int, ...]
 
     @property
@@ -82,7 +91,7 @@ class StoredTensor:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return DTYPES[self.dtype].itemsize
+        return ITEMSIZES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -290,7 +299,7 @@ def _tensor(row: Any) -> StoredTensor:
         case [str(name), str(kind), str(dtype), list(shape)] if (
             0 < len(name) <= _MAX_NAME
             and _KIND.fullmatch(kind)
-            and dtype in DTYPES
+            and dtype in ITEMSIZES
             and len(shape) <= MAX_DIMENSIONS
             and all(type(size) is int and 0 <= size < _MAX_TENSOR_BYTES for size in shape)
         ):

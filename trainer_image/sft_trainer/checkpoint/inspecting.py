@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
-from sft_trainer.checkpoint.reading import open_index
+from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
-from sft_trainer.checkpoint.store import Store
-from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError, StorageRefusedError
 
 _INDEXES_AT_ONCE = 4

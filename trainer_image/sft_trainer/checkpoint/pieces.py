@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sft_trainer.boxes import Box, Rectangle
-from sft_trainer.checkpoint.index import DTYPES, MAX_DIMENSIONS, StoredTensor
+from sft_trainer.checkpoint.index import ITEMSIZES, MAX_DIMENSIONS, StoredTensor
 
 MAX_PIECE_BYTES = 128 * 2**20
 """Readers hold whole pieces in memory, because they check a piece's digest before they use any of it."""
@@ -34,12 +34,19 @@ def written_by_this_rank(boxes: Sequence[Box]) -> list[Box]:
 def stored_tensor(box: Box) -> StoredTensor:
     """What the index says of the tensor that ``box`` is a part of; TypeError when it cannot be stored."""
     dtype = str(box.dtype).removeprefix("torch.")
-    if box.local.layout != torch.strided or box.local.is_meta or dtype not in DTYPES or len(box.shape) > MAX_DIMENSIONS:
+    is_plain = box.local.layout == torch.strided and not box.local.is_meta and dtype in ITEMSIZES
+    if not is_plain or len(box.shape) > MAX_DIMENSIONS:
         raise TypeError(
             f"{box.kind} of {box.name!r} is a {box.local.layout} tensor of {dtype} with {len(box.shape)} dimensions on "
             f"{box.local.device}: only dense tensors of plain numbers can be saved"
         )
     return StoredTensor(box.name, box.kind, dtype, tuple(box.shape))
+
+
+def torch_dtype(tensor: StoredTensor) -> torch.dtype:
+    """Of the elements of ``tensor``."""
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype
 
 
 def cut(boxes: Sequence[Box], values: Sequence[torch.Tensor]) -> list[Piece]:

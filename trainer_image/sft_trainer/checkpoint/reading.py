@@ -4,7 +4,6 @@ A piece's bytes are compared with their digest before anybody is told that they 
 manifest lists are read. Nothing is ever unpickled.
 """
 
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,27 +12,15 @@ from typing import Self
 import numpy as np
 import torch
 
-from sft_api.checkpoints import Manifest, ManifestError, decode_document
+from sft_api.checkpoints import Manifest
 from sft_trainer.boxes import Box, Rectangle
-from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
-from sft_trainer.checkpoint.format1 import UPDATES, index_of_format_1
 from sft_trainer.checkpoint.group import CheckpointGroup
-from sft_trainer.checkpoint.index import (
-    DTYPES,
-    MAX_INDEX_BYTES,
-    Index,
-    Integers,
-    StoredTensor,
-    decode_index,
-    padded,
-    widened,
-)
-from sft_trainer.checkpoint.pieces import stored_tensor
-from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
-from sft_trainer.checkpoint.store import Store
-from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.checkpoint.index import Index, Integers, StoredTensor, padded, widened
+from sft_trainer.checkpoint.index_reading import open_index
+from sft_trainer.checkpoint.pieces import stored_tensor, torch_dtype
+from sft_trainer.checkpoint.runs import Buffers, Memory, open_run, read_threads, runs
+from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
-from sft_trainer.names.canonical import VERSION
 
 _ADVICE = "resume from a checkpoint of the same model and settings, or start anew with another checkpoint.uri"
 
@@ -92,67 +79,6 @@ def read_boxes(
     """The same for one process that has the ``index`` itself; not collective."""
     (rows,) = overlapping(index, [Wanted.of(boxes)])
     _fill(store, manifest.id.prefix, index.take(rows), boxes, on_bytes)
-
-
-def open_index(store: Store, manifest: Manifest) -> tuple[Index, Manifest]:
-    """The index of the checkpoint of ``manifest``, and the manifest with what only the index of format 1 had.
-
-    Raises CheckpointCorruptError when it is not what the manifest says, or contradicts itself, ConfigError when its
-    names are those of another version.
-    """
-    try:
-        if manifest.format_version == 1:
-            document = decode_document(store.read(manifest.id.manifest_key))
-            index = index_of_format_1(document, manifest.files)
-            run = manifest.run.model_copy(update={"updates": _updates_of_format_1(store, manifest, index)})
-            return index, manifest.model_copy(update={"run": run})
-        if manifest.names_version != VERSION:
-            raise ConfigError(
-                f"{manifest.id.folder} names its tensors in version {manifest.names_version}, this program knows "
-                f"version {VERSION}: go on with the version of the trainer that wrote it, or start anew with another "
-                "checkpoint.uri"
-            )
-        return _read_index(store, manifest), manifest
-    except (ObjectNotFoundError, ManifestError) as error:
-        raise CheckpointCorruptError(str(error)) from error
-
-
-def _read_index(store: Store, manifest: Manifest) -> Index:
-    stored = manifest.index
-    if stored is None or stored.size > MAX_INDEX_BYTES:
-        raise CheckpointCorruptError(f"an index of at most {MAX_INDEX_BYTES} bytes is read, this one is {stored}")
-    key = f"{manifest.id.prefix}{stored.name}"
-    raw = store.read_range(key, 0, stored.size)
-    if hashlib.sha256(raw).hexdigest() != stored.sha256:
-        raise CheckpointCorruptError(f"{key}: the index does not match its digest")
-    index = decode_index(raw, manifest.files)
-    if len(index.tensors) != stored.tensors or index.bytes_by_kind != manifest.kinds:
-        raise CheckpointCorruptError(
-            f"{key} names {len(index.tensors)} tensors of {index.bytes_by_kind} bytes, the manifest {stored.tensors} "
-            f"of {manifest.kinds}"
-        )
-    return index
-
-
-def _updates_of_format_1(store: Store, manifest: Manifest, index: Index) -> int:
-    """How many updates the optimizer had made: it counted them for every parameter."""
-    rows = [row for row in range(len(index.tensor)) if index.tensors[index.tensor[row]].kind == UPDATES]
-    if not rows:
-        return 0
-    if any((index.digests[row] != index.digests[rows[0]]).any() for row in rows):
-        raise ConfigError(
-            f"{manifest.id.folder} counts another number of updates for some parameters than for others, which this "
-            "program cannot go on from: go on with the version of the trainer that wrote it, or start anew with "
-            "another checkpoint.uri"
-        )
-    row = rows[0]
-    memory = torch.empty(int(index.length[row]), dtype=torch.uint8)
-    with open_run(store, manifest.id.prefix, index, range(row, row + 1), lambda _: None) as run:
-        run.read(row, memory)
-    count = float(memory.view(DTYPES[index.tensors[index.tensor[row]].dtype]))
-    if not 0 <= count <= manifest.step or count != int(count):
-        raise CheckpointCorruptError(f"the optimizer cannot have made {count} updates in {manifest.step} steps")
-    return int(count)
 
 
 def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
@@ -224,7 +150,7 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
                     continue
                 memory = buffers.of(int(index.length[row]))
                 run.read(row, memory)
-                values = memory.view(DTYPES[entry.dtype]).reshape(place.sizes)
+                values = torch.from_numpy(memory).view(torch_dtype(entry)).reshape(place.sizes)
                 for box, part in parts:
                     box.write(values[part.within(place)], part)
 
@@ -238,7 +164,7 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
             raise
 
 
-def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle) -> torch.Tensor | None:
+def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle) -> Memory | None:
     """The memory in which the piece at ``place`` is to be, when that is one whole stretch of one box in this memory."""
     if len(parts) != 1 or parts[0][1] != place:
         return None
@@ -246,4 +172,5 @@ def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle) -> torch
     target = box.local.detach()[place.within(box.place)]
     if target.device.type != "cpu" or not target.is_contiguous():
         return None
-    return target.reshape(-1).view(torch.uint8)
+    memory: Memory = target.reshape(-1).view(torch.uint8).numpy()
+    return memory

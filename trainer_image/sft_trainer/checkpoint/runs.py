@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.index import Index
-from sft_trainer.checkpoint.store import RangeStream, Store
-from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.checkpoint.store import OnBytes, RangeStream, Store
 
+Memory = NDArray[np.uint8]
+"""Bytes that a piece is read into; ``torch.from_numpy`` makes a tensor of them that copies nothing."""
 RUN_BYTES = 64 * 2**20
 """Of one request, unless a piece is larger: so much that a request costs nothing beside it, so little that all threads
 have something to read until the end."""
@@ -56,14 +57,14 @@ class Run:
         self._index = index
         self._on_bytes = on_bytes
 
-    def read(self, row: int, memory: torch.Tensor) -> None:
-        """Fill ``memory``, bytes, with the next piece, which is that of ``row``.
+    def read(self, row: int, memory: Memory) -> None:
+        """Fill ``memory`` with the next piece, which is that of ``row``.
 
         CheckpointCorruptError, which names file and tensor, when they are not as written: ``memory`` has them then.
         """
         index = self._index
         entry, key = index.tensors[index.tensor[row]], f"{self._prefix}{index.files[index.file[row]]}"
-        target, digest = memory.numpy().data, hashlib.sha256()
+        target, digest = memory.data, hashlib.sha256()
         try:
             for start in range(0, target.nbytes, _BLOCK):
                 block = target[start : start + _BLOCK]
@@ -95,10 +96,10 @@ class Buffers(threading.local):
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = np.empty(0, dtype=np.uint8)
 
-    def of(self, size: int) -> torch.Tensor:
+    def of(self, size: int) -> Memory:
         """The first ``size`` bytes."""
         if size > self._memory.nbytes:
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = np.empty(size, dtype=np.uint8)
         return self._memory[:size]

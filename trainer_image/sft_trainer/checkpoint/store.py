@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_BLOCK = 8 * 2**20
+OnBytes = Callable[[int], None]
+"""Told, by any thread, how many bytes more were written or read."""
 PVC_MOUNTS = Path("/mnt/pvc")
 """Claims are mounted at ``/mnt/pvc/<claim>``."""
 

@@ -14,13 +14,10 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSave
 from sft_trainer.checkpoint.group import CheckpointGroup, Failure, raise_first
 from sft_trainer.checkpoint.index import DIGEST_BYTES, Index, StoredTensor, encode_index, merged, padded
 from sft_trainer.checkpoint.pieces import Piece, shared_out
-from sft_trainer.checkpoint.store import Store
+from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.checkpoint.turns import Turns
 
 _BLOCK = 8 * 2**20
-
-OnBytes = Callable[[int], None]
-"""Told, by any thread, how many bytes more were written or read."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ import torch
 from sft_api.checkpoints import Manifest
 from sft_api.place import EXPORT_ADAPTER, EXPORT_MARK, EXPORT_RECORD, ExportRecord
 from sft_trainer.checkpoint.group import CheckpointGroup
-from sft_trainer.checkpoint.store import Store
-from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import AccessDeniedError, ConfigError, SharedPlaceError, StorageNotFoundError
 from sft_trainer.models.causal_lm import CausalLM
 

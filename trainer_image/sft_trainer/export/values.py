@@ -15,11 +15,11 @@ import torch
 from sft_api.checkpoints import Manifest
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
-from sft_trainer.checkpoint.index import DTYPES, Index, Integers
-from sft_trainer.checkpoint.pieces import MAX_PIECE_BYTES, rectangles
-from sft_trainer.checkpoint.reading import open_index, read_boxes
-from sft_trainer.checkpoint.store import Store
-from sft_trainer.checkpoint.writing import OnBytes
+from sft_trainer.checkpoint.index import Index, Integers
+from sft_trainer.checkpoint.index_reading import open_index
+from sft_trainer.checkpoint.pieces import MAX_PIECE_BYTES, rectangles, torch_dtype
+from sft_trainer.checkpoint.reading import read_boxes
+from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.lora import adapter_of
 from sft_trainer.models.weights import load_weights
@@ -147,7 +147,7 @@ class Values:
 
     def _box(self, part: Part) -> Box:
         number = self._index.numbers.get((part.name, WEIGHT))
-        dtype = part.dtype if number is None else DTYPES[self._index.tensors[number].dtype]
+        dtype = part.dtype if number is None else torch_dtype(self._index.tensors[number])
         if self._is_adapted(part.name):
             dtype = torch.float32
         return Box(part.name, WEIGHT, part.shape, part.place, torch.empty(part.place.sizes, dtype=dtype))
