@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from sft_api.checkpoints import Manifest
-from sft_api.failures import exit_code
+from sft_api.failures import FailureClass, exit_code
 from sft_api.report import best_of
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob
@@ -68,8 +68,12 @@ def export_job(
         _export(config, files, store, manifest, open_store(target, s3), s3)
     except CheckpointCorruptError as error:
         others = [each for each in found if isinstance(each, Manifest) and each != manifest]
-        advice = f"; --step exports another one: there is a checkpoint of {_steps(others)}" if others else ""
-        raise UserError(f"{error}{advice}", exit_code=exit_code(error.failure)) from error
+        advice = f", or export another one with --step: there is {_steps(others)}" if others else ": there is no other"
+        # As for sft checkpoints verify: bytes that lie there do not mend themselves, whoever tries again.
+        raise UserError(
+            f"{error}; restore it{advice} (sft checkpoints list {uri} shows what there is, verify reads all of it)",
+            exit_code=exit_code(FailureClass.CONFIG_ERROR),
+        ) from error
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
     result(target.removeprefix(FILE_SCHEME))

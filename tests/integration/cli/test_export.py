@@ -218,11 +218,27 @@ def test_a_damaged_checkpoint_is_named_with_others_to_take(tmp_path: Path, run: 
 
     done = sft(tmp_path, run)
 
-    assert done.exit_code == 36
+    assert done.exit_code == 10
     assert "Warning: checkpoint step-00000004-a00002: " in done.stderr
     assert f"the checkpoint file://{newest} is damaged, and is not exported: " in done.stderr
-    assert "--step exports another one: there is a checkpoint of step 2" in done.stderr
+    assert (
+        f"restore it, or export another one with --step: there is step 2 (sft checkpoints list file://{tmp_path}"
+        in (done.stderr)
+    )
     assert not (tmp_path / "run" / "export" / "config.json").exists()
+
+
+def test_of_a_damaged_checkpoint_that_is_the_only_one_that_is_said(tmp_path: Path, tiny_inputs: Any) -> None:
+    document = manifest(tiny_inputs, tmp_path)
+    checkpoint(tiny_inputs, document, 2)
+    (file,) = (tmp_path / "run" / "checkpoints").glob("*/*.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+
+    done = sft(tmp_path, document)
+
+    assert done.exit_code == 10
+    assert "is damaged, and is not exported: " in done.stderr
+    assert "; restore it: there is no other (sft checkpoints list file://" in done.stderr
 
 
 def test_what_is_fetched_is_told(
