@@ -6,7 +6,7 @@ Commands import what they need when they run, so that ``sft --help`` answers at 
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,8 @@ from .errors import UserError
 
 if TYPE_CHECKING:
     from sft_api.v1alpha1.job import SFTJob
+
+    from .overrides import Override
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -40,6 +42,27 @@ def debug_option(command: Command) -> Command:
 
 
 job_option = click.option("--job", "name", metavar="NAME", help="The SFTJob to take, where there are several.")
+
+
+def _overrides(_: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> "tuple[Override, ...]":
+    if not texts:
+        return ()
+    from .overrides import OverrideError, read_override
+
+    try:
+        return tuple(read_override(text) for text in texts)
+    except OverrideError as error:
+        raise click.BadParameter(str(error), param=parameter) from error
+
+
+set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="PATH=VALUE",
+    multiple=True,
+    callback=_overrides,
+    help="A field of the manifest, as training.steps=20; again for others. null takes a field out.",
+)
 
 
 class Commands(click.Group):
@@ -66,11 +89,12 @@ def _show(error: Exception) -> None:
         say("This is an error in sft: please report it with the output of the same command and --debug.")
 
 
-def _load(path: Path, name: str | None) -> "SFTJob":
-    from .manifest import ManifestError, load_manifest
+def _load(path: Path, name: str | None, overrides: "Sequence[Override]") -> "tuple[SFTJob, SFTJob | None]":
+    """The job with its ``overrides``, and as the manifest alone has it, where that is valid."""
+    from .manifest import ManifestError, load_overridden
 
     try:
-        return load_manifest(path, name, on_warning=lambda text: say(f"Warning: {text}", fg="yellow"))
+        return load_overridden(path, name, overrides, on_warning=lambda text: say(f"Warning: {text}", fg="yellow"))
     except ManifestError as error:
         raise UserError(*error.problems) from error
 
@@ -92,6 +116,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
 @job_option
+@set_option
 @click.option("--processes", type=click.IntRange(min=1, max=256), help="Training processes, instead of the manifest's.")
 @click.option(
     "--launcher", type=click.Choice(["supervisor", "ray"]), help="Who places them, instead of the manifest's."
@@ -113,6 +138,7 @@ def cli() -> None:
 def run(
     manifest: Path,
     name: str | None,
+    overrides: "tuple[Override, ...]",
     processes: int | None,
     launcher: str | None,
     fresh: bool,
@@ -126,12 +152,13 @@ def run(
     the manifest says otherwise; the same command again goes on from the newest checkpoint. The exit code is 0 only
     when the run is complete.
     """
-    job = _load(manifest, name)
+    job, _ = _load(manifest, name, overrides)
     _start_the_trainer()
     from .run import Options, run_job
 
     options = Options(
         name=name,
+        overrides=tuple(override.text for override in overrides),
         processes=processes,
         launcher=launcher,
         fresh=fresh,
@@ -144,48 +171,60 @@ def run(
 
 @cli.command()
 @click.argument("manifests", type=MANIFEST, nargs=-1, required=True)
+@set_option
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @debug_option
-def validate(manifests: tuple[Path, ...], output: str) -> None:
+def validate(manifests: tuple[Path, ...], overrides: "tuple[Override, ...]", output: str) -> None:
     """Check manifests as the API server would: files, folders of them, or - for standard input.
 
     Prints one line a problem; the exit code is 10 when there is one.
     """
     from .validate import validate_manifests
 
-    sys.exit(validate_manifests(manifests, output))
+    sys.exit(validate_manifests(manifests, output, overrides))
 
 
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
 @job_option
+@set_option
 @click.option("-o", "--output", type=click.Choice(["text", "yaml", "json"]), default="text", show_default=True)
 @click.option("--suggest", is_flag=True, help="Show instead with which strategy the run would fit its GPUs.")
 @debug_option
-def plan(manifest: Path, name: str | None, output: str, *, suggest: bool) -> None:
+def plan(manifest: Path, name: str | None, overrides: "tuple[Override, ...]", output: str, *, suggest: bool) -> None:
     """Show what would be run, and why.
 
-    Every number, and whether the manifest gives it, it is a default, or it was computed from the rest. The exit code
-    is 10 when the run does not fit its GPUs.
+    Every number, and whether the manifest or --set gives it, it is a default, or it was computed from the rest. The
+    exit code is 10 when the run does not fit its GPUs.
     """
+    job, alone = _load(manifest, name, overrides)
     if suggest:
         from .suggest import show_suggestions
 
-        sys.exit(show_suggestions(_load(manifest, name), output))
+        sys.exit(show_suggestions(job, output))
     from .plan import show_plan
 
-    sys.exit(show_plan(_load(manifest, name), output))
+    sys.exit(show_plan(job, output, alone))
 
 
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
 @job_option
+@set_option
 @click.option("-n", "--rows", type=click.IntRange(min=1), default=3, show_default=True, help="Rows of each data set.")
 @click.option("--eval", "evaluation", is_flag=True, help="The evaluation sets instead of the training sets.")
 @click.option("--all", "everything", is_flag=True, help="Tokenise all rows, and show what becomes of them instead.")
 @click.option("-o", "--output", type=click.Choice(["text", "jsonl"]), default="text", show_default=True)
 @debug_option
-def data(manifest: Path, name: str | None, rows: int, evaluation: bool, everything: bool, output: str) -> None:
+def data(
+    manifest: Path,
+    name: str | None,
+    overrides: "tuple[Override, ...]",
+    rows: int,
+    evaluation: bool,
+    everything: bool,
+    output: str,
+) -> None:
     """Show the first rows as the model sees them.
 
     Every token that is trained is marked: in colour on a terminal, between ⟦ and ⟧ elsewhere. With --all how many rows
@@ -194,7 +233,7 @@ def data(manifest: Path, name: str | None, rows: int, evaluation: bool, everythi
     """
     if everything and output != "text":
         raise click.UsageError("--all shows no rows: leave --output out")
-    job = _load(manifest, name)
+    job, _ = _load(manifest, name, overrides)
     _start_the_trainer()
     if everything:
         from .all_data import show_all_data
@@ -209,6 +248,7 @@ def data(manifest: Path, name: str | None, rows: int, evaluation: bool, everythi
 @cli.command()
 @click.argument("manifest", type=MANIFEST)
 @job_option
+@set_option
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint of this step instead of the newest one.")
 @click.option("--best", is_flag=True, help="The checkpoint with the lowest evaluation loss.")
 @click.option(
@@ -224,6 +264,7 @@ def data(manifest: Path, name: str | None, rows: int, evaluation: bool, everythi
 def export(
     manifest: Path,
     name: str | None,
+    overrides: "tuple[Override, ...]",
     step: int | None,
     best: bool,
     to: str | None,
@@ -238,7 +279,7 @@ def export(
     """
     if step is not None and best:
         raise click.UsageError("--step and --best choose a checkpoint in two ways: give one of them")
-    job = _load(manifest, name)
+    job, _ = _load(manifest, name, overrides)
     _start_the_trainer()
     from .export import export_job
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from sft_api.v1alpha1.job import API_VERSION, KIND, SFTJob
 
 from .kubernetes_yaml import ForeignValueError, YamlError, read_documents
-from .problems import sentences
+from .overrides import Override, OverrideError, overridden
+from .problems import Location, field_path, placed_sentences, sentences
 
 STANDARD_INPUT = Path("-")
 _SUFFIXES = (".json", ".yaml", ".yml")
@@ -46,24 +47,50 @@ def load_manifest(
 
     Raises ``ManifestError``, also when there are several SFTJobs and none was named.
     """
-    jobs = load_manifests(source, on_warning=on_warning)
+    return load_overridden(source, name, (), on_warning=on_warning)[0]
+
+
+def load_overridden(
+    source: Path | str,
+    name: str | None,
+    overrides: Sequence[Override],
+    *,
+    on_warning: Callable[[str], None] = _no_warning,
+) -> tuple[SFTJob, SFTJob | None]:
+    """``load_manifest`` with ``overrides``, and the job of the manifest alone, or None where that is not valid.
+
+    ``name`` is the one in the manifest, whatever the overrides call the job.
+    """
+    documents = _ours(source)
+    meant = [number for number, (_, document) in enumerate(documents) if name in (None, _name_of(document))]
+    given = {meant[0]: overrides} if len(meant) == 1 else {}
+    jobs = _jobs(documents, given, on_warning)
     names = ", ".join(job.metadata.name for job in jobs)
-    if name is not None:
-        named = [job for job in jobs if job.metadata.name == name]
-        if not named:
-            raise ManifestError([f"{shown(source)} holds no SFTJob {name}, found {names}"])
-        jobs = named
-    if len(jobs) > 1:
-        raise ManifestError([f"{shown(source)} holds {len(jobs)} SFTJobs ({names}): choose one with --job"])
-    return jobs[0]
+    if not meant:
+        raise ManifestError([f"{shown(source)} holds no SFTJob {name}, found {names}"])
+    if len(meant) > 1:
+        raise ManifestError([f"{shown(source)} holds {len(meant)} SFTJobs ({names}): choose one with --job"])
+    job, (_, document) = jobs[meant[0]], documents[meant[0]]
+    if not overrides:
+        return job, job
+    return job, None if _problems_of(document) else SFTJob.from_manifest(document)
 
 
-def load_manifests(source: Path | str, *, on_warning: Callable[[str], None] = _no_warning) -> list[SFTJob]:
-    """All SFTJobs of ``source`` in their order, at least one. Raises ``ManifestError`` with all problems of all.
+def load_manifests(
+    source: Path | str, overrides: Sequence[Override] = (), *, on_warning: Callable[[str], None] = _no_warning
+) -> list[SFTJob]:
+    """All SFTJobs of ``source`` in their order, at least one, each with ``overrides``.
 
     ``source`` is the path of a file or folder, ``-`` for standard input, or the text itself. Documents of other kinds
     are passed over. ``on_warning`` is told of what is valid, and says the opposite of what it looks like.
+    Raises ``ManifestError`` with all problems of all.
     """
+    documents = _ours(source)
+    return _jobs(documents, dict.fromkeys(range(len(documents)), overrides), on_warning)
+
+
+def _ours(source: Path | str) -> list[tuple[str, Any]]:
+    """The documents of ``source`` that are, or were meant to be, SFTJobs, at least one; each with its origin."""
     is_one_of_many = isinstance(source, Path) and source.is_dir()
     documents = [
         (origin, document)
@@ -72,22 +99,62 @@ def load_manifests(source: Path | str, *, on_warning: Callable[[str], None] = _n
     ]
     if not documents:
         raise ManifestError([f"{shown(source)} holds no SFTJob: give apiVersion: {API_VERSION} and kind: {KIND}"])
+    return documents
+
+
+def _jobs(
+    documents: Sequence[tuple[str, Any]],
+    overrides: Mapping[int, Sequence[Override]],
+    on_warning: Callable[[str], None],
+) -> list[SFTJob]:
+    """The jobs of all ``documents``, with the ``overrides`` of each. Raises ``ManifestError``."""
     jobs, problems = [], []
-    for number, (origin, document) in enumerate(documents, start=1):
+    for number, (origin, document) in enumerate(documents):
+        where = f"SFTJob {number + 1} of {len(documents)}: " if len(documents) > 1 and not origin else origin
+        changed, brought = document, list[tuple[Override, Location]]()
         try:
-            jobs.append(SFTJob.from_manifest(document))
-            for field in _left_empty(document):
+            if number in overrides and isinstance(document, dict):
+                changed, brought = overridden(document, overrides[number])
+            jobs.append(SFTJob.from_manifest(changed))
+            for field in _left_empty(changed):
                 on_warning(
                     f"{jobs[-1].metadata.name}: spec.{field} has no value, which is as if it were absent: write "
                     f"{field.rpartition('.')[2]}: {{}} for it with its defaults, or take the line out"
                 )
+        except OverrideError as error:
+            problems.append(f"{where}{error}")
         except ValidationError as error:
-            where = f"SFTJob {number} of {len(documents)}: " if len(documents) > 1 and not origin else origin
-            problems += [f"{where}{sentence}" for sentence in sentences(error)]
+            alone = _problems_of(document) if brought else []
+            for place, sentence in placed_sentences(error):
+                by = _by(place, sentence, brought) if brought and sentence not in alone else ""
+                problems.append(f"{where}{by}{sentence}")
     problems += _doubles(jobs)
     if problems:
         raise ManifestError(problems)
     return jobs
+
+
+def _problems_of(document: Any) -> list[str]:
+    try:
+        SFTJob.from_manifest(document)
+    except ValidationError as error:
+        return sentences(error)
+    return []
+
+
+def _by(place: Location, sentence: str, brought: Sequence[tuple[Override, Location]]) -> str:
+    """Which overrides, each with what it ``brought``, the problem at ``place`` is of, as the begin of its sentence.
+
+    A rule on a block says which fields it is about: of the overrides in that block those are meant.
+    """
+    near = [override for override, part in brought if all(a == b for a, b in zip(part, place, strict=False))]
+    named = [override for override in near if field_path(override.path).removeprefix("spec.") in sentence]
+    return f"{', '.join(map(str, named or near or [override for override, _ in brought]))}: "
+
+
+def _name_of(document: Any) -> Any:
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    return metadata.get("name") if isinstance(metadata, dict) else None
 
 
 def _left_empty(document: dict[str, Any]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """``sft plan``: what would be run, and where each number comes from."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -33,12 +34,14 @@ class Origin(StrEnum):
     GIVEN = "given"
     DEFAULT = "default"
     COMPUTED = "computed"
+    SET = "--set"
 
 
 _STYLES: dict[Origin, dict[str, Any]] = {
     Origin.GIVEN: {"bold": True},
     Origin.DEFAULT: {"dim": True},
     Origin.COMPUTED: {"fg": "cyan"},
+    Origin.SET: {"bold": True, "fg": "magenta"},
 }
 
 
@@ -72,6 +75,17 @@ def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[D
         *_batch(spec, plan),
         *_optimisation(spec, plan),
         *([] if dummy else _end(spec)),
+    ]
+
+
+def with_overrides(decisions: Sequence[Decision], alone: Sequence[Decision]) -> list[Decision]:
+    """``decisions``, of which those that are given and differ from those of the manifest ``alone`` are by --set."""
+    before = {decision.subject: decision for decision in alone}
+    return [
+        replace(decision, origin=Origin.SET)
+        if decision.origin is Origin.GIVEN and decision != before.get(decision.subject)
+        else decision
+        for decision in decisions
     ]
 
 
@@ -477,8 +491,11 @@ def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
     return small_data_warning(spec, rows=rows, step_rows=held, total_steps=steps, estimated=estimated)
 
 
-def show_plan(job: SFTJob, output: str) -> int:
-    """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON. Returns the exit code."""
+def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
+    """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON. Returns the exit code.
+
+    ``alone``: the job without what the command line changed of it, or ``job`` itself; None where that is not valid.
+    """
     shape = model_shape(job.spec)
     plan = make_plan(job.spec, shape=shape, uncounted=why_uncounted(job.spec))
     found = measure_adapters(job.spec)
@@ -500,6 +517,11 @@ def show_plan(job: SFTJob, output: str) -> int:
     else:
         result(job.metadata.name, bold=True)
         decisions = explain(job.spec, plan, found)
+        if alone is not None and alone is not job:
+            shape = model_shape(alone.spec)
+            decisions = with_overrides(
+                decisions, explain(alone.spec, make_plan(alone.spec, shape=shape), measure_adapters(alone.spec))
+            )
         subjects = max(len(decision.subject) for decision in decisions)
         values = max(len(decision.value) for decision in decisions)
         for decision in decisions:

@@ -43,9 +43,28 @@ _PATH = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 """A field as messages name it from its block on: training.globalBatchSize."""
 
 
+Location = tuple[int | str, ...]
+
+
 def sentences(error: ValidationError) -> list[str]:
     """One line per problem of ``error``, in the order of the fields."""
-    return [line for details in error.errors(include_url=False) for line in _lines(details)]
+    return [line for _, line in placed_sentences(error)]
+
+
+def placed_sentences(error: ValidationError) -> list[tuple[Location, str]]:
+    """``sentences``, each with the place in the manifest that it is about."""
+    return [(details["loc"], line) for details in error.errors(include_url=False) for line in _lines(details)]
+
+
+def unknown_field(location: Location) -> str:
+    """What ``sentences`` say of the field at ``location`` where manifests have none there; else empty."""
+    schema = _job_schema()
+    for depth, part in enumerate(location, start=1):
+        named = part in schema.get("properties", {}) or "additionalProperties" in schema
+        if not ("items" in schema if isinstance(part, int) else named):
+            return _unknown(location[:depth])
+        schema = schema_at(schema, (part,))
+    return ""
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -56,11 +75,15 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
+def _unknown(location: Location) -> str:
+    return f"unknown field {field_path(location)}{meant_field(location, _job_schema())}"
+
+
 def _lines(error: ErrorDetails) -> Iterator[str]:
     location, kind, value = error["loc"], error["type"], error["input"]
     path = field_path(location)
     if kind == "extra_forbidden":
-        yield f"unknown field {path}{meant_field(location, _job_schema())}"
+        yield _unknown(location)
     elif kind == "missing":
         yield f"{path}: is required"
     elif kind == "rule":

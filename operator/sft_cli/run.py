@@ -32,6 +32,7 @@ from .live import Display, incident_line, open_display
 from .local import LocalRun, local_devices, prepare, with_gpu_memory, with_launcher
 from .logs import LogTail, last_lines
 from .machine import gpu_memory, visible_gpus
+from .overrides import in_words
 from .summary import summary
 from .supervisor import Supervisor
 from .words import counted
@@ -61,6 +62,8 @@ class Options:
     """What the command was given besides the manifest."""
 
     name: str | None = None
+    overrides: tuple[str, ...] = ()
+    """Each as it was given to --set."""
     processes: int | None = None
     launcher: str | None = None
     fresh: bool = False
@@ -84,7 +87,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
             _set_aside(run)
             held |= {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()}
         files = _write_files(run)
-        _introduce(run, files)
+        _introduce(run, files, options.overrides)
         start = datetime.now(UTC)
         with (
             Interruptions() as interruptions,
@@ -310,7 +313,7 @@ def _write_files(run: LocalRun) -> RunFiles:
     return files
 
 
-def _introduce(run: LocalRun, files: RunFiles) -> None:
+def _introduce(run: LocalRun, files: RunFiles, overrides: Sequence[str]) -> None:
     plan, spec = run.config.plan, run.config.spec
     device = "GPU" if spec.compute.gpus_per_node else "CPU"
     say(f"{run.config.job.name}: {counted(plan.processes, 'process')} on {device}, {plan.precision}", bold=True)
@@ -319,6 +322,8 @@ def _introduce(run: LocalRun, files: RunFiles) -> None:
     else:
         say(f"Checkpoints: {run.config.checkpoint_uri}")
     say(f"Log:         {files.log}")
+    if overrides:
+        say(f"Instead of the manifest: {in_words(overrides)}")
     for note in run.notes:
         say(note)
 
@@ -327,6 +332,7 @@ def _command(manifest: Path, options: Options) -> str:
     """The command that goes on with this run."""
     given = {"--job": options.name, "--processes": options.processes, "--launcher": options.launcher}
     words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    words += [word for text in options.overrides for word in ("--set", text)]
     return shlex.join(["sft", "run", str(manifest), *words])
 
 

@@ -14,6 +14,7 @@ from .adapters import adapters_warning, measure_adapters
 from .console import result
 from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
+from .overrides import Override, in_words
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,12 @@ class Verdict:
     """What is valid, and may surprise."""
 
 
-def verdict_on(path: Path) -> Verdict:
-    """The verdict on all SFTJobs of the file or folder ``path``, or of standard input (``-``)."""
+def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
+    """The verdict on all SFTJobs of the file or folder ``path``, or of standard input (``-``), with ``overrides``."""
     problems: list[str] = []
     warnings: list[str] = []
     try:
-        jobs = load_manifests(path, on_warning=warnings.append)
+        jobs = load_manifests(path, overrides, on_warning=warnings.append)
     except ManifestError as error:
         return Verdict(error.problems)
     for job in jobs:
@@ -49,9 +50,9 @@ def verdict_on(path: Path) -> Verdict:
     return Verdict(tuple(problems), tuple(job.metadata.name for job in jobs), tuple(warnings))
 
 
-def validate_manifests(paths: Sequence[Path], output: str) -> int:
-    """Print the verdict on every manifest; returns the exit code."""
-    verdicts = {path: verdict_on(path) for path in paths}
+def validate_manifests(paths: Sequence[Path], output: str, overrides: Sequence[Override] = ()) -> int:
+    """Print the verdict on every manifest, with ``overrides``; returns the exit code."""
+    verdicts = {path: verdict_on(path, overrides) for path in paths}
     if output == "json":
         report = [
             {
@@ -71,7 +72,8 @@ def validate_manifests(paths: Sequence[Path], output: str) -> int:
                 result(problem if problem.startswith(name) else f"{name}: {problem}", fg="red")
             if not verdict.problems:
                 several = f", {len(verdict.jobs)} SFTJobs ({', '.join(verdict.jobs)})" if len(verdict.jobs) > 1 else ""
-                result(f"{name}: valid{several}", fg="green")
+                given = f" with {in_words(override.text for override in overrides)}" if overrides else ""
+                result(f"{name}: valid{given}{several}", fg="green")
             for warning in verdict.warnings:
                 result(f"{name}: warning: {warning}", fg="yellow")
     return int(ExitCode.CONFIG_ERROR) if any(verdict.problems for verdict in verdicts.values()) else 0

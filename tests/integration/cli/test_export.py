@@ -193,6 +193,7 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path, run: dict[s
     # Another run than that of the manifest
     other = {**run, "spec": {**run["spec"], "training": {"steps": 9}}}
     assert "of a run with other settings (training.steps" in refused(other)
+    assert "of a run with other settings (training.steps" in refused(run, "--set", "training.steps=9")
     # Nothing there
     assert "there is no checkpoint in" in refused(
         run, "--from", f"file://{tiny_inputs.model}", "--to", f"file://{tmp_path}/x"

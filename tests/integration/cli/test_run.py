@@ -123,6 +123,13 @@ def test_rows_as_the_model_sees_them(tiny_inputs: Any, job: Path) -> None:
     assert "2 rows shown: " in shown.stdout
 
 
+def test_rows_of_what_the_command_line_sets(job: Path) -> None:
+    shown = data(job, "--set", "data.train[0].split=train[:2]")
+
+    assert shown.exit_code == 0, shown.stderr
+    assert "2 rows, format messages" in shown.stdout
+
+
 def test_rows_for_machines(job: Path) -> None:
     rows = [json.loads(line) for line in data(job, "--eval", "--rows", "2", "--output", "jsonl").stdout.splitlines()]
 

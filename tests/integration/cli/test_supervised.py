@@ -184,6 +184,22 @@ def test_a_failure_says_what_to_do_and_has_its_exit_code(runs: Runs) -> None:
     assert "traceback of the worker" not in err
 
 
+def test_what_the_command_line_sets_is_in_the_run_and_in_the_command_that_goes_on(runs: Runs) -> None:
+    sets = ("--set", "training.steps=3", "--set", "data.train[0].split=train[:100]", "--set", "metadata.name=demo 2")
+    refused, _, error = runs.run(*sets)
+    assert refused == 10
+    assert error.startswith("--set metadata.name: metadata.name must be at most ")
+
+    sets = (*sets[:4], "--set", "metadata.name=demo-2")
+    code, out, err = runs.run(*sets, failure="DataError", message="row 7 of train.jsonl has no messages")
+
+    assert (code, status_of(out).plan.total_steps) == (11, 3)
+    assert json.loads((runs.folder / "sft-runs" / "demo-2" / "config.json").read_text())["job"]["name"] == "demo-2"
+    quoted = "--set training.steps=3 --set 'data.train[0].split=train[:100]' --set metadata.name=demo-2"
+    assert f"\nInstead of the manifest: {quoted}\n" in err
+    assert f"\n  sft run job.yaml {quoted}\n" in err
+
+
 def test_an_unexplained_failure_shows_the_log(runs: Runs) -> None:
     runs.write(training={"steps": 4}, runPolicy={"maxRestarts": 0})
 
