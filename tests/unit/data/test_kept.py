@@ -147,12 +147,26 @@ def test_what_is_damaged_is_not_used(
 def test_whatever_is_damaged_leads_to_tokenising(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
     (file,) = (tmp_path / "place" / "tokenized").glob("*.arrow")
     whole = file.read_bytes()
+    record = file.with_suffix(".json")
+    written = record.read_bytes()
     name = kept.folder.name
     for place in range(0, len(whole), 5):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x80]) + whole[place + 1 :])
+        record.write_bytes(written)
         (folder := tmp_path / "work").mkdir(exist_ok=True)
         if KeptTokens(store).fetch(folder, name, lambda _: None):
             assert same(TokenizedSource(folder), kept)
+
+
+def test_what_was_found_damaged_is_written_anew(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:
+    (file,) = (tmp_path / "place" / "tokenized").glob("*.arrow")
+    whole = file.read_bytes()
+    damage(file, "flipped", kept.example(0)[0].tobytes())
+
+    KeptTokens(store).keep(Node(tmp_path, "second", store).tokenize(), Event())
+
+    assert file.read_bytes() == whole
+    assert KeptTokens(store).fetch(Node(tmp_path, "third", None).tokenize().folder, kept.folder.name, lambda _: None)
 
 
 def test_what_was_cut_is_written_anew(tmp_path: Path, store: Store, kept: TokenizedSource) -> None:

@@ -10,13 +10,14 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
 from sft_api.checkpoints import TOKENIZED_KEY, TOKENIZED_PREFIX, digest_of
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import READ_BLOCK, Store
-from sft_trainer.errors import DISK_FULL, AccessDeniedError, ConfigError
+from sft_trainer.errors import DISK_FULL, AccessDeniedError, ConfigError, TrainingError
 
 from .tokenized import ARRIVING, EXAMPLES_FILE, REPORT_FILE, TokenizedSource
 from .writing import JOURNAL_FILE
@@ -56,6 +57,8 @@ class KeptTokens:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
             log.warning("%s/%s is not used, and the rows are tokenised again: %s", self._store.uri, _key(name), error)
+            if not isinstance(error, TrainingError | OSError):
+                self._forget(name)
             return False
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
@@ -94,6 +97,11 @@ class KeptTokens:
             stream.abort()
         record = {"source": json.loads((source.folder / REPORT_FILE).read_text()), "file": hashed.hexdigest()}
         self._store.put(_record_key(name), json.dumps({**record, "sha256": digest_of(record)}).encode())
+
+    def _forget(self, name: str) -> None:
+        """Let whoever keeps the source ``name`` next write it anew: what is damaged may have the size that it had."""
+        with suppress(TrainingError):
+            self._store.delete([_record_key(name)])
 
     def remove(self, sources: Sequence[TokenizedSource]) -> None:
         """Take away all that is kept, and what was begun of ``sources``. Raises TrainingError.
