@@ -1,4 +1,4 @@
-"""How many parameters a run with ``lora`` trains, where this machine has the model's files."""
+"""How many parameters a run with ``lora`` trains, by the model's files where this machine has them, or by its shape."""
 
 import json
 import math
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_api.adapters import AdapterError, adapted, adapter_parameters, of_experts
+from sft_api.memory import adapted_of
+from sft_api.model_shape import ModelShape
 from sft_api.v1alpha1.job import SFTJobSpec
+from sft_api.v1alpha1.lora import LoraSpec
 
 _FILE = "file://"
 _MOST_HEADER_BYTES = 100_000_000
@@ -31,18 +34,33 @@ class Trained:
     """That are not."""
     layers: int
     """That have adapters."""
+    by: str = "the files of model.uri"
+    """What it is known by."""
 
 
-def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
-    """What ``spec`` trains of a model on this machine, or what is wrong with its names; None when it cannot be told.
+def measure_adapters(spec: SFTJobSpec, shape: ModelShape | None = None) -> Trained | str | None:
+    """What ``spec`` trains of its model, or what is wrong with its names; None when it cannot be told.
 
-    Read from the headers of the model's files: the linear layers are its matrices within the decoder's layers, and its
-    head.
+    By the model's files where they are on this machine, else by its ``shape``, where that is known.
     """
-    if spec.lora is None or not spec.model.uri.startswith(_FILE):
+    if spec.lora is None:
         return None
+    found = _by_files(spec.model.uri, spec.lora) if spec.model.uri.startswith(_FILE) else None
+    return found if found is not None or shape is None else _by_shape(shape, spec.lora)
+
+
+def _by_shape(shape: ModelShape, lora: LoraSpec) -> Trained | None:
+    blocks = adapted_of(shape, lora)
+    layers = sum(map(len, blocks))
+    trained = sum(adapter_parameters(block, lora.rank) for block in blocks)
+    # Names that no layer has are refused with the memory, which follows from them.
+    return Trained(trained, shape.parameters, layers, "the sizes that memory is counted by") if layers else None
+
+
+def _by_files(uri: str, lora: LoraSpec) -> Trained | str | None:
+    """By the headers: linear layers are the matrices within the decoder's layers, and its head."""
     try:
-        folder = Path(spec.model.uri.removeprefix(_FILE))
+        folder = Path(uri.removeprefix(_FILE))
         shapes, layers_here = _shapes(folder), _layers(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # sft run says what is wrong with the files
         return None
@@ -57,12 +75,12 @@ def measure_adapters(spec: SFTJobSpec) -> Trained | str | None:
         return None
     head = next((name for name in _HEADS if f"{name}.weight" in shapes), _HEADS[0])
     try:
-        layers = adapted([*matrices, head], head, spec.lora.target_modules, spec.lora.exclude_modules)
+        layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules)
     except AdapterError as error:
         return of_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
     frozen = sum(_numbers(name, shape) for name, shape in shapes.items())
-    return Trained(adapter_parameters(chosen, spec.lora.rank), frozen, len(layers))
+    return Trained(adapter_parameters(chosen, lora.rank), frozen, len(layers))
 
 
 def adapters_warning(found: Trained | str | None, refused: str) -> str:

@@ -246,6 +246,12 @@ def _memory(plan: Plan) -> list[Decision]:
     return decisions
 
 
+_WHEN_TRAINED_IS_KNOWN = (
+    "the log of the run says it; known here of a folder (file://), of a model of the table in docs/memory.md, and of "
+    "one of a type in it whose config.json is in the hub's cache (hf download)"
+)
+
+
 def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
     lora = spec.lora
     if lora is None:
@@ -275,12 +281,9 @@ def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list
     if isinstance(found, Trained):
         share = found.parameters / (found.parameters + found.frozen)
         value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
-        why = f"{counted(found.layers, 'layer')} with adapters, by the files of model.uri"
+        why = f"{counted(found.layers, 'layer')} with adapters, by {found.by}"
     else:
-        value, why = (
-            "unknown",
-            "as the warning says" if found else "this machine does not have the model: the log of the run says it",
-        )
+        value, why = "unknown", "as the warning says" if found else _WHEN_TRAINED_IS_KNOWN
     return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
 
 
@@ -498,7 +501,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
     """
     shape = model_shape(job.spec)
     plan = make_plan(job.spec, shape=shape, uncounted=why_uncounted(job.spec))
-    found = measure_adapters(job.spec)
+    found = measure_adapters(job.spec, shape)
     fit = fit_of(job.spec, plan, shape)
     if names := adapters_warning(found, fit.refused):
         say(f"Warning: {names}", fg="yellow")
@@ -520,7 +523,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
         if alone is not None and alone is not job:
             shape = model_shape(alone.spec)
             decisions = with_overrides(
-                decisions, explain(alone.spec, make_plan(alone.spec, shape=shape), measure_adapters(alone.spec))
+                decisions, explain(alone.spec, make_plan(alone.spec, shape=shape), measure_adapters(alone.spec, shape))
             )
         subjects = max(len(decision.subject) for decision in decisions)
         values = max(len(decision.value) for decision in decisions)

@@ -130,6 +130,24 @@ def test_adapters_are_shown_with_what_is_trained_of_a_model_on_this_machine(tmp_
     assert only["exported"].value == "the model with its adapters merged"
 
 
+def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Of a name in the table: the figure that docs/lora.md has from a copy of the model
+    show_plan(job(model={"uri": "hf://Qwen/Qwen3-8B"}, lora={}), "text")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "trained parameters" in line]
+    assert "87,293,952 of 8,278,029,312 (1.05%)" in row
+    assert row.endswith("252 layers with adapters, by the sizes that memory is counted by")
+    # Of some of the layers of a folder that has only its config.json
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 1, "intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8, **sizes}))
+    some = {"rank": 2, "targetModules": ["q_proj", "layers.1.mlp.up_proj"]}
+    show_plan(job(model={"uri": f"file://{tmp_path}"}, lora=some), "text")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "trained parameters" in line]
+    assert f" {3 * 2 * (8 + 8) + 2 * (24 + 8)} of " in row
+    assert "4 layers with adapters" in row
+
+
 def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +195,9 @@ def test_what_is_trained_is_unknown_where_the_model_cannot_be_read(tmp_path: Pat
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
     for uri in ("hf://org/model", f"file://{tmp_path}"):
-        assert decisions(model={"uri": uri}, lora={})["trained parameters"].value == "unknown"
+        unknown = decisions(model={"uri": uri}, lora={})["trained parameters"]
+        assert unknown.value == "unknown"
+        assert "known here of a folder (file://), of a model of the table in docs/memory.md, and" in unknown.why
     assert "adapters" not in decisions(model={"uri": f"file://{tmp_path}"})
 
 
