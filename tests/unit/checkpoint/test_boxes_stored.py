@@ -26,7 +26,7 @@ from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.pieces import cut, stored_tensor, written_by_this_rank
 from sft_trainer.checkpoint.reading import load_boxes, read_boxes
-from sft_trainer.checkpoint.runs import Buffers
+from sft_trainer.checkpoint.runs import Buffers, Memory
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import RangeStream
 from sft_trainer.checkpoint.turns import Turns
@@ -189,7 +189,7 @@ def test_pieces_are_received_where_they_are_to_be(store: LocalStore, monkeypatch
     cut_up = torch.randn(4, 4)
     manifest = save(store, [*whole(tensors), *(part("w", cut_up, (row, 0), (2, 4)) for row in (0, 2))])
 
-    def other_memory(buffers: Buffers, size: int) -> torch.Tensor:
+    def other_memory(buffers: Buffers, size: int) -> Memory:
         raise AssertionError(f"{size} bytes would be copied")
 
     monkeypatch.setattr(Buffers, "of", other_memory)
