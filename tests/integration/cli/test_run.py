@@ -51,7 +51,7 @@ def data(job: Path, *options: str) -> Result:
 def test_what_is_left_out_of_a_folder_is_told(tiny_inputs: Any, job: Path, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     shutil.copy(tiny_inputs.train, tmp_path / "rows" / "train.jsonl")
-    (tmp_path / "rows" / "train-2.jsonl.gz").write_bytes(b"")
+    (tmp_path / "rows" / "train-2.jsonl.xz").write_bytes(b"")
     document = yaml.safe_load(job.read_text())
     document["spec"]["data"]["train"] = [{"uri": f"file://{tmp_path}/rows"}]
     job.write_text(yaml.safe_dump(document))
@@ -60,7 +60,7 @@ def test_what_is_left_out_of_a_folder_is_told(tiny_inputs: Any, job: Path, tmp_p
 
     assert shown.exit_code == 0, shown.stderr
     assert "Warning: data source file://" in shown.stderr
-    assert "1 file (train-2.jsonl.gz) left out" in shown.stderr
+    assert "1 file (train-2.jsonl.xz) left out" in shown.stderr
 
 
 def test_what_becomes_of_all_rows_and_the_steps_that_they_make(

@@ -1,5 +1,6 @@
 """What would end a run early is found before torch is imported by anybody."""
 
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -66,6 +67,14 @@ def bad_column_in_a_bucket(place: Place, server: ObjectStore) -> Prepared:
     return job, 11, "DataError", "s3://early-look/rows: no column 'sytem', which systemKey names, found messages"
 
 
+def cut_off_in_a_bucket(place: Place, server: ObjectStore) -> Prepared:
+    file = place.folder / "rows.jsonl.gz"
+    file.write_bytes(gzip.compress(place.inputs.train.read_bytes())[:-5])
+    server.client().upload_file(str(file), BUCKET, "packed/rows.jsonl.gz")
+    job = place.job(data={"train": [{"uri": f"s3://{BUCKET}/packed"}]}, checkpoint={"s3": s3_spec(server)})
+    return job, 11, "DataError", r"rows\.jsonl\.gz cannot be unpacked as gzip \(.*\): it was cut off"
+
+
 def bad_template(place: Place, _: ObjectStore) -> Prepared:
     job = place.job(model={"chatTemplate": NO_TURN_END})
     return job, 12, "ModelError", "writes no end-of-turn token .* set a model.chatTemplate that writes one"
@@ -99,7 +108,8 @@ def watched(place: Place) -> tuple[dict[str, str], Path]:
 
 
 @pytest.mark.parametrize(
-    "case", [bad_bucket, other_settings, bad_column, bad_column_in_a_bucket, bad_template, no_model]
+    "case",
+    [bad_bucket, other_settings, bad_column, bad_column_in_a_bucket, cut_off_in_a_bucket, bad_template, no_model],
 )
 def test_torch_is_not_imported_to_find_out(
     place: Place, server: ObjectStore, case: Callable[[Place, ObjectStore], Prepared]

@@ -58,6 +58,12 @@ def test_a_format_that_is_not_known(tmp_path: Path, look: Callable[..., None], k
         look(path)
 
 
+def test_rows_with_something_around_them(tmp_path: Path, look: Callable[..., None]) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"data": [GOOD, GOOD]}))
+    with pytest.raises(DataError, match=r"columns data match .*; column 'data' holds a list of objects: if those are"):
+        look(tmp_path / "rows.json")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_a_column_that_is_not_there(tmp_path: Path, look: Callable[..., None], kind: str) -> None:
     path = write(tmp_path / f"rows.{kind}", GOOD)

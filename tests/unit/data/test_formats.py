@@ -86,11 +86,54 @@ def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
             "also format: shareGPT",
         ),
         (["body"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
+        (["data"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
     ],
 )
 def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: str) -> None:
     with pytest.raises(DataError) as caught:
         detect_format(columns, Columns())
+    assert str(caught.value).endswith(change)
+
+
+@pytest.mark.parametrize(
+    ("row", "change"),
+    [
+        (
+            {"conversation": [{"input": "Hi", "output": "Yo"}], "source": "x"},
+            "; column 'conversation' holds objects with input, output, which are no turns: write turns with role (user "
+            "or assistant) and content, in a column messages",
+        ),
+        ({"chat": [QUESTION, ANSWER]}, "; set messagesKey: chat"),
+        ({"dialog": [{"from": "human", "value": "Hi"}]}, "; set format: shareGPT and messagesKey: dialog"),
+        ({"id": 1, "spoken": [QUESTION, ANSWER]}, "; set messagesKey: spoken"),
+        ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, ", text (text)"),
+        (
+            {"question": "Hi", "answer": "Yo", "before": [QUESTION, ANSWER]},
+            "; if they are text, set columns: {instruction: question, output: answer}",
+        ),
+        (
+            {"data": [{"instruction": "a", "output": "b"}]},
+            "; column 'data' holds a list of objects: if those are the rows, write them with nothing around them, as "
+            "one array in a .json file or an object a line",
+        ),
+        (
+            {"train": [{"a": 1}], "test": [{"a": 1}]},
+            "; columns 'train', 'test' hold lists of objects: if those are the rows, write them with nothing around "
+            "them, as one array in a .json file or an object a line",
+        ),
+        ({"data": [{"a": 1}], "id": 7}, ", text (text)"),
+        ({"data": ["a"]}, ", text (text)"),
+        ({"data": []}, ", text (text)"),
+        (
+            {"chat": "Hi"},
+            "; if column 'chat' holds turns with role and content, set messagesKey: chat; with from and "
+            "value, also format: shareGPT",
+        ),
+    ],
+)
+def test_what_the_first_row_holds_tells_what_to_change(row: dict[str, Any], change: str) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_format(row.keys(), Columns(), row)
     assert str(caught.value).endswith(change)
 
 
@@ -118,6 +161,51 @@ def test_alpaca_with_and_without_input() -> None:
     ]
     for empty in ("", None):
         assert conversation({**row, "input": empty}, "alpaca", Columns()).messages[0]["content"] == "Add."
+
+
+@pytest.mark.parametrize("write", [lambda pairs: pairs, json.dumps])
+def test_alpaca_begins_with_what_was_said_before(write: Any) -> None:
+    row = {"instruction": "And 3?", "input": "", "output": "9", "history": write([["1?", "1"], ["2?", "4"]])}
+    given = conversation({**row, "system": "Be brief."}, "alpaca", Columns())
+    assert [(message["role"], message["content"]) for message in given.messages] == [
+        ("system", "Be brief."),
+        ("user", "1?"),
+        ("assistant", "1"),
+        ("user", "2?"),
+        ("assistant", "4"),
+        ("user", "And 3?"),
+        ("assistant", "9"),
+    ]
+    assert given.flags == [None] * 7
+
+
+@pytest.mark.parametrize("history", [None, [], "", " ", "[]"])
+def test_alpaca_without_anything_said_before(history: Any) -> None:
+    row = {"instruction": "Add.", "output": "4"}
+    assert conversation({**row, "history": history}, "alpaca", Columns()) == conversation(row, "alpaca", Columns())
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        "He fell ill in May.",
+        '{"a": 1}',
+        ["a", "b"],
+        [["a"]],
+        [["a", "b", "c"]],
+        [["a", None]],
+        [{"a": "b"}],
+        {"a": 1},
+        7,
+    ],
+)
+def test_what_was_said_before_is_pairs_of_texts(history: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        conversation({"instruction": "a", "output": "b", "history": history}, "alpaca", Columns())
+    assert str(caught.value) == (
+        f"column 'history' must be a list of pairs, [question, answer] each, or its JSON, not {history!r}; rename or "
+        "remove the column if it is something else"
+    )
 
 
 def test_messages_keep_what_templates_read_and_lose_flags_and_nulls() -> None:
@@ -202,6 +290,12 @@ WRONG = [
         [{"from": "human", "value": "Hi"}],
         "message 1 has no role, only from, value; known are system, user, assistant, tool; set format: shareGPT",
     ),
+    (
+        [{"input": "Hi", "output": "Yo"}],
+        "message 1 has no role, only input, output; known are system, user, assistant, tool; write input and output as "
+        "turns of their own, with role (user or assistant) and content",
+    ),
+    ([{"content": "Hi", "name": "ann"}], "no role, only content, name; known are system, user, assistant, tool"),
     ([{}], "message 1 has no role, only an empty turn; known are"),
     ([{"role": "user", "content": 7}], "message 1: content must be text or a list of text parts, not 7"),
     ([{"role": "user", "content": [{"type": "image"}]}], "text parts only, not {'type': 'image'}"),

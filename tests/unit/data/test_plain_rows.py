@@ -334,6 +334,39 @@ TURNS = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "
         ({"text": "hello", "role": "prompter"}, "its rows have a role, which is not read: each is trained as a text"),
         ({**TURNS, "label": "good"}, None),
         ({"text": "hello", "label": True}, None),
+        (
+            {"text": "hello", "question": "q", "context": "c", "answer": "a", "id": 7},
+            "its rows have question and answer beside text, which are not read; set format: text if that is meant, "
+            "else set columns: {instruction: question, input: context, output: answer}",
+        ),
+        (
+            {"text": "hello", "chat": TURNS["prompt"]},
+            "its rows have chat beside text, which are not read; set format: text if that is meant, else set "
+            "messagesKey: chat",
+        ),
+        (
+            {"text": "hello", "turns": [{"from": "human", "value": "q"}]},
+            "have turns beside text, which are not read; set format: text if that is meant, else set format: shareGPT "
+            "and messagesKey: turns",
+        ),
+        ({"text": "hello", "question": "q", "answer": {"start": 3}}, None),
+        (
+            {
+                "text": "hello",
+                "id": "1",
+                "url": "u",
+                "meta": {"a": "b"},
+                "timestamp": 3,
+                "source": "web",
+                "title": "t",
+                "language": "en",
+                "score": 0.5,
+                "question": "q",
+                "tags": [{"name": "n"}],
+                "summary": "s",
+            },
+            None,
+        ),
     ],
 )
 def test_columns_that_say_what_else_rows_are_for_are_told(

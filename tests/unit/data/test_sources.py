@@ -271,13 +271,23 @@ def test_a_file_without_rows_has_none(tmp_path: Path, name: str, content: str) -
     assert list(rows.read(0, 1)) == []
 
 
-def test_one_object_over_several_lines_is_told_what_a_file_must_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"data": ROWS}, "line: write only the array in 'data', and nothing around it"),
+        ({"data": ROWS, "version": 1}, "line: write only the array in 'data', and nothing around it"),
+        ({"data": ["a"]}, "line"),
+        (ROWS[0], "line"),
+    ],
+)
+def test_one_object_over_several_lines_is_told_what_a_file_must_hold(tmp_path: Path, content: Any, told: str) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps({"data": ROWS}, indent=2))
-    with pytest.raises(
-        DataError, match=r"rows\.json line 1 is not .*'\{'.*must hold an array of objects or one object per"
-    ):
+    path.write_text(json.dumps(content, indent=2))
+    with pytest.raises(DataError) as refused:
         open_rows(path)
+    said = str(refused.value)
+    assert "rows.json line 1 is not valid JSON" in said
+    assert said.endswith(f"a .json file must hold an array of objects or one object per {told}")
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.json"])

@@ -118,7 +118,7 @@ def test_left_out_files_are_told_also_when_the_rest_comes_from_the_cache(tmp_pat
     folder = tmp_path / "data"
     folder.mkdir()
     write(folder / "a.jsonl", [row("q", "a")])
-    (folder / "b.jsonl.gz").write_bytes(b"")
+    (folder / "b.jsonl.xz").write_bytes(b"")
     source = TrainSource(uri=f"file://{folder}")
     warnings: list[str] = []
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_left_out_files_are_told_also_when_the_rest_comes_from_the_cache(tmp_pat
         tokenizer = chat_tokenizer("chatml")
         tokenize_source(source, data, tokenizer, cache_dir=tmp_path / "cache", on_warning=warnings.append)
     assert len(warnings) == 2
-    assert "1 file (b.jsonl.gz) left out" in warnings[1]
+    assert "1 file (b.jsonl.xz) left out" in warnings[1]
 
 
 def test_workers_are_not_in_the_cache_key(setting: Setting) -> None:

@@ -106,7 +106,7 @@ def _chosen(source: "DataSource", path: Path | None, names: Sequence[str] | None
 def _check_beginning(beginning: Beginning, source: "DataSource", data: "DataSpec", codec: LazyCodec) -> None:
     if beginning.columns is None:
         return
-    settings = settings_of(beginning.columns, source, data)
+    settings = settings_of(beginning.columns, source, data, beginning.first and beginning.first[1])
     if beginning.all_columns is not None:
         try:
             check_named(beginning.all_columns, settings.columns)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from sft_api.v1alpha1.data import COLUMNS
 from sft_trainer.errors import DataError
 
-from .turns import Conversation, Turns, quoted, read_shared_turns, read_tools, read_turns
+from .hints import likely
+from .turns import Conversation, Turns, exchange, quoted, read_pairs, read_shared_turns, read_tools, read_turns
 
 Format = Literal["messages", "shareGPT", "alpaca", "promptCompletion", "text", "pretokenized"]
 Row = Mapping[str, Any]
@@ -33,16 +34,12 @@ _NEEDED: Mapping[Format, tuple[str, ...]] = {
 }
 """Columns by which formats are known where there are no messages, in the order in which they were added: what a source
 was read as stays so."""
+_HISTORY = "history"
+"""Of alpaca: what was asked and answered before."""
 _UNTRAINED_LABEL = -100
 _ATTENTION = "attention_mask"
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """What TRL and transformers call a mask of trained tokens."""
-_TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
-_QUESTIONS = ("instruction", "prompt", "question", "query", "problem")
-_ANSWERS = ("output", "completion", "response", "answer", "solution")
-_CONTEXTS = ("input", "context")
-_SYSTEMS = ("system", "system_prompt")
-"""What a column of turns, questions, answers and so on is called in other formats."""
 _COLUMNS_SHOWN = 20
 
 
@@ -97,8 +94,11 @@ class TokenIds:
     """Of each token whether it is."""
 
 
-def detect_format(columns: Collection[str], names: Columns) -> Format:
-    """The format that ``columns`` belong to. Raises DataError naming them when there is none."""
+def detect_format(columns: Collection[str], names: Columns, first: Row | None = None) -> Format:
+    """The format that ``columns`` belong to.
+
+    Raises DataError naming them when there is none; what to change is told better with the ``first`` row.
+    """
     asked = {name for name, _ in names.renamed}
     if asked:  # by name, as below
         return _format_of(asked)
@@ -110,7 +110,7 @@ def detect_format(columns: Collection[str], names: Columns) -> Format:
         if all(name in columns for name in needed):
             return row_format
     found = ", ".join(sorted(columns)) or "(none)"
-    raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{_likely(columns)}")
+    raise DataError(f"columns {found} match no known format; known are: {_FORMATS_KNOWN}{likely(columns, first)}")
 
 
 def _format_of(asked: set[str]) -> Format:
@@ -118,25 +118,6 @@ def _format_of(asked: set[str]) -> Format:
         if asked <= {*COLUMNS[row_format]}:
             return row_format
     raise DataError(f"columns names {', '.join(sorted(asked))}, which no format has together; set format")
-
-
-def _likely(columns: Collection[str]) -> str:
-    """What to change where names that are common elsewhere tell what the columns hold."""
-    if turns := next((name for name in _TURNS_ELSEWHERE if name in columns), None):
-        return (
-            f"; if column '{turns}' holds turns with role and content, set messagesKey: {turns}; with from and value, "
-            "also format: shareGPT"
-        )
-    question = next((name for name in _QUESTIONS if name in columns), None)
-    answer = next((name for name in _ANSWERS if name in columns), None)
-    if question is None or answer is None:
-        return ""
-    context = next((name for name in _CONTEXTS if name in columns), "input")
-    named = ((question, "instruction"), (context, "input"), (answer, "output"))
-    renamed = [f"{new}: {old}" for old, new in named if old != new]
-    system = next((name for name in _SYSTEMS if name in columns), "system")
-    also = f", and systemKey: {system}" if system != Columns.system else ""
-    return f"; if they are text, set columns: {{{', '.join(renamed)}}}{also}"
 
 
 def check_named(columns: Collection[str], names: Columns) -> None:
@@ -191,7 +172,8 @@ def read_row(row: Row, row_format: Format, names: Columns) -> Conversation | Pla
 
 def _turns(row: Row, row_format: Format, names: Columns) -> Turns:
     if row_format == "alpaca":
-        return _read_alpaca(row, names), [None, None]
+        messages = _read_alpaca(row, names)
+        return messages, [None for _ in messages]
     if row_format == "promptCompletion":
         prompt, completion = names.of("prompt"), names.of("completion")
         given, _ = read_turns(row[prompt], prompt)
@@ -207,7 +189,7 @@ def _read_alpaca(row: Row, names: Columns) -> list[dict[str, Any]]:
     instruction, more = _text(row, names.of("instruction")), names.of("input")
     context = _text(row, more) if row.get(more) is not None else ""
     question = f"{instruction}\n\n{context}" if context else instruction
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, names.of("output"))}]
+    return [*read_pairs(row.get(_HISTORY), _HISTORY), *exchange(question, _text(row, names.of("output")))]
 
 
 def _read_prompt_completion(row: Row, names: Columns) -> PlainText:

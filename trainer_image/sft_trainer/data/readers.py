@@ -7,6 +7,7 @@ name says. Text may be packed (``packed.py``).
 
 import io
 import json
+import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -189,6 +190,10 @@ def _json_array(path: Path) -> list[Any]:
     return rows
 
 
+_AROUND_ROWS = re.compile(rb'\{\s*"([^"\\]{1,99})"\s*:\s*\[\s*\{')
+"""How an object begins that has rows in an array."""
+
+
 def open_json(path: Path) -> Reader:
     """``.json`` files are written both ways: as one array, and as one object per line.
 
@@ -203,7 +208,11 @@ def open_json(path: Path) -> Reader:
     try:
         _ = next(lines.read(0, 1), None)
     except DataError as error:  # such as one object over several lines
-        raise DataError(f"{error}; a .json file must hold an array of objects or one object per line") from error
+        around = _AROUND_ROWS.match(start)
+        only = (
+            f": write only the array in '{around[1].decode(errors='replace')}', and nothing around it" if around else ""
+        )
+        raise DataError(f"{error}; a .json file must hold an array of objects or one object per line{only}") from error
     return lines
 
 

@@ -29,6 +29,7 @@ from sft_trainer.locks import locked
 
 from .examples import Settings, mark_row, to_examples
 from .formats import Columns, check_named, detect_format
+from .hints import beside_text
 from .readers import Row
 from .source_rows import SourceRows
 from .sources import open_source
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from .kept import KeptTokens
 
-VERSION = 2
+VERSION = 3
 """To be raised with every change of this package that changes tokens or masks: caches of older versions are left."""
 
 _ROWS_PER_CHUNK = 1024
@@ -117,14 +118,17 @@ def settings_for(rows: SourceRows, source: "DataSource", data: "DataSpec") -> Se
     first = next(rows.read(0, 1), None) if len(rows) else None
     if first is None:
         raise DataError(f"data source {source.uri} (split {source.split or 'train'}) has no rows")
-    return settings_of(first[1].keys(), source, data)
+    return settings_of(first[1].keys(), source, data, first[1])
 
 
-def settings_of(columns: Collection[str], source: "DataSource", data: "DataSpec") -> Settings:
-    """Settings for a source whose first row has ``columns``. Raises DataError when they match no format."""
+def settings_of(columns: Collection[str], source: "DataSource", data: "DataSpec", first: Row | None = None) -> Settings:
+    """Settings for a source whose first row has ``columns``, or is ``first``.
+
+    Raises DataError when they match no format.
+    """
     names = Columns(source.messages_key, source.tools_key, source.system_key, tuple(sorted(source.columns.items())))
     try:
-        row_format = detect_format(columns, names) if source.format == "auto" else source.format
+        row_format = detect_format(columns, names, first) if source.format == "auto" else source.format
     except DataError as error:
         raise DataError(f"data source {source.uri}: {error}") from error
     return Settings(row_format, names, data.train_on, data.max_length, data.overlong)
@@ -154,6 +158,9 @@ def warnings_of(rows: SourceRows, source: "DataSource", settings: Settings, code
             f"{begin} have a role, which is not read: each is trained as a text of its own; {meant}, else write the "
             "turns of a conversation as one row"
         )
+    if settings.row_format == "text" and (beside := beside_text(first, settings.columns.of("text"))):
+        columns, change = beside
+        found.append(f"{begin} have {' and '.join(columns)} beside text, which are not read; {meant}, else {change}")
     return found
 
 

@@ -6,6 +6,7 @@ row stands.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,8 @@ def _of_shared(turn: Any, index: int, column: str) -> Any:
     if not isinstance(turn, Mapping):
         raise DataError(f"{where} must have from and value, not be {quoted(turn)}")
     if "from" not in turn or "value" not in turn:
-        meant = f"; set format: messages and messagesKey: {column}" if {"role", "content"} <= turn.keys() else ""
+        is_message = {"role", "content"} <= turn.keys()
+        meant = f"; set format: messages and messagesKey: {column}" if is_message else _several(turn)
         raise DataError(f"{where} has no from and value, only {', '.join(turn) or 'nothing'}{meant}")
     speaker, said = turn["from"], turn["value"]
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
@@ -113,9 +115,18 @@ def _meant(turn: Mapping[str, Any]) -> str:
     """What to change where a turn is one of ShareGPT, or its role has another name elsewhere."""
     if {"from", "value"} <= turn.keys():
         return "; set format: shareGPT"
+    if several := _several(turn):
+        return several
     role = turn.get("role")
     known = _OTHER_ROLES.get(role.lower(), role) if isinstance(role, str) else role
     return f"; rename role {role!r} to {known!r}" if known != role else ""
+
+
+def _several(turn: Mapping[str, Any]) -> str:
+    """What to change where a turn is none, but a question with its answer."""
+    if len(turn) < 2 or not turn.keys().isdisjoint(("role", "content", "from", "value")):
+        return ""
+    return f"; write {' and '.join(turn)} as turns of their own, with role (user or assistant) and content"
 
 
 def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
@@ -205,6 +216,31 @@ def _read_flag(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
             raise DataError(f"{where}: train is true on role {role!r}; only assistant messages can be trained")
         return None
     return flags[0]
+
+
+def exchange(question: str, answer: str) -> list[dict[str, Any]]:
+    """A turn of the user, and one of the assistant."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def read_pairs(value: Any, column: str) -> list[dict[str, Any]]:
+    """Turns of questions and answers in pairs, which are the ``value`` of ``column``; none where it is empty."""
+    pairs = value
+    if isinstance(value, str):
+        with suppress(ValueError):  # no JSON is no list either
+            pairs = json.loads(value) if value.strip() else None
+    if not pairs:
+        return []
+    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+        raise DataError(
+            f"column '{column}' must be a list of pairs, [question, answer] each, or its JSON, not {quoted(value)}; "
+            "rename or remove the column if it is something else"
+        )
+    return [turn for question, answer in pairs for turn in exchange(question, answer)]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(said, str) for said in value)
 
 
 def read_tools(value: Any, column: str) -> list[Any] | None:

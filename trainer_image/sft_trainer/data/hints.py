@@ -1,0 +1,90 @@
+"""What rows probably hold whose columns no format has: by names that are common elsewhere, and by their first row.
+
+It only words what a user is told to change; nothing is read by it.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
+_QUESTIONS = ("instruction", "prompt", "question", "query", "problem")
+_ANSWERS = ("output", "completion", "response", "answer", "solution")
+_CONTEXTS = ("input", "context")
+_SYSTEMS = ("system", "system_prompt")
+"""What a column of turns, questions, answers and so on is called in other formats."""
+
+
+def likely(columns: Collection[str], first: Mapping[str, Any] | None) -> str:
+    """What to change in rows of ``columns``, which match no format; ``first`` is one of them where it is known."""
+    if turns := next((name for name in _TURNS_ELSEWHERE if name in columns), None):
+        return f"; {_of_turns(turns, (first or {}).get(turns))}"
+    if pair := question_and_answer(columns):
+        return f"; if they are text, {_renamed(columns, pair)}"
+    lists = {name: value for name, value in (first or {}).items() if _of_objects(value)}
+    spoken = [name for name, value in lists.items() if _key(name, value[0])]
+    if len(spoken) == 1:
+        return f"; {_of_turns(spoken[0], lists[spoken[0]])}"
+    if first and len(lists) == len(first) and not spoken:
+        held = "column {} holds a list" if len(lists) == 1 else "columns {} hold lists"
+        named = ", ".join(f"'{name}'" for name in lists)
+        return (
+            f"; {held.format(named)} of objects: if those are the rows, write them with nothing around them, as one "
+            "array in a .json file or an object a line"
+        )
+    return ""
+
+
+def beside_text(first: Mapping[str, Any], text: str) -> tuple[list[str], str] | None:
+    """Columns beside ``text`` that hold a conversation, or a question and its answer, and what to set to read those.
+
+    None where there are none: what else stands beside texts (where they are from, when, what of) says nothing.
+    """
+    first = {name: value for name, value in first.items() if name != text}
+    spoken = {name: key for name, value in first.items() if _of_objects(value) and (key := _key(name, value[0]))}
+    if spoken:
+        return [*spoken], f"set {next(iter(spoken.values()))}"
+    pair = question_and_answer([name for name, value in first.items() if isinstance(value, str)])
+    return ([*pair], _renamed(first.keys(), pair)) if pair else None
+
+
+def question_and_answer(columns: Collection[str]) -> tuple[str, str] | None:
+    """Which of ``columns`` are called like a question, and like its answer."""
+    question = next((name for name in _QUESTIONS if name in columns), None)
+    answer = next((name for name in _ANSWERS if name in columns), None)
+    return (question, answer) if question is not None and answer is not None else None
+
+
+def _renamed(columns: Collection[str], pair: tuple[str, str]) -> str:
+    question, answer = pair
+    context = next((name for name in _CONTEXTS if name in columns), "input")
+    named = ((question, "instruction"), (context, "input"), (answer, "output"))
+    renamed = [f"{new}: {old}" for old, new in named if old != new]
+    system = next((name for name in _SYSTEMS if name in columns), "system")
+    also = f", and systemKey: {system}" if system != "system" else ""
+    return f"set columns: {{{', '.join(renamed)}}}{also}"
+
+
+def _of_turns(column: str, value: Any) -> str:
+    """What to do with a column that is called like turns, and has ``value`` in the first row."""
+    if not _of_objects(value):
+        return (
+            f"if column '{column}' holds turns with role and content, set messagesKey: {column}; with from and value, "
+            "also format: shareGPT"
+        )
+    if key := _key(column, value[0]):
+        return f"set {key}"
+    return (
+        f"column '{column}' holds objects with {', '.join(value[0])}, which are no turns: write turns with role (user "
+        "or assistant) and content, in a column messages"
+    )
+
+
+def _key(column: str, turn: Mapping[str, Any]) -> str:
+    """What to set where ``column`` has such turns; nothing where it is no turn."""
+    if {"role", "content"} <= turn.keys():
+        return f"messagesKey: {column}"
+    return f"format: shareGPT and messagesKey: {column}" if {"from", "value"} <= turn.keys() else ""
+
+
+def _of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
