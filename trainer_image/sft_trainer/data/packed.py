@@ -1,4 +1,7 @@
-"""Packed files of rows, unpacked while they are read: what lies in memory is a block of them, not all they hold."""
+"""Packed files of rows, unpacked while they are read: what lies in memory is a block of them, not all they hold.
+
+Nor are they unpacked onto the disk: nobody has reckoned with ten times their size there.
+"""
 
 import io
 from pathlib import Path, PurePath
