@@ -179,7 +179,7 @@ def test_alpaca_begins_with_what_was_said_before(write: Any) -> None:
     assert given.flags == [None] * 7
 
 
-@pytest.mark.parametrize("history", [None, [], "", " ", "[]"])
+@pytest.mark.parametrize("history", [None, [], "", " ", "[]", "He fell ill in May.", '{"a": 1}', "7", {"a": 1}, 7])
 def test_alpaca_without_anything_said_before(history: Any) -> None:
     row = {"instruction": "Add.", "output": "4"}
     assert conversation({**row, "history": history}, "alpaca", Columns()) == conversation(row, "alpaca", Columns())
@@ -188,15 +188,12 @@ def test_alpaca_without_anything_said_before(history: Any) -> None:
 @pytest.mark.parametrize(
     "history",
     [
-        "He fell ill in May.",
-        '{"a": 1}',
+        '["a", "b"]',
         ["a", "b"],
         [["a"]],
         [["a", "b", "c"]],
         [["a", None]],
         [{"a": "b"}],
-        {"a": 1},
-        7,
     ],
 )
 def test_what_was_said_before_is_pairs_of_texts(history: Any) -> None:

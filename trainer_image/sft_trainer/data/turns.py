@@ -6,7 +6,6 @@ row stands.
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,14 +223,19 @@ def exchange(question: str, answer: str) -> list[dict[str, Any]]:
 
 
 def read_pairs(value: Any, column: str) -> list[dict[str, Any]]:
-    """Turns of questions and answers in pairs, which are the ``value`` of ``column``; none where it is empty."""
+    """Turns of questions and answers in pairs, which are the ``value`` of ``column``.
+
+    None of what is no list: a column of that name with text in it, as the history of an illness, is something else.
+    """
     pairs = value
     if isinstance(value, str):
-        with suppress(ValueError):  # no JSON is no list either
-            pairs = json.loads(value) if value.strip() else None
-    if not pairs:
+        try:
+            pairs = json.loads(value)
+        except ValueError:
+            return []
+    if not isinstance(pairs, list):
         return []
-    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+    if not all(_is_pair(pair) for pair in pairs):
         raise DataError(
             f"column '{column}' must be a list of pairs, [question, answer] each, or its JSON, not {quoted(value)}; "
             "rename or remove the column if it is something else"
