@@ -52,11 +52,10 @@ def api(server: Cluster) -> Iterator[KubernetesApi]:
 
 
 @pytest.fixture(scope="session")
-def start_operator(
+def make_operator(
     operator_kubeconfig: Path, supervisors: Supervisors, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartOperator]:
-    """Starts an operator with settings suited to tests, and ends it with the session."""
-    started: list[OperatorProcess] = []
+) -> StartOperator:
+    """Starts an operator with settings suited to tests, which the caller ends."""
 
     def start(
         *, kubeconfig: Path = operator_kubeconfig, environment: dict[str, str] | None = None, **settings: Any
@@ -73,20 +72,32 @@ def start_operator(
             "progressUrl": supervisors.url,
             **settings,
         }
-        operator = scenes.start_operator(tmp_path_factory.mktemp("operator"), kubeconfig, config, environment)
-        started.append(operator)
-        return operator
+        return scenes.start_operator(tmp_path_factory.mktemp("operator"), kubeconfig, config, environment)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def operator(make_operator: StartOperator) -> Iterator[OperatorProcess]:
+    """The operator that serves all namespaces."""
+    started = make_operator()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def start_operator(make_operator: StartOperator) -> Iterator[StartOperator]:
+    """Starts an operator for the test, and ends it with that: many of them would take the time of all tests after."""
+    started: list[OperatorProcess] = []
+
+    def start(**settings: Any) -> OperatorProcess:
+        started.append(make_operator(**settings))
+        return started[-1]
 
     yield start
     for operator in started:
         if operator.process.poll() is None:
             operator.stop()
-
-
-@pytest.fixture(scope="session")
-def operator(start_operator: StartOperator) -> OperatorProcess:
-    """The operator that serves all namespaces."""
-    return start_operator()
 
 
 @pytest.fixture
