@@ -103,7 +103,7 @@ def compiled(place: Place) -> dict[str, Figure]:
 
 
 def resumed(place: Place, steps: int, every: int, kill_after: int) -> dict[str, Figure]:
-    """``sft run`` killed with SIGKILL while it saves in the background, against the same run undisturbed.
+    """``sft run`` killed with SIGKILL after a save in the background, against the same run undisturbed.
 
     On a GPU sums are taken in any order: what two runs make of it differs in the last bits, and grows with the steps.
     """

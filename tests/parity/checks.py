@@ -28,6 +28,8 @@ from .runs import capture, manifest, resolve, step_records
 
 Gradients = list[dict[str, torch.Tensor]]
 
+_STANDING = Path(__file__).parents[1] / "standing"
+
 
 def worst(errors: Iterable[float]) -> float:
     """The largest; NaN where there is one: it is larger than any, and ``max`` may overlook it."""
@@ -240,11 +242,15 @@ def sft_run(
 
     ``training`` is merged into the section of that name, ``sections`` into the others.
 
-    The worker of rank ``victim`` gets SIGKILL once step ``kill_after`` is reported.
+    The worker of rank ``victim`` gets SIGKILL after step ``kill_after``, where the run stands still meanwhile.
     """
     folder.mkdir(parents=True)
     others = dict(sections or {})
     training = {**others.pop("training", {}), **training}
+    stands = folder / "stands"
+    if kill_after is not None:
+        arguments = {"step": str(kill_after), "stands": str(stands)}
+        training["callbacks"] = [{"class": "standing:StandsStill", "arguments": arguments}]
     job = manifest(
         inputs,
         folder / "store",
@@ -255,8 +261,8 @@ def sft_run(
     )
     (folder / "job.yaml").write_text(json.dumps(job))
     environment = {**os.environ, "SFT_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    if sources := os.environ.get("PYTHONPATH"):
-        environment["PYTHONPATH"] = os.pathsep.join(str(Path(each).resolve()) for each in sources.split(os.pathsep))
+    sources = [str(_STANDING), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(str(Path(each).resolve()) for each in sources)
     with (folder / "sft.log").open("w") as log:
         run = subprocess.Popen(
             [sys.executable, "-m", "sft_cli.main", "run", str(folder / "job.yaml"), "--output", "json", "--verbose"],
@@ -268,7 +274,7 @@ def sft_run(
         )
         try:
             if kill_after is not None:
-                _kill_worker(run, folder, kill_after, victim)
+                _kill_worker(run, folder, stands, victim)
             code = run.wait(timeout=300)
         finally:
             run.terminate()
@@ -276,30 +282,13 @@ def sft_run(
         raise AssertionError(f"sft run ended with {code}: " + (folder / "sft.log").read_text()[-3000:])
 
 
-def _kill_worker(run: "subprocess.Popen[bytes]", folder: Path, step: int, victim: int) -> None:
-    """SIGKILL to one of the workers once ``step`` is reported."""
+def _kill_worker(run: "subprocess.Popen[bytes]", folder: Path, stands: Path, victim: int) -> None:
+    """SIGKILL to one of the workers as soon as ``stands`` says that the run stands still; the next ones do not."""
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and run.poll() is None:
-        workers = [pid for pid in descendants(run.pid) if is_worker(pid)]
-        if len(workers) > victim and _step_of(workers[victim]) >= step:
-            os.kill(workers[victim], signal.SIGKILL)
-            return
+    while not stands.exists():
+        if time.monotonic() > deadline or run.poll() is not None:
+            raise AssertionError("the step was not reached: " + (folder / "sft.log").read_text()[-3000:])
         time.sleep(0.005)
-    raise AssertionError(f"step {step} was not reached: " + (folder / "sft.log").read_text()[-3000:])
-
-
-def _step_of(worker: int) -> int:
-    run_dir = _variable(worker, "SFT_RUN_DIR")
-    try:
-        step: int = json.loads((Path(run_dir or "") / "progress.json").read_text())["step"]
-    except (OSError, ValueError):
-        return 0
-    return step
-
-
-def _variable(pid: int, name: str) -> str | None:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((e.partition(b"=")[2].decode() for e in entries if e.startswith(f"{name}=".encode())), None)
+    workers = [pid for pid in descendants(run.pid) if is_worker(pid)]
+    os.kill(workers[victim], signal.SIGKILL)
+    stands.with_suffix(".over").touch()

@@ -18,7 +18,7 @@ import yaml
 from sft_api.rundir import PROGRESS_FILE, STOP_FILE
 from tests.waiting import PATIENCE_SECONDS, Patience, T, wait_until
 
-_STANDING = Path(__file__).with_name("standing")
+_STANDING = Path(__file__).parents[2] / "standing"
 """A folder for PYTHONPATH, with the callback of a run that stands still."""
 _NOT_INHERITED = ("FORCE_COLOR", "HF_TOKEN", "HF_HUB_OFFLINE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN")
 
