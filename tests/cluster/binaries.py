@@ -96,7 +96,7 @@ def ensure(names: Iterable[str]) -> dict[str, Path]:
     """Paths of the programs `names`, building those that are missing (one build at a time, machine-wide)."""
     wanted = {name: PROGRAMS[name] for name in names}
     if any(not _path(program).exists() for program in wanted.values() if not _on_path(program)):
-        with _build_lock():
+        with build_lock():
             for program in wanted.values():
                 if not _path(program).exists() and not _on_path(program):
                     _build(program)
@@ -126,7 +126,8 @@ def _on_path(program: Program) -> Path | None:
 
 
 @contextmanager
-def _build_lock() -> Iterator[None]:
+def build_lock() -> Iterator[None]:
+    """For what is built into the cache: by one process of the machine at a time."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

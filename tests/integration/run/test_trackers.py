@@ -12,7 +12,7 @@ import pytest
 
 import sft_trainer
 from sft_api.generate import ROOT
-from tests.cluster.binaries import cache_folder
+from tests.cluster.binaries import build_lock, cache_folder
 
 REQUIREMENTS = ROOT / "requirements" / "trackers.txt"
 
@@ -90,12 +90,13 @@ print(json.dumps(found))
 def python() -> str:
     """One that has the libraries, and what this one has behind them."""
     folder = cache_folder() / f"trackers-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:16]}"
-    if not (folder / "whole").exists():
-        uv = [sys.executable, "-m", "uv"]
-        subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)], check=True)
-        interpreter = f"--python={folder}/bin/python"
-        subprocess.run([*uv, "pip", "sync", "--quiet", interpreter, "--require-hashes", str(REQUIREMENTS)], check=True)
-        (folder / "whole").touch()
+    with build_lock():
+        if not (folder / "whole").exists():
+            uv = [sys.executable, "-m", "uv"]
+            subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)], check=True)
+            sync = [*uv, "pip", "sync", "--quiet", f"--python={folder}/bin/python", "--require-hashes"]
+            subprocess.run([*sync, str(REQUIREMENTS)], check=True)
+            (folder / "whole").touch()
     return str(folder / "bin" / "python")
 
 
