@@ -41,7 +41,7 @@ def read_override(text: str) -> Override:
     path, _, value = text.partition("=")
     if "=" not in text or not _PATH.fullmatch(path):
         raise OverrideError(f"{text!r} is not PATH=VALUE, as training.steps=20 or data.train[0].uri=hf://org/name")
-    if not value.strip():
+    if not value.strip() or value.lstrip().startswith("#"):  # the comment would be read as nothing, too
         raise OverrideError(f"{text!r} has no value: {path}=null takes the field out, {path}='\"\"' is an empty string")
     try:
         # As the value of a field, where it means what it means in a manifest: alone it could be several documents.
@@ -65,9 +65,13 @@ def overridden(document: Any, overrides: Sequence[Override]) -> tuple[Any, list[
 
     Raises ``OverrideError``.
     """
-    # By way of JSON, in which parts that an alias of YAML shares are apart.
-    changed = json.loads(json.dumps(document))
+    changed = _unshared(document)
     return changed, [(override, _put(changed, override)) for override in overrides]
+
+
+def _unshared(value: Any) -> Any:
+    """A copy by way of JSON, in which parts that an alias of YAML shares are apart."""
+    return json.loads(json.dumps(value))
 
 
 def _put(document: Any, override: Override) -> Location:
@@ -82,7 +86,8 @@ def _put(document: Any, override: Override) -> Location:
             made = min(made, override.path[:depth], key=len)
             _write(here, part, [] if rest and isinstance(rest[0], int) else {})
         if not rest:
-            _write(here, part, override.value)
+            # A copy: further overrides may change it, in this job and not in those that come after it.
+            _write(here, part, _unshared(override.value))
         here = here[part]
     return made
 

@@ -173,6 +173,7 @@ def test_a_problem_of_the_manifest_itself_is_not_said_to_be_of_an_option() -> No
         ("data.train[x].uri=a", "is not PATH=VALUE"),
         ("data.train[0]uri=a", "is not PATH=VALUE"),
         ("training.steps=", "has no value: training.steps=null takes the field out"),
+        ("training.steps=#5", "has no value: training.steps=null takes the field out"),
         ("training.steps=[", "is not YAML"),
         ("training.steps=a: b", "is not YAML"),
         ("training.steps=5\nseed: 6", "is more than one value"),
@@ -198,6 +199,18 @@ def test_of_several_jobs_the_one_that_is_named_is_changed_and_validate_changes_a
     assert load_manifest(two, "tiny").spec.training.steps is None
     assert [job.spec.training.steps for job in load_manifests(two, [steps])] == [7, 7]
     assert refused(two, "metadata.name=third") == ["the manifest holds 2 SFTJobs (tiny, other): choose one with --job"]
+
+
+def test_what_is_changed_of_a_value_that_was_given_is_changed_anew_in_each_job() -> None:
+    other = manifest()
+    other["metadata"] = {"name": "other"}
+    sets = ["data.train=[&a {uri: 'hf://org/a'}, *a, {uri: 'hf://org/b'}]", "data.train[0].split=test"]
+    sets += ["data.train[2]=null"]
+
+    jobs = load_manifests(yaml.safe_dump_all([manifest(), other]), [read_override(each) for each in sets])
+
+    expected = [("hf://org/a", "test"), ("hf://org/a", None)]
+    assert [[(source.uri, source.split) for source in job.spec.data.train] for job in jobs] == [expected, expected]
 
 
 def test_a_manifest_that_is_valid_only_with_it_is_taken() -> None:
