@@ -362,13 +362,13 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         warmup = f"warm-up {counted(schedule.warmup_steps, 'step')}"
     else:
         ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
-        warmup = f"warm-up {ratio:.0%} of the steps"
+        warmup = f"warm-up {ratio * 100:g}% of the steps"
     decay = ""
     if schedule.type == "warmupStableDecay" and schedule.decay_steps is not None:
         decay = f", decay in the last {counted(schedule.decay_steps, 'step')}"
     elif schedule.type == "warmupStableDecay":
         ratio = DEFAULT_DECAY_RATIO if schedule.decay_ratio is None else schedule.decay_ratio
-        decay = f", decay in the last {ratio:.0%} of the steps"
+        decay = f", decay in the last {ratio * 100:g}% of the steps"
     precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
     return [
         Decision(

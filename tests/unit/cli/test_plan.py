@@ -88,6 +88,7 @@ def test_a_batch_that_was_rounded_says_from_what() -> None:
     [
         ({}, "decay in the last 10% of the steps"),
         ({"decayRatio": 0.2}, "decay in the last 20% of the steps"),
+        ({"decayRatio": 0.005}, "decay in the last 0.5% of the steps"),
         ({"decaySteps": 50}, "decay in the last 50 steps"),
     ],
 )
