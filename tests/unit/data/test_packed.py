@@ -159,6 +159,17 @@ def test_what_is_not_whole_is_refused_with_its_name(tmp_path: Path, suffix: str,
     assert said.endswith("cut off, damaged, or packed otherwise; copy it here once more, or pack its rows again")
 
 
+def test_nothing_packed_between_two_parts_ends_in_rows_or_in_a_sentence(tmp_path: Path) -> None:
+    for packing in CODECS:
+        path = tmp_path / f"rows.jsonl{packing}"
+        path.write_bytes(b"".join(packed(content, packing) for content in (b'{"n": 0}\n', b"", b"", b'{"n": 1}\n')))
+        if packing == ".bz2":  # which pyarrow cannot go on from
+            with pytest.raises(DataError, match=r"cannot be unpacked as bz2 .*pack its rows again"):
+                open_rows(path)
+        else:
+            assert [row["n"] for row in read(open_rows(path))] == [0, 1]
+
+
 def test_what_hinders_reading_is_not_taken_for_damage(tmp_path: Path) -> None:
     class Gone(io.BytesIO):
         def read(self, *_: Any) -> bytes:

@@ -63,12 +63,16 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
+        import pyarrow as pa
+
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
             # Those of the codec are of no subclass and have no number; others are of the disk, or of what is between.
             if type(error) is not OSError or error.errno is not None:
                 raise
+            raise self._unreadable(str(error)) from error
+        except pa.ArrowException as error:  # of bzip2, where nothing was packed between two other parts
             raise self._unreadable(str(error)) from error
         if not data and self._file.tell() == 0:  # to the codec nothing at all is as good as the end
             raise self._unreadable("it is empty")
