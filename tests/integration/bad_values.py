@@ -83,6 +83,7 @@ VALUES = [
             ("~/model", "only an absolute path says the same everywhere: file:///absolute/path"),
             ("data/rows.jsonl", "only an absolute path says the same everywhere: file:///absolute/path"),
             ("data/rows.jsonl.gz", "only an absolute path says the same everywhere: file:///absolute/path"),
+            ("data/rows.CSV.ZST", "only an absolute path says the same everywhere: file:///absolute/path"),
             ("/models/a", "did you mean file:///models/a?"),
             ("file://tmp", "did you mean file:///tmp?"),
             ("file://tmp/model", "did you mean file:///tmp/model?"),

@@ -17,7 +17,7 @@ _PATHS = (
         r"^(file://)?([.]{1,2}|~)(/|$)", ("only an absolute path says the same everywhere: file:///absolute/path",)
     ),
     NearMiss(
-        r"^[^:]*[.](jsonl?([.](gz|zst|bz2))?|parquet|arrow|csv|safetensors)$",
+        r"(?i)^[^:]*[.]((jsonl?|ndjson|csv|tsv)([.](gz|zst|bz2))?|parquet|arrow|safetensors)$",
         ("only an absolute path says the same everywhere: file:///absolute/path",),
     ),
 )

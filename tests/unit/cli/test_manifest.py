@@ -178,6 +178,10 @@ SENTENCES = {
     "model: {uri: ./model}": f'spec.model.uri: {_MODEL}, got "./model"; {_ABSOLUTE} (here file://{Path.cwd()}/model)',
     "model: {uri: ~/model}": f'spec.model.uri: {_MODEL}, got "~/model"; {_ABSOLUTE} (here file://{Path.home()}/model)',
     "data: {train: [{uri: data/rows.jsonl}]}": f'spec.data.train[0].uri: {_MODEL}, got "data/rows.jsonl"; {_ABSOLUTE}',
+    **{
+        f"data: {{train: [{{uri: {name}}}]}}": f'spec.data.train[0].uri: {_MODEL}, got "{name}"; {_ABSOLUTE}'
+        for name in ("rows.ndjson", "data/rows.csv.gz", "data/rows.JSONL.ZST", "data/rows.tsv")
+    },
     "checkpoint: {uri: ./out}": f"spec.checkpoint.uri: must be {_STORE}, got "
     f'"./out"; {_ABSOLUTE} (here file://{Path.cwd()}/out)',
     "model: {uri: hf://org/name, chatTemplate: ./t.jinja}": "spec.model.chatTemplate: must be the text of a Jinja "
