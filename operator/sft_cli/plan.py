@@ -283,7 +283,7 @@ def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list
         value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
         why = f"{counted(found.layers, 'layer')} with adapters, by {found.by}"
     else:
-        value, why = "unknown", "as the warning says" if found else _WHEN_TRAINED_IS_KNOWN
+        value, why = "unknown", "as said above" if found else _WHEN_TRAINED_IS_KNOWN
     return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
 
 
@@ -519,7 +519,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
         result(yaml.safe_dump(document, sort_keys=False).rstrip())
     else:
         result(job.metadata.name, bold=True)
-        decisions = explain(job.spec, plan, found)
+        decisions = explain(job.spec, plan, fit.refused if fit.refused.startswith("lora.") else found)
         if alone is not None and alone is not job:
             shape = model_shape(alone.spec)
             decisions = with_overrides(

@@ -147,6 +147,12 @@ def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_fil
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "trained parameters" in line]
     assert f" {3 * 2 * (8 + 8) + 2 * (24 + 8)} of " in row
     assert "4 layers with adapters" in row
+    # Of names that the layers do not have it is not known, for the reason that is given with them
+    show_plan(job(model={"uri": "hf://Qwen/Qwen3-8B"}, lora={"targetModules": ["query"]}), "text")
+    told = capsys.readouterr()
+    assert "lora.targetModules names 'query', and no linear layer of the model is called so" in told.err
+    (row,) = [line for line in told.out.splitlines() if "trained parameters" in line]
+    assert row.split() == "trained parameters unknown computed as said above".split()
 
 
 def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
