@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
-from .plan import make_plan, warmup_steps
+from .plan import decay_steps, make_plan, warmup_steps
 from .sequence_parallel import nodes_warning
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
@@ -85,7 +85,7 @@ def _evaluation_warning(spec: SFTJobSpec) -> str:
 
 
 def schedule_warning(spec: SFTJobSpec, steps: int) -> str:
-    """What to say where warm-up or decay take more of the ``steps`` of the run than it can have meant; else empty."""
+    """What to say where warm-up or decay take more or less of the ``steps`` of the run than is meant; else empty."""
     schedule = spec.training.schedule
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup is not None and warmup >= steps:
@@ -97,6 +97,11 @@ def schedule_warning(spec: SFTJobSpec, steps: int) -> str:
         return (
             f"training.schedule.decaySteps is {decay}, and the run has {steps} steps: the learning rate decays as soon "
             "as it has reached its peak; lower decaySteps, or leave it out for 10% of the steps"
+        )
+    if schedule.type == "warmupStableDecay" and (last := decay_steps(spec, steps)) < 2:
+        return (
+            f"training.schedule decays in the last {last} of {steps} steps, and begins at the peak: the learning rate "
+            "stays there to the end; give decaySteps of 2 or more"
         )
     return ""
 

@@ -103,6 +103,16 @@ def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of() -> None:
     assert warning.startswith("training.schedule.decaySteps is 50, and the run has 60 steps: the learning rate decays")
 
 
+def test_a_decay_of_less_than_two_steps_is_warned_of() -> None:
+    def warned(steps: int, **schedule: Any) -> list[str]:
+        return said(training={"steps": steps, "schedule": {"type": "warmupStableDecay", **schedule}})
+
+    assert warned(20) == warned(10, decaySteps=2) == warned(4, decayRatio=0.5) == []
+    for steps, schedule, last in ((4, {}, 0), (10, {}, 1), (100, {"decaySteps": 1}, 1)):
+        (warning,) = warned(steps, **schedule)
+        assert warning.startswith(f"training.schedule decays in the last {last} of {steps} steps, and begins at the")
+
+
 @pytest.mark.parametrize(
     ("what", "lost"),
     [("profile", "trace"), ("memorySnapshot", "snapshot")],

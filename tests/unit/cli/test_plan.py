@@ -152,7 +152,7 @@ def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_fil
     told = capsys.readouterr()
     assert "lora.targetModules names 'query', and no linear layer of the model is called so" in told.err
     (row,) = [line for line in told.out.splitlines() if "trained parameters" in line]
-    assert row.split() == "trained parameters unknown computed as said above".split()
+    assert row.split() == ["trained", "parameters", "unknown", "computed", "as", "said", "above"]
 
 
 def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
