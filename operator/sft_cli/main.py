@@ -90,7 +90,7 @@ def _show(error: Exception) -> None:
 
 
 def _load(path: Path, name: str | None, overrides: "Sequence[Override]") -> "tuple[SFTJob, SFTJob | None]":
-    """The job with its ``overrides``, and as the manifest alone has it, where that is valid."""
+    """The job with its ``overrides``, and as the manifest alone has it, where that is another one, and valid."""
     from .manifest import ManifestError, load_overridden
 
     try:

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def load_overridden(
     *,
     on_warning: Callable[[str], None] = _no_warning,
 ) -> tuple[SFTJob, SFTJob | None]:
-    """``load_manifest`` with ``overrides``, and the job of the manifest alone, or None where that is not valid.
+    """``load_manifest`` with ``overrides``, and the job of the manifest alone, where that is another one, and valid.
 
     ``name`` is the one in the manifest, whatever the overrides call the job.
     """
@@ -71,9 +72,9 @@ def load_overridden(
     if len(meant) > 1:
         raise ManifestError([f"{shown(source)} holds {len(meant)} SFTJobs ({names}): choose one with --job"])
     job, (_, document) = jobs[meant[0]], documents[meant[0]]
-    if not overrides:
-        return job, job
-    return job, None if _problems_of(document) else SFTJob.from_manifest(document)
+    with suppress(ValidationError):
+        return job, SFTJob.from_manifest(document) if overrides else None
+    return job, None
 
 
 def load_manifests(

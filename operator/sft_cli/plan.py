@@ -497,7 +497,7 @@ def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
 def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
     """Print the plan of ``job``: a table, or ``status.plan`` as YAML or JSON. Returns the exit code.
 
-    ``alone``: the job without what the command line changed of it, or ``job`` itself; None where that is not valid.
+    ``alone``: the job without what the command line changed of it; None where it changed nothing, or that is not valid.
     """
     shape = model_shape(job.spec)
     plan = make_plan(job.spec, shape=shape, uncounted=why_uncounted(job.spec))
@@ -520,7 +520,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
     else:
         result(job.metadata.name, bold=True)
         decisions = explain(job.spec, plan, fit.refused if fit.refused.startswith("lora.") else found)
-        if alone is not None and alone is not job:
+        if alone is not None:
             shape = model_shape(alone.spec)
             decisions = with_overrides(
                 decisions, explain(alone.spec, make_plan(alone.spec, shape=shape), measure_adapters(alone.spec, shape))

@@ -44,6 +44,7 @@ _PATH = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 
 
 Location = tuple[int | str, ...]
+"""Of a field: names, and the numbers of items."""
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -67,7 +68,7 @@ def unknown_field(location: Location) -> str:
     return ""
 
 
-def field_path(location: tuple[int | str, ...]) -> str:
+def field_path(location: Location) -> str:
     """A pydantic location as Kubernetes writes paths: ``spec.data.train[0].uri``."""
     path = ""
     for part in location:

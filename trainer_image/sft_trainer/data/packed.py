@@ -58,21 +58,18 @@ class _Unpacked(io.RawIOBase):
         super().__init__()
         self._file, self._name, self._codec = file, name, codec
         self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+        self._errors = (OSError, pa.ArrowException)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
-        import pyarrow as pa
-
         try:
             data = self._stream.read(len(buffer))
-        except OSError as error:
+        except self._errors as error:
             # Those of the codec are of no subclass and have no number; others are of the disk, or of what is between.
-            if type(error) is not OSError or error.errno is not None:
+            if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
                 raise
-            raise self._unreadable(str(error)) from error
-        except pa.ArrowException as error:  # of bzip2, where nothing was packed between two other parts
             raise self._unreadable(str(error)) from error
         if not data and self._file.tell() == 0:  # to the codec nothing at all is as good as the end
             raise self._unreadable("it is empty")
