@@ -32,8 +32,8 @@ from pydantic.alias_generators import to_camel
 
 from .progress import MOST_LAST_INCIDENTS, Incident
 
-FORMAT_VERSION = 2
-"""Format 1, which is still read, had the index in the manifest itself."""
+FORMAT_VERSION = 3
+"""Those before are still read. The digests of format 2 were SHA-256, and format 1 had the index in the manifest."""
 ATTEMPTS_PREFIX = "attempts/"
 CHECKPOINTS_PREFIX = "checkpoints/"
 MANIFEST_NAME = "manifest.json"
@@ -247,8 +247,8 @@ def decode_document(raw: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ManifestError(f"the manifest is a JSON {type(document).__name__}, not an object")
     version = document.get("formatVersion")
-    if version not in (1, FORMAT_VERSION):
-        raise ManifestError(f"the manifest has format version {version!r}, this program reads 1 and {FORMAT_VERSION}")
+    if version not in range(1, FORMAT_VERSION + 1):
+        raise ManifestError(f"the manifest has format version {version!r}, this program reads 1 to {FORMAT_VERSION}")
     stated = document.pop("sha256", None)
     if stated != digest_of(document):
         raise ManifestError("the manifest does not match its own digest: it was damaged or edited")

@@ -34,6 +34,7 @@ _NEEDED = {
     "transformers": "transformers",
     "tokenizers": "tokenizers",
     "safetensors": "safetensors",
+    "blake3": "blake3",
     "huggingface_hub": "huggingface-hub",
     "numpy": "numpy",
     "pyarrow": "pyarrow",

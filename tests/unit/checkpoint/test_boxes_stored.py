@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState, StoredIndex
 from sft_trainer.boxes import Box
+from sft_trainer.checkpoint import digests
 from sft_trainer.checkpoint import pieces as pieces_module
 from sft_trainer.checkpoint import runs as runs_module
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
@@ -256,23 +257,26 @@ def test_the_manifest_names_its_files_and_the_digest_of_its_index(store: LocalSt
 
 def test_a_byte_is_hashed_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    plain = hashlib.sha256
 
-    class Counting:
-        def __init__(self, data: bytes = b"") -> None:
-            self._hash = plain()
-            if data:
-                self.update(data)
+    def counting(plain: Callable[[], Any]) -> type:
+        class Counting:
+            def __init__(self, data: bytes = b"") -> None:
+                self._hash = plain()
+                if data:
+                    self.update(data)
 
-        def update(self, data: Any) -> None:
-            nonlocal hashed
-            hashed += memoryview(data).nbytes
-            self._hash.update(data)
+            def update(self, data: Any) -> None:
+                nonlocal hashed
+                hashed += memoryview(data).nbytes
+                self._hash.update(data)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._hash, name)
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._hash, name)
 
-    monkeypatch.setattr(hashlib, "sha256", Counting)
+        return Counting
+
+    monkeypatch.setattr(hashlib, "sha256", counting(hashlib.sha256))
+    monkeypatch.setattr(digests, "blake3", counting(digests.blake3))
     manifest = save(store, whole({"w": torch.randn(100_000)}))
     assert manifest.index is not None
     assert hashed == 400_000 + manifest.index.size
@@ -414,8 +418,8 @@ def test_a_pickle_never_runs(store: LocalStore, tmp_path: Path, place: str) -> N
 
     if place == "piece":
         damaged(store, manifest).write_bytes(raw)
-        digests = np.frombuffer(hashlib.sha256(raw).digest(), dtype=np.uint8).reshape(1, 32)
-        other = Index.of(index.tensors, [(index.files[0], 1)], index.tensor, index.offsets, index.sizes, digests)
+        fitting = np.frombuffer(digests.blake3(raw).digest(), dtype=np.uint8).reshape(1, 32)
+        other = Index.of(index.tensors, [(index.files[0], 1)], index.tensor, index.offsets, index.sizes, fitting)
         load(store, replace_index(store, manifest, other), whole({"weight": loaded}))
         assert bytes_of(loaded) == raw  # the bytes of a pickle, as numbers
     else:

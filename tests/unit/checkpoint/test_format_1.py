@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from sft_api import checkpoints
-from sft_api.checkpoints import CheckpointId, RunState, decode_manifest
+from sft_api.checkpoints import FORMAT_VERSION, CheckpointId, RunState, decode_manifest
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.index_reading import open_index
@@ -98,7 +98,7 @@ def test_any_rectangle_of_it_can_be_read(store: LocalStore) -> None:
     assert np.array_equal(local.numpy(), expected[11:20, 2:7])
 
 
-def test_what_is_saved_next_is_of_format_2(store: LocalStore) -> None:
+def test_what_is_saved_next_is_of_the_newest_format(store: LocalStore) -> None:
     tensors = boxes_of(store)
     manager = started(store)
     boxes = [box for (name, kind), tensor in tensors.items() for box in whole({name: tensor}, kind)]
@@ -109,7 +109,7 @@ def test_what_is_saved_next_is_of_format_2(store: LocalStore) -> None:
     read = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     manifest = load(store, read)
     assert manifest is not None
-    assert (manifest.format_version, manifest.step, manifest.run.updates) == (2, 5, 4)
+    assert (manifest.format_version, manifest.step, manifest.run.updates) == (FORMAT_VERSION, 5, 4)
     assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
 
 

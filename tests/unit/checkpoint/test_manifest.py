@@ -103,7 +103,7 @@ def test_no_json_no_manifest(raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(formatVersion=3), "format version 3, this program reads 1 and 2"),
+        (lambda m: m.update(formatVersion=4), "format version 4, this program reads 1 to 3"),
         (lambda m: m["files"][0].update(name="../../etc/passwd"), "name is wrong"),
         (lambda m: m["files"][0].update(name="/etc/passwd"), "name is wrong"),
         (lambda m: m["index"].update(name="../index.idx"), "name is wrong"),

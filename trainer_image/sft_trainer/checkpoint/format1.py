@@ -13,9 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sft_api.checkpoints import Count, FileName, Sha256, StoredFile, StoredModel
 from sft_trainer.boxes import WEIGHT
+from sft_trainer.checkpoint.digests import DIGEST_BYTES
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.index import (
-    DIGEST_BYTES,
     ITEMSIZES,
     MAX_DIMENSIONS,
     Index,

@@ -10,7 +10,7 @@ gaps, and their tensors exactly. The object in the store is, numbers little-endi
               i32 of every piece, in the order in which they lie in the files: number of its tensor
               i64 of every dimension, of every piece: where it starts (tensors with fewer dimensions start at 0)
               i64 of every dimension, of every piece: its size there (tensors with fewer dimensions: 1)
-    32 bytes  of every piece: SHA-256
+    32 bytes  of every piece: its digest (``digests``)
 
 Digests cannot be compressed, so the length of the object bounds the number of pieces, and with it what the rest may
 decompress to. Nothing that contradicts itself becomes an ``Index``.
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from sft_api.checkpoints import StoredFile
 from sft_trainer.boxes import Rectangle
+from sft_trainer.checkpoint.digests import DIGEST_BYTES
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 
 MAX_INDEX_BYTES = 256 * 2**20
@@ -60,7 +61,6 @@ ITEMSIZES = {
 Not torch's own: who lists checkpoints makes no tensors, and waits for no import of torch.
 """
 
-DIGEST_BYTES = 32
 Integers = NDArray[np.int64]
 
 _MAGIC = b"sftindex"

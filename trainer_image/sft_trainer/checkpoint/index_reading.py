@@ -73,7 +73,7 @@ def _updates_of_format_1(store: Store, manifest: Manifest, index: Index) -> int:
     if dtype not in _COUNTED_IN:
         raise CheckpointCorruptError(f"no optimizer counts its updates in {dtype}")
     memory = np.empty(int(index.length[row]), dtype=np.uint8)
-    with open_run(store, manifest.id.prefix, index, range(row, row + 1), lambda _: None) as run:
+    with open_run(store, manifest, index, range(row, row + 1), lambda _: None) as run:
         run.read(row, memory)
     count = float(memory.view(dtype).item())
     if not 0 <= count <= manifest.step or count != int(count):

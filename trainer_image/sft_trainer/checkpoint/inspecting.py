@@ -70,9 +70,9 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
     """
     if folder.problem or folder.manifest is None:
         return [folder.problem]
-    prefix = folder.id.prefix
+    manifest = folder.manifest
     try:
-        index, _ = open_index(store, folder.manifest)
+        index, _ = open_index(store, manifest)
     except StorageRefusedError:
         raise
     except (CheckpointCorruptError, ConfigError) as error:
@@ -82,7 +82,7 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
 
     def read(rows: range) -> list[str]:
         problems = []
-        with open_run(store, prefix, index, rows, on_bytes) as run:
+        with open_run(store, manifest, index, rows, on_bytes) as run:
             for row in rows:
                 try:
                     run.read(row, buffers.of(int(index.length[row])))

@@ -69,7 +69,7 @@ def load_boxes(
         return [(index.take(rows), complete) for rows in overlapping(index, wanted)]
 
     mine, complete = group.from_leader(share_out)
-    group.agree(group.tried(lambda: _fill(store, manifest.id.prefix, mine, boxes, on_bytes)))
+    group.agree(group.tried(lambda: _fill(store, manifest, mine, boxes, on_bytes)))
     return complete
 
 
@@ -78,7 +78,7 @@ def read_boxes(
 ) -> None:
     """The same for one process that has the ``index`` itself; not collective."""
     (rows,) = overlapping(index, [Wanted.of(boxes)])
-    _fill(store, manifest.id.prefix, index.take(rows), boxes, on_bytes)
+    _fill(store, manifest, index.take(rows), boxes, on_bytes)
 
 
 def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
@@ -132,7 +132,7 @@ def _check_nothing_left(index: Index, wanted: Sequence[Wanted]) -> None:
         raise ConfigError(f"the checkpoint has {left[0]}{more}, which the model of this run has not; {_ADVICE}")
 
 
-def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
+def _fill(store: Store, manifest: Manifest, index: Index, boxes: Sequence[Box], on_bytes: OnBytes) -> None:
     """Read the pieces of ``index``, several at a time, into ``boxes``, which are undefined after an error."""
     by_tensor: dict[tuple[str, str], list[Box]] = {}
     for box in boxes:
@@ -140,7 +140,7 @@ def _fill(store: Store, prefix: str, index: Index, boxes: Sequence[Box], on_byte
     buffers = Buffers()
 
     def read(rows: range) -> None:
-        with open_run(store, prefix, index, rows, on_bytes) as run:
+        with open_run(store, manifest, index, rows, on_bytes) as run:
             for row in rows:
                 entry, place = index.tensors[index.tensor[row]], index.place(row)
                 overlaps = ((box, box.place.overlap(place)) for box in by_tensor[entry.key])

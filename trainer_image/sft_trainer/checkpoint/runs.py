@@ -1,6 +1,5 @@
 """Runs: pieces that lie one behind the other in a file, and are read by one request, compared with their digests."""
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -9,6 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from sft_api.checkpoints import Manifest
+from sft_trainer.checkpoint.digests import hasher_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.index import Index
 from sft_trainer.checkpoint.store import OnBytes, RangeStream, Store
@@ -51,9 +52,10 @@ def runs(index: Index) -> list[range]:
 class Run:
     """Reads one run, each piece in its turn."""
 
-    def __init__(self, stream: RangeStream, prefix: str, index: Index, on_bytes: OnBytes) -> None:
+    def __init__(self, stream: RangeStream, manifest: Manifest, index: Index, on_bytes: OnBytes) -> None:
         self._stream = stream
-        self._prefix = prefix
+        self._prefix = manifest.id.prefix
+        self._hasher = hasher_of(manifest.format_version)
         self._index = index
         self._on_bytes = on_bytes
 
@@ -64,7 +66,7 @@ class Run:
         """
         index = self._index
         entry, key = index.tensors[index.tensor[row]], f"{self._prefix}{index.files[index.file[row]]}"
-        target, digest = memory.data, hashlib.sha256()
+        target, digest = memory.data, self._hasher()
         try:
             for start in range(0, target.nbytes, _BLOCK):
                 block = target[start : start + _BLOCK]
@@ -81,12 +83,15 @@ class Run:
 
 
 @contextmanager
-def open_run(store: Store, prefix: str, index: Index, rows: range, on_bytes: OnBytes) -> Iterator[Run]:
+def open_run(store: Store, manifest: Manifest, index: Index, rows: range, on_bytes: OnBytes) -> Iterator[Run]:
     """The run of ``rows`` of ``index``, one of ``runs``."""
     first = rows[0]
-    key, length = f"{prefix}{index.files[index.file[first]]}", int(index.length[rows.start : rows.stop].sum())
+    key, length = (
+        f"{manifest.id.prefix}{index.files[index.file[first]]}",
+        int(index.length[rows.start : rows.stop].sum()),
+    )
     with store.open_range(key, int(index.start[first]), length) as stream:
-        yield Run(stream, prefix, index, on_bytes)
+        yield Run(stream, manifest, index, on_bytes)
 
 
 class Buffers(threading.local):

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sft_api.checkpoints import INDEX_SUFFIX, StoredFile, StoredIndex
+from sft_api.checkpoints import FORMAT_VERSION, INDEX_SUFFIX, StoredFile, StoredIndex
+from sft_trainer.checkpoint.digests import DIGEST_BYTES, hasher_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from sft_trainer.checkpoint.group import CheckpointGroup, Failure, raise_first
-from sft_trainer.checkpoint.index import DIGEST_BYTES, Index, StoredTensor, encode_index, merged, padded
+from sft_trainer.checkpoint.index import Index, StoredTensor, encode_index, merged, padded
 from sft_trainer.checkpoint.pieces import Piece, shared_out
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.checkpoint.turns import Turns
@@ -108,11 +109,11 @@ def write_pieces(
 
 
 def _write_file(store: Store, key: str, pieces: Sequence[Piece], on_bytes: OnBytes, turns: Turns) -> list[bytes]:
-    digests = []
+    digests, hasher = [], hasher_of(FORMAT_VERSION)
     with store.open_write(key, sum(piece.values.nbytes for piece in pieces)) as stream:
         stream.take_turns(turns)
         for piece in pieces:
-            digest = hashlib.sha256()
+            digest = hasher()
             for block in _blocks(piece.values):
                 with turns:
                     digest.update(block)
