@@ -118,8 +118,8 @@ def test_what_the_beginning_does_not_say_is_left_to_the_run(
     tmp_path: Path, look: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_rows, "SMALL_BYTES", 0)
-    (tmp_path / "array.json").write_text(json.dumps([BAD]))
-    look(tmp_path / "array.json")
+    (tmp_path / "object.json").write_text(json.dumps({"data": [BAD]}, indent=2))
+    look(tmp_path / "object.json")
     look(write(tmp_path / "rows.jsonl", GOOD, *[NEVER] * 100))
     (tmp_path / "no.parquet").write_bytes(b"no")
     look(tmp_path / "no.parquet")

@@ -96,7 +96,7 @@ def test_chunks_one_behind_the_other_unpack_a_file_once(tmp_path: Path, monkeypa
         begun.append(path)
         return opened(path)
 
-    monkeypatch.setattr("sft_trainer.data.readers.opened", counted)
+    monkeypatch.setattr("sft_trainer.data.text_rows.opened", counted)
     rows = open_rows(write(tmp_path / "rows.jsonl.gz", LINES), split="train[7:]")
     assert len(begun) == 1
 

@@ -11,8 +11,8 @@ import pytest
 from pyarrow import parquet
 
 from sft_api.v1alpha1 import DataSource
-from sft_trainer.data.readers import JsonLines
 from sft_trainer.data.source_rows import SourceRows, open_path
+from sft_trainer.data.text_rows import open_lines
 from sft_trainer.errors import DataError
 
 ROWS = [{"n": i, "text": f"é{i}"} for i in range(10)]
@@ -82,7 +82,7 @@ def test_places_count_from_one_and_lines_count_empty_ones(tmp_path: Path) -> Non
 def test_reading_starts_at_any_line_of_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"n": {i}}}\n' + "\n" * (i % 3) for i in range(2000)))
-    reader = JsonLines.open(path)
+    reader = open_lines(path)
     lines = path.read_text().split("\n")
     for start in (0, 511, 512, 513, 1023, 1999):
         place, row = next(reader.read(start, start + 1))
@@ -334,7 +334,7 @@ def test_what_python_cannot_read_is_a_bad_row_too(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl line 2 is nested too deeply"):
         list(open_rows(tmp_path / "rows.jsonl").read(0, 2))
     (tmp_path / "rows.json").write_text(f"[{deep}]")
-    with pytest.raises(DataError, match=r"rows\.json is nested too deeply"):
+    with pytest.raises(DataError, match=r"rows\.json row 1 is nested too deeply"):
         open_rows(tmp_path / "rows.json")
 
 

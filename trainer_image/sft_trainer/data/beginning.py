@@ -8,11 +8,15 @@ from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
 from .csv_files import DELIMITERS, first_csv_row
+from .json_arrays import Array
 from .packed import split_suffix, suffix_of, unpacked
-from .readers import Row, parsed_line, pass_mark
+from .readers import Row
+from .text_rows import parsed_line, pass_mark
 
 _LINES = 512
 _LONGEST_FIRST_LINE = 8 * 2**20
+_FIRST_OF_ARRAY = 2**20
+"""Bytes in which the first row of an array is looked for."""
 _TABLES = (".parquet", ".arrow")
 
 
@@ -41,17 +45,19 @@ def read_beginning(file: io.BufferedReader, names: Sequence[str], piece: Slice) 
     if suffix_of(names[0]) in _TABLES:
         stored = _table_columns(file, names[0])
         return Beginning(stored, stored if len(names) == 1 else None)
-    if piece.start or piece.stop == 0 or (line := _first_json_line(file, names[0])) is None:
+    if piece.start or piece.stop == 0 or (row := _first_json_row(file, names[0])) is None:
         return Beginning()
-    return Beginning(tuple(line[1]), None, line)
+    return Beginning(tuple(row[1]), None, row)
 
 
-def _first_json_line(file: io.BufferedReader, name: str) -> tuple[str, Row] | None:
-    """The first row of the lines in ``file`` with its place; None when it does not show at the beginning.
+def _first_json_row(file: io.BufferedReader, name: str) -> tuple[str, Row] | None:
+    """The first row of the lines, or of the array, in ``file`` with its place; None when the beginning does not say it.
 
-    Raises DataError when it is not what a line of a jsonl file must be; a ``.json`` file may be written otherwise.
+    Raises DataError when it is not what it must be.
     """
     pass_mark(file, name)
+    if split_suffix(name)[0] == ".json" and file.peek(1).lstrip().startswith(b"["):
+        return _first_of_array(file.read(_FIRST_OF_ARRAY), name)
     for number in range(1, _LINES):
         line = file.readline(_LONGEST_FIRST_LINE)
         if not line or len(line) == _LONGEST_FIRST_LINE:
@@ -64,6 +70,18 @@ def _first_json_line(file: io.BufferedReader, name: str) -> tuple[str, Row] | No
                 if split_suffix(name)[0] == ".json":
                     return None
                 raise
+    return None
+
+
+def _first_of_array(beginning: bytes, name: str) -> tuple[str, Row] | None:
+    kind = Array()
+    try:
+        for mark, item in kind.items(io.BufferedReader(io.BytesIO(beginning)), name):
+            place = f"{name} {kind.unit} {mark.number}"
+            return place, kind.row(item, place)
+    except DataError:
+        if len(beginning) < _FIRST_OF_ARRAY:
+            raise
     return None
 
 

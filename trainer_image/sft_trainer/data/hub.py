@@ -22,8 +22,8 @@ from sft_trainer.fetch import OnProgress, disk_cause, disk_error, hub_commit, no
 
 from .beginning import Beginning, read_beginning
 from .packed import suffix_of
-from .readers import OPENERS, HubRows
-from .source_rows import SourceRows, cut, open_file
+from .readers import HubRows
+from .source_rows import OPENERS, SourceRows, cut, open_file
 from .splits import choose
 
 if TYPE_CHECKING:

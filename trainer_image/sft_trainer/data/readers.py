@@ -1,31 +1,22 @@
-"""Files of rows: jsonl, json, parquet and arrow, each readable from any row on and cheap to send to a process.
+"""Rows of parquet and arrow files and of the hub's cache, readable from any row on and cheap to send to a process.
 
 A reader knows its number of rows without holding them, and gives every row with its place ("line 17" of a jsonl file,
 "row 17" elsewhere), so that an error can say where it is. Opening raises DataError for a file that is not what its
-name says. Text may be packed (``packed.py``).
+name says. Files of text are read by ``text_rows.py``.
 """
 
-import io
-import json
-import re
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sft_trainer.errors import DataError
 
-from .packed import is_packed, opened, with_packed
-
 if TYPE_CHECKING:
     import pyarrow as pa
 
 Row = dict[str, Any]
-
-_LINES_PER_MARK = 512
 
 
 class Reader(Protocol):
@@ -41,194 +32,6 @@ class Reader(Protocol):
 
     def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
         """Rows ``start`` to ``stop`` (excluded), each with its place. Raises DataError at an unreadable row."""
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """One JSON object per line; empty lines are passed over."""
-
-    path: Path
-    count: int
-    marks: list[tuple[int, int]] = field(repr=False)
-    """Byte offset and line number (from 0) at which every 512th row may be looked for."""
-    columns: None = None
-
-    @classmethod
-    def open(cls, path: Path) -> "JsonLines":
-        marks: list[tuple[int, int]] = []
-        rows = 0
-        with path.open("rb") as file:
-            offset = pass_mark(file, path)
-            for number, line in enumerate(file):
-                if not line.isspace():
-                    if rows % _LINES_PER_MARK == 0:
-                        marks.append((offset, number))
-                    rows += 1
-                offset += len(line)
-        return cls(path, rows, marks)
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        if start >= min(stop, self.count):
-            return
-        offset, first_line = self.marks[start // _LINES_PER_MARK]
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            rows = ((number, line) for number, line in enumerate(file, first_line + 1) if not line.isspace())
-            skipped = start % _LINES_PER_MARK
-            for number, line in islice(rows, skipped, skipped + stop - start):
-                place = f"{self.path} line {number}"
-                yield place, parsed_line(line, place)
-
-
-@dataclass(frozen=True)
-class PackedLines:
-    """The same in a packed file, in which nothing can be found but by reading all before it."""
-
-    path: Path
-    count: int
-    columns: None = None
-
-    @classmethod
-    def open(cls, path: Path) -> "PackedLines":
-        return cls(path, sum(1 for _ in _lines(path)))
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        if start >= min(stop, self.count):
-            return
-        # Rows are asked for in chunks, one behind the other: each goes on where the one before it has stopped.
-        row, lines = _left_off.pop(self.path, (start + 1, None))
-        if lines is None or row > start:
-            row, lines = 0, _lines(self.path)
-        for number, line in islice(lines, start - row, stop - row):
-            place = f"{self.path} line {number}"
-            yield place, parsed_line(line, place)
-        _left_off.clear()
-        _left_off[self.path] = stop, lines
-
-
-_left_off: dict[Path, tuple[int, Iterator[tuple[int, bytes]]]] = {}
-"""Of the packed file that was read last: its next row, and the lines from there on."""
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers, without empty ones."""
-    with opened(path) as file:
-        pass_mark(file, path)
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                yield number, line
-
-
-def open_lines(path: Path) -> Reader:
-    """Raises DataError where ``path`` cannot be unpacked."""
-    return PackedLines.open(path) if is_packed(path) else JsonLines.open(path)
-
-
-_QUOTED = 120
-"""Characters of a wrong line that a message quotes."""
-
-
-def parsed_line(line: bytes, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except RecursionError as error:
-        raise DataError(f"{place} is nested too deeply to be read; flatten or remove the row") from error
-    except ValueError as error:
-        quoted = line[:_QUOTED].decode(errors="replace").strip()
-        if isinstance(error, UnicodeDecodeError):
-            raise DataError(
-                f"{place} is not UTF-8 ({_undecoded(error)}): {quoted!r}; save the file as UTF-8, or correct the line"
-            ) from error
-        what = str(error)
-        if isinstance(error, json.JSONDecodeError):  # its own words count lines within this one
-            what = f"{error.msg} at character {error.pos + 1}"
-            quoted = error.doc[max(0, error.pos - _QUOTED // 2) :][:_QUOTED].strip() if error.pos > _QUOTED else quoted
-        several = "; an object stands on one line" if line.strip() in (b"{", b"[") else ""
-        raise DataError(
-            f"{place} is not valid JSON ({what}): {quoted!r}; correct or remove the line{several}"
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{place} is not a JSON object but {type(row).__name__}: write one object with columns per line"
-        )
-    return row
-
-
-@dataclass(frozen=True)
-class JsonArray:
-    """A file with one JSON array of objects."""
-
-    path: Path
-    count: int
-    columns: None = None
-
-    @classmethod
-    def open(cls, path: Path) -> "JsonArray":
-        return cls(path, len(_json_array(path)))
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        for i, row in enumerate(_json_array(self.path)[start:stop], start + 1):
-            place = f"{self.path} row {i}"
-            if not isinstance(row, dict):
-                raise DataError(f"{place} is not a JSON object but {type(row).__name__}: {row!r:.120}")
-            yield place, row
-
-
-@lru_cache(maxsize=1)
-def _json_array(path: Path) -> list[Any]:
-    try:
-        with opened(path) as file:
-            rows = json.loads(file.read())
-    except RecursionError as error:
-        raise DataError(f"{path} is nested too deeply to be read; flatten its rows") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({_undecoded(error)}): save it as UTF-8") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path} must hold an array of objects or one object per line, not {type(rows).__name__}")
-    return rows
-
-
-_AROUND_ROWS = re.compile(rb'\{\s*"([^"\\]{1,99})"\s*:\s*\[\s*\{')
-"""How an object begins that has rows in an array."""
-
-
-def open_json(path: Path) -> Reader:
-    """``.json`` files are written both ways: as one array, and as one object per line.
-
-    Raises DataError for what is neither.
-    """
-    with opened(path) as file:
-        pass_mark(file, path)
-        start = file.read(4096).lstrip()
-    if start.startswith(b"["):
-        return JsonArray.open(path)
-    lines = open_lines(path)
-    try:
-        _ = next(lines.read(0, 1), None)
-    except DataError as error:  # such as one object over several lines
-        around = _AROUND_ROWS.match(start)
-        only = (
-            f": write only the array in '{around[1].decode(errors='replace')}', and nothing around it" if around else ""
-        )
-        raise DataError(f"{error}; a .json file must hold an array of objects or one object per line{only}") from error
-    return lines
-
-
-def pass_mark(file: io.BufferedReader, name: Path | str) -> int:
-    """Read the byte order mark that some Windows programs begin a file with; returns how long it is.
-
-    Raises DataError, which calls the file ``name``, where that is the mark of UTF-16.
-    """
-    mark = file.peek(len(BOM_UTF8))
-    if mark.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        raise DataError(f"{name} is written in UTF-16: save it as UTF-8")
-    return len(file.read(len(BOM_UTF8))) if mark.startswith(BOM_UTF8) else 0
-
-
-def _undecoded(error: UnicodeDecodeError) -> str:
-    return f"byte 0x{error.object[error.start]:02x} at position {error.start}"
 
 
 @dataclass(frozen=True)
@@ -354,11 +157,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-OPENERS: dict[str, Callable[[Path], Reader]] = {
-    **dict.fromkeys((*with_packed(".jsonl"), *with_packed(".ndjson")), open_lines),
-    **dict.fromkeys(with_packed(".json"), open_json),
-    ".parquet": open_parquet,
-    ".arrow": open_arrow,
-}

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -11,17 +11,26 @@ from typing import TYPE_CHECKING
 from sft_api.splits import Slice
 from sft_trainer.errors import DataError
 
-from .csv_files import DELIMITERS, CsvRows
-from .packed import CODECS, is_packed, suffix_of
-from .readers import OPENERS, Reader, Row
+from .csv_files import DELIMITERS, open_csv
+from .json_arrays import open_json
+from .packed import CODECS, is_packed, suffix_of, with_packed
+from .readers import Reader, Row, open_arrow, open_parquet
 from .splits import choose, group_by_split
+from .text_rows import open_lines
 
 if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
 
 SMALL_BYTES = 64 * 2**20
 """Sources up to it are read whole just to be looked at; of larger ones the beginning, or nothing."""
-_OPENERS = {**OPENERS, **dict.fromkeys(DELIMITERS, CsvRows.open)}
+OPENERS: dict[str, Callable[[Path], Reader]] = {
+    **dict.fromkeys((*with_packed(".jsonl"), *with_packed(".ndjson")), open_lines),
+    **dict.fromkeys(with_packed(".json"), open_json),
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+}
+"""By suffixes, but for tables as text: those of the hub its library reads."""
+_OPENERS = {**OPENERS, **dict.fromkeys(DELIMITERS, open_csv)}
 _KNOWN = (
     f"known are {', '.join(suffix for suffix in _OPENERS if not is_packed(suffix))}; "
     f"those of text also packed ({', '.join(CODECS)})"
