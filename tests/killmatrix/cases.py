@@ -109,6 +109,16 @@ def killed_at(whom: str, method: str, path: str, *, after: bool = False, skip: i
     return play
 
 
+def killed_at_final(whom: str, *, after: bool) -> Play:
+    """Killed at the manifest of the last checkpoint: that of the one before may still be on its way."""
+
+    def play(scene: Scene) -> None:
+        of_the_last = rf"/checkpoints/step-{scene.step:08d}-[^/]+/manifest\.json$"
+        killed_at(whom, "PUT", of_the_last, after=after)(scene)
+
+    return play
+
+
 def killed_while_loading(whom: str, method: str, path: str, *, after: bool = False) -> Play:
     """All ranks are killed, and those that come next while that request is on its way."""
 
@@ -307,7 +317,7 @@ def _more_kills() -> list[Case]:
         return Case(name, killed_at(whom, method, path, after=after), when="end", attempts=1)
 
     def at_final(name: str, whom: str, *, after: bool) -> Case:
-        return Case(name, killed_at(whom, "PUT", MANIFEST, after=after), when="final", attempts=1, commits=after)
+        return Case(name, killed_at_final(whom, after=after), when="final", attempts=1, commits=after)
 
     return [
         at("kill-uploaded", "rank1", "PUT", SHARD, after=True),
