@@ -1,4 +1,5 @@
-"""Which layers of a model get adapters: by name, as peft's ``target_modules`` and ``exclude_modules`` are read."""
+"""Which layers of a model get adapters, and which modules are trained: by name, as peft reads ``target_modules``,
+``exclude_modules`` and ``modules_to_save``."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -16,6 +17,12 @@ class AdapterError(ValueError):
 def named(module: str, names: Iterable[str]) -> bool:
     """Whether one of ``names`` is the name ``module``, or ends it after a dot."""
     return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def within(parameter: str, names: Collection[str]) -> bool:
+    """Whether ``parameter`` lies in a module that one of ``names`` means, at whatever depth."""
+    parts = parameter.split(".")[:-1]
+    return any(named(".".join(parts[:depth]), names) for depth in range(1, len(parts) + 1))
 
 
 def adapted(

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import zip_longest
 from math import ceil
 
-from .adapters import ALL_LINEAR, adapter_parameters, named
+from .adapters import ALL_LINEAR, adapter_parameters, named, within
 from .model_shape import ModelShape, Transformed
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
@@ -106,19 +107,20 @@ class Sizes:
 
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
-    lora, root = spec.lora, shape.root_parameters
+    lora = spec.lora
     adapters = [adapter_parameters(adapted, lora.rank) for adapted in adapted_of(shape, lora)] if lora else [0]
-    block, parameters = shape.block_parameters + max(adapters), shape.parameters + sum(adapters)
+    weights, trained_root = trained_weights(shape, spec)
+    trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
-        block=block,
-        trained_block=max(adapters) if lora else block,
-        root=root,
-        trained_root=0 if lora else root,
+        block=shape.block_parameters + max(adapters),
+        trained_block=max(trained),
+        root=shape.root_parameters,
+        trained_root=trained_root,
         head=shape.head_parameters,
-        parameters=parameters,
-        trained=sum(adapters) if lora else parameters,
+        parameters=shape.parameters + sum(adapters),
+        trained=sum(trained) + trained_root,
         experts=shape.experts > 0,
         logits=shape.logits,
     )
@@ -127,11 +129,64 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
     adapted = adapted_of(shape, spec.lora) if spec.lora else [{}] * shape.layers
-    first = next((block for block, names in enumerate(adapted) if names), 0)
+    weights, _ = trained_weights(shape, spec)
+    blocks = [(tuple(names), trained > 0) for names, trained in zip(adapted, weights, strict=True)]
+    first = next((number for number, block in enumerate(blocks) if any(block)), shape.layers)
+    if _trains_embeddings(shape, spec):
+        first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
-    for names, count in Counter(map(tuple, adapted[first:])).items():
-        kinds[block_memory(shape, spec, BYTES[plan.precision], names, compiled=plan.compile)] += count
+    for (names, trained), count in Counter(blocks[first:]).items():
+        kinds[block_memory(shape, spec, BYTES[plan.precision], names, trained=trained, compiled=plan.compile)] += count
     return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
+
+
+def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[list[int], int]:
+    """How many of the model's own weights ``spec`` trains: in each block, and outside of blocks.
+
+    What a name of ``training.trainableModules`` means that is no linear layer here, such as a norm, is taken for a
+    vector of each block: whether the model has it, the trainer says.
+    """
+    if spec.trains_all:
+        return [shape.block_parameters] * shape.layers, shape.root_parameters
+    names = tuple(spec.training.trainable_modules or ())
+    if not names:
+        return [0] * shape.layers, 0
+    linear = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
+    linear[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(linear.values())
+    blocks = _trained_within(tuple(linear), shape.layers, names)
+    outside = {"model.embed_tokens": shape.head_parameters, "model.norm": shape.hidden_size}
+    if not shape.tied:
+        outside["lm_head"] = shape.head_parameters
+    root = [module for module in outside if within(f"{module}.weight", names)]
+    met = {name for names_of_block in blocks for name in names_of_block}
+    known = [f"model.layers.{block}.{name}" for block in range(shape.layers) for name in met] + root
+    others = sum(not any(within(f"{module}.weight", [name]) for module in known) for name in names)
+    counted = [sum(map(linear.__getitem__, found)) + others * shape.hidden_size for found in blocks]
+    return counted, sum(map(outside.__getitem__, root))
+
+
+_NORMS_OF_A_BLOCK = "*"
+"""In place of a name: what is no linear layer, and trained where all of a block is."""
+_REST_OF_A_BLOCK = "mlp.experts"
+"""The same of a mixture of experts, most of which they are."""
+
+
+@lru_cache(maxsize=32)
+def _trained_within(linear: tuple[str, ...], blocks: int, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Those of the modules ``linear`` of each block that lie in one that ``names`` mean."""
+
+    def found(block: int) -> tuple[str, ...]:
+        return tuple(name for name in linear if within(f"model.layers.{block}.{name}.weight", names))
+
+    if any(part.isdigit() for name in names for part in name.split(".")):
+        return [found(block) for block in range(blocks)]
+    return [found(0)] * blocks
+
+
+def _trains_embeddings(shape: ModelShape, spec: SFTJobSpec) -> bool:
+    """Whether a gradient comes to the first block, whatever of the blocks is trained."""
+    names = spec.training.trainable_modules or ()
+    return spec.trains_all or within("model.embed_tokens.weight", names)
 
 
 def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -218,9 +273,9 @@ def logit_bytes(logits: Transformed, computed: int) -> int:
 
 def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """What is known of a model of which only the number of ``parameters`` is: weights, gradients, moments."""
-    trained = 0 if spec.lora else parameters
+    trained = parameters if spec.trains_all else 0
     return MemoryEstimate(
-        **_states(trained, parameters if spec.lora else 0, spec, plan), gathered=None, activations=None, logits=None
+        **_states(trained, parameters - trained, spec, plan), gathered=None, activations=None, logits=None
     )
 
 
@@ -289,7 +344,9 @@ def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
     """Of each frozen weight."""
-    return BYTES[(spec.lora.base_precision or precision) if spec.lora else "fp32"]
+    if spec.trains_all:
+        return BYTES["fp32"]
+    return BYTES[(spec.lora.base_precision if spec.lora else None) or precision]
 
 
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
@@ -337,11 +394,18 @@ def _adapted(
 
 
 def block_memory(
-    shape: ModelShape, spec: SFTJobSpec, computed: int, adapted: Collection[str], *, compiled: bool = False
+    shape: ModelShape,
+    spec: SFTJobSpec,
+    computed: int,
+    adapted: Collection[str],
+    *,
+    trained: bool | None = None,
+    compiled: bool = False,
 ) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
-    ``adapted`` names its layers with adapters.
+    ``adapted`` names its layers with adapters; ``trained`` says whether weights of its own are trained, which is known
+    of a spec that trains all or none. One of which some are is taken for one of which all are: a most.
     With activation checkpointing, what it then keeps. Attention keeps queries, keys, values, its output and a number
     for each token and head. A norm is computed in fp32 and keeps its input in fp32.
 
@@ -350,9 +414,11 @@ def block_memory(
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
+    frozen = not (spec.trains_all if trained is None else trained)
     lora = spec.lora
+    dropout = lora.dropout if lora else 0.0
     # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
-    normed = 0 if lora else (4 if family.norms_in_fp32 else computed)
+    normed = 0 if frozen else (4 if family.norms_in_fp32 else computed)
     norms: float = shape.norms * width * (4 + normed) + 2 * width * computed
     between = (queries + keys) * (4 + normed) if family.query_key_norm else 0
     attention = computed * 2 * (queries + keys) + 4 * shape.heads
@@ -364,7 +430,7 @@ def block_memory(
         attention += computed * (queries + 2 * keys * (key_repeats(shape.kv_heads, spec.sequence_parallel) - 1))
     mlp: float = computed * 4 * inner
     if shape.experts:
-        mlp = _mixture(shape, computed, frozen=lora is not None)
+        mlp = _mixture(shape, computed, frozen=frozen)
         if spec.training.router_aux_loss_coefficient:
             mlp += 4 * shape.experts
     if compiled and knows_compiled(shape):
@@ -373,13 +439,14 @@ def block_memory(
         between = computed * (queries + keys) + 4 * deviations if family.query_key_norm else 0
         mlp = computed * 3 * inner
     kept = norms + between + attention + mlp
+    if frozen:
+        kept -= computed * _unread(shape, [] if dropout else adapted)
     if lora:
-        kept -= computed * _unread(shape, [] if lora.dropout else adapted)
         kept += computed * lora.rank * len(adapted)
-        if lora.dropout:
+        if dropout:
             kept += sum((computed + 1) * shape.linear[name][1] for name in adapted)
     working: float = computed * 2 * (inner + width)
-    if lora and (lora.dropout or "mlp.down_proj" not in adapted):
+    if frozen and (dropout or "mlp.down_proj" not in adapted):
         # What down_proj read is not kept, so nothing is let go of when its gradient is there.
         working += computed * inner
     if shape.experts:

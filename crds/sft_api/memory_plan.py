@@ -133,7 +133,7 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     if shape is not None:
         return staging_bytes(sizes_of(shape, spec).trained, spec)
     count = spec.model.parameters
-    return 0 if count is None or spec.lora else staging_bytes(parameter_count(count), spec)
+    return staging_bytes(parameter_count(count), spec) if count is not None and spec.trains_all else 0
 
 
 def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
@@ -142,7 +142,7 @@ def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
         sizes = sizes_of(shape, spec)
         return offloaded_bytes(sizes.trained, sizes.parameters - sizes.trained, spec)
     count = None if spec.model.parameters is None else parameter_count(spec.model.parameters)
-    return 0 if count is None else offloaded_bytes(*((0, count) if spec.lora else (count, 0)), spec)
+    return 0 if count is None else offloaded_bytes(*((count, 0) if spec.trains_all else (0, count)), spec)
 
 
 def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
@@ -330,7 +330,7 @@ def _changes(
     if fsdp and (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
         shared, fewer = _shared(spec, plan, degree)
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
-    if fsdp and spec.lora is None:
+    if fsdp and spec.trains_all:
         yield "lora", spec.model_copy(update={"lora": LoraSpec()}), plan
     for words, smaller in _smaller_micro_batches(spec):
         yield words, smaller, with_batch_of(smaller, plan)

@@ -67,6 +67,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "training.maxTokensPerMicroBatch": None,
     "training.microBatchSize": None,
     "training.routerAuxLossCoefficient": 0,
+    "training.trainableModules": None,
     "training.optimizer.learningRate": 1e-5,
     "training.optimizer.betas": [0.9, 0.999],
     "training.optimizer.eps": 1e-8,
@@ -98,6 +99,7 @@ _SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
     "systemKey": "system",
 }
 _OVERRIDES = "model.configOverrides."
+_MODULES = "training.trainableModules"
 _BATCH = ("training.globalBatchSize", "training.globalBatchTokens")
 _MODEL, _SOURCES = "model.uri", "data.train"
 _ORIGIN = "checkpoint.resume.from.uri"
@@ -114,6 +116,7 @@ _NO_POSITION = (
     "checkpoint.resume.from.",
     "lora.initMethod",
     "lora.basePrecision",
+    _MODULES,
 )
 """What begins so decides neither which tokens a step sees nor with which random numbers."""
 _NOT_OF_VALUES = frozenset({"lora.dropout", "lora.initMethod", "lora.basePrecision"})
@@ -213,6 +216,8 @@ class Numbers:
             "training.optimizer.learningRate": spec.training.optimizer.learning_rate,
             "training.precision": precision,
             **(_adapters(spec.lora, spec.training.optimizer.learning_rate, precision) if spec.lora else {}),
+            # Names in one order.
+            "training.trainableModules": sorted({*(spec.training.trainable_modules or [])}) or None,
         }
         return cls(_values(document, {**_batch(document, shares), **learned}))
 
@@ -253,9 +258,9 @@ class Numbers:
         both = {*self.values, *other.values}
         return self._differences(other, (path for path in both if not path.startswith(_NO_POSITION)))
 
-    def adapter_differences(self, other: "Numbers") -> list[str]:
-        """``differences`` in what the tensors of adapters are, and mean: the values of one fit no other."""
-        both = {path for path in (*self.values, *other.values) if path.startswith("lora.")}
+    def trained_differences(self, other: "Numbers") -> list[str]:
+        """``differences`` in what the tensors are that are trained, and mean: the values of one fit no other."""
+        both = {path for path in (*self.values, *other.values) if path.startswith(("lora.", _MODULES))}
         return self._differences(other, both - _NOT_OF_VALUES)
 
     def override_differences(self, other: "Numbers") -> list[str]:
@@ -265,8 +270,13 @@ class Numbers:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, and nothing else."""
+        """Whether adapters are trained, and of the model at most some modules."""
         return "lora.rank" in self.values
+
+    @property
+    def has_base(self) -> bool:
+        """Whether some of the model's weights are not trained: what is means nothing without them."""
+        return self.has_adapters or _MODULES in self.values
 
     def differences(self, other: "Numbers") -> list[str]:
         """Every field that is another one in ``other``, with both values: this one's, then the other's."""

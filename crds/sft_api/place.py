@@ -257,10 +257,10 @@ class Pin(NamedTuple):
 
 def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
     """What to write into the manifest of a run with the numbers ``mine`` that goes on where another one, ``theirs``,
-    saved ``step`` in ``uri``: as YAML below ``spec``, in one line. Empty where it cannot: with other adapters, or with
-    them beside another model."""
-    other_base = mine.has_adapters and mine.values["model.uri"] != theirs.values["model.uri"]
-    if other_base or theirs.adapter_differences(mine):
+    saved ``step`` in ``uri``: as YAML below ``spec``, in one line. Empty where it cannot: with other adapters or
+    trained modules, or with them beside another model."""
+    other_base = mine.has_base and mine.values["model.uri"] != theirs.values["model.uri"]
+    if other_base or theirs.trained_differences(mine):
         return ""
     last = mine.values.get("training.steps")
     is_over = isinstance(last, int) and last <= step

@@ -85,7 +85,9 @@ def _has_small_adapters(spec: SFTJobSpec, shape: ModelShape | None) -> bool:
     """Whether nothing but adapters is trained, for whose gradients there is room without knowing how much there is."""
     if spec.lora is None:
         return False
-    return spec.lora.rank <= _SMALL_RANK if shape is None else 4 * sizes_of(shape, spec).trained <= _SMALL_BYTES
+    if shape is None:
+        return spec.lora.rank <= _SMALL_RANK and spec.training.trainable_modules is None
+    return 4 * sizes_of(shape, spec).trained <= _SMALL_BYTES
 
 
 def _in_one_forward(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape, gpu: int) -> int:

@@ -210,6 +210,12 @@ RULES = [
         "must be the name of a module, whole or its end (q_proj, self_attn.q_proj), or all-linear; no pattern",
     ),
     Bad(
+        "a pattern of modules that are trained",
+        "spec.training.trainableModules[1]",
+        {"training": '{trainableModules: [lm_head, "layers.*"]}'},
+        "must be the name of a module, whole or its end (layers.27, mlp.down_proj, lm_head); no pattern",
+    ),
+    Bad(
         "the best exported and not kept",
         "spec",
         {"export": "{checkpoint: best}"},
@@ -423,6 +429,12 @@ RULES = [
         "spec",
         {"strategy": "{megatron: {}}", "lora": "{}"},
         "strategy.megatron trains all weights: leave lora out, or choose strategy.fsdp",
+    ),
+    Bad(
+        "some modules under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{trainableModules: [lm_head]}"},
+        "strategy.megatron trains all weights: leave training.trainableModules out, or choose strategy.fsdp",
     ),
     Bad(
         "compiled layers of Megatron",

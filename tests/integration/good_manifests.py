@@ -110,6 +110,7 @@ spec:
     precision: bf16
     activationCheckpointing: full
     compile: true
+    trainableModules: [lm_head, model.layers.27.input_layernorm]
     seed: 7
     evaluation: {everySteps: 100, beforeTraining: true, earlyStopping: {patience: 2, minDelta: 1e-3}}
     dummyRun: {steps: 10}
@@ -220,6 +221,7 @@ LARGEST = manifest(
         + "], eval: ["
         + ", ".join(f"{{uri: '{_LONG_URI}', name: {'n' * 60}{number}}}" for number in range(16))
         + "]}",
+        "training": f"{{trainableModules: [{_LONG_MODULES}]}}",
         "strategy": "{fsdp: {shardDegree: 64, sequenceParallelDegree: 64}}",
         "compute": f"{{gpusPerNode: 64, labels: {{{_MAP}}}, annotations: {{{_MAP}}}, nodeSelector: {{{_MAP}}}, "
         f"resources: {{requests: {{{_RESOURCES}}}, limits: {{{_RESOURCES}}}}}, imagePullSecrets: "

@@ -76,7 +76,7 @@ def training_flops(
     """FLOPs of forward and backward over documents of the given lengths; ``parameters`` are the active ones.
 
     6 per parameter and token (the input embedding is a look-up and does not count, a head that is tied to it does),
-    but 4 for those of them that are ``frozen``, which have no gradient of their own,
+    but 4 for those of them that are ``frozen`` (of those that count), which have no gradient of their own,
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
     appendix B; where queries and values are not of one size, by the mean of the two. ``layers`` says how many have
     which sliding window (None: none): there the pairs of tokens farther apart are left out, (length - window)^2 of
@@ -87,8 +87,7 @@ def training_flops(
     # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
     pairs = sum(count * _pairs(lengths, window) for window, count in layers.items())
     attention: float = 3 * _queries_and_values(config) * pairs
-    still = frozen if config.tie_word_embeddings else max(0, frozen - embedding_parameters)
-    return (6.0 * matrices - 2.0 * still) * sum(lengths) + attention
+    return (6.0 * matrices - 2.0 * frozen) * sum(lengths) + attention
 
 
 def _queries_and_values(config: Any) -> int:
@@ -115,10 +114,15 @@ class ModelFlops:
         huggingface: Any = blueprint.huggingface
         self._config = huggingface.config
         self._parameters = active_parameters(huggingface, self._config)
-        self._frozen = active_parameters(huggingface, self._config, lambda name: not trains(name))
+        embeddings = huggingface.get_input_embeddings().weight
+        looked_up = set() if self._config.tie_word_embeddings else {embeddings}
+        multiplied = {name for name, parameter in huggingface.named_parameters() if parameter not in looked_up}
+        self._frozen = active_parameters(
+            huggingface, self._config, lambda name: name in multiplied and not trains(name)
+        )
         layers = windows(huggingface)
         self._layers = Counter(layers)
-        self._embedding_parameters = huggingface.get_input_embeddings().weight.numel()
+        self._embedding_parameters = embeddings.numel()
         # Of the layers that no gradient comes to, which are not computed backwards.
         first = blueprint.first_trained(trains)
         forwards = {parameter for block in blueprint.blocks[:first] for parameter in block.parameters()}

@@ -5,6 +5,7 @@ checkpoint it is, the record of the run says by its content from the first start
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,14 @@ class Origin:
         except NumbersError:  # whether that matters, what follows says
             return
         mine = self._config.numbers()
+        modules = "training.trainableModules"
+        if (here := mine.values.get(modules)) != (there := theirs.values.get(modules)):
+            raise ConfigError(
+                f"{self.uri}, which {ORIGIN_FIELD} names, holds what a run with {modules} "
+                f"{json.dumps(there) if there else '(none)'} trained, and this one has "
+                f"{json.dumps(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
+                f"export.mergeAdapter), and name its folder in model.uri, without {ORIGIN_FIELD}"
+            )
         if mine.has_adapters and not theirs.has_adapters:
             raise ConfigError(
                 f"{self.uri}, which {ORIGIN_FIELD} names, holds all weights of a model, and this run trains adapters "
@@ -142,7 +151,7 @@ class Origin:
                 "export that checkpoint with export.mergeAdapter (sft export), and name its folder in model.uri, "
                 f"without {ORIGIN_FIELD}"
             )
-        if changes := theirs.adapter_differences(mine):
+        if changes := theirs.trained_differences(mine):
             raise ConfigError(
                 f"{self.uri}, which {ORIGIN_FIELD} names, holds other adapters ({', '.join(changes)}): restore these, "
                 "or export that checkpoint with export.mergeAdapter and name its folder in model.uri"

@@ -35,7 +35,7 @@ from .models.probe import check_trains_on
 from .prepared import Prepared
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
-from .trainable import trainable_of
+from .trainable import Trainable, check_modules, trainable_of
 
 
 def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str, str]:
@@ -60,6 +60,9 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     digest = base_digest(model, path)
     if spec.lora is not None:
         reporter.say("%s", _with_adapters(model, spec.lora))
+    if spec.training.trainable_modules is not None:
+        check_modules(model.huggingface, spec)
+        reporter.say("%s", _trained(model, trainable_of(config)))
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)
     return path, model, digest, _uncompiled(config, model.huggingface, device, computed)
@@ -172,6 +175,13 @@ def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
         f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
         f"trained, {sum(sizes.values()) - trained:,} are not{alone}"
     )
+
+
+def _trained(model: CausalLM, trainable: Trainable) -> str:
+    """How much of ``model`` is trained, in words."""
+    sizes = {name: parameter.numel() for name, parameter in model.huggingface.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if trainable.trains(name))
+    return f"training.trainableModules: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not"
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

@@ -1,14 +1,20 @@
 """What of a model is trained: which parameters, the dtype each is loaded in, and which are saved."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import SFTJobSpec
 
+from .errors import ConfigError
 from .models.lora import is_adapter
+from .models.tensors import tied_names
 
 TRAINED_DTYPE = torch.float32
 """Of parameters that change: in bf16 most updates would be rounded away."""
@@ -47,9 +53,44 @@ EVERYTHING = Trainable(trains=lambda name: True)
 
 
 def trainable_of(config: TrainerConfig) -> Trainable:
-    """What ``config`` says: all of the model, or adapters beside it."""
-    lora = config.spec.lora
-    if lora is None:
+    """What ``config`` says: all of the model, some modules of it, adapters beside it, or both."""
+    spec = config.spec
+    if spec.trains_all:
         return EVERYTHING
-    bf16 = (lora.base_precision or config.plan.precision) == "bf16"
-    return Trainable(trains=is_adapter, base_dtype=torch.bfloat16 if bf16 else torch.float32)
+    modules = spec.training.trainable_modules or ()
+    bf16 = ((spec.lora.base_precision if spec.lora else None) or config.plan.precision) == "bf16"
+    return Trainable(
+        trains=lambda name: is_adapter(name) or within(name, modules),
+        base_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+
+
+def check_modules(huggingface: Any, spec: SFTJobSpec) -> None:
+    """Raise ``ConfigError`` where ``training.trainableModules`` has names that mean nothing in ``huggingface``, which
+    is on the meta device and has its adapters."""
+    own, tied = [name for name, _ in huggingface.named_parameters()], tied_names(huggingface)
+    modules = spec.training.trainable_modules or ()
+    for module in modules:
+        found = [name for name in own if within(name, [module])]
+        if shared := next((name for name in tied if within(name, [module])), None):
+            if not within(tied[shared], modules):
+                raise ConfigError(
+                    f"training.trainableModules names {module!r}, and {shared} is the same tensor as {tied[shared]} in "
+                    f"this model: name {tied[shared].rpartition('.')[0]} too, or instead"
+                )
+        elif not found:
+            raise ConfigError(
+                f"training.trainableModules names {module!r}, and no module of the model with weights is called so: "
+                f"there are {', '.join(_modules(own))}"
+            )
+        if adapted := next((name for name in found if is_adapter(name)), None):
+            raise ConfigError(
+                f"training.trainableModules names {module!r}, in which {adapted.rpartition('.lora_')[0]} gets "
+                "adapters: it is trained whole or by them; take it out, or name it in lora.excludeModules"
+            )
+
+
+def _modules(parameters: Iterable[str]) -> list[str]:
+    """Modules that have weights of their own, layers without their numbers; each once."""
+    modules = (re.sub(r"\.\d+\.", ".N.", name).rpartition(".")[0] for name in parameters if not is_adapter(name))
+    return list(dict.fromkeys(modules))

@@ -325,6 +325,11 @@ class SFTJobSpec(ApiModel):
         return self.strategy.fsdp.sequence_parallel_degree if self.strategy and self.strategy.fsdp else 1
 
     @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained: no adapters beside them, nor some of them alone."""
+        return self.lora is None and self.training.trainable_modules is None
+
+    @property
     def processes_a_share(self) -> int:
         """Processes that compute on the same micro-batches together: a step has one share for all of them."""
         megatron = megatron_of(self)

@@ -18,6 +18,16 @@ ModuleName = Annotated[
 ]
 
 
+WeightsName = Annotated[
+    str,
+    Field(max_length=253),
+    matches(
+        r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$",
+        "must be the name of a module, whole or its end (layers.27, mlp.down_proj, lm_head); no pattern",
+    ),
+]
+
+
 class LoraSpec(ApiModel):
     """Low-rank adapters (LoRA): the model stays as it is, and what is added to its linear layers is trained."""
 

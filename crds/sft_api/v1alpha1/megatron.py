@@ -180,6 +180,11 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             lambda self: megatron_of(self) is None or self.lora is None,
         ),
         Rule(
+            f"{_ABSENT} || !has(self.training.trainableModules)",
+            "strategy.megatron trains all weights: leave training.trainableModules out, or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or self.training.trainable_modules is None,
+        ),
+        Rule(
             f"{_ABSENT} || !has(self.training.compile) || !self.training.compile",
             "strategy.megatron knows no training.compile: leave it out, or choose strategy.fsdp",
             lambda self: megatron_of(self) is None or not self.training.compile,

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from .base import ApiModel, Name, NearMiss, Rule, ShortText, matches
+from .lora import WeightsName
 from .model_config import ConfigOverrides
 from .uris import ModelUri
 
@@ -268,6 +269,13 @@ class TrainingSpec(ApiModel):
         description="Of a mixture of experts: what the load-balancing loss of its routers is multiplied by and added "
         "to the loss that is trained, for each micro-batch by its share of the step's tokens; 0 leaves it out, "
         "whatever the model's config says. Loss and evaluation stay those without it; it is reported as auxLoss.",
+    )
+    trainable_modules: Annotated[list[WeightsName], Field(min_length=1, max_length=128)] | None = Field(
+        default=None,
+        description="Modules whose weights are trained, by name or the end of it (layers.27, mlp.down_proj, lm_head); "
+        "all others stay as they are, and take no gradients, moments or room in checkpoints. With lora they are "
+        "trained besides the adapters. When absent all are, with lora none. A name that the model does not have is an "
+        "error.",
     )
     seed: Annotated[int, Field(ge=0, le=4_294_967_295)] = Field(
         default=42, description="Seed of the order of the data and of everything random."

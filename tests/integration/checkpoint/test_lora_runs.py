@@ -88,7 +88,8 @@ def run(
     if shard is not None:
         base["strategy"] = {"fsdp": {"shardDegree": shard}}
     for section, fields in sections.items():
-        base[section] = {**base.get(section, {}), **fields}
+        base[section] = None if fields is None else {**base.get(section, {}), **fields}
+    base = {section: fields for section, fields in base.items() if fields is not None}
     config = resolve(manifest(folder, folder / "store", processes=processes, **base))
     port = free_port()
     started = [ranks.start(train, config, folder, last, rank, processes, port, rank=rank) for rank in range(processes)]

@@ -109,7 +109,7 @@ def test_names_count_in_any_order_and_once() -> None:
 )
 def test_whose_values_another_run_can_begin_with(field: str, value: Any, fits: bool) -> None:
     mine, theirs = Numbers.of(spec(lora={field: value})), Numbers.of(spec(lora={}))
-    assert (theirs.adapter_differences(mine) == []) == fits
+    assert (theirs.trained_differences(mine) == []) == fits
     assert (continued_from("s3://bucket/a", 5, theirs, mine) != "") == fits
     assert mine.digest != theirs.digest
 
@@ -131,8 +131,8 @@ def test_after_whose_steps_another_run_can_go_on(changed: Any, goes_on: bool) ->
 def test_all_weights_and_adapters_fit_one_another_not() -> None:
     whole, adapters = Numbers.of(spec()), Numbers.of(spec(lora={}))
     assert (whole.has_adapters, adapters.has_adapters) == (False, True)
-    assert whole.adapter_differences(adapters)
-    assert adapters.adapter_differences(whole)
+    assert whole.trained_differences(adapters)
+    assert adapters.trained_differences(whole)
     assert continued_from("s3://bucket/a", 5, whole, adapters) == ""
 
 

@@ -141,11 +141,17 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
     assert "could not be reckoned" in caplog.text
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("modules", [[], ["layers.1"], ["embed_tokens"], ["model.norm", "layers.1.mlp"]])
 @pytest.mark.parametrize("tied", [False, True])
-def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, lora: dict[str, Any] | None) -> None:
+def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[str], lora: bool) -> None:
     save_model("qwen3", tmp_path, tie_word_embeddings=tied)
-    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **({"lora": lora} if lora else {})))
+    excluded = [f"layers.1.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    excluded += [f"layers.1.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    sections: dict[str, Any] = {"lora": {"rank": 4, "excludeModules": excluded}} if lora else {}
+    if modules:
+        sections["training"] = {"trainableModules": modules}
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))
     blueprint: CausalLM = build_on_meta(tmp_path)
     huggingface: Any = blueprint.huggingface
     shape = shape_of(huggingface.config.to_dict())

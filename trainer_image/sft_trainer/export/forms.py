@@ -1,10 +1,10 @@
 """What an export looks like: a whole model, or the adapters of one in the format of peft."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_api.adapters import shortest
+from sft_api.adapters import named, shortest, within
 from sft_api.place import (
     EXPORT_ADAPTER,
     EXPORT_ADAPTER_CONFIG,
@@ -16,7 +16,8 @@ from sft_api.place import (
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.lora import add_adapters, linear_layers
+from sft_trainer.models.lora import add_adapters, is_adapter, linear_layers
+from sft_trainer.models.tensors import tied_names
 
 from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
 
@@ -30,12 +31,20 @@ class Adapters:
     """What of them is exported: themselves, or the model with them in its weights."""
     base_uri: str
     """Where the model beside them came from, at the revision that the run is pinned to."""
+    modules: tuple[str, ...] = ()
+    """Names of modules that are trained besides."""
 
     @classmethod
     def of(cls, config: TrainerConfig, base_uri: str) -> "Adapters | None":
         """Those of the run of ``config``, if it has some."""
-        lora = config.spec.lora
-        return None if lora is None else cls(lora, form_of(config.spec), base_uri)
+        spec = config.spec
+        if spec.lora is None:
+            return None
+        return cls(spec.lora, form_of(spec), base_uri, tuple(spec.training.trainable_modules or ()))
+
+    def trains(self, parameter: str) -> bool:
+        """Whether that parameter of the model with its adapters is trained."""
+        return is_adapter(parameter) or within(parameter, self.modules)
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
         plan = plan_export(model, model.stored_dtype, file_bytes)
         return Shape("model", plan, scaling=adapters.lora.scaling, either=True)
     config = _peft_config(adapters, model)
-    return Shape("adapter", plan_adapter(model), config, either=True)
+    return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)
 
 
 def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
@@ -101,6 +110,15 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "init_lora_weights": True if lora.init_method == "kaiming" else lora.init_method,
         "use_rslora": False,
         "use_dora": False,
-        "modules_to_save": None,
+        "modules_to_save": _modules_of_peft(model, adapters.modules) or None,
         "inference_mode": True,
     }
+
+
+def _modules_of_peft(model: CausalLM, names: Sequence[str]) -> list[str]:
+    """Full names of the modules that ``names`` mean, none of them within another, since peft takes any ending for a
+    name; and of those that have tied weights of theirs."""
+    meant = [name for name, _ in model.huggingface.named_modules() if named(name, names)]
+    whole = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
+    tied = [other for other, parameter in tied_names(model.huggingface).items() if within(parameter, names)]
+    return list(dict.fromkeys([*whole, *(name.rpartition(".")[0] for name in tied if not within(name, whole))]))

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from sft_api.place import EXPORT_ADAPTER
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import is_adapter
-from sft_trainer.models.tensors import stored_tensors
+from sft_trainer.models.tensors import stored_tensors, tied_names
 
 FILE_BYTES = 4 * 2**30
 """Tensors share a file up to so many bytes; a larger one has a file of its own."""
@@ -167,17 +167,22 @@ def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTE
     )
 
 
-def plan_adapter(model: CausalLM) -> Plan:
-    """The one file of the adapters of ``model``, as peft reads it: its names, and fp32, as they are trained."""
+def plan_adapter(model: CausalLM, trains: Callable[[str], bool] = is_adapter) -> Plan:
+    """The one file of what of ``model`` is trained (``trains``: its adapters, and modules besides), as peft reads it:
+    its names, and fp32, as they are trained. Tied weights are there under each of their names: peft ties nothing."""
     names = model.names
+    others: dict[str, list[str]] = {}
+    for other, parameter in tied_names(model.huggingface).items():
+        others.setdefault(parameter, []).append(other)
     entries = [
         Entry(
-            f"{_PEFT_PREFIX}{parameter}",
+            f"{_PEFT_PREFIX}{name}",
             part.shape,
             Part(part.name, part.shape, Rectangle.whole(part.shape), torch.float32),
         )
         for parameter, tensor in stored_tensors(model)
-        if is_adapter(parameter)
+        if trains(parameter)
+        for name in (parameter, *others.get(parameter, []))
         for part in names.parts(parameter, tuple(tensor.shape))
     ]
     return Plan((File(EXPORT_ADAPTER, tuple(entries)),))

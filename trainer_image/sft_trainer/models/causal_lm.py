@@ -108,11 +108,14 @@ class CausalLM(nn.Module):
         return blocks
 
     def first_trained(self, trains: Callable[[str], bool]) -> int:
-        """Which of the blocks is the first that a gradient comes to, where ``trains`` says what is trained; 0 where
-        anything outside of them is."""
+        """Which of the blocks is the first that a gradient comes to, where ``trains`` says what is trained: their
+        number where none does, as only the head is; 0 where anything else outside of them is."""
+        model: Any = self.huggingface
         places = {parameter: place for place, block in enumerate(self.blocks) for parameter in block.parameters()}
-        found = (places.get(each, 0) for name, each in self.huggingface.named_parameters() if trains(name))
-        return min(found, default=0)
+        head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        if head is not embeddings:
+            places[head] = len(self.blocks)
+        return min((places.get(each, 0) for name, each in model.named_parameters() if trains(name)), default=0)
 
     @property
     def names(self) -> Names:

@@ -21,6 +21,13 @@ def stored_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in huggingface.named_buffers() if name in stored)
 
 
+def tied_names(huggingface: torch.nn.Module) -> dict[str, str]:
+    """Of every parameter that has a second name, that and its first, under which ``stored_tensors`` has it."""
+    first = {parameter: name for name, parameter in huggingface.named_parameters()}
+    every = huggingface.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every if first[parameter] != name}
+
+
 def whole_boxes(model: CausalLM) -> list[Box]:
     """All of the parameters and stored buffers of ``model``, which lies in one process, or on the meta device."""
     return [

@@ -55,7 +55,7 @@ def _refused(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) 
     huggingface: Any = blueprint.huggingface
     names = [name for name, _ in huggingface.named_parameters()]
     if not all(map(trainable.trains, names)):
-        yield "adapters, nor weights that are not trained", "leave lora out"
+        yield "adapters, nor weights that are not trained", "leave lora and training.trainableModules out"
     if draws_random_numbers(blueprint):
         own = [name for name in DROPOUTS if getattr(huggingface.config, name, None)]
         yield "dropout", f"set {' and '.join(own)} to 0 in model.configOverrides" if own else "choose another model"

@@ -1,0 +1,150 @@
+"""Runs that train some modules: what their checkpoints hold, how they go on, and what they export."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_api.adapters import within
+from sft_trainer.checkpoint.index_reading import open_index
+from sft_trainer.checkpoint.local import LocalStore
+from tests.integration.checkpoint.test_lora_runs import STEPS, Ended, fp32_copy, logits, newest, run, same
+
+MODULES = ["layers.1.mlp", "model.norm", "layers.0.self_attn.q_proj"]
+
+
+def some(modules: list[str], **training: Any) -> dict[str, Any]:
+    return {"lora": None, "training": {"trainableModules": modules, **training}}
+
+
+@pytest.mark.parametrize(
+    ("processes", "shard", "others", "precision", "off"),
+    [(2, None, 1, "fp32", 2e-5), (4, 2, 2, "fp32", 2e-5), (1, None, 2, "bf16", 2e-3)],
+    ids=["sharded", "hybrid", "alone"],
+)
+def test_a_run_goes_on_exactly_and_its_checkpoints_hold_these_modules_only(
+    tmp_path: Path, tiny_inputs: Any, processes: int, shard: int | None, others: int, precision: str, off: float
+) -> None:
+    # Given a run to its end, and one that was stopped in the middle
+    # A step that is made of whole micro-batches on either number of processes
+    sections = some(MODULES, precision=precision, globalBatchTokens=1024 if shard else 1536)
+    undisturbed = run(tmp_path / "undisturbed", tiny_inputs, processes, shard=shard, **sections)
+    assert undisturbed.error == ""
+    assert undisturbed.losses[STEPS] < undisturbed.losses[1]
+    assert not run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, last=2, **sections).error
+
+    # When that goes on, on as many processes and on others
+    shutil.copytree(tmp_path / "stopped", tmp_path / "others")
+    resumed = run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, **sections)
+    resharded = run(tmp_path / "others", tiny_inputs, others, **sections)
+
+    # Then it is the same to the last bit, and elsewhere but for rounding
+    assert (resumed.error, resharded.error) == ("", "")
+    assert resumed.losses == {step: undisturbed.losses[step] for step in (3, 4)}
+    assert same(resumed, undisturbed)
+    assert resharded.losses == pytest.approx(resumed.losses, rel=off)
+
+    # And a checkpoint holds 12 bytes for each parameter of these modules, and nothing else
+    found = newest(tmp_path / "stopped")
+    index, _ = open_index(LocalStore(tmp_path / "stopped" / "store"), found)
+    assert {tensor.name for tensor in index.tensors} == resumed.weights.keys()
+    assert all(within(name, MODULES) for name in resumed.weights)
+    assert len(resumed.weights) == 5
+    size = 4 * sum(value.size for value in resumed.weights.values())
+    assert found.kinds == {"weight": size, "exp_avg": size, "exp_avg_sq": size}
+
+
+def test_the_export_is_the_whole_model(tmp_path: Path, tiny_inputs: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # Given a model in fp32, so that nothing is rounded
+    model = fp32_copy(tiny_inputs.model, tmp_path / "model")
+    ended = run(tmp_path / "run", tiny_inputs, 2, model={"uri": f"file://{model}"}, **some(MODULES))
+    assert ended.error == ""
+
+    # Then it has what was trained, and all else as it came, to the last bit
+    folder = tmp_path / "run" / "store" / "export"
+    exported, before = load_file(folder / "model.safetensors"), load_file(model / "model.safetensors")
+    assert exported.keys() == before.keys()
+    for name, value in exported.items():
+        wanted = torch.from_numpy(ended.weights[name]) if name in ended.weights else before[name]
+        assert torch.equal(value, wanted), name
+    assert not any(torch.equal(exported[name], before[name]) for name in ended.weights)
+    assert torch.isfinite(logits(AutoModelForCausalLM.from_pretrained(folder), tiny_inputs)).all()
+
+
+@pytest.mark.parametrize("modules", [["layers.1.mlp", "model.norm"], ["embed_tokens"]], ids=["layers", "embeddings"])
+def test_beside_adapters_they_are_exported_for_peft_and_merged(
+    tmp_path: Path, tiny_inputs: Any, modules: list[str]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = fp32_copy(tiny_inputs.model, tmp_path / "model")
+    sections: dict[str, Any] = {
+        "model": {"uri": f"file://{model}"},
+        "lora": {"excludeModules": ["layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj"]},
+        "training": {"trainableModules": modules},
+    }
+    ended = run(tmp_path / "run", tiny_inputs, 2, **sections)
+    assert ended.error == ""
+    folder = tmp_path / "run" / "store" / "export"
+
+    # Given what was trained, put into the model by hand
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, value in ended.weights.items():
+            if name.endswith("lora_B.weight"):
+                layer = name.removesuffix(".lora_B.weight")
+                a, b = torch.from_numpy(ended.weights[f"{layer}.lora_A.weight"]), torch.from_numpy(value)
+                expected.get_submodule(layer).weight += 12 / 3 * (b @ a)
+            elif "lora_" not in name:
+                expected.get_parameter(name).copy_(torch.from_numpy(value))
+    wanted = logits(expected, tiny_inputs)
+
+    # Then peft computes the same with the export, and so does the model of a merged one
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(folder))
+    torch.testing.assert_close(logits(loaded, tiny_inputs), wanted, rtol=1e-5, atol=1e-5)
+    assert run(tmp_path / "run", tiny_inputs, 2, **sections, export={"mergeAdapter": True}).error == ""
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(logits(merged, tiny_inputs), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_another_run_begins_from_the_same_modules_only(tmp_path: Path, tiny_inputs: Any) -> None:
+    def begun(name: str, origin: str, **sections: Any) -> Ended:
+        resume = {"from": {"uri": f"file://{tmp_path}/{origin}/store"}}
+        checkpoint = {"uri": f"file://{tmp_path}/{name}/store", "resume": resume}
+        return run(tmp_path / name, tiny_inputs, 1, checkpoint=checkpoint, **sections)
+
+    # Given a run that trained these modules, and one that trained all weights
+    assert run(tmp_path / "some", tiny_inputs, 1, **some(MODULES, steps=2)).error == ""
+    assert run(tmp_path / "all", tiny_inputs, 1, lora=None, training={"steps": 2}).error == ""
+
+    # Then others begin with them where they mean the same there
+    same_order = [*reversed(MODULES)]
+    assert sorted(begun("again", "some", **some(same_order, steps=1)).losses) == [1]
+    for name, origin, sections in (
+        ("others", "some", some(["layers.1"], steps=1)),
+        ("fewer", "all", some(MODULES, steps=1)),
+        ("more", "some", {"lora": None, "training": {"steps": 1}}),
+    ):
+        refused = begun(name, origin, **sections)
+        assert refused.losses == {}, name
+        assert f"file://{tmp_path}/{origin}/store, which checkpoint.resume.from names, holds what" in refused.error
+        assert "export that checkpoint (sft export" in refused.error
+
+    # And with others the run itself is another one
+    other = run(tmp_path / "some", tiny_inputs, 1, **some(["layers.1"], steps=2))
+    assert "with other settings (training.trainableModules: " in other.error
+    assert "checkpoint: {resume" not in other.error, "other modules cannot begin from these"
+
+
+def test_a_name_that_no_module_has_is_refused_before_the_data_is_read(tmp_path: Path, tiny_inputs: Any) -> None:
+    refused = run(tmp_path / "run", tiny_inputs, 1, **some(["layers.1", "q_prj"]))
+    assert refused.error.startswith("ConfigError: training.trainableModules names 'q_prj', and no module")
+    assert not list((tmp_path / "cache").rglob("*.arrow"))

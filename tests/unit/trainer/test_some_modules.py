@@ -1,0 +1,210 @@
+"""Some modules of a model are trained: the same steps as a plain loop makes with them, and nothing else moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_api.adapters import within
+from sft_api.v1alpha1 import SFTJobSpec
+from sft_trainer.errors import ConfigError
+from sft_trainer.flops import ModelFlops
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.lora import add_adapters, initialize_adapters, is_adapter
+from sft_trainer.models.weights import load_weights
+from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.topology import ALONE
+from sft_trainer.trainable import check_modules, trainable_of
+from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
+from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, their_loss
+from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+
+
+def spec_of(folder: Path, modules: list[str], **fields: Any) -> SFTJobSpec:
+    training = {"trainableModules": modules, **fields.pop("training", {})}
+    job = manifest(folder, folder.with_name("store"), model={"uri": f"file://{folder}"}, training=training, **fields)
+    return resolve(job).spec
+
+
+def strategy(folder: Path, modules: list[str], **fields: Any) -> FsdpStrategy:
+    """A model as a run begins with it."""
+    training = {"trainableModules": modules, **fields.pop("training", {})}
+    job = manifest(folder, folder.with_name("store"), model={"uri": f"file://{folder}"}, training=training, **fields)
+    config = resolve(job)
+    blueprint = build_on_meta(folder)
+    if config.spec.lora is not None:
+        add_adapters(blueprint.huggingface, config.spec.lora)
+    check_modules(blueprint.huggingface, config.spec)
+    built = FsdpStrategy(config, blueprint, trainable_of(config), ALONE, CPU)
+    boxes = [*built.boxes("base"), *built.boxes("trained")]
+    load_weights([box for box in boxes if not is_adapter(box.name)], built.model.names, folder)
+    if config.spec.lora is not None:
+        initialize_adapters(boxes, config.spec.lora, config.spec.training.seed)
+    return built
+
+
+CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama", {}, ["layers.1"]),
+    ("llama", {}, ["lm_head"]),
+    ("llama", {}, ["lm_head", "model.norm"]),
+    ("qwen3", {"tie_word_embeddings": True}, ["model.embed_tokens"]),
+    ("qwen3", {"tie_word_embeddings": True}, ["layers.0.self_attn.q_proj", "input_layernorm"]),
+    ("qwen3", {}, ["mlp.down_proj", "self_attn"]),
+    ("gpt_neox", {}, ["layers.1.attention", "final_layer_norm"]),
+    ("qwen3_moe", {}, ["layers.1.mlp.experts"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "modules"), CASES)
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+def test_steps_are_those_of_a_plain_loop_that_trains_the_same(
+    tmp_path: Path, kind: str, options: dict[str, Any], modules: list[str], activation_checkpointing: str
+) -> None:
+    # Given the same model, of which a plain loop trains the same parameters
+    reference = save_model(kind, tmp_path, **options)
+    untouched = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+    training = {
+        "activationCheckpointing": activation_checkpointing,
+        "optimizer": {"weightDecay": 0.1, "eps": 1e-4, "maxGradNorm": 0.05},
+    }
+    ours = strategy(tmp_path, modules, training=training)
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(within(name, modules))
+    trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    assert 0 < len(trained) < len(untouched)
+    decayed = [parameter for parameter in trained.values() if parameter.ndim > 1]
+    others = [parameter for parameter in trained.values() if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-4, foreach=False)
+
+    # When both make steps
+    for _ in range(4):
+        loss = ours.forward_backward(BINS, TRAINED)
+        norm = ours.grad_norm()
+        ours.apply(1e-2, 0.05, norm, torch.tensor(True))
+        expected = their_loss(reference)
+        (expected / TRAINED).backward()
+        torch.testing.assert_close(loss.float(), expected, rtol=2e-6, atol=0)
+        theirs = torch.nn.utils.clip_grad_norm_(trained.values(), 0.05)
+        torch.testing.assert_close(gathered(norm), theirs, rtol=2e-5, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # Then what is trained is equal, and all else is what it was to the last bit
+    for name, parameter in ours.model.huggingface.named_parameters():
+        value = gathered(parameter.detach())
+        if name in trained:
+            torch.testing.assert_close(value, trained[name].detach(), rtol=1e-4, atol=2e-6)
+            assert not torch.equal(value, untouched[name])
+        else:
+            assert torch.equal(value, untouched[name]), name
+    names = {box.name for box in ours.boxes("trained")}
+    assert {box.name for box in ours.boxes("optimizer")} == names
+    assert not names & {box.name for box in ours.boxes("base")}
+
+
+def test_frozen_weights_are_held_as_they_are_computed_with(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    ours = strategy(tmp_path, ["layers.1"], training={"precision": "bf16"})
+    held = {name: parameter.dtype for name, parameter in ours.model.huggingface.named_parameters()}
+    assert {held[name] for name in held if ".layers.1." in name} == {torch.float32}
+    assert {held[name] for name in held if ".layers.1." not in name} == {torch.bfloat16}
+
+
+def test_beside_adapters_modules_are_trained_as_peft_does_it(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    reference = save_model("llama", tmp_path)
+    ours = strategy(tmp_path, ["lm_head", "model.norm"], lora={"rank": 4})
+    config = LoraConfig(
+        r=4, lora_alpha=4, target_modules="all-linear", modules_to_save=["lm_head", "model.norm"], task_type="CAUSAL_LM"
+    )
+    theirs = get_peft_model(reference, config)
+    found = {name: gathered(value.detach()) for name, value in ours.model.huggingface.named_parameters()}
+
+    def named(name: str) -> str:
+        return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
+
+    trained = {named(name): value for name, value in theirs.named_parameters() if value.requires_grad}
+    assert trained.keys() == {box.name for box in ours.boxes("trained")}
+    with torch.no_grad():
+        for name, value in trained.items():
+            value.copy_(found[name])
+
+    loss = ours.forward_backward(BINS, TRAINED)
+    expected = their_loss(theirs)
+    (expected / TRAINED).backward()
+
+    torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
+    for name, value in ours.model.huggingface.named_parameters():
+        assert (value.grad is None) == (name not in trained), name
+        if name in trained:
+            gradient = trained[name].grad
+            assert gradient is not None
+            assert (gathered(value.grad) - gradient).norm() <= 5e-6 * gradient.norm() + 1e-9, name
+
+
+def test_a_gradient_is_computed_for_what_needs_one(tmp_path: Path) -> None:
+    """FLOPs of a token, for the utilisation: 6 a trained weight, 4 a frozen one that a gradient passes, else 2."""
+    save_model("llama", tmp_path)
+    blueprint = build_on_meta(tmp_path)
+    huggingface: Any = blueprint.huggingface
+    sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
+
+    def flops(modules: list[str]) -> float:
+        return ModelFlops(blueprint, lambda name: within(name, modules), CPU).training([[1]])
+
+    def of(name: str) -> int:
+        return sum(size for key, size in sizes.items() if name in key)
+
+    whole = flops(["model", "lm_head"])
+    assert blueprint.first_trained(lambda name: within(name, ["lm_head"])) == len(blueprint.blocks)
+    # Of attention to itself a token has a little, which the layers that no gradient comes to compute forwards only.
+    assert whole - flops(["model"]) == 2 * of("lm_head")
+    assert flops(["layers.0", "lm_head"]) > flops(["layers.1", "lm_head"]) > flops(["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("options", "modules", "fields", "sentence"),
+    [
+        (
+            {},
+            ["layers.1", "q_prj"],
+            {},
+            "training.trainableModules names 'q_prj', and no module of the model with weights is called so: there are "
+            "model.embed_tokens, model.layers.N.self_attn.q_proj, ",
+        ),
+        ({}, ["layers.7"], {}, "names 'layers.7', and no module"),
+        (
+            {"tie_word_embeddings": True},
+            ["lm_head"],
+            {},
+            "names 'lm_head', and lm_head.weight is the same tensor as model.embed_tokens.weight in this model: name "
+            "model.embed_tokens too, or instead",
+        ),
+        (
+            {},
+            ["layers.1"],
+            {"lora": {"rank": 2}},
+            "names 'layers.1', in which model.layers.1.self_attn.q_proj gets adapters: it is trained whole or by them; "
+            "take it out, or name it in lora.excludeModules",
+        ),
+    ],
+)
+def test_names_that_mean_nothing_or_two_things_are_refused(
+    tmp_path: Path, options: dict[str, Any], modules: list[str], fields: dict[str, Any], sentence: str
+) -> None:
+    save_model("llama", tmp_path, **options)
+    with pytest.raises(ConfigError) as refused:
+        strategy(tmp_path, modules, **fields)
+    assert sentence in str(refused.value)
+
+
+def test_tied_weights_may_be_named_by_both_names(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, tie_word_embeddings=True)
+    ours = strategy(tmp_path, ["lm_head", "embed_tokens"])
+    assert {box.name for box in ours.boxes("trained")} == {"model.embed_tokens.weight"}
