@@ -150,13 +150,16 @@ def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
         return _did_you_mean(_NAMES_HERE[name])
     if name in _OTHER_NAMES:
         return _did_you_mean(f"spec.{_OTHER_NAMES[name]}")
-    if close := closest(name, beside):
-        return _did_you_mean(close)
-    if name in _NAMES_HERE:
-        return ""
-    paths = field_paths(root["properties"]["spec"], "spec")
+    outermost = parents == ["spec"]
+    paths = (path for block in ("metadata", "spec") for path in field_paths(root["properties"][block], block))
     elsewhere = [path for path in paths if name and bare(path.rpartition(".")[2]) == name]
-    if not elsewhere and not _OVERRIDES.isdisjoint(parents):
+    if outermost and elsewhere:  # a path of --set that leaves out where the field stands
+        return _did_you_mean(*sorted(elsewhere, key=lambda path: path.count("."))[:3])
+    if close := closest(name, [*beside, *(["metadata"] if outermost else [])]):
+        return _did_you_mean(close)
+    if name in _NAMES_HERE and not outermost:
+        return ""
+    if not elsewhere and (outermost or not _OVERRIDES.isdisjoint(parents)):
         return f"; allowed are {', '.join(beside)}"
     return _did_you_mean(*elsewhere) if len(elsewhere) <= 2 else ""
 

@@ -134,8 +134,10 @@ SENTENCES = {
     "spec.model.configOverrides.rope_parameters: rope_type linear needs factor, may have rope_theta, and takes nothing "
     "else; give factor and leave beta_fast out",
     "learningRate: 1e-5": "unknown field spec.learningRate; did you mean spec.training.optimizer.learningRate?",
-    "name: job": "unknown field spec.name",
-    "trackers: []": "unknown field spec.trackers",
+    "name: job": "unknown field spec.name; did you mean metadata.name or spec.model.tokenSecretRef.name or "
+    "spec.data.eval[].name?",
+    "trackers: []": "unknown field spec.trackers; allowed are model, lora, data, training, strategy, compute, "
+    "checkpoint, export, monitoring, suspend, runPolicy, deletionPolicy",
     "data: {train: [{url: hf://org/rows, uri: hf://org/rows}]}": "unknown field spec.data.train[0].url; did you mean "
     "uri?",
     "data: {train: [{split: train}]}": "spec.data.train[0].uri: is required",

@@ -146,7 +146,16 @@ def test_what_an_alias_of_yaml_shares_is_set_in_one_place() -> None:
         ("compute[0]=1", "--set compute[0]: spec.compute is a map, and has no items"),
         ("model.uri.name=a", '--set model.uri.name: spec.model.uri is "hf://org/model", and has no fields'),
         ("training.epochs=2", "--set training.epochs: spec.training: give training.steps or training.epochs, not both"),
-        ("kind=SFTJob", "--set kind: unknown field spec.kind"),
+        ("kind=SFTJob", "--set kind: unknown field spec.kind; allowed are model, lora, data, "),
+        ("name=b", "--set name: unknown field spec.name; did you mean metadata.name or "),
+        ("namespace=null", "--set namespace: unknown field spec.namespace; did you mean metadata.namespace?"),
+        ("metdata.name=b", "--set metdata.name: unknown field spec.metdata; did you mean metadata?"),
+        ("train[0].uri=hf://a/b", "--set train[0].uri: unknown field spec.train; did you mean spec.data.train?"),
+        (
+            "everySteps=5",
+            "--set everySteps: unknown field spec.everySteps; did you mean spec.checkpoint.everySteps or "
+            "spec.export.everySteps or spec.training.evaluation.everySteps?",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_as_of_a_manifest_and_whose_it_is(given: str, problem: str) -> None:
