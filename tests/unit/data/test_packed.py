@@ -89,6 +89,16 @@ def test_files_that_were_packed_in_pieces_are_read_to_their_end(tmp_path: Path) 
         assert [row["n"] for row in read(open_rows(path))] == [0, 1, 2]
 
 
+def test_zeros_behind_the_end_of_a_gzip_file_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    for parts, padding in [(1, 1), (1, 512), (2, 2**20)]:
+        path.write_bytes(b"".join(packed(f'{{"n": {i}}}\n'.encode(), ".gz") for i in range(parts)) + b"\0" * padding)
+        assert [row["n"] for row in read(open_rows(path))] == [*range(parts)]
+    path.write_bytes(packed(b'{"n": 0}\n', ".gz") + b"\0" * 512 + b"more")
+    with pytest.raises(DataError, match=r"cannot be unpacked as gzip"):
+        open_rows(path)
+
+
 def test_chunks_one_behind_the_other_unpack_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Path] = []
 

@@ -3,7 +3,9 @@
 Nor are they unpacked onto the disk: nobody has reckoned with ten times their size there.
 """
 
+import gzip
 import io
+import zlib
 from pathlib import Path, PurePath
 
 from sft_trainer.errors import DataError
@@ -57,8 +59,11 @@ class _Unpacked(io.RawIOBase):
 
         super().__init__()
         self._file, self._name, self._codec = file, name, codec
-        self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
-        self._errors = (OSError, pa.ArrowException)
+        if codec == "gzip":  # Python's own passes over zeros behind the end, which tapes and dd pad files with
+            self._stream = gzip.GzipFile(fileobj=file, mode="rb")
+        else:
+            self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+        self._damage = (gzip.BadGzipFile, EOFError, zlib.error, pa.ArrowException)
 
     def readable(self) -> bool:
         return True
@@ -66,9 +71,11 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
         try:
             data = self._stream.read(len(buffer))
-        except self._errors as error:
-            # Those of the codec are of no subclass and have no number; others are of the disk, or of what is between.
-            if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+        except self._damage as error:
+            raise self._unreadable(str(error)) from error
+        except OSError as error:
+            # Those of pyarrow are of no subclass and have no number; others are of the disk, or of what is between.
+            if type(error) is not OSError or error.errno is not None:
                 raise
             raise self._unreadable(str(error)) from error
         if not data and self._file.tell() == 0:  # to the codec nothing at all is as good as the end
