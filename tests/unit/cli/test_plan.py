@@ -9,9 +9,11 @@ import pytest
 
 from sft_api.plan import make_plan
 from sft_cli.adapters import measure_adapters
+from sft_cli.decisions import Decision, Origin
 from sft_cli.errors import UserError
+from sft_cli.explain import explain
 from sft_cli.manifest import load_manifest
-from sft_cli.plan import Decision, Origin, explain, show_plan
+from sft_cli.plan import show_plan
 from sft_cli.suggest import show_suggestions
 from sft_cli.validate import verdict_on
 

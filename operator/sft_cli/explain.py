@@ -1,0 +1,419 @@
+"""What a plan decides, a line each: its value, who made it, and from what."""
+
+from typing import Any
+
+from sft_api.batch import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS
+from sft_api.megatron import given_in_words, stages_in_words
+from sft_api.plan import DEFAULT_DECAY_RATIO, DEFAULT_WARMUP_RATIO, Plan
+from sft_api.report import duration
+from sft_api.v1alpha1.job import SFTJobSpec
+from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
+from sft_api.v1alpha1.workload import DummyRunSpec
+
+from .adapters import Trained
+from .decisions import Decision, Origin, origin_of
+from .words import counted
+
+
+def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
+    """The decisions of ``plan`` and the defaults around them, in the order in which people ask for them.
+
+    ``found`` is what ``measure_adapters`` says of ``spec``.
+    """
+    dummy = spec.training.dummy_run
+    return [
+        *_model(spec),
+        *_processes(spec, plan),
+        *_memory(plan),
+        *_adapters(spec, plan, found),
+        *(_dummy(dummy) if dummy else _length(spec, plan)),
+        *_batch(spec, plan),
+        *_optimisation(spec, plan),
+        *([] if dummy else _end(spec)),
+    ]
+
+
+def _model(spec: SFTJobSpec) -> list[Decision]:
+    overrides = spec.model.config_overrides
+    given = overrides.given if overrides else {}
+    if not given:
+        return []
+    values = ", ".join(f"{name}: {_flow(value)}" for name, value in given.items())
+    # What may be long stands at the end of the line.
+    return [
+        Decision(
+            "model's config",
+            f"{counted(len(given), 'field')} of ours",
+            Origin.GIVEN,
+            f"model.configOverrides: {values}",
+        )
+    ]
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _dummy(dummy: DummyRunSpec) -> list[Decision]:
+    steps = f"{counted(dummy.steps, 'step')} of random tokens"
+    return [Decision("dummy run", steps, Origin.GIVEN, "training.dummyRun: no data is read, nothing is saved")]
+
+
+def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    compute = spec.compute
+    device = "GPU" if compute.gpus_per_node else "CPU"
+    fsdp, megatron = spec.strategy.fsdp if spec.strategy else None, megatron_of(spec)
+    sharded = fsdp is not None and fsdp.shard_degree is not None
+    together = counted(plan.sequence_parallel, "process")
+    field = "megatron.contextParallelDegree" if megatron else "fsdp.sequenceParallelDegree"
+    shared = Decision("tokens shared by", together, Origin.GIVEN, f"strategy.{field}")
+    return [
+        Decision(
+            "processes",
+            f"{plan.processes} on {device}",
+            origin_of(compute, "nodes", "gpus_per_node", "processes_per_node"),
+            f"compute: {counted(compute.nodes, 'node')} x {compute.effective_processes_per_node} a node",
+        ),
+        *(
+            [Decision("launcher", "Ray, in the job's own pods", Origin.GIVEN, "compute.launcher: docs/ray.md")]
+            if compute.launcher == "ray"
+            else []
+        ),
+        *(
+            _megatron(megatron, plan)
+            if megatron
+            else [
+                Decision(
+                    "copies of the model",
+                    f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",
+                    Origin.GIVEN if sharded else Origin.COMPUTED,
+                    "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
+                )
+            ]
+        ),
+        *([shared] if plan.sequence_parallel > 1 else []),
+        *_layers(spec, plan),
+        *_reduction(spec, plan),
+    ]
+
+
+def _layers(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """How long layers' weights stay gathered, where it is asked for or longer than for one pass."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    given = fsdp is not None and fsdp.reshard_after_forward is not None
+    if plan.reshard_after_forward:
+        value, why = "gathered for each pass", "freed between forward and backward"
+    else:
+        value, why = "gathered once a micro-batch", "kept from forward to backward"
+    decision = Decision(
+        "layers", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reshardAfterForward; {why}"
+    )
+    return [decision] if given or not plan.reshard_after_forward else []
+
+
+def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """How often gradients are summed, where it is asked for or not after each micro-batch."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    given = fsdp is not None and fsdp.reduce_gradients != "auto"
+    if plan.reduce_gradients == "oncePerStep":
+        value, why = "summed once a step", "each process adds up its micro-batches before"
+    else:
+        value, why = "summed after every micro-batch", "of a share each is kept"
+    decision = Decision(
+        "gradients", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reduceGradients; {why}"
+    )
+    return [decision] if given or plan.reduce_gradients == "oncePerStep" else []
+
+
+def _megatron(megatron: MegatronSpec, plan: Plan) -> list[Decision]:
+    tensor, expert = plan.tensor_parallel, plan.expert_parallel
+    apart = tensor * plan.pipeline_parallel
+    shared = f"{counted(tensor, 'process')}{', and tokens between them' if megatron.shares_tokens else ''}"
+    degrees = [
+        ("matrices shared by", tensor, shared, "tensorParallelDegree"),
+        ("stages", plan.pipeline_parallel, stages_in_words(megatron), "pipelineParallelDegree"),
+        ("experts spread over", expert, counted(expert, "process"), "expertParallelDegree"),
+    ]
+    return [
+        Decision("strategy", "Megatron-Core", Origin.GIVEN, given_in_words(megatron)),
+        *(
+            Decision(subject, value, Origin.GIVEN, f"strategy.megatron.{field}")
+            for subject, degree, value, field in degrees
+            if degree > 1
+        ),
+        Decision(
+            "copies of the model",
+            f"{plan.processes // apart}, each over {counted(apart, 'process')}",
+            Origin.COMPUTED,
+            "the processes that are left; what updates a copy is shared out to all of them",
+        ),
+    ]
+
+
+def _why_sharded(plan: Plan) -> str:
+    if plan.shard_degree < plan.processes:
+        return "FSDP2 within each node, which has room for a copy: only gradients cross the network"
+    return "FSDP2 over all processes"
+
+
+_PARTS = {
+    "weights": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered layers": "gathered",
+    "activations": "activations",
+    "logits": "logits",
+    "CUDA and NCCL": "reserve",
+}
+"""Parts of the memory of a GPU, as the plan names them."""
+
+
+def _memory(plan: Plan) -> list[Decision]:
+    if (memory := plan.memory) is None:
+        return []
+    if memory.total is None:
+        return [Decision("memory of a GPU", "unknown", Origin.COMPUTED, memory.unknown)]
+    parts = ", ".join(f"{name} {size}" for name, part in _PARTS.items() if (size := getattr(memory, part)))
+    least = "" if memory.activations else "at least "
+    of = f" of {memory.gpu_memory}" if memory.gpu_memory else ""
+    decisions = [Decision("memory of a GPU", f"{least}{memory.total}{of}", Origin.COMPUTED, parts)]
+    if memory.unknown:
+        decisions.append(Decision("not known", "", Origin.COMPUTED, memory.unknown))
+    if memory.host_offload:
+        why = "of each node's host memory: strategy.fsdp.cpuOffload"
+        decisions.append(Decision("offloaded", memory.host_offload, Origin.COMPUTED, why))
+    if memory.host_staging:
+        why = "of each node's host memory, for a save in the background: checkpoint.async"
+        decisions.append(Decision("staging", memory.host_staging, Origin.COMPUTED, why))
+    return decisions
+
+
+_WHEN_TRAINED_IS_KNOWN = (
+    "the log of the run says it; known here of a folder (file://), of a model of the table in docs/memory.md, and of "
+    "one of a type in it whose config.json is in the hub's cache (hf download)"
+)
+
+
+def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
+    lora = spec.lora
+    if lora is None:
+        return []
+    excluded = f", not {', '.join(lora.exclude_modules)}" if lora.exclude_modules else ""
+    dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+    decisions = [
+        Decision(
+            "adapters",
+            f"rank {lora.rank}, alpha {lora.effective_alpha:g}{dropout}",
+            origin_of(lora, "rank", "alpha", "dropout"),
+            "lora.rank, .alpha, .dropout",
+        ),
+        Decision(
+            "adapters on",
+            f"{', '.join(lora.target_modules)}{excluded}",
+            origin_of(lora, "target_modules", "exclude_modules"),
+            "lora.targetModules, .excludeModules",
+        ),
+        Decision(
+            "frozen weights in",
+            lora.base_precision or plan.precision,
+            Origin.COMPUTED if lora.base_precision is None else Origin.GIVEN,
+            "lora.basePrecision; as precision when absent",
+        ),
+    ]
+    if isinstance(found, Trained):
+        share = found.parameters / (found.parameters + found.frozen)
+        value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
+        why = f"{counted(found.layers, 'layer')} with adapters, by {found.by}"
+    else:
+        value, why = "unknown", "as said above" if found else _WHEN_TRAINED_IS_KNOWN
+    return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
+
+
+def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    if plan.total_steps is not None:
+        given = "training.dummyRun, on random tokens" if spec.training.dummy_run else "training.steps"
+        length = Decision("length", counted(plan.total_steps, "step"), Origin.GIVEN, given)
+    else:
+        origin = origin_of(spec.training, "epochs")
+        length = Decision(
+            "length", counted(plan.epochs or 1, "epoch"), origin, "training.epochs; steps follow from the data"
+        )
+    return [length]
+
+
+def _batch(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    training = spec.training
+    decisions = []
+    if plan.global_batch_tokens is not None:
+        given = training.global_batch_tokens
+        if given is None:
+            why = f"at least {DEFAULT_GLOBAL_BATCH_TOKENS:,}, in whole micro-batches on every process"
+        elif given != plan.global_batch_tokens:
+            why = f"training.globalBatchTokens {given:,}, rounded down to whole micro-batches on every process"
+        else:
+            why = "training.globalBatchTokens"
+        origin = Origin.COMPUTED if given is None else Origin.GIVEN
+        decisions.append(Decision("tokens a step", f"{plan.global_batch_tokens:,}", origin, why))
+    if plan.global_batch_size is not None:
+        given = training.global_batch_size
+        why = (
+            f"{DEFAULT_GLOBAL_BATCH_SIZE}, rounded up to whole micro-batches on every process"
+            if given is None
+            else "training.globalBatchSize"
+        )
+        origin = Origin.COMPUTED if given is None else Origin.GIVEN
+        decisions.append(Decision("examples a step", f"{plan.global_batch_size:,}", origin, why))
+    if plan.max_tokens_per_micro_batch is not None:
+        given = training.max_tokens_per_micro_batch
+        decisions.append(
+            Decision(
+                "tokens a micro-batch",
+                f"{plan.max_tokens_per_micro_batch:,}",
+                Origin.COMPUTED if given is None else Origin.GIVEN,
+                "as data.maxLength" if given is None else "training.maxTokensPerMicroBatch",
+            )
+        )
+    else:
+        decisions.append(
+            Decision(
+                "examples a micro-batch",
+                f"{training.micro_batch_size:,}",
+                origin_of(training, "micro_batch_size"),
+                "training.microBatchSize",
+            )
+        )
+    accumulation = plan.gradient_accumulation
+    decisions.append(
+        Decision(
+            "gradient accumulation",
+            str(accumulation) if accumulation is not None else "varies",
+            Origin.COMPUTED,
+            "micro-batches a step on every process"
+            if accumulation is not None
+            else "packing decides how many micro-batches hold the examples of a step",
+        )
+    )
+    return decisions
+
+
+def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    training, schedule = spec.training, spec.training.schedule
+    if schedule.type == "constant":
+        warmup = "no warm-up"
+    elif schedule.warmup_steps is not None:
+        warmup = f"warm-up {counted(schedule.warmup_steps, 'step')}"
+    else:
+        ratio = DEFAULT_WARMUP_RATIO if schedule.warmup_ratio is None else schedule.warmup_ratio
+        warmup = f"warm-up {ratio * 100:g}% of the steps"
+    decay = ""
+    if schedule.type == "warmupStableDecay" and schedule.decay_steps is not None:
+        decay = f", decay in the last {counted(schedule.decay_steps, 'step')}"
+    elif schedule.type == "warmupStableDecay":
+        ratio = DEFAULT_DECAY_RATIO if schedule.decay_ratio is None else schedule.decay_ratio
+        decay = f", decay in the last {ratio * 100:g}% of the steps"
+    precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
+    return [
+        Decision(
+            "learning rate",
+            f"{plan.learning_rate:g}",
+            origin_of(training.optimizer, "learning_rate"),
+            "training.optimizer.learningRate, at its peak" + ("; 1e-4 with lora when absent" if spec.lora else ""),
+        ),
+        Decision(
+            "schedule",
+            f"{schedule.type}, {warmup}{decay}",
+            origin_of(schedule, "type", "warmup_steps", "warmup_ratio", "decay_steps", "decay_ratio"),
+            "training.schedule",
+        ),
+        Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),
+        *_compiled(spec, plan),
+        *_for_memory(spec),
+        *_balance(spec),
+        Decision("seed", str(training.seed), origin_of(training, "seed"), "training.seed"),
+    ]
+
+
+def _compiled(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
+    """Whether the layers are, where it is asked for or not usual."""
+    asked = spec.training.compile
+    if asked is None and plan.compile == bool(spec.compute.gpus_per_node):
+        return []
+    value, origin = "the layers" if plan.compile else "nothing", Origin.COMPUTED if asked is None else Origin.GIVEN
+    where = "training.compile; on GPUs when absent, but in fp32, by Megatron, and of experts"
+    return [Decision("compiled", value, origin, where)]
+
+
+def _balance(spec: SFTJobSpec) -> list[Decision]:
+    coefficient = spec.training.router_aux_loss_coefficient
+    if not coefficient:
+        return []
+    where = "training.routerAuxLossCoefficient; of each micro-batch, by its share of the step's tokens"
+    return [Decision("loss of routers", f"times {coefficient:g}", Origin.GIVEN, where)]
+
+
+def _for_memory(spec: SFTJobSpec) -> list[Decision]:
+    """What was chosen to take less memory than the defaults do."""
+    training, fsdp = spec.training, spec.strategy.fsdp if spec.strategy else None
+    chosen = [
+        ("activations", training.activation_checkpointing, "none", "training.activationCheckpointing"),
+        ("moments", training.optimizer.state_dtype, "fp32", "training.optimizer.stateDtype"),
+        ("sums of gradients", fsdp.reduce_dtype if fsdp else "fp32", "fp32", "strategy.fsdp.reduceDtype"),
+    ]
+    return [Decision(name, value, Origin.GIVEN, field) for name, value, usual, field in chosen if value != usual]
+
+
+def _end(spec: SFTJobSpec) -> list[Decision]:
+    checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
+    interval = duration(checkpoint.every_seconds)
+    saves = f"every {interval}" + (f" or {counted(checkpoint.every_steps, 'step')}" if checkpoint.every_steps else "")
+    best = f", the best {checkpoint.keep.best}" if checkpoint.keep.best else ""
+    each = f", those of every {counted(checkpoint.keep.every_steps, 'step')}" if checkpoint.keep.every_steps else ""
+    decisions = [
+        Decision(
+            "checkpoints in",
+            checkpoint.uri or "the platform's store",
+            origin_of(checkpoint, "uri"),
+            "checkpoint.uri" if checkpoint.uri else "checkpoint.uri; with sft run: sft-runs in the current folder",
+        ),
+        Decision(
+            "checkpoints",
+            f"{saves}; kept: the last {checkpoint.keep.last}{best}{each}",
+            origin_of(checkpoint, "every_seconds", "every_steps", "keep"),
+            "checkpoint.everySeconds, .everySteps, .keep",
+        ),
+    ]
+    if spec.data.eval:
+        often = f"every {counted(evaluation.every_steps, 'step')} and " if evaluation.every_steps else ""
+        decisions.append(
+            Decision(
+                "evaluation",
+                f"{'before, ' if evaluation.before_training else ''}{often}at the end",
+                origin_of(evaluation, "every_steps", "before_training"),
+                f"{counted(len(spec.data.eval), 'set')} of data.eval",
+            )
+        )
+    if export.at_end:
+        decisions.append(
+            Decision(
+                "export to", export.uri or "export/ beside the checkpoints", origin_of(export, "uri"), "export.uri"
+            )
+        )
+        if export.every_steps:
+            decisions.append(
+                Decision(
+                    "exported on the way",
+                    f"every {counted(export.every_steps, 'step')}, to step-… there",
+                    Origin.GIVEN,
+                    "export.everySteps",
+                )
+            )
+        which = {"last": "of the last step", "best": "of the lowest evaluation loss"}[export.checkpoint]
+        decisions.append(Decision("exported checkpoint", which, origin_of(export, "checkpoint"), "export.checkpoint"))
+        if spec.lora:
+            what = "the model with its adapters merged" if export.merge_adapter else "the adapters, for peft"
+            decisions.append(Decision("exported", what, origin_of(export, "merge_adapter"), "export.mergeAdapter"))
+    else:
+        decisions.append(Decision("export", "none", Origin.GIVEN, "export.atEnd: false"))
+    return decisions
