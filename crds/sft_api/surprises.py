@@ -87,21 +87,24 @@ def _evaluation_warning(spec: SFTJobSpec) -> str:
 def schedule_warning(spec: SFTJobSpec, steps: int) -> str:
     """What to say where warm-up or decay take more or less of the ``steps`` of the run than is meant; else empty."""
     schedule = spec.training.schedule
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
-    if warmup is not None and warmup >= steps:
+    warmup, decay = warmup_steps(spec, steps), schedule.decay_steps
+    field = "warmupRatio" if schedule.warmup_steps is None else "warmupSteps"
+    if warmup >= steps:
+        given = schedule.warmup_ratio if schedule.warmup_steps is None else schedule.warmup_steps
         return (
-            f"training.schedule.warmupSteps is {warmup}, and the run has {steps} steps: the learning rate rises to "
-            "its peak in the last one; lower warmupSteps, or leave it out for 3% of the steps"
+            f"training.schedule.{field} is {given}, and the run has {steps} steps: the learning rate rises to its peak "
+            f"in the last one; lower {field}, or leave it out for 3% of the steps"
         )
-    if decay is not None and decay >= steps - warmup_steps(spec, steps):
+    if schedule.type == "warmupStableDecay" and steps > 1 and (last := decay_steps(spec, steps)) < 2:
+        change = "give decaySteps of 2 or more" if steps - warmup > 1 else f"lower {field}, which leaves no more"
+        return (
+            f"training.schedule decays in the last {last} of {steps} steps, and begins at the peak: the learning rate "
+            f"stays there to the end; {change}"
+        )
+    if decay is not None and decay >= steps - warmup:
         return (
             f"training.schedule.decaySteps is {decay}, and the run has {steps} steps: the learning rate decays as soon "
             "as it has reached its peak; lower decaySteps, or leave it out for 10% of the steps"
-        )
-    if schedule.type == "warmupStableDecay" and (last := decay_steps(spec, steps)) < 2:
-        return (
-            f"training.schedule decays in the last {last} of {steps} steps, and begins at the peak: the learning rate "
-            "stays there to the end; give decaySteps of 2 or more"
         )
     return ""
 

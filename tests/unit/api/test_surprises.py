@@ -91,6 +91,11 @@ def test_a_warm_up_of_all_steps_is_warned_of() -> None:
         "training.schedule.warmupSteps is 100, and the run has 60 steps: the learning rate rises to"
     )
     assert warned(steps=100) != []
+    for schedule in ({}, {"type": "warmupStableDecay"}, {"type": "warmupStableDecay", "decaySteps": 5}):
+        assert said(training={"steps": 20, "schedule": {"warmupRatio": 0.98, **schedule}}) == [
+            "training.schedule.warmupRatio is 0.98, and the run has 20 steps: the learning rate rises to its peak in "
+            "the last one; lower warmupRatio, or leave it out for 3% of the steps"
+        ]
 
 
 def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of() -> None:
@@ -107,10 +112,19 @@ def test_a_decay_of_less_than_two_steps_is_warned_of() -> None:
     def warned(steps: int, **schedule: Any) -> list[str]:
         return said(training={"steps": steps, "schedule": {"type": "warmupStableDecay", **schedule}})
 
-    assert warned(20) == warned(10, decaySteps=2) == warned(4, decayRatio=0.5) == []
+    assert warned(20) == warned(10, decaySteps=2) == warned(4, decayRatio=0.5) == warned(1) == []
     for steps, schedule, last in ((4, {}, 0), (10, {}, 1), (100, {"decaySteps": 1}, 1)):
         (warning,) = warned(steps, **schedule)
         assert warning.startswith(f"training.schedule decays in the last {last} of {steps} steps, and begins at the")
+        assert warning.endswith("; give decaySteps of 2 or more")
+
+
+def test_a_warm_up_that_leaves_less_than_two_steps_is_what_to_lower() -> None:
+    for decay in (1, 50):
+        schedule = {"type": "warmupStableDecay", "warmupSteps": 9, "decaySteps": decay}
+        (warning,) = said(training={"steps": 10, "schedule": schedule})
+        assert warning.startswith("training.schedule decays in the last 1 of 10 steps, and begins at the peak: ")
+        assert warning.endswith("; lower warmupSteps, which leaves no more")
 
 
 @pytest.mark.parametrize(
