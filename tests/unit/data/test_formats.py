@@ -103,6 +103,19 @@ def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: 
             "; column 'conversation' holds objects with input, output, which are no turns: write turns with role (user "
             "or assistant) and content, in a column messages",
         ),
+        (
+            {"conversation": [{}]},
+            "; column 'conversation' holds objects with nothing in them, which are no turns: write turns with role "
+            "(user or assistant) and content, in a column messages",
+        ),
+        *(
+            (
+                {"conversation": value},
+                f"; column 'conversation' holds {value}, which is no list of turns: write turns with role (user or "
+                "assistant) and content, in a column messages",
+            )
+            for value in (["Hi", "Yo"], [1], [None], [[QUESTION]], [QUESTION, "Yo"], QUESTION)
+        ),
         ({"chat": [QUESTION, ANSWER]}, "; set messagesKey: chat"),
         ({"dialog": [{"from": "human", "value": "Hi"}]}, "; set format: shareGPT and messagesKey: dialog"),
         ({"id": 1, "spoken": [QUESTION, ANSWER]}, "; set messagesKey: spoken"),
@@ -293,10 +306,21 @@ WRONG = [
         "turns of their own, with role (user or assistant) and content",
     ),
     ([{"content": "Hi", "name": "ann"}], "no role, only content, name; known are system, user, assistant, tool"),
-    ([{}], "message 1 has no role, only an empty turn; known are"),
+    (
+        [{"Role": "user", "Content": "Hi"}],
+        "message 1 has no role, only Role, Content; known are system, user, assistant, tool; write Role and Content in "
+        "small letters",
+    ),
+    ([QUESTION, {}], "message 2 is empty; give it role and content, or remove it"),
+    ([[QUESTION, ANSWER]], "}]; leave out the list around its turns"),
+    ([["Hi", "Yo"]], "message 1 must have role and content, not be ['Hi', 'Yo']"),
     ([{"role": "user", "content": 7}], "message 1: content must be text or a list of text parts, not 7"),
     ([{"role": "user", "content": [{"type": "image"}]}], "text parts only, not {'type': 'image'}"),
-    ([{"role": "user", "content": None}], "message 1 (user) has neither content nor tool_calls"),
+    (
+        [{"role": "user", "content": None}],
+        "message 1 (user) has neither content nor tool_calls; write what is said as content, or remove the row",
+    ),
+    ([{"role": "user", "text": "Hi", "name": None}], "has neither content nor tool_calls, only text; write what is"),
     ([QUESTION, {**ANSWER, "train": "no"}], "message 2: train must be true or false, not 'no'"),
     ([QUESTION, {**ANSWER, "weight": 0.5}], "message 2: weight must be 0 or 1, not 0.5"),
     ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "train is False but weight says True"),
@@ -391,7 +415,12 @@ def test_turns_of_sharegpt_are_read_from_the_column_that_is_named_or_there() -> 
         (["Hi"], "message 1 must have from and value, not be 'Hi'"),
         ([QUESTION], "message 1 has no from and value, only role, content; set format: messages and messagesKey: "
          "conversations"),
-        ([{"from": "human"}], "message 1 has no from and value, only from"),
+        ([{"from": "human"}], "message 1 has no value, only from"),
+        ([{"value": "Hi", "role": "user"}], "message 1 has no from, only value, role"),
+        ([{"From": "human", "Value": "Hi"}], "has no from and value, only From, Value; write From and Value in small"),
+        ([{}], "message 1 is empty; give it from and value, or remove it"),
+        ([[said("human", "Hi")]], "}]; leave out the list around its turns"),
+        ([said("gpt", None)], "message 1 (from gpt) has null as value; write what is said, or remove the row"),
         ([said("narrator", "Hi")], "message 1 is from 'narrator'; known are human, "),
         ([said("human", "Hi"), said("gpt", 3)], "message 2: content must be text or a list of text parts, not 3"),
         ([said("function_call", "{x")], "message 1: what function_call says is no valid JSON"),

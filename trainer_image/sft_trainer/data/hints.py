@@ -6,6 +6,8 @@ It only words what a user is told to change; nothing is read by it.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .turns import quoted
+
 _TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
 _QUESTIONS = ("instruction", "prompt", "question", "query", "problem")
 _ANSWERS = ("output", "completion", "response", "answer", "solution")
@@ -66,6 +68,9 @@ def _renamed(columns: Collection[str], pair: tuple[str, str]) -> str:
 
 def _of_turns(column: str, value: Any) -> str:
     """What to do with a column that is called like turns, and has ``value`` in the first row."""
+    write = "write turns with role (user or assistant) and content, in a column messages"
+    if value and isinstance(value, list | Mapping) and not _of_objects(value):
+        return f"column '{column}' holds {quoted(value)}, which is no list of turns: {write}"
     if not _of_objects(value):
         return (
             f"if column '{column}' holds turns with role and content, set messagesKey: {column}; with from and value, "
@@ -73,10 +78,8 @@ def _of_turns(column: str, value: Any) -> str:
         )
     if key := _key(column, value[0]):
         return f"set {key}"
-    return (
-        f"column '{column}' holds objects with {', '.join(value[0])}, which are no turns: write turns with role (user "
-        "or assistant) and content, in a column messages"
-    )
+    held = ", ".join(value[0]) or "nothing in them"
+    return f"column '{column}' holds objects with {held}, which are no turns: {write}"
 
 
 def _key(column: str, turn: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ _OTHER_ROLES = {
 }
 """Roles of other formats, and what they are called here."""
 _FLAG_KEYS = ("train", "weight")
+_NAMES = ("role", "content", "from", "value")
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,25 @@ def _listed(value: Any, column: str) -> list[Any]:
     return value
 
 
+def _checked(turn: Any, where: str, names: str) -> Mapping[str, Any]:
+    """``turn``, which is to have ``names``, where it is an object with anything in it."""
+    if not isinstance(turn, Mapping):
+        nested = isinstance(turn, list) and bool(turn) and all(isinstance(item, Mapping) for item in turn)
+        hint = "; leave out the list around its turns" if nested else ""
+        raise DataError(f"{where} must have {names}, not be {quoted(turn)}{hint}")
+    if not turn:
+        raise DataError(f"{where} is empty; give it {names}, or remove it")
+    return turn
+
+
 def _of_shared(turn: Any, index: int, column: str) -> Any:
     """A turn of ShareGPT with the names and roles of a message; what it calls becomes tool calls."""
     where = f"message {index + 1}"
-    if not isinstance(turn, Mapping):
-        raise DataError(f"{where} must have from and value, not be {quoted(turn)}")
-    if "from" not in turn or "value" not in turn:
+    turn = _checked(turn, where, "from and value")
+    if missing := [name for name in ("from", "value") if name not in turn]:
         is_message = {"role", "content"} <= turn.keys()
         meant = f"; set format: messages and messagesKey: {column}" if is_message else _several(turn)
-        raise DataError(f"{where} has no from and value, only {', '.join(turn) or 'nothing'}{meant}")
+        raise DataError(f"{where} has no {' and '.join(missing)}, only {', '.join(turn)}{meant}")
     speaker, said = turn["from"], turn["value"]
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     name = speaker.lower() if isinstance(speaker, str) else ""
@@ -89,6 +100,8 @@ def _of_shared(turn: Any, index: int, column: str) -> Any:
     if name not in _OTHER_ROLES:
         known = ", ".join([*_OTHER_ROLES, _FUNCTION_CALL])
         raise DataError(f"{where} is from {quoted(speaker)}; known are {known}")
+    if said is None and not rest.get("tool_calls"):
+        raise DataError(f"{where} (from {speaker}) has null as value; write what is said, or remove the row")
     return {**rest, "role": _OTHER_ROLES[name], "content": said}
 
 
@@ -107,7 +120,7 @@ def _called(said: Any, where: str) -> list[Any]:
 
 
 def _role(turn: Mapping[str, Any]) -> str:
-    return f"role {quoted(turn['role'])}" if "role" in turn else f"no role, only {', '.join(turn) or 'an empty turn'}"
+    return f"role {quoted(turn['role'])}" if "role" in turn else f"no role, only {', '.join(turn)}"
 
 
 def _meant(turn: Mapping[str, Any]) -> str:
@@ -122,16 +135,17 @@ def _meant(turn: Mapping[str, Any]) -> str:
 
 
 def _several(turn: Mapping[str, Any]) -> str:
-    """What to change where a turn is none, but a question with its answer."""
-    if len(turn) < 2 or not turn.keys().isdisjoint(("role", "content", "from", "value")):
+    """What to change where a turn is none, but a question with its answer; or one whose names have capitals."""
+    if capitals := [key for key in turn if key not in _NAMES and key.lower() in _NAMES]:
+        return f"; write {' and '.join(capitals)} in small letters"
+    if len(turn) < 2 or not turn.keys().isdisjoint(_NAMES):
         return ""
     return f"; write {' and '.join(turn)} as turns of their own, with role (user or assistant) and content"
 
 
 def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
     where = f"message {index + 1}"
-    if not isinstance(turn, Mapping):
-        raise DataError(f"{where} must have role and content, not be {quoted(turn)}")
+    turn = _checked(turn, where, "role and content")
     role = turn.get("role")
     if role not in ROLES:
         raise DataError(f"{where} has {_role(turn)}; known are {', '.join(ROLES)}{_meant(turn)}")
@@ -143,7 +157,12 @@ def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
     if "content" in message:
         message["content"] = _read_content(message["content"], where)
     elif "tool_calls" not in message:
-        raise DataError(f"{where} ({role}) has neither content nor tool_calls")
+        others = ", ".join(key for key in message if key != "role")
+        held = f", only {others}" if others else ""
+        raise DataError(
+            f"{where} ({role}) has neither content nor tool_calls{held}; write what is said as content, or remove "
+            "the row"
+        )
     reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
