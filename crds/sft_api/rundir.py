@@ -53,6 +53,12 @@ def write_atomically(path: Path, document: BaseModel) -> None:
     _replace(path, _json(document))
 
 
+def touch(path: Path) -> None:
+    """Make the empty file ``path``, in a folder that may be gone. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
 def write_also_when_full(path: Path, document: BaseModel) -> bool:
     """``write_atomically``, or on a disk that is full over the old one, into the room that this has; whether it fits.
 

@@ -1,6 +1,7 @@
 """One pod: what the workers do, and what becomes of the run."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ from typing import Any
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
 from sft_api.restarts import count_incidents, exhausted
+from sft_api.rundir import STOP_FILE
 from sft_api.v1alpha1 import RestartsStatus
 from tests.waiting import wait_until
 
@@ -210,6 +212,37 @@ def test_sigterm_saves_and_leaves_with_the_retryable_code(group: Group) -> None:
     assert pod.termination.failure is FailureClass.INTERRUPTED
     assert pod.termination.checkpoints[0].folder == f"step-{pod.termination.step:08d}-a00001"
     assert f"[rank 0] rank 0 saved step {pod.termination.step}\n" in pod.log
+
+
+def test_sigterm_is_told_to_workers_whose_run_directory_was_removed(group: Group) -> None:
+    group.steps = 10_000
+    group.faults = [{"rank": 0, "start": 1, "step": 2, "do": "linger"}]
+    pod = group.start()
+    pod.wait_for_step(2)
+    (run_dir,) = (path for path in group.folder.glob("pod-*") if path.is_dir())
+    shutil.rmtree(run_dir)
+    pod.signal(signal.SIGTERM)
+    wait_for((run_dir / STOP_FILE).exists, pod)
+    (group.folder / "linger").touch()
+
+    assert pod.wait() == 30
+    assert "rank 0 saved step 3\n" in pod.log
+    assert "Traceback" not in pod.log
+
+
+def test_workers_that_cannot_be_told_to_stop_are_killed_in_the_end(group: Group) -> None:
+    group.run_policy = {"terminationGracePeriodSeconds": 5}
+    group.faults = [{"rank": 0, "start": 1, "step": 2, "do": "linger"}]
+    pod = group.start()
+    pod.wait_for_step(2)
+    (run_dir,) = (path for path in group.folder.glob("pod-*") if path.is_dir())
+    (run_dir / STOP_FILE).symlink_to("/nowhere/stop")
+    pod.signal(signal.SIGTERM)
+
+    assert pod.wait() == 30
+    assert "the workers cannot be told: " in pod.log
+    assert "the workers had not left after 4 s" in pod.termination.message
+    assert "Traceback" not in pod.log
 
 
 def test_sigterm_right_after_the_start_is_heard(group: Group) -> None:

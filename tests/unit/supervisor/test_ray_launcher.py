@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_a_place_is_given_back_when_the_process_has_ended(launcher: RayLauncher,
 
     assert places.ended_file(tmp_path, 1).exists()
     assert not places.ended_file(tmp_path, 0).exists()
+
+
+def test_nor_does_a_run_directory_that_is_gone_end_the_supervisor(launcher: RayLauncher, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    launcher.rank_ended(1)
+    assert places.ended_file(tmp_path, 1).exists()
+
+    shutil.rmtree(tmp_path)
+    tmp_path.touch()
+    launcher.rank_ended(0)
 
 
 def test_a_raylet_that_is_killed_is_nothing_of_the_runs_own(launcher: RayLauncher, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from sft_api.failures import FailureClass
 from sft_api.progress import TerminationMessage
-from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, MEMORY_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE
+from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, MEMORY_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE, touch
 from sft_trainer.cache import cache_directory
 
 from .activity import Activities
@@ -133,10 +133,17 @@ class Node:
         if self._stop_since is None:
             self._stop_since = time.monotonic()
             self._output.say(f"{name}: asking the workers to save and leave")
-            (self._settings.run_dir / STOP_FILE).touch()
+            self._ask_to_stop()
         elif number == signal.SIGINT:
             self._kill_now = True
         self._wake.set()
+
+    def _ask_to_stop(self) -> None:
+        """Workers that cannot be told are killed, as those that do not leave."""
+        try:
+            touch(self._settings.run_dir / STOP_FILE)
+        except OSError as problem:
+            self._output.say(f"the workers cannot be told: {problem}")
 
     async def _sleep(self) -> None:
         try:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from sft_api.failures import FailureClass
 from sft_api.progress import WorkerError
+from sft_api.rundir import touch
 from sft_trainer.on_ray import places
 
 from .causes import HOST_OUT_OF_MEMORY
@@ -128,7 +129,8 @@ class RayLauncher:
     def rank_ended(self, local_rank: int) -> None:
         if local_rank not in self._given_back:
             self._given_back.add(local_rank)
-            places.ended_file(self._settings.run_dir, local_rank).touch()
+            with contextlib.suppress(OSError):  # a place that is not given back ends with Ray
+                touch(places.ended_file(self._settings.run_dir, local_rank))
 
     def look(self, ended: Mapping[int, int], *, memory_ran_out: bool, forming: bool, over: bool) -> None:
         found: list[Failure] = []
