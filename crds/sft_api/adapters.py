@@ -26,12 +26,17 @@ def within(parameter: str, names: Collection[str]) -> bool:
 
 
 def adapted(
-    linear: Collection[str], head: str | None, targets: Collection[str], excluded: Collection[str]
+    linear: Collection[str],
+    head: str | None,
+    targets: Collection[str],
+    excluded: Collection[str],
+    trained: Collection[str] = (),
 ) -> list[str]:
     """The linear layers that get adapters, of all that a model has (``linear``, full names, in order).
 
-    ``head`` is the name of its output layer, which ``all-linear`` leaves out. Raises ``AdapterError`` for a name in
-    ``targets`` or ``excluded`` that no linear layer has, for the head in ``targets``, and when nothing is left.
+    None does that lies in a module which ``trained`` means: all of it is trained. ``head`` is the name of its output
+    layer, which ``all-linear`` leaves out. Raises ``AdapterError`` for a name in ``targets`` or ``excluded`` that no
+    linear layer has, for the head in ``targets``, and when nothing is left.
     """
     everything = ALL_LINEAR in targets
     wanted = [name for name in linear if name != head] if everything else [m for m in linear if named(m, targets)]
@@ -42,11 +47,10 @@ def adapted(
                     f"lora.{field} names {name!r}, and no linear layer of the model is called so: its linear layers "
                     f"are {', '.join(ends(linear))}"
                 )
-    found = [module for module in wanted if not named(module, excluded)]
+    found = [module for module in wanted if not named(module, excluded) and not within(f"{module}.weight", trained)]
     if not found:
-        raise AdapterError(
-            f"lora.excludeModules leaves nothing to train of {', '.join(ends(wanted))}: take a name out of it"
-        )
+        fields = "lora.excludeModules and training.trainableModules leave" if trained else "lora.excludeModules leaves"
+        raise AdapterError(f"{fields} nothing to train of {', '.join(ends(wanted))}: take a name out of it")
     if head in found:
         raise AdapterError(
             f"lora.targetModules names {head}, the head of the model, which gets no adapter: its loss is computed from "

@@ -108,7 +108,7 @@ class Sizes:
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
     lora = spec.lora
-    adapters = [adapter_parameters(adapted, lora.rank) for adapted in adapted_of(shape, lora)] if lora else [0]
+    adapters = [adapter_parameters(adapted, lora.rank) for adapted in adapted_of(shape, spec)] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
     trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
     return Sizes(
@@ -128,7 +128,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
-    adapted = adapted_of(shape, spec.lora) if spec.lora else [{}] * shape.layers
+    adapted = adapted_of(shape, spec)
     weights, _ = trained_weights(shape, spec)
     blocks = [(tuple(names), trained > 0) for names, trained in zip(adapted, weights, strict=True)]
     first = next((number for number, block in enumerate(blocks) if any(block)), shape.layers)
@@ -371,24 +371,32 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
     }
 
 
-def adapted_of(shape: ModelShape, lora: LoraSpec) -> list[dict[str, tuple[int, int]]]:
+def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
     """Of each block the linear layers that get adapters; names that no layer has are left to others to refuse."""
-    targets = [*shape.linear] if ALL_LINEAR in lora.target_modules else lora.target_modules
-    blocks = _adapted(tuple(shape.linear), shape.layers, tuple(targets), tuple(lora.exclude_modules))
+    lora = spec.lora
+    if lora is None:
+        return [{}] * shape.layers
+    targets = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else tuple(lora.target_modules)
+    trained = tuple(spec.training.trainable_modules or ())
+    blocks = _adapted(tuple(shape.linear), shape.layers, targets, tuple(lora.exclude_modules), trained)
     return [{name: shape.linear[name] for name in names} for names in blocks]
 
 
 @lru_cache(maxsize=32)
 def _adapted(
-    linear: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...]
+    linear: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...], trained: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
     """Those of the names ``linear`` that are chosen, of each block: asked for again and again by who tries shapes."""
 
     def chosen(block: int) -> tuple[str, ...]:
         names = {name: f"model.layers.{block}.{name}" for name in linear}
-        return tuple(name for name, whole in names.items() if named(whole, targets) and not named(whole, excluded))
+        return tuple(
+            name
+            for name, whole in names.items()
+            if named(whole, targets) and not named(whole, excluded) and not within(f"{whole}.weight", trained)
+        )
 
-    if any(part.isdigit() for name in (*targets, *excluded) for part in name.split(".")):
+    if any(part.isdigit() for name in (*targets, *excluded, *trained) for part in name.split(".")):
         return [chosen(block) for block in range(blocks)]
     return [chosen(0)] * blocks
 

@@ -231,7 +231,8 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     layers = range(min(shape.layers, _ENOUGH_LAYERS))
     linear = [f"model.layers.{layer}.{name}" for layer in layers for name in shape.linear]
     try:
-        adapted([*linear, head], head, spec.lora.target_modules, spec.lora.exclude_modules)
+        modules = spec.training.trainable_modules or ()
+        adapted([*linear, head], head, spec.lora.target_modules, spec.lora.exclude_modules, modules)
     except AdapterError as error:
         return of_experts(error) if shape.experts else str(error)
     return ""

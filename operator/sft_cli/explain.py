@@ -7,25 +7,26 @@ from sft_api.megatron import given_in_words, stages_in_words
 from sft_api.plan import DEFAULT_DECAY_RATIO, DEFAULT_WARMUP_RATIO, Plan
 from sft_api.report import duration
 from sft_api.v1alpha1.job import SFTJobSpec
+from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_api.v1alpha1.workload import DummyRunSpec
 
-from .adapters import Trained
 from .decisions import Decision, Origin, origin_of
+from .trained import Trained
 from .words import counted
 
 
 def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
     """The decisions of ``plan`` and the defaults around them, in the order in which people ask for them.
 
-    ``found`` is what ``measure_adapters`` says of ``spec``.
+    ``found`` is what ``measure_trained`` says of ``spec``.
     """
     dummy = spec.training.dummy_run
     return [
         *_model(spec),
         *_processes(spec, plan),
         *_memory(plan),
-        *_adapters(spec, plan, found),
+        *_trained(spec, plan, found),
         *(_dummy(dummy) if dummy else _length(spec, plan)),
         *_batch(spec, plan),
         *_optimisation(spec, plan),
@@ -196,13 +197,38 @@ _WHEN_TRAINED_IS_KNOWN = (
 )
 
 
-def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
-    lora = spec.lora
-    if lora is None:
+def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
+    """Of a model of which not all is trained."""
+    if spec.trains_all:
         return []
+    decisions = _adapters(spec.lora) if spec.lora else []
+    if modules := spec.training.trainable_modules:
+        # What may be long stands at the end of the line.
+        why = f"training.trainableModules: {', '.join(modules)}"
+        decisions.append(Decision("trained modules", counted(len(modules), "name"), Origin.GIVEN, why))
+    precision = spec.lora.base_precision if spec.lora else None
+    decisions.append(
+        Decision(
+            "frozen weights in",
+            precision or plan.precision,
+            Origin.COMPUTED if precision is None else Origin.GIVEN,
+            "lora.basePrecision; as precision when absent" if spec.lora else "as precision; what is trained in fp32",
+        )
+    )
+    if isinstance(found, Trained):
+        share = found.parameters / (found.parameters + found.frozen)
+        value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
+        layers = f"{counted(found.layers, 'layer')} with adapters, " if found.layers else ""
+        why = f"{layers}by {found.by}"
+    else:
+        value, why = "unknown", "as said above" if found else _WHEN_TRAINED_IS_KNOWN
+    return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
+
+
+def _adapters(lora: LoraSpec) -> list[Decision]:
     excluded = f", not {', '.join(lora.exclude_modules)}" if lora.exclude_modules else ""
     dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
-    decisions = [
+    return [
         Decision(
             "adapters",
             f"rank {lora.rank}, alpha {lora.effective_alpha:g}{dropout}",
@@ -215,20 +241,7 @@ def _adapters(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list
             origin_of(lora, "target_modules", "exclude_modules"),
             "lora.targetModules, .excludeModules",
         ),
-        Decision(
-            "frozen weights in",
-            lora.base_precision or plan.precision,
-            Origin.COMPUTED if lora.base_precision is None else Origin.GIVEN,
-            "lora.basePrecision; as precision when absent",
-        ),
     ]
-    if isinstance(found, Trained):
-        share = found.parameters / (found.parameters + found.frozen)
-        value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
-        why = f"{counted(found.layers, 'layer')} with adapters, by {found.by}"
-    else:
-        value, why = "unknown", "as said above" if found else _WHEN_TRAINED_IS_KNOWN
-    return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
 
 
 def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:

@@ -10,12 +10,12 @@ from sft_api.small_data import small_data_warning
 from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
-from .adapters import adapters_warning, measure_adapters
 from .console import result, say
 from .data_size import measure
 from .decisions import show, with_overrides
 from .explain import explain
 from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape, why_uncounted
+from .trained import measure_trained, names_warning
 
 
 def warning_of(spec: SFTJobSpec, plan: Plan) -> str | None:
@@ -46,9 +46,9 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
     """
     shape = model_shape(job.spec)
     plan = make_plan(job.spec, shape=shape, uncounted=why_uncounted(job.spec))
-    found = measure_adapters(job.spec, shape)
+    found = measure_trained(job.spec, shape)
     fit = fit_of(job.spec, plan, shape)
-    if names := adapters_warning(found, fit.refused):
+    if names := names_warning(found, fit.refused):
         say(f"Warning: {names}", fg="yellow")
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
@@ -68,7 +68,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
         if alone is not None:
             shape = model_shape(alone.spec)
             decisions = with_overrides(
-                decisions, explain(alone.spec, make_plan(alone.spec, shape=shape), measure_adapters(alone.spec, shape))
+                decisions, explain(alone.spec, make_plan(alone.spec, shape=shape), measure_trained(alone.spec, shape))
             )
         show(decisions)
     return int(ExitCode.CONFIG_ERROR) if fit.refused else 0

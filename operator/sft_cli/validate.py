@@ -10,11 +10,11 @@ from sft_api.failures import ExitCode
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
-from .adapters import adapters_warning, measure_adapters
 from .console import result
 from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
 from .overrides import Override, in_words
+from .trained import measure_trained, names_warning
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
         told = [
             *deletion_warnings(job.spec),
             *filter(None, [absent_warning(job.spec), absent_data_warning(job.spec)]),
-            *filter(None, [adapters_warning(measure_adapters(job.spec), fit.refused)]),
+            *filter(None, [names_warning(measure_trained(job.spec), fit.refused)]),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
         ]

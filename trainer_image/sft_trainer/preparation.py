@@ -12,7 +12,7 @@ from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning, schedule_warning
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1 import DataSource, LoraSpec, SFTJobSpec
+from sft_api.v1alpha1 import DataSource, SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 
 from .cache import cache_directory
@@ -29,13 +29,13 @@ from .models.compiling import why_not
 from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
-from .models.lora import add_adapters, is_adapter
+from .models.lora import add_adapters
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .prepared import Prepared
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
-from .trainable import Trainable, check_modules, trainable_of
+from .trainable import check_modules, trainable_of
 
 
 def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str, str]:
@@ -58,11 +58,8 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)
     digest = base_digest(model, path)
-    if spec.lora is not None:
-        reporter.say("%s", _with_adapters(model, spec.lora))
-    if spec.training.trainable_modules is not None:
-        check_modules(model.huggingface, spec)
-        reporter.say("%s", _trained(model, trainable_of(config)))
+    if not spec.trains_all:
+        reporter.say("%s", _part_that_is_trained(model, config))
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)
     return path, model, digest, _uncompiled(config, model.huggingface, device, computed)
@@ -165,23 +162,23 @@ def prepare(
     )
 
 
-def _with_adapters(model: CausalLM, lora: LoraSpec) -> str:
-    """Put adapters into ``model``; what there is to train then, in words."""
-    layers = add_adapters(model.huggingface, lora)
-    sizes = {name: parameter.numel() for name, parameter in model.huggingface.named_parameters()}
-    trained = sum(size for name, size in sizes.items() if is_adapter(name))
-    alone = f"; {OF_EXPERTS}" if has_experts(model.huggingface) else ""
+def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
+    """Put adapters into ``model``, if the run has some; what there is to train then, in words."""
+    huggingface, spec, parts = model.huggingface, config.spec, list[str]()
+    modules = spec.training.trainable_modules or ()
+    if spec.lora is not None:
+        layers = add_adapters(huggingface, spec.lora, modules)
+        parts.append(f"adapters of rank {spec.lora.rank} on {len(layers)} layers ({', '.join(ends(layers))})")
+    if modules:
+        check_modules(huggingface, modules)
+        parts.append(f"training.trainableModules ({', '.join(modules)})")
+    trains = trainable_of(config).trains
+    sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if trains(name))
+    alone = f"; {OF_EXPERTS}" if spec.lora is not None and has_experts(huggingface) else ""
     return (
-        f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))}): {trained:,} parameters are "
-        f"trained, {sum(sizes.values()) - trained:,} are not{alone}"
+        f"{' and '.join(parts)}: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not{alone}"
     )
-
-
-def _trained(model: CausalLM, trainable: Trainable) -> str:
-    """How much of ``model`` is trained, in words."""
-    sizes = {name: parameter.numel() for name, parameter in model.huggingface.named_parameters()}
-    trained = sum(size for name, size in sizes.items() if trainable.trains(name))
-    return f"training.trainableModules: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not"
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

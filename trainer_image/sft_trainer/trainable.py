@@ -1,16 +1,14 @@
 """What of a model is trained: which parameters, the dtype each is loaded in, and which are saved."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1 import SFTJobSpec
 
 from .errors import ConfigError
 from .models.lora import is_adapter
@@ -65,11 +63,10 @@ def trainable_of(config: TrainerConfig) -> Trainable:
     )
 
 
-def check_modules(huggingface: Any, spec: SFTJobSpec) -> None:
-    """Raise ``ConfigError`` where ``training.trainableModules`` has names that mean nothing in ``huggingface``, which
-    is on the meta device and has its adapters."""
+def check_modules(huggingface: nn.Module, modules: Collection[str]) -> None:
+    """Raise ``ConfigError`` where ``modules`` (training.trainableModules) has names that mean nothing in a Hugging Face
+    model, or one name of two that tied weights have."""
     own, tied = [name for name, _ in huggingface.named_parameters()], tied_names(huggingface)
-    modules = spec.training.trainable_modules or ()
     for module in modules:
         found = [name for name in own if within(name, [module])]
         if shared := next((name for name in tied if within(name, [module])), None):
@@ -82,11 +79,6 @@ def check_modules(huggingface: Any, spec: SFTJobSpec) -> None:
             raise ConfigError(
                 f"training.trainableModules names {module!r}, and no module of the model with weights is called so: "
                 f"there are {', '.join(_modules(own))}"
-            )
-        if adapted := next((name for name in found if is_adapter(name)), None):
-            raise ConfigError(
-                f"training.trainableModules names {module!r}, in which {adapted.rpartition('.lora_')[0]} gets "
-                "adapters: it is trained whole or by them; take it out, or name it in lora.excludeModules"
             )
 
 

@@ -88,7 +88,7 @@ def test_beside_adapters_they_are_exported_for_peft_and_merged(
     model = fp32_copy(tiny_inputs.model, tmp_path / "model")
     sections: dict[str, Any] = {
         "model": {"uri": f"file://{model}"},
-        "lora": {"excludeModules": ["layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj"]},
+        "lora": {"excludeModules": []},
         "training": {"trainableModules": modules},
     }
     ended = run(tmp_path / "run", tiny_inputs, 2, **sections)

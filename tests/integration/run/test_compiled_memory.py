@@ -77,7 +77,7 @@ def test_what_a_compiled_block_keeps_is_what_the_formula_says(
 
     seen = (saved(kind, 4, asked) - saved(kind, 2, asked)) / 2 / TOKENS
 
-    adapted = adapted_of(shape, asked.lora)[0] if asked.lora else {}
+    adapted = adapted_of(shape, asked)[0]
     reckoned = block_memory(shape, asked, torch.bfloat16.itemsize, adapted, compiled=True)
     assert reckoned.kept == pytest.approx(seen, rel=0.02)
     assert reckoned.kept < 0.85 * block_memory(shape, asked, torch.bfloat16.itemsize, adapted).kept

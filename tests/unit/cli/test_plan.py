@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from sft_api.known_models import known_shape
 from sft_api.plan import make_plan
-from sft_cli.adapters import measure_adapters
 from sft_cli.decisions import Decision, Origin
 from sft_cli.errors import UserError
 from sft_cli.explain import explain
 from sft_cli.manifest import load_manifest
 from sft_cli.plan import show_plan
 from sft_cli.suggest import show_suggestions
+from sft_cli.trained import Trained, measure_trained
 from sft_cli.validate import verdict_on
 
 from .jobs import job, manifest
@@ -22,7 +25,7 @@ from .jobs import job, manifest
 
 def decisions(**spec: Any) -> dict[str, Decision]:
     asked = job(**spec).spec
-    return {decision.subject: decision for decision in explain(asked, make_plan(asked), measure_adapters(asked))}
+    return {decision.subject: decision for decision in explain(asked, make_plan(asked), measure_trained(asked))}
 
 
 def test_what_the_manifest_leaves_open_is_default_or_computed() -> None:
@@ -454,3 +457,40 @@ def test_whether_layers_are_compiled_is_shown_where_it_is_asked_for_or_not_usual
     assert (unusual.value, unusual.origin) == ("nothing", Origin.COMPUTED)
     asked = decisions(compute={"gpusPerNode": 0}, training={"compile": True})["compiled"]
     assert (asked.value, asked.origin) == ("the layers", Origin.GIVEN)
+
+
+def test_of_some_modules_is_said_which_and_how_much_they_are() -> None:
+    asked = job(
+        model={"uri": "hf://Qwen/Qwen3-8B"},
+        training={"trainableModules": ["layers.35", "model.norm"]},
+        compute={"gpusPerNode": 1},
+    ).spec
+    shape = known_shape(asked.model.uri)
+    shown = {row.subject: row for row in explain(asked, make_plan(asked), measure_trained(asked, shape))}
+
+    assert shown["trained modules"].why == "training.trainableModules: layers.35, model.norm"
+    assert (shown["frozen weights in"].value, shown["frozen weights in"].origin) == ("bf16", Origin.COMPUTED)
+    assert shape is not None
+    trained = shape.block_parameters + shape.hidden_size
+    assert shown["trained parameters"].value.startswith(f"{trained:,} of {shape.parameters:,} (")
+    assert "trained modules" not in decisions()
+
+
+def test_of_the_files_of_a_model_the_tensors_within_modules_are_counted(tmp_path: Path) -> None:
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(10, 4),
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(6, 4),
+        "model.layers.1.mlp.up_proj.weight": torch.zeros(6, 4),
+        "model.norm.weight": torch.zeros(4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    uri = f"file://{tmp_path}"
+
+    some = measure_trained(job(model={"uri": uri}, training={"trainableModules": ["layers.1", "model.norm"]}).spec)
+    both = measure_trained(job(model={"uri": uri}, lora={"rank": 2}, training={"trainableModules": ["layers.1"]}).spec)
+
+    assert isinstance(some, Trained)
+    assert (some.parameters, some.frozen, some.layers) == (24 + 4, 40 + 24, 0)
+    assert isinstance(both, Trained)
+    assert (both.parameters, both.frozen, both.layers) == (24 + 2 * (6 + 4), 40 + 24 + 4, 1)
+    assert measure_trained(job(model={"uri": uri}, training={"trainableModules": ["lm_head"]}).spec) is None

@@ -76,7 +76,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
         lambda copied: checkpoint_activations(copied, how),
         asked.sequence_parallel,
     )
-    adapted = adapted_of(shape, asked.lora)[0] if asked.lora else {}
+    adapted = adapted_of(shape, asked)[0]
     return block_memory(shape, asked, computed.itemsize, adapted), seen
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from sft_cli.adapters import Trained, measure_adapters
+from sft_cli.trained import Trained, measure_trained
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError, ModelError
@@ -231,7 +231,7 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     layers = add_adapters(huggingface, spec.lora)
     trained = sum(p.numel() for name, p in huggingface.named_parameters() if is_adapter(name))
 
-    found = measure_adapters(spec)
+    found = measure_trained(spec)
 
     assert isinstance(found, Trained)
     assert (found.layers, found.parameters) == (len(layers), trained)
@@ -244,7 +244,7 @@ def test_the_plan_leaves_out_layers_that_the_model_has_in_its_files_alone(tmp_pa
     spec = resolve(
         manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
     ).spec
-    plain = measure_adapters(spec)
+    plain = measure_trained(spec)
     assert isinstance(plain, Trained)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -254,7 +254,7 @@ def test_the_plan_leaves_out_layers_that_the_model_has_in_its_files_alone(tmp_pa
         if ".layers.1." in name
     }
     save_file({**tensors, **further, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, file)
-    assert measure_adapters(spec) == plain
+    assert measure_trained(spec) == plain
 
 
 def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:
     spec = resolve(
         manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
     ).spec
-    plain = measure_adapters(spec)
+    plain = measure_trained(spec)
     assert isinstance(plain, Trained)
     pack(tmp_path)
-    assert measure_adapters(spec) == plain
+    assert measure_trained(spec) == plain

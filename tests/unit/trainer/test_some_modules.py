@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sft_api.adapters import within
-from sft_api.v1alpha1 import SFTJobSpec
 from sft_trainer.errors import ConfigError
 from sft_trainer.flops import ModelFlops
 from sft_trainer.models.causal_lm import build_on_meta
@@ -24,12 +23,6 @@ from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, their_loss
 from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
 
 
-def spec_of(folder: Path, modules: list[str], **fields: Any) -> SFTJobSpec:
-    training = {"trainableModules": modules, **fields.pop("training", {})}
-    job = manifest(folder, folder.with_name("store"), model={"uri": f"file://{folder}"}, training=training, **fields)
-    return resolve(job).spec
-
-
 def strategy(folder: Path, modules: list[str], **fields: Any) -> FsdpStrategy:
     """A model as a run begins with it."""
     training = {"trainableModules": modules, **fields.pop("training", {})}
@@ -37,8 +30,8 @@ def strategy(folder: Path, modules: list[str], **fields: Any) -> FsdpStrategy:
     config = resolve(job)
     blueprint = build_on_meta(folder)
     if config.spec.lora is not None:
-        add_adapters(blueprint.huggingface, config.spec.lora)
-    check_modules(blueprint.huggingface, config.spec)
+        add_adapters(blueprint.huggingface, config.spec.lora, modules)
+    check_modules(blueprint.huggingface, modules)
     built = FsdpStrategy(config, blueprint, trainable_of(config), ALONE, CPU)
     boxes = [*built.boxes("base"), *built.boxes("trained")]
     load_weights([box for box in boxes if not is_adapter(box.name)], built.model.names, folder)
@@ -169,38 +162,29 @@ def test_a_gradient_is_computed_for_what_needs_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "modules", "fields", "sentence"),
+    ("options", "modules", "sentence"),
     [
         (
             {},
             ["layers.1", "q_prj"],
-            {},
             "training.trainableModules names 'q_prj', and no module of the model with weights is called so: there are "
             "model.embed_tokens, model.layers.N.self_attn.q_proj, ",
         ),
-        ({}, ["layers.7"], {}, "names 'layers.7', and no module"),
+        ({}, ["layers.7"], "names 'layers.7', and no module"),
         (
             {"tie_word_embeddings": True},
             ["lm_head"],
-            {},
             "names 'lm_head', and lm_head.weight is the same tensor as model.embed_tokens.weight in this model: name "
             "model.embed_tokens too, or instead",
         ),
-        (
-            {},
-            ["layers.1"],
-            {"lora": {"rank": 2}},
-            "names 'layers.1', in which model.layers.1.self_attn.q_proj gets adapters: it is trained whole or by them; "
-            "take it out, or name it in lora.excludeModules",
-        ),
     ],
 )
-def test_names_that_mean_nothing_or_two_things_are_refused(
-    tmp_path: Path, options: dict[str, Any], modules: list[str], fields: dict[str, Any], sentence: str
+def test_names_that_mean_nothing_or_a_part_of_tied_weights_are_refused(
+    tmp_path: Path, options: dict[str, Any], modules: list[str], sentence: str
 ) -> None:
     save_model("llama", tmp_path, **options)
     with pytest.raises(ConfigError) as refused:
-        strategy(tmp_path, modules, **fields)
+        strategy(tmp_path, modules)
     assert sentence in str(refused.value)
 
 
@@ -208,3 +192,14 @@ def test_tied_weights_may_be_named_by_both_names(tmp_path: Path) -> None:
     save_model("llama", tmp_path, tie_word_embeddings=True)
     ours = strategy(tmp_path, ["lm_head", "embed_tokens"])
     assert {box.name for box in ours.boxes("trained")} == {"model.embed_tokens.weight"}
+
+
+def test_what_is_trained_whole_gets_no_adapters(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    ours = strategy(tmp_path, ["layers.1", "o_proj"], lora={"rank": 2})
+    names = [name for name, _ in ours.model.huggingface.named_parameters()]
+    adapted = {name.rpartition(".lora_")[0] for name in names if is_adapter(name)}
+    linear = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "gate_proj", "up_proj", "down_proj"]
+    assert adapted == {f"model.layers.0.{'' if '.' in name else 'mlp.'}{name}" for name in linear}
+    with pytest.raises(ConfigError, match=r"^lora.excludeModules and training.trainableModules leave nothing to train"):
+        strategy(tmp_path, ["layers"], lora={"rank": 2})

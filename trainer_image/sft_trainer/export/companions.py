@@ -85,12 +85,13 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
         "evaluation loss": run.metrics.get(BEST_METRIC),
         "peak learning rate": config.plan.learning_rate,
     }
-    lora = config.spec.lora
+    lora, modules = config.spec.lora, config.spec.training.trainable_modules
     if lora is not None:
-        facts |= {
-            "adapters": f"rank {lora.rank}, alpha {lora.effective_alpha:g}",
-            "digest of the model": run.base_digest,
-        }
+        facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
+    if modules is not None:
+        facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
+    if not config.spec.trains_all:
+        facts["digest of the model"] = run.base_digest
     overrides = config.spec.model.config_overrides
     facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}
     peft = form_of(config.spec) == "adapter"

@@ -90,7 +90,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     linear, _ = linear_layers(model.huggingface)
     lora = adapters.lora
     alpha = lora.effective_alpha
-    layers = add_adapters(model.huggingface, lora)
+    layers = add_adapters(model.huggingface, lora, adapters.modules)
     base, revision = adapters.base_uri.removeprefix("file://"), ""
     if base.startswith("hf://"):
         base, _, revision = base.removeprefix("hf://").partition("@")

@@ -7,7 +7,7 @@ base is read from hub files as without adapters; theirs are ``<layer>.lora_A.wei
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -79,18 +79,20 @@ def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:
     return names, named_head
 
 
-def adapted_layers(huggingface: Any, lora: LoraSpec) -> list[str]:
-    """Names of the layers of ``huggingface`` that get adapters; ``ConfigError`` for names that it does not have."""
+def adapted_layers(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()) -> list[str]:
+    """Names of the layers of ``huggingface`` that get adapters, where all of the modules ``trained`` is trained;
+    ``ConfigError`` for names that it does not have."""
     names, head = linear_layers(huggingface)
     try:
-        return adapted(names, head, lora.target_modules, lora.exclude_modules)
+        return adapted(names, head, lora.target_modules, lora.exclude_modules, trained)
     except AdapterError as error:
         raise ConfigError(of_experts(error) if has_experts(huggingface) else str(error)) from error
 
 
-def add_adapters(huggingface: Any, lora: LoraSpec) -> list[str]:
-    """Put adapters into ``huggingface`` (on the meta device); the names of the layers that got one, in order."""
-    chosen = adapted_layers(huggingface, lora)
+def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()) -> list[str]:
+    """Put adapters into ``huggingface`` (on the meta device), but not into the modules ``trained``, all of which is
+    trained; the names of the layers that got one, in order."""
+    chosen = adapted_layers(huggingface, lora, trained)
     for name in chosen:
         module, _, leaf = name.rpartition(".")
         layer = LoraLinear(huggingface.get_submodule(name), lora.rank, lora.scaling, lora.dropout)

@@ -1,4 +1,5 @@
-"""How many parameters a run with ``lora`` trains, by the model's files where this machine has them, or by its shape."""
+"""How many parameters a run trains that does not train all, by the model's files where this machine has them, or by its
+shape."""
 
 import json
 import math
@@ -6,11 +7,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_api.adapters import AdapterError, adapted, adapter_parameters, of_experts
-from sft_api.memory import adapted_of
+from sft_api.adapters import AdapterError, adapted, adapter_parameters, of_experts, within
+from sft_api.memory import adapted_of, sizes_of
 from sft_api.model_shape import ModelShape
 from sft_api.v1alpha1.job import SFTJobSpec
-from sft_api.v1alpha1.lora import LoraSpec
 
 _FILE = "file://"
 _MOST_HEADER_BYTES = 100_000_000
@@ -26,7 +26,7 @@ _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
 
 @dataclass(frozen=True)
 class Trained:
-    """Of a model with adapters."""
+    """Of a model of which not all is trained."""
 
     parameters: int
     """That are trained."""
@@ -38,29 +38,31 @@ class Trained:
     """What it is known by."""
 
 
-def measure_adapters(spec: SFTJobSpec, shape: ModelShape | None = None) -> Trained | str | None:
-    """What ``spec`` trains of its model, or what is wrong with its names; None when it cannot be told.
+def measure_trained(spec: SFTJobSpec, shape: ModelShape | None = None) -> Trained | str | None:
+    """What ``spec`` trains of its model, or what is wrong with its names; None when it cannot be told, and where it is
+    all.
 
     By the model's files where they are on this machine, else by its ``shape``, where that is known.
     """
-    if spec.lora is None:
+    if spec.trains_all:
         return None
-    found = _by_files(spec.model.uri, spec.lora) if spec.model.uri.startswith(_FILE) else None
-    return found if found is not None or shape is None else _by_shape(shape, spec.lora)
+    found = _by_files(spec) if spec.model.uri.startswith(_FILE) else None
+    return found if found is not None or shape is None else _by_shape(shape, spec)
 
 
-def _by_shape(shape: ModelShape, lora: LoraSpec) -> Trained | None:
-    blocks = adapted_of(shape, lora)
-    layers = sum(map(len, blocks))
-    trained = sum(adapter_parameters(block, lora.rank) for block in blocks)
+def _by_shape(shape: ModelShape, spec: SFTJobSpec) -> Trained | None:
+    layers = sum(map(len, adapted_of(shape, spec)))
+    sizes = sizes_of(shape, spec)
     # Names that no layer has are refused with the memory, which follows from them.
-    return Trained(trained, shape.parameters, layers, "the sizes that memory is counted by") if layers else None
+    if not sizes.trained or (spec.lora and not layers):
+        return None
+    return Trained(sizes.trained, sizes.parameters - sizes.trained, layers, "the sizes that memory is counted by")
 
 
-def _by_files(uri: str, lora: LoraSpec) -> Trained | str | None:
+def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     """By the headers: linear layers are the matrices within the decoder's layers, and its head."""
     try:
-        folder = Path(uri.removeprefix(_FILE))
+        folder = Path(spec.model.uri.removeprefix(_FILE))
         shapes, layers_here = _shapes(folder), _layers(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # sft run says what is wrong with the files
         return None
@@ -74,16 +76,22 @@ def _by_files(uri: str, lora: LoraSpec) -> Trained | str | None:
     if not matrices:
         return None
     head = next((name for name in _HEADS if f"{name}.weight" in shapes), _HEADS[0])
+    modules, lora, layers = spec.training.trainable_modules or (), spec.lora, list[str]()
     try:
-        layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules)
+        if lora is not None:
+            layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules)
     except AdapterError as error:
         return of_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
-    frozen = sum(_numbers(name, shape) for name, shape in shapes.items())
-    return Trained(adapter_parameters(chosen, lora.rank), frozen, len(layers))
+    added = adapter_parameters(chosen, lora.rank) if lora else 0
+    trained = sum(_numbers(name, shape) for name, shape in shapes.items() if within(name, modules))
+    if modules and not trained:  # such as the name of a module whose tensors have others in the files
+        return None
+    whole = sum(_numbers(name, shape) for name, shape in shapes.items())
+    return Trained(added + trained, whole - trained, len(layers))
 
 
-def adapters_warning(found: Trained | str | None, refused: str) -> str:
+def names_warning(found: Trained | str | None, refused: str) -> str:
     """What is wrong with names of adapters, by what was ``found``; empty where the run is ``refused`` for them."""
     return found if isinstance(found, str) and not refused.startswith("lora.") else ""
 
