@@ -15,9 +15,11 @@ import pytest
 from sft_api.v1alpha1 import DataSource, DataSpec, TrainSource
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data import beginning, first_rows, json_arrays
+from sft_trainer.data.csv_files import Table
 from sft_trainer.data.first_rows import check_first_rows
 from sft_trainer.data.json_arrays import Array
 from sft_trainer.data.source_rows import SourceRows, open_path
+from sft_trainer.data.text_rows import Lines
 from sft_trainer.errors import DataError
 from tests.unit.data.packing import packed
 
@@ -61,6 +63,40 @@ def test_reading_begins_at_any_row(tmp_path: Path, written: str, mark: str) -> N
     for start in (0, 1, 510, 511, 512, 513, 1023, 1024, 1099):
         assert list(rows.read(start, start + 3)) == whole[start : start + 3], start
     assert list(rows.read(1100, 1101)) == []
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_mark_is_the_number_of_bytes_before_its_row(written: str, mark: str) -> None:
+    suffix, content = WRITTEN[written]
+    kind = {".json": Array(), ".jsonl": Lines(), ".csv": Table(("n", "text", "empty"))}[suffix]
+    raw = (mark + content).encode()
+    begin = b'{"n"' if suffix == ".jsonl" else b"{" if suffix == ".json" else b""
+    for number, (found, _) in enumerate(kind.items(io.BufferedReader(io.BytesIO(raw)), f"rows{suffix}")):
+        rest = raw[found.offset :]
+        assert rest.startswith(begin or f"{number},".encode())
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, written: str, packing: str) -> None:
+    """Marks into another file would be rows of no file."""
+    suffix, content = WRITTEN[written]
+    path = tmp_path / f"rows{suffix}{packing}"
+    path.write_bytes(packed(content.encode(), packing))
+    rows = open_path(path, DataSource(uri=f"file://{path}"))
+    assert len(list(rows.read(0, 600))) == 600
+
+    path.write_bytes(packed(content.replace("599", "changed").encode(), packing))
+    with pytest.raises(DataError, match=r"bytes, and had \d+ when its rows were counted: leave it as it is"):
+        next(rows.read(600, 700))
+    # Another that is opened begins anew.
+    _, row = next(open_path(path, DataSource(uri=f"file://{path}")).read(600, 700))
+    assert row["n"] == "600"
+
+
+def test_white_space_before_an_array_may_be_long(tmp_path: Path) -> None:
+    assert len(open_rows(tmp_path / "rows.json", "\ufeff" + "\r\n" * 5000 + '[{"n": 0}]')) == 1
 
 
 @pytest.mark.parametrize("written", WRITTEN)

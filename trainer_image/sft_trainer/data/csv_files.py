@@ -10,7 +10,7 @@ from sft_trainer.errors import DataError
 
 from .packed import opened, suffix_of, with_packed
 from .readers import Row
-from .text_rows import ROWS_PER_MARK, Mark, TextRows, pass_mark
+from .text_rows import Mark, TextRows, find
 
 DELIMITERS = {**dict.fromkeys(with_packed(".csv"), ","), **dict.fromkeys(with_packed(".tsv"), "\t")}
 
@@ -76,29 +76,28 @@ def _begun(file: io.BufferedReader, name: str) -> tuple[Table, Iterator[tuple[Ma
 
 def _rows(file: io.BufferedReader, name: str, mark: Mark | None = None) -> Iterator[tuple[Mark, list[str]]]:
     """Rows from ``mark`` on, or else from the names of the columns on. Empty lines are passed over."""
-    first = mark.number if mark else 1
-    if mark is None:
-        pass_mark(file, name)
+    offset, first = find(file, name, mark)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    if mark is not None:
-        text.seek(mark.offset)
-    # No iteration over the file itself: it would not tell where it is.
-    reader = csv.reader(iter(text.readline, ""), delimiter=DELIMITERS[suffix_of(name)], strict=True)
-    row = 0 if mark else -1
-    offset = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal offset
+        for line in text:
+            offset += len(line.encode())
+            yield line
+
+    reader = csv.reader(lines(), delimiter=DELIMITERS[suffix_of(name)], strict=True)
     while True:
-        number = first + reader.line_num
-        if row % ROWS_PER_MARK == 0 and file.seekable():  # it takes as long as some rows
-            offset = text.tell()
+        begin = Mark(offset, first + reader.line_num)
         try:
             values = next(reader)
         except StopIteration:
             return
         except UnicodeDecodeError as error:
             wrong = f"byte 0x{error.object[error.start]:02x}"
-            raise DataError(f"{name} is not UTF-8 ({wrong} behind line {number}): save the file as UTF-8") from error
+            raise DataError(
+                f"{name} is not UTF-8 ({wrong} behind line {begin.number}): save the file as UTF-8"
+            ) from error
         except csv.Error as error:
-            raise DataError(f"{name} line {number} is no valid row ({error}); correct or remove it") from error
+            raise DataError(f"{name} line {begin.number} is no valid row ({error}); correct or remove it") from error
         if values:  # an empty line
-            yield Mark(offset, number), values
-            row += 1
+            yield begin, values

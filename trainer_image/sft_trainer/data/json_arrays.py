@@ -13,7 +13,7 @@ from sft_trainer.errors import DataError
 
 from .packed import opened
 from .readers import Reader, Row
-from .text_rows import Mark, TextRows, checked_object, open_lines, pass_mark, undecoded, what_is_wrong
+from .text_rows import Mark, TextRows, checked_object, find, open_lines, pass_mark, undecoded, what_is_wrong
 
 _BLOCK = 2**18
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -32,11 +32,9 @@ class Array:
     columns: None = None
 
     def items(self, file: io.BufferedReader, name: str, mark: Mark | None = None) -> Iterator[tuple[Mark, Any]]:
-        offset, number = mark or (pass_mark(file, name), 1)
+        offset, number = find(file, name, mark)
         text = _Text(file, name, offset)
-        if mark is not None:
-            file.seek(offset)
-        else:
+        if mark is None:
             if text.next() != "[":
                 raise DataError(f"{name} must hold an array of objects or one object per line")
             text.pass_over(1)
@@ -151,7 +149,9 @@ def open_json(path: Path) -> Reader:
     """
     with opened(path) as file:
         pass_mark(file, str(path))
-        start = file.read(4096).lstrip()
+        start = b""
+        while not start and (block := file.read(4096)):
+            start = block.lstrip()
     if start.startswith(b"["):
         return TextRows.open(path, Array())
     lines = open_lines(path)

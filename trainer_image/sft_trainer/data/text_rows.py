@@ -27,7 +27,7 @@ class Mark(NamedTuple):
     """Where a row begins."""
 
     offset: int
-    """What its kind seeks to find it again; of use for every 512th row, and in what is not packed."""
+    """Bytes before it, unpacked."""
     number: int
     """Of its first line, or of the row itself, as messages count."""
 
@@ -64,19 +64,21 @@ class TextRows:
     path: Path
     kind: Kind
     count: int
+    size: int
+    """Bytes of the file."""
     marks: tuple[Mark, ...] = field(repr=False)
     """Of every 512th row; of a packed file none."""
 
     @classmethod
     def open(cls, path: Path, kind: Kind) -> "TextRows":
         """Raises DataError where rows of this kind do not follow each other to the end of the file."""
-        marks, count = [], 0
+        marks, count, size = [], 0, path.stat().st_size
         with opened(path) as file:
             for mark, _ in kind.items(file, str(path)):
                 if count % ROWS_PER_MARK == 0 and not is_packed(path):
                     marks.append(mark)
                 count += 1
-        return cls(path, kind, count, tuple(marks))
+        return cls(path, kind, count, size, tuple(marks))
 
     @property
     def columns(self) -> tuple[str, ...] | None:
@@ -85,24 +87,29 @@ class TextRows:
     def read(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
         if start >= min(stop, self.count):
             return
+        if (size := self.path.stat().st_size) != self.size:  # marks are nothing in another file
+            raise DataError(
+                f"{self.path} has {size} bytes, and had {self.size} when its rows were counted: leave it as it is "
+                "while it is read, and start again"
+            )
         row, items = self._last_before(start)
         for mark, item in islice(items, start - row, stop - row):
             place = f"{self.path} {self.kind.unit} {mark.number}"
             yield place, self.kind.row(item, place)
         if not self.marks:
             _left_off.clear()
-            _left_off[self.path] = stop, items
+            _left_off[self] = stop, items
 
     def _last_before(self, start: int) -> tuple[int, Iterator[tuple[Mark, Any]]]:
         """The number of a row up to ``start`` from which on it is found soonest, and what follows."""
         if self.marks:
             number = start // ROWS_PER_MARK
             return number * ROWS_PER_MARK, _items(self.path, self.kind, self.marks[number])
-        row, items = _left_off.pop(self.path, (start + 1, None))
+        row, items = _left_off.pop(self, (start + 1, None))
         return (0, _items(self.path, self.kind)) if items is None or row > start else (row, items)
 
 
-_left_off: dict[Path, tuple[int, Iterator[tuple[Mark, Any]]]] = {}
+_left_off: dict[TextRows, tuple[int, Iterator[tuple[Mark, Any]]]] = {}
 """Of the packed file that was read last: its next row, and what follows."""
 
 
@@ -119,9 +126,7 @@ class Lines:
     columns: None = None
 
     def items(self, file: io.BufferedReader, name: str, mark: Mark | None = None) -> Iterator[tuple[Mark, bytes]]:
-        offset, first = mark or (pass_mark(file, name), 1)
-        if mark is not None:
-            file.seek(offset)
+        offset, first = find(file, name, mark)
         for number, line in enumerate(file, first):
             if not line.isspace():
                 yield Mark(offset, number), line
@@ -168,6 +173,14 @@ def checked_object(row: Any, place: str, advice: str = "") -> Row:
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object but {type(row).__name__}: {row!r:.{_QUOTED}}{advice}")
     return row
+
+
+def find(file: io.BufferedReader, name: str, mark: Mark | None) -> Mark:
+    """Go to ``mark`` in ``file``, or else to where its text begins; raises what ``pass_mark`` does."""
+    if mark is None:
+        return Mark(pass_mark(file, name), 1)
+    file.seek(mark.offset)
+    return mark
 
 
 def pass_mark(file: io.BufferedReader, name: str) -> int:
