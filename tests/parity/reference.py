@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
@@ -32,13 +33,17 @@ class ReferenceStep:
 
 
 def reference_model(config: TrainerConfig) -> Any:
-    """The model of ``config`` as transformers loads it."""
+    """The model of ``config`` as transformers loads it, of which that is trained which ``config`` says."""
     from transformers import AutoModelForCausalLM
 
     balanced = {"output_router_logits": True} if config.spec.training.router_aux_loss_coefficient else {}
-    return AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         Path(config.spec.model.uri.removeprefix("file://")), dtype=torch.float32, **balanced
     )
+    if modules := config.spec.training.trainable_modules:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(within(name, modules))
+    return model
 
 
 def peft_model(config: TrainerConfig) -> Any:
