@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_api.checkpoints import BEST_METRIC, CheckpointId
+from sft_api.checkpoints import BEST_METRIC, FORMAT_VERSION, CheckpointId
 from sft_api.place import Beat, Done, RunRecord
 from sft_api.report import best_of
 from sft_api.times import timestamp
@@ -72,9 +72,9 @@ def lines_of(place: Place) -> list[str]:
     lines += ["", *_table([_HEADER, *(_row(folder, roles) for folder in place.folders)])]
     problems = [f"{folder.id.folder}: {folder.problem}" for folder in place.folders if folder.problem]
     notes = [
-        f"{folder.id.folder}: of format 1, which is read, and written no more"
+        f"{folder.id.folder}: of format {folder.manifest.format_version}, which is read, and written no more"
         for folder in place.folders
-        if folder.manifest is not None and folder.manifest.format_version == 1
+        if folder.manifest is not None and folder.manifest.format_version < FORMAT_VERSION
     ]
     return [*lines, *([""] if problems or notes else []), *problems, *notes]
 

@@ -189,9 +189,10 @@ def test_where_a_place_is_looked_for(run: LocalStore, tmp_path: Path, monkeypatc
     assert "give the place of its run, file:///data/run, and for verify --step 6" in one.stderr
 
 
-def test_checkpoints_are_listed_verified_and_pruned_without_torch(run: LocalStore) -> None:
-    # Given a program that has no torch, and a checkpoint of format 1 beside others
-    format_1 = CheckpointId(1, 4)
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_are_listed_verified_and_pruned_without_torch(run: LocalStore, version: int) -> None:
+    # Given a program that has no torch, and a checkpoint of an older format beside others
+    older = CheckpointId(1, 4)
     program = (
         "import sys; sys.modules['torch'] = None; from sft_cli.main import cli; cli(['checkpoints', *sys.argv[1:]])"
     )
@@ -200,9 +201,9 @@ def test_checkpoints_are_listed_verified_and_pruned_without_torch(run: LocalStor
         command = [sys.executable, "-c", program, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    source = Path(__file__).parents[2] / "unit" / "checkpoint" / "format_1"
-    run.delete([entry.key for entry in run.list(format_1.prefix)])
-    shutil.copytree(source / format_1.prefix, run.path / format_1.prefix)
+    source = Path(__file__).parents[2] / "unit" / "checkpoint" / f"format_{version}"
+    run.delete([entry.key for entry in run.list(older.prefix)])
+    shutil.copytree(source / older.prefix, run.path / older.prefix)
 
     # When it looks, reads and removes
     expected = sft("list", run.uri).stdout
@@ -212,9 +213,9 @@ def test_checkpoints_are_listed_verified_and_pruned_without_torch(run: LocalStor
 
     # Then nothing is missing
     assert listed == expected
-    assert f"{format_1.folder}: of format 1, which is read, and written no more" in listed
+    assert f"{older.folder}: of format {version}, which is read, and written no more" in listed
     assert verified.count("every byte is as it was written") == 3
-    assert folders(run) == ["step-00000006-a00001", format_1.folder], "that of another run stays"
+    assert folders(run) == ["step-00000006-a00001", older.folder], "that of another run stays"
 
 
 def test_an_empty_place_and_one_that_is_not_there(tmp_path: Path) -> None:

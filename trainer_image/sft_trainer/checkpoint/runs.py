@@ -86,10 +86,8 @@ class Run:
 def open_run(store: Store, manifest: Manifest, index: Index, rows: range, on_bytes: OnBytes) -> Iterator[Run]:
     """The run of ``rows`` of ``index``, one of ``runs``."""
     first = rows[0]
-    key, length = (
-        f"{manifest.id.prefix}{index.files[index.file[first]]}",
-        int(index.length[rows.start : rows.stop].sum()),
-    )
+    key = f"{manifest.id.prefix}{index.files[index.file[first]]}"
+    length = int(index.length[rows.start : rows.stop].sum())
     with store.open_range(key, int(index.start[first]), length) as stream:
         yield Run(stream, manifest, index, on_bytes)
 
