@@ -3,9 +3,9 @@
 max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
                  loop, also compiled, with activation checkpointing, hybrid sharding, offload, shared tokens, some
                  modules that are trained alone, and gradients that each process adds up for itself and sums with the
-                 others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny
-                 model), of mixtures of experts with the loss of their routers, which share tokens and are compiled too, of adapters against peft,
-                 which are compared after three steps too; at most 1e-6
+                 others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model),
+                 of mixtures of experts with the loss of their routers, which share tokens and are compiled too, of
+                 adapters against peft, which are compared after three steps too; at most 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
