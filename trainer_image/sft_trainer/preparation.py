@@ -164,18 +164,18 @@ def prepare(
 
 def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     """Put adapters into ``model``, if the run has some; what there is to train then, in words."""
-    huggingface, spec, parts = model.huggingface, config.spec, list[str]()
-    modules = spec.training.trainable_modules or ()
-    if spec.lora is not None:
-        layers = add_adapters(huggingface, spec.lora, modules)
-        parts.append(f"adapters of rank {spec.lora.rank} on {len(layers)} layers ({', '.join(ends(layers))})")
+    huggingface, lora, parts = model.huggingface, config.spec.lora, list[str]()
+    modules = config.spec.training.trainable_modules or ()
+    if lora is not None:
+        layers = add_adapters(huggingface, lora, modules)
+        parts.append(f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))})")
     if modules:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
     trains = trainable_of(config).trains
     sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
     trained = sum(size for name, size in sizes.items() if trains(name))
-    alone = f"; {OF_EXPERTS}" if spec.lora is not None and has_experts(huggingface) else ""
+    alone = f"; {OF_EXPERTS}" if lora is not None and has_experts(huggingface) else ""
     return (
         f"{' and '.join(parts)}: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not{alone}"
     )
