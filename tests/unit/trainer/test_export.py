@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -14,8 +15,8 @@ from sft_trainer.checkpoint import pieces
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError
 from sft_trainer.export import values
-from sft_trainer.export.plan import plan_export
-from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.export.plan import Plan, plan_adapter, plan_export
+from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import load_weights
@@ -122,28 +123,16 @@ def _config_of(shapes: dict[str, list[int]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("kind", "experts"), [("qwen3_moe", 2 * 3), ("mixtral", 2 * 3), ("gpt_neox", 0)])
-@pytest.mark.parametrize("file_bytes", [2**40, 700], ids=["one file", "experts apart"])
-def test_tensors_have_the_names_of_the_hub(
-    tmp_path: Path, kind: str, experts: int, file_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given the checkpoint of a model whose modules have other names, with experts that are one tensor there, and blocks
-    # that hold a few of them
-    save_random(kind, tmp_path / "model", **(EXPERTS if experts else {}))
-    hub = load_file(tmp_path / "model" / "model.safetensors")
-    model = empty(tmp_path / "model")
-    names, store = model.names, LocalStore(tmp_path / "store")
-    load_weights(whole_boxes(model), names, tmp_path / "model")
-    manifest = save(whole_boxes(model), store)
-    monkeypatch.setattr(values, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 300)
+def loaded(folder: Path) -> CausalLM:
+    """The model in ``folder``."""
+    model = empty(folder)
+    load_weights(whole_boxes(model), model.names, folder)
+    return model
 
-    # When the files are planned and filled
-    plan = plan_export(model, torch.float32, file_bytes)
-    filled = values.Values(store, manifest, names, base=lambda: pytest.fail("nothing is lacking"))
+
+def read(plan: Plan, filled: values.Values) -> dict[str, torch.Tensor]:
+    """The tensors of the files of ``plan``, in fp32, as they would be written."""
     filled.check(plan)
-
-    # Then all tensors of the hub are there, with their values
     found = {}
     for file in plan.files:
         raw = b"".join(tensor.numpy().tobytes() for tensor in filled.of(file, lambda count: None))
@@ -153,12 +142,58 @@ def test_tensors_have_the_names_of_the_hub(
             found[entry.name] = torch.frombuffer(part, dtype=torch.float32).reshape(entry.shape)
             position += entry.nbytes
         assert (position, file.size) == (len(raw), len(file.header) + len(raw))
+        assert safetensors.torch.load(file.header + raw).keys() == {entry.name for entry in file.entries}
+    return found
+
+
+@pytest.mark.parametrize(("kind", "experts"), [("qwen3_moe", 2 * 3), ("mixtral", 2 * 3), ("gpt_neox", 0)])
+@pytest.mark.parametrize("file_bytes", [2**40, 700], ids=["one file", "experts apart"])
+def test_tensors_have_the_names_of_the_hub(
+    tmp_path: Path, kind: str, experts: int, file_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given the checkpoint of a model whose modules have other names, with experts that are one tensor there, and blocks
+    # that hold a few of them
+    save_random(kind, tmp_path / "model", **(EXPERTS if experts else {}))
+    hub = load_file(tmp_path / "model" / "model.safetensors")
+    model = loaded(tmp_path / "model")
+    names, store = model.names, LocalStore(tmp_path / "store")
+    manifest = save(whole_boxes(model), store)
+    monkeypatch.setattr(values, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 300)
+
+    # When the files are planned and filled
+    plan = plan_export(model, torch.float32, file_bytes)
+    filled = values.Values(store, manifest, names, base=lambda: pytest.fail("nothing is lacking"))
+
+    # Then all tensors of the hub are there, with their values
+    found = read(plan, filled)
     assert found.keys() == hub.keys()
     for name, tensor in hub.items():
         assert torch.equal(found[name], tensor), name
     if file_bytes > SMALL:
         stacked = [part for part in plan.files[0].parts if ".experts." in part.name]
         assert len(stacked) == experts, "of two layers three stacked tensors, each read as one"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_that_are_trained_beside_adapters_have_the_shape_of_their_module(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a checkpoint, which has them by projection, and blocks that hold a few of them
+    save_random(kind, tmp_path / "model", **EXPERTS)
+    model = loaded(tmp_path / "model")
+    store = LocalStore(tmp_path / "store")
+    manifest = save(whole_boxes(model), store)
+    monkeypatch.setattr(values, "BLOCK_BYTES", 300)
+
+    # When they are written for peft, which loads into modules
+    plan = plan_adapter(model, lambda name: ".experts." in name)
+    found = read(plan, values.Values(store, manifest, model.names, base=lambda: pytest.fail("nothing is lacking")))
+
+    trained = {name: value for name, value in model.huggingface.named_parameters() if ".experts." in name}
+    assert found.keys() == {f"base_model.model.{name}" for name in trained}
+    for name, value in trained.items():
+        assert torch.equal(found[f"base_model.model.{name}"], value), name
 
 
 def test_no_piece_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import is_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
+from sft_trainer.names.canonical import Part as CanonicalPart
 
 FILE_BYTES = 4 * 2**30
 """Tensors share a file up to so many bytes; a larger one has a file of its own."""
@@ -56,12 +57,16 @@ class Entry:
 
     name: str
     shape: tuple[int, ...]
-    part: Part
-    """What it is made of."""
+    parts: tuple[Part, ...]
+    """What it is made of, in order, all in one dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.part.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class File:
         position = 0
         for entry in self.entries:
             header[entry.name] = {
-                "dtype": _SAFETENSORS_DTYPES[entry.part.dtype],
+                "dtype": _SAFETENSORS_DTYPES[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": [position, position + entry.nbytes],
             }
@@ -96,8 +101,7 @@ class File:
     def parts(self) -> Iterator[Part]:
         """What follows the header, in order: the experts of a layer are rows of one tensor, and are read as such."""
         joined: Part | None = None
-        for entry in self.entries:
-            part = entry.part
+        for part in (part for entry in self.entries for part in entry.parts):
             if joined is not None and _goes_on(joined, part):
                 rows = joined.place.sizes[0] + part.place.sizes[0]
                 joined = Part(
@@ -175,17 +179,27 @@ def plan_adapter(model: CausalLM, trains: Callable[[str], bool] = is_adapter) ->
     for other, parameter in tied_names(model.huggingface).items():
         others.setdefault(parameter, []).append(other)
     entries = [
-        Entry(
-            f"{_PEFT_PREFIX}{name}",
-            part.shape,
-            Part(part.name, part.shape, Rectangle.whole(part.shape), torch.float32),
-        )
+        Entry(f"{_PEFT_PREFIX}{name}", tuple(tensor.shape), _as_module(names.parts(parameter, tuple(tensor.shape))))
         for parameter, tensor in stored_tensors(model)
         if trains(parameter)
         for name in (parameter, *others.get(parameter, []))
-        for part in names.parts(parameter, tuple(tensor.shape))
     ]
     return Plan((File(EXPORT_ADAPTER, tuple(entries)),))
+
+
+def _as_module(canonical: Sequence[CanonicalPart]) -> tuple[Part, ...]:
+    """The rows of a parameter as the module has it, in fp32: each expert's of all projections that share it."""
+    wholes = [Rectangle.whole(part.shape) for part in canonical]
+    if len(canonical) > 1:
+        experts = range(canonical[0].shape[0])
+        ordered = [
+            (part, Rectangle((expert, *whole.offsets[1:]), (1, *whole.sizes[1:])))
+            for expert in experts
+            for part, whole in zip(canonical, wholes, strict=True)
+        ]
+    else:
+        ordered = list(zip(canonical, wholes, strict=True))
+    return tuple(Part(part.name, part.shape, place, torch.float32) for part, place in ordered)
 
 
 def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[Entry]:
@@ -196,7 +210,8 @@ def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[Entry]:
             whole = Rectangle.whole(canonical.shape)
             for hub in names.hub(canonical.name, canonical.shape):
                 if hub.index is None:
-                    yield Entry(hub.name, canonical.shape, Part(canonical.name, canonical.shape, whole, stored))
+                    yield Entry(hub.name, canonical.shape, (Part(canonical.name, canonical.shape, whole, stored),))
                     continue
                 place = Rectangle((hub.index, *whole.offsets[1:]), (1, *whole.sizes[1:]))
-                yield Entry(hub.name, canonical.shape[1:], Part(canonical.name, canonical.shape, place, stored))
+                part = Part(canonical.name, canonical.shape, place, stored)
+                yield Entry(hub.name, canonical.shape[1:], (part,))
