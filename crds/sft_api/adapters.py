@@ -21,8 +21,13 @@ def named(module: str, names: Iterable[str]) -> bool:
 
 def within(parameter: str, names: Collection[str]) -> bool:
     """Whether ``parameter`` lies in a module that one of ``names`` means, at whatever depth."""
+    return not meanings(parameter).isdisjoint(names)
+
+
+def meanings(parameter: str) -> set[str]:
+    """All names that mean a module in which ``parameter`` lies: whole ones, and their ends."""
     parts = parameter.split(".")[:-1]
-    return any(named(".".join(parts[:depth]), names) for depth in range(1, len(parts) + 1))
+    return {".".join(parts[begin:end]) for end in range(1, len(parts) + 1) for begin in range(end)}
 
 
 def adapted(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from math import ceil
 
-from .adapters import ALL_LINEAR, adapter_parameters, named, within
+from .adapters import ALL_LINEAR, adapter_parameters, meanings, named, within
 from .model_shape import ModelShape, Transformed
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
@@ -148,39 +148,35 @@ def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[list[int], int
     """
     if spec.trains_all:
         return [shape.block_parameters] * shape.layers, shape.root_parameters
-    names = tuple(spec.training.trainable_modules or ())
-    if not names:
-        return [0] * shape.layers, 0
-    linear = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
-    linear[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(linear.values())
-    blocks = _trained_within(tuple(linear), shape.layers, names)
+    names = spec.training.trainable_modules
+    return _trained_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
+
+
+@lru_cache(maxsize=32)
+def _trained_weights(shape: ModelShape, names: frozenset[str]) -> tuple[list[int], int]:
+    """Of the modules ``names``: asked for again and again by who tries shapes."""
+    parts = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
+    parts[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(parts.values())
     outside = {"model.embed_tokens": shape.head_parameters, "model.norm": shape.hidden_size}
     if not shape.tied:
         outside["lm_head"] = shape.head_parameters
-    root = [module for module in outside if within(f"{module}.weight", names)]
-    met = {name for names_of_block in blocks for name in names_of_block}
-    known = [f"model.layers.{block}.{name}" for block in range(shape.layers) for name in met] + root
-    others = sum(not any(within(f"{module}.weight", [name]) for module in known) for name in names)
-    counted = [sum(map(linear.__getitem__, found)) + others * shape.hidden_size for found in blocks]
-    return counted, sum(map(outside.__getitem__, root))
+    known: set[str] = set()
+
+    def counted(modules: Mapping[str, int], prefix: str = "") -> int:
+        meant = {name: meanings(f"{prefix}{name}.weight") for name in modules}
+        known.update(*meant.values())
+        return sum(number for name, number in modules.items() if not meant[name].isdisjoint(names))
+
+    blocks = [counted(parts, f"model.layers.{block}.") for block in range(shape.layers)]
+    root = counted(outside)
+    others = len(names - known) * shape.hidden_size
+    return [block + others for block in blocks], root
 
 
 _NORMS_OF_A_BLOCK = "*"
 """In place of a name: what is no linear layer, and trained where all of a block is."""
 _REST_OF_A_BLOCK = "mlp.experts"
 """The same of a mixture of experts, most of which they are."""
-
-
-@lru_cache(maxsize=32)
-def _trained_within(linear: tuple[str, ...], blocks: int, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Those of the modules ``linear`` of each block that lie in one that ``names`` mean."""
-
-    def found(block: int) -> tuple[str, ...]:
-        return tuple(name for name in linear if within(f"model.layers.{block}.{name}.weight", names))
-
-    if any(part.isdigit() for name in names for part in name.split(".")):
-        return [found(block) for block in range(blocks)]
-    return [found(0)] * blocks
 
 
 def _trains_embeddings(shape: ModelShape, spec: SFTJobSpec) -> bool:
