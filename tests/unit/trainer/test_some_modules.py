@@ -11,12 +11,13 @@ import torch
 from sft_api.adapters import within
 from sft_trainer.errors import ConfigError
 from sft_trainer.flops import ModelFlops
-from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.lora import add_adapters, initialize_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import check_modules, trainable_of
+from tests.architectures import accepted
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, their_loss
@@ -159,6 +160,26 @@ def test_a_gradient_is_computed_for_what_needs_one(tmp_path: Path) -> None:
     # Of attention to itself a token has a little, which the layers that no gradient comes to compute forwards only.
     assert whole - flops(["model"]) == 2 * of("lm_head")
     assert flops(["layers.0", "lm_head"]) > flops(["layers.1", "lm_head"]) > flops(["lm_head"])
+    # Nor does one come to a layer before those that are trained for the norm behind all.
+    assert flops(["layers.1", "model.norm"]) - flops(["layers.1"]) == 2 * of("model.norm")
+
+
+@pytest.mark.parametrize("kind", accepted())
+def test_no_gradient_comes_to_the_layers_for_what_follows_them(tmp_path: Path, kind: str) -> None:
+    # Given a model of which nothing is trained but what follows its layers, by the order of its modules
+    huggingface = save_model(kind, tmp_path)
+    model = CausalLM(huggingface)
+    for name, parameter in huggingface.named_parameters():
+        parameter.requires_grad_(model.first_trained(name.__eq__) == len(model.blocks))
+    given: list[Any] = []
+    model.blocks[-1].register_forward_hook(lambda module, inputs, output: given.append(output))
+
+    # When it is computed
+    huggingface(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+
+    # Then its layers give what needs no gradient
+    (output,) = given
+    assert not (output[0] if isinstance(output, tuple) else output).requires_grad
 
 
 @pytest.mark.parametrize(

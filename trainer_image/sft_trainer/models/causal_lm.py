@@ -109,13 +109,18 @@ class CausalLM(nn.Module):
 
     def first_trained(self, trains: Callable[[str], bool]) -> int:
         """Which of the blocks is the first that a gradient comes to, where ``trains`` says what is trained: their
-        number where none does, as only the head is; 0 where anything else outside of them is."""
-        model: Any = self.huggingface
+        number where none does, as only what follows them is, such as the head; 0 where nothing is.
+
+        A model has its modules in the order in which it computes; a head that is tied is the embeddings.
+        """
         places = {parameter: place for place, block in enumerate(self.blocks) for parameter in block.parameters()}
-        head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        if head is not embeddings:
-            places[head] = len(self.blocks)
-        return min((places.get(each, 0) for name, each in model.named_parameters() if trains(name)), default=0)
+        outside, trained = 0, []
+        for name, parameter in self.huggingface.named_parameters():
+            if parameter in places:
+                outside = len(self.blocks)
+            if trains(name):
+                trained.append(places.get(parameter, outside))
+        return min(trained, default=0)
 
     @property
     def names(self) -> Names:
