@@ -4,8 +4,9 @@ What a formula here says of one block is what torch keeps of it, operator by ope
 seen on tensors without memory, and the whole estimate with the strategy itself on such (docs/memory.md).
 """
 
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import zip_longest
@@ -32,6 +33,9 @@ LOW_RANK = 8
 """Selective checkpointing computes a product of matrices again where the numbers that they share, times this, are fewer
 than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
 BYTES = {"bf16": 2, "fp32": 4}
+HEAD = "lm_head"
+_EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
+"""How the modules are called of the models that are counted here."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Sizes:
     trained_root: int
     head: int
     """Parameters of the head, which is the embedding where they are tied."""
+    trains_head: bool
     parameters: int
     """Of the whole model; tied ones once."""
     trained: int
@@ -119,6 +124,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         root=shape.root_parameters,
         trained_root=trained_root,
         head=shape.head_parameters,
+        trains_head=_trains(_EMBEDDINGS if shape.tied else HEAD, spec),
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
         experts=shape.experts > 0,
@@ -132,7 +138,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     weights, _ = trained_weights(shape, spec)
     blocks = [(tuple(names), trained > 0) for names, trained in zip(adapted, weights, strict=True)]
     first = next((number for number, block in enumerate(blocks) if any(block)), shape.layers)
-    if _trains_embeddings(shape, spec):
+    if _trains(_EMBEDDINGS, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     for (names, trained), count in Counter(blocks[first:]).items():
@@ -140,26 +146,35 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
 
 
-def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[list[int], int]:
-    """How many of the model's own weights ``spec`` trains: in each block, and outside of blocks.
-
-    What a name of ``training.trainableModules`` means that is no linear layer here, such as a norm, is taken for a
-    vector of each block: whether the model has it, the trainer says.
-    """
+def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int], int]:
+    """How many of the model's own weights ``spec`` trains: in each block, and outside of blocks."""
     if spec.trains_all:
         return [shape.block_parameters] * shape.layers, shape.root_parameters
     names = spec.training.trainable_modules
-    return _trained_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
+    return _named_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
+
+
+_NORMS_OF_A_BLOCK = "*"
+"""In place of a name: what is no linear layer, and trained where all of a block is."""
+_REST_OF_A_BLOCK = "mlp.experts"
+"""The same of a mixture of experts, most of which they are."""
+_NUMBERED = re.compile(r"(?:.*\.)?(\d+)\..*")
+"""Of the name of a module within a block, which says the number of that."""
 
 
 @lru_cache(maxsize=32)
-def _trained_weights(shape: ModelShape, names: frozenset[str]) -> tuple[list[int], int]:
-    """Of the modules ``names``: asked for again and again by who tries shapes."""
-    parts = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
-    parts[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(parts.values())
-    outside = {"model.embed_tokens": shape.head_parameters, "model.norm": shape.hidden_size}
-    if not shape.tied:
-        outside["lm_head"] = shape.head_parameters
+def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[int], int]:
+    """The numbers of ``trained_weights`` where ``names`` are those of ``training.trainableModules``.
+
+    They are asked for again and again by who tries shapes.
+
+    What a name means that is no linear layer here, such as a norm, is taken for a vector of each block, or of the one
+    that it names: whether the model has it, the trainer says.
+    """
+    inside = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
+    inside[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(inside.values())
+    outside = {_EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size}
+    outside[HEAD] = 0 if shape.tied else shape.head_parameters
     known: set[str] = set()
 
     def counted(modules: Mapping[str, int], prefix: str = "") -> int:
@@ -167,22 +182,18 @@ def _trained_weights(shape: ModelShape, names: frozenset[str]) -> tuple[list[int
         known.update(*meant.values())
         return sum(number for name, number in modules.items() if not meant[name].isdisjoint(names))
 
-    blocks = [counted(parts, f"model.layers.{block}.") for block in range(shape.layers)]
+    blocks = [counted(inside, f"{_BLOCKS}{block}.") for block in range(shape.layers)]
     root = counted(outside)
-    others = len(names - known) * shape.hidden_size
-    return [block + others for block in blocks], root
+    for name in names - known:
+        numbered = _NUMBERED.fullmatch(name)
+        for block in range(shape.layers) if numbered is None else {int(numbered[1])} & {*range(shape.layers)}:
+            blocks[block] += shape.hidden_size
+    return tuple(blocks), root
 
 
-_NORMS_OF_A_BLOCK = "*"
-"""In place of a name: what is no linear layer, and trained where all of a block is."""
-_REST_OF_A_BLOCK = "mlp.experts"
-"""The same of a mixture of experts, most of which they are."""
-
-
-def _trains_embeddings(shape: ModelShape, spec: SFTJobSpec) -> bool:
-    """Whether a gradient comes to the first block, whatever of the blocks is trained."""
-    names = spec.training.trainable_modules or ()
-    return spec.trains_all or within("model.embed_tokens.weight", names)
+def _trains(module: str, spec: SFTJobSpec) -> bool:
+    """Whether all of ``module``, of the model's own and outside of blocks, is trained."""
+    return spec.trains_all or within(f"{module}.weight", spec.training.trainable_modules or ())
 
 
 def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -212,7 +223,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
         # A share on its way, in the precision that it is held in.
         root += 4 * ceil(max(sizes.root, sizes.block) / plan.shard_degree)
 
-    head = sizes.head if sizes.trained_root else 0
+    head = sizes.head if sizes.trains_head else 0
     at_a_time = CHUNK_ELEMENTS // (3 if sizes.logits else 1)
     elements = min(tokens * sizes.vocabulary, max(at_a_time, sizes.vocabulary))
     several = tokens * sizes.vocabulary > at_a_time

@@ -11,6 +11,7 @@ from .known_models import known_shape
 from .megatron import model_problem
 from .memory import (
     EXPORT_BYTES,
+    HEAD,
     MemoryEstimate,
     estimate,
     estimate_states,
@@ -227,12 +228,11 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     """Which name of ``lora`` no linear layer of a model of ``shape`` has, and which there are; else empty."""
     if spec.lora is None:
         return ""
-    head = "lm_head"
     layers = range(min(shape.layers, _ENOUGH_LAYERS))
     linear = [f"model.layers.{layer}.{name}" for layer in layers for name in shape.linear]
     try:
         modules = spec.training.trainable_modules or ()
-        adapted([*linear, head], head, spec.lora.target_modules, spec.lora.exclude_modules, modules)
+        adapted([*linear, HEAD], HEAD, spec.lora.target_modules, spec.lora.exclude_modules, modules)
     except AdapterError as error:
         return of_experts(error) if shape.experts else str(error)
     return ""

@@ -9,6 +9,7 @@ from sft_api.memory import (
     NOTHING,
     BlockMemory,
     MemoryEstimate,
+    Sizes,
     estimate,
     estimate_of,
     estimate_states,
@@ -224,6 +225,40 @@ def test_adapters_of_some_layers_are_counted_where_they_are() -> None:
     assert sizes_of(shape(), excluded).trained == 29 * each
     kept = [estimate(shape(), spec, make_plan(spec)).activations or 0 for spec in (everywhere, excluded)]
     assert kept[1] < kept[0]
+
+
+def some(*modules: str, model: str = EIGHT_BILLION) -> tuple[Sizes, MemoryEstimate]:
+    """Of a run that trains these modules alone."""
+    training = {"compile": False, "trainableModules": [*modules]}
+    asked = job(model={"uri": model}, compute={"gpusPerNode": 1}, training=training).spec
+    return sizes_of(shape(model), asked), estimate(shape(model), asked, make_plan(asked))
+
+
+def test_a_norm_of_one_layer_is_counted_where_it_is() -> None:
+    sizes, memory = some("layers.31.input_layernorm")
+    assert (sizes.trained, sizes.trained_block) == (4096, 4096)
+    # No layer before it keeps anything
+    everywhere = some("input_layernorm")[1]
+    assert memory.activations is not None
+    assert everywhere.activations is not None
+    assert memory.activations < everywhere.activations / 8
+
+    assert some("input_layernorm")[0].trained == 32 * 4096
+    assert some("post_attention_layernorm", "layers.0.input_layernorm")[0].trained == 33 * 4096
+
+
+def test_the_other_name_of_tied_weights_adds_nothing() -> None:
+    tied = "hf://Qwen/Qwen3-0.6B"
+    assert some("embed_tokens", "lm_head", model=tied) == some("embed_tokens", model=tied)
+
+
+def test_a_head_that_is_not_trained_has_no_gradient() -> None:
+    # Given what is trained outside of the blocks, which are not computed backwards
+    norm, head = some("model.norm")[1], some("lm_head")[1]
+
+    assert head.logits is not None
+    assert norm.logits is not None
+    assert head.logits - norm.logits > 4 * 128_256 * 4096
 
 
 @pytest.mark.parametrize("model", [EIGHT_BILLION, "hf://Qwen/Qwen3-30B-A3B"])

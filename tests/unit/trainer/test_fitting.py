@@ -142,7 +142,10 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("modules", [[], ["layers.1"], ["embed_tokens"], ["model.norm", "layers.1.mlp"]])
+@pytest.mark.parametrize(
+    "modules",
+    [[], ["layers.1"], ["embed_tokens"], ["model.norm", "layers.1.mlp"], ["layers.1.mlp", "lm_head", "embed_tokens"]],
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[str], lora: bool) -> None:
     save_model("qwen3", tmp_path, tie_word_embeddings=tied)

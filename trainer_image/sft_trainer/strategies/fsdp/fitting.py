@@ -60,6 +60,7 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
         root=outside(numbers),
         trained_root=outside(trained),
         head=head.numel(),
+        trains_head=any(parameter is head and name in trained for name, parameter in huggingface.named_parameters()),
         parameters=sum(numbers.values()),
         trained=sum(trained.values()),
         experts=has_experts(huggingface),
