@@ -34,7 +34,7 @@ LOW_RANK = 8
 than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
 BYTES = {"bf16": 2, "fp32": 4}
 HEAD = "lm_head"
-_EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
+EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
 """How the modules are called of the models that are counted here."""
 
 
@@ -124,7 +124,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         root=shape.root_parameters,
         trained_root=trained_root,
         head=shape.head_parameters,
-        trains_head=_trains(_EMBEDDINGS if shape.tied else HEAD, spec),
+        trains_head=_trains(EMBEDDINGS if shape.tied else HEAD, spec),
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
         experts=shape.experts > 0,
@@ -138,7 +138,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     weights, _ = trained_weights(shape, spec)
     blocks = [(tuple(names), trained > 0) for names, trained in zip(adapted, weights, strict=True)]
     first = next((number for number, block in enumerate(blocks) if any(block)), shape.layers)
-    if _trains(_EMBEDDINGS, spec):
+    if _trains(EMBEDDINGS, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     for (names, trained), count in Counter(blocks[first:]).items():
@@ -158,8 +158,8 @@ _NORMS_OF_A_BLOCK = "*"
 """In place of a name: what is no linear layer, and trained where all of a block is."""
 _REST_OF_A_BLOCK = "mlp.experts"
 """The same of a mixture of experts, most of which they are."""
-_NUMBERED = re.compile(r"(?:.*\.)?(\d+)\..*")
-"""Of the name of a module within a block, which says the number of that."""
+_NUMBERED = re.compile(r"(?:.*\.)?(\d+)(?:\..*)?")
+"""The name of a block, or of a module within it, which says its number."""
 
 
 @lru_cache(maxsize=32)
@@ -173,7 +173,7 @@ def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[i
     """
     inside = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
     inside[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(inside.values())
-    outside = {_EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size}
+    outside = {EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size}
     outside[HEAD] = 0 if shape.tied else shape.head_parameters
     known: set[str] = set()
 

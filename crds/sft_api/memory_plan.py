@@ -1,15 +1,17 @@
 """Whether a run fits its GPUs, and what to change where it does not. Pure."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import AdapterError, adapted, of_experts
+from .adapters import AdapterError, adapted, of_experts, within
 from .batch import with_batch_of
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
 from .megatron import model_problem
 from .memory import (
+    EMBEDDINGS,
     EXPORT_BYTES,
     HEAD,
     MemoryEstimate,
@@ -37,6 +39,7 @@ REFUSED_SHARE = 1.1
 and a run that takes 96% of a GPU has no room for the holes between its blocks."""
 WARNED_SHARE = 0.9
 _GIBIBYTE = 2**30
+_OF_A_LAYER = re.compile(r"(.*\.)?layers\.(?P<number>\d+)(\..*)?")
 _UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
@@ -204,6 +207,8 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
         return Fit(refused=problem)
     if shape and (problem := _adapters_problem(spec, shape)):
         return Fit(refused=problem)
+    if shape and (problem := _modules_problem(spec, shape)):
+        return Fit(refused=problem)
     if shape and (megatron := megatron_of(spec)) and (problem := model_problem(megatron, shape, plan.processes)):
         return Fit(refused=problem)
     memory = memory_of(spec, plan, shape) if spec.compute.gpus_per_node else None
@@ -235,6 +240,25 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
         adapted([*linear, HEAD], HEAD, spec.lora.target_modules, spec.lora.exclude_modules, modules)
     except AdapterError as error:
         return of_experts(error) if shape.experts else str(error)
+    return ""
+
+
+def _modules_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
+    """Which name of ``training.trainableModules`` surely means nothing in a model of ``shape``, or one of two that
+    tied weights have; else empty. Of others the trainer tells, which has the model."""
+    names = spec.training.trainable_modules or ()
+    for name in names:
+        layer = _OF_A_LAYER.fullmatch(name)
+        if layer and int(layer["number"]) >= shape.layers:
+            return (
+                f"training.trainableModules names {name!r}, and {spec.model.uri} has {shape.layers} layers, from "
+                f"layers.0 to layers.{shape.layers - 1}"
+            )
+        if shape.tied and name == HEAD and not within(f"{EMBEDDINGS}.weight", names):
+            return (
+                f"training.trainableModules names {name!r}, which is the same tensor as {EMBEDDINGS} in "
+                f"{spec.model.uri}: name that too, or instead"
+            )
     return ""
 
 

@@ -243,7 +243,7 @@ RULES = [
         "merged without adapters",
         "spec",
         {"export": "{mergeAdapter: true}"},
-        "export.mergeAdapter needs lora: without it the whole model is trained, and exported",
+        "export.mergeAdapter needs lora: without it the whole model is exported",
     ),
     Bad(
         "micro-batch below the longest example",

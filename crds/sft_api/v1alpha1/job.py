@@ -302,7 +302,7 @@ class SFTJobSpec(ApiModel):
         ),
         Rule(
             "!self.export.mergeAdapter || has(self.lora)",
-            "export.mergeAdapter needs lora: without it the whole model is trained, and exported",
+            "export.mergeAdapter needs lora: without it the whole model is exported",
             lambda self: not self.export.merge_adapter or self.lora is not None,
         ),
         *PLACE_RULES,

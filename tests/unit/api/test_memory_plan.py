@@ -188,6 +188,31 @@ def test_a_config_of_any_number_of_layers_is_looked_at_soon() -> None:
 
 
 @pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (["layers.27", "model.layers.0.mlp", "embed_tokens", "lm_head", "27", "mlp"], ""),
+        (
+            ["model.norm", "layers.28"],
+            "training.trainableModules names 'layers.28', and hf://Qwen/Qwen3-0.6B has 28 layers, from layers.0 to "
+            "layers.27",
+        ),
+        (["model.layers.99.mlp.up_proj"], "names 'model.layers.99.mlp.up_proj', and hf://Qwen/Qwen3-0.6B has 28"),
+        (
+            ["lm_head", "layers.0"],
+            "training.trainableModules names 'lm_head', which is the same tensor as model.embed_tokens in "
+            "hf://Qwen/Qwen3-0.6B: name that too, or instead",
+        ),
+    ],
+)
+def test_modules_of_a_known_model_are_those_that_it_has(modules: list[str], words: str) -> None:
+    asked = spec(gpus=0, model={"uri": "hf://Qwen/Qwen3-0.6B"}, training={"trainableModules": modules})
+
+    refused = judge(asked, make_plan(asked)).refused
+    assert words in refused
+    assert bool(words) == bool(refused)
+
+
+@pytest.mark.parametrize(
     ("model", "lora", "words"),
     [
         ("Qwen/Qwen3-0.6B", {}, ""),
