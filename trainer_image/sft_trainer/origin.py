@@ -139,15 +139,16 @@ class Origin:
                 f"{json.dumps(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
                 f"export.mergeAdapter), and name its folder in model.uri, without {ORIGIN_FIELD}"
             )
+        weights = "some weights" if here else "all weights"
         if mine.has_adapters and not theirs.has_adapters:
             raise ConfigError(
-                f"{self.uri}, which {ORIGIN_FIELD} names, holds all weights of a model, and this run trains adapters "
+                f"{self.uri}, which {ORIGIN_FIELD} names, holds {weights} of a model, and this run trains adapters "
                 "(lora) beside those of model.uri: export that checkpoint (sft export), and name its folder in "
                 f"model.uri, without {ORIGIN_FIELD}"
             )
         if theirs.has_adapters and not mine.has_adapters:
             raise ConfigError(
-                f"{self.uri}, which {ORIGIN_FIELD} names, holds adapters (lora), and this run trains all weights: "
+                f"{self.uri}, which {ORIGIN_FIELD} names, holds adapters (lora), and this run trains {weights}: "
                 "export that checkpoint with export.mergeAdapter (sft export), and name its folder in model.uri, "
                 f"without {ORIGIN_FIELD}"
             )

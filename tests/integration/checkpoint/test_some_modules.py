@@ -138,6 +138,9 @@ def test_another_run_begins_from_the_same_modules_only(tmp_path: Path, tiny_inpu
         assert f"file://{tmp_path}/{origin}/store, which checkpoint.resume.from names, holds what" in refused.error
         assert "export that checkpoint (sft export" in refused.error
 
+    adapters = begun("adapters", "some", training={"trainableModules": MODULES, "steps": 1})
+    assert "holds some weights of a model, and this run trains adapters (lora) beside those of" in adapters.error
+
     # And with others the run itself is another one
     other = run(tmp_path / "some", tiny_inputs, 1, **some(["layers.1"], steps=2))
     assert "with other settings (training.trainableModules: " in other.error
