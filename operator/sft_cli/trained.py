@@ -84,8 +84,11 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         return of_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
     added = adapter_parameters(chosen, lora.rank) if lora else 0
-    trained = sum(_numbers(name, shape) for name, shape in shapes.items() if within(name, modules))
-    if modules and not trained:  # such as the name of a module whose tensors have others in the files
+    inside = [name for name in shapes if within(_as_module(name), modules)]
+    if any(not any(within(_as_module(name), [module]) for name in inside) for module in {*modules} - {*_HEADS}):
+        return None  # such as the name of a module whose tensors have others in the files
+    trained = sum(_numbers(name, shapes[name]) for name in inside)
+    if modules and not trained:
         return None
     whole = sum(_numbers(name, shape) for name, shape in shapes.items())
     return Trained(added + trained, whole - trained, len(layers))
@@ -100,6 +103,11 @@ def _numbers(name: str, shape: list[int]) -> int:
     """Of the model, in the tensor ``name``: of experts in MXFP4 a byte of blocks holds two, scales are none."""
     packed = _PACKED.fullmatch(name)
     return math.prod(shape) * (1 if packed is None else 2 if packed["of"] == "blocks" else 0)
+
+
+def _as_module(name: str) -> str:
+    """How the module is called whose tensor files have as ``name``."""
+    return name.replace(".block_sparse_moe.", ".mlp.").replace("embed_out.", "lm_head.")
 
 
 def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":

@@ -494,3 +494,22 @@ def test_of_the_files_of_a_model_the_tensors_within_modules_are_counted(tmp_path
     assert isinstance(both, Trained)
     assert (both.parameters, both.frozen, both.layers) == (24 + 2 * (6 + 4), 40 + 24 + 4, 1)
     assert measure_trained(job(model={"uri": uri}, training={"trainableModules": ["lm_head"]}).spec) is None
+
+
+def test_what_a_module_has_under_other_names_in_files_is_counted_or_nothing_is_told(tmp_path: Path) -> None:
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(10, 4),
+        "model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4),
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight": torch.zeros(6, 4),
+        "model.layers.0.block_sparse_moe.experts.1.w1.weight": torch.zeros(6, 4),
+        "embed_out.weight": torch.zeros(10, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def found(*modules: str) -> Trained | str | None:
+        return measure_trained(job(model={"uri": f"file://{tmp_path}"}, training={"trainableModules": [*modules]}).spec)
+
+    experts = found("layers.0.mlp.experts", "lm_head")
+    assert isinstance(experts, Trained)
+    assert (experts.parameters, experts.frozen) == (48 + 40, 40 + 16)
+    assert found("embed_tokens", "mlp.gate_up") is None
