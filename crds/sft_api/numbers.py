@@ -275,7 +275,7 @@ class Numbers:
 
     @property
     def has_base(self) -> bool:
-        """Whether some of the model's weights are not trained: what is means nothing without them."""
+        """Whether some of the model's weights are not trained: those that are mean nothing without them."""
         return self.has_adapters or _MODULES in self.values
 
     def differences(self, other: "Numbers") -> list[str]:
