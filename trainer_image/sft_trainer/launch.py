@@ -183,6 +183,11 @@ def _as_json(end: TerminationMessage) -> str:
     return end.model_dump_json(by_alias=True, exclude_none=True, exclude_defaults=True)
 
 
+_kept: list[asyncio.AbstractEventLoop] = []
+"""Until the process ends: a thread that collected one would take its signal handlers away, which the main one alone may
+do, and a signal would be written to a descriptor that is closed."""
+
+
 def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessage:
     made = options.run_dir is None
     run_dir = Path(tempfile.mkdtemp(prefix="sft-run-")) if made else options.run_dir.absolute()
@@ -193,6 +198,7 @@ def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessag
         except ValueError as problem:
             return TerminationMessage(failure=FailureClass.CONFIG_ERROR, message=str(problem)[:2000])
         loop = asyncio.new_event_loop()
+        _kept.append(loop)
         return loop.run_until_complete(Node(settings, output).run(_early_signals))
     except Exception as problem:
         # Its workers die with this process; the pod's end must say why.
