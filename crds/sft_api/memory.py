@@ -351,9 +351,7 @@ def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
     """Of each frozen weight."""
-    if spec.trains_all:
-        return BYTES["fp32"]
-    return BYTES[(spec.lora.base_precision if spec.lora else None) or precision]
+    return BYTES["fp32" if spec.trains_all else spec.frozen_precision(precision)]
 
 
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
@@ -396,7 +394,7 @@ def _adapted(
     """Those of the names ``linear`` that are chosen, of each block: asked for again and again by who tries shapes."""
 
     def chosen(block: int) -> tuple[str, ...]:
-        names = {name: f"model.layers.{block}.{name}" for name in linear}
+        names = {name: f"{_BLOCKS}{block}.{name}" for name in linear}
         return tuple(
             name
             for name, whole in names.items()

@@ -206,12 +206,12 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
         # What may be long stands at the end of the line.
         why = f"training.trainableModules: {', '.join(modules)}"
         decisions.append(Decision("trained modules", counted(len(modules), "name"), Origin.GIVEN, why))
-    precision = spec.lora.base_precision if spec.lora else None
+    given = spec.lora is not None and spec.lora.base_precision is not None
     decisions.append(
         Decision(
             "frozen weights in",
-            precision or plan.precision,
-            Origin.COMPUTED if precision is None else Origin.GIVEN,
+            spec.frozen_precision(plan.precision),
+            Origin.GIVEN if given else Origin.COMPUTED,
             "lora.basePrecision; as precision when absent" if spec.lora else "as precision; what is trained in fp32",
         )
     )

@@ -56,7 +56,7 @@ def trainable_of(config: TrainerConfig) -> Trainable:
     if spec.trains_all:
         return EVERYTHING
     modules = spec.training.trainable_modules or ()
-    bf16 = ((spec.lora.base_precision if spec.lora else None) or config.plan.precision) == "bf16"
+    bf16 = spec.frozen_precision(config.plan.precision) == "bf16"
     return Trainable(
         trains=lambda name: is_adapter(name) or within(name, modules),
         base_dtype=torch.bfloat16 if bf16 else torch.float32,

@@ -329,6 +329,10 @@ class SFTJobSpec(ApiModel):
         """Whether all weights are trained: no adapters beside them, nor some of them alone."""
         return self.lora is None and self.training.trainable_modules is None
 
+    def frozen_precision(self, computed: str) -> str:
+        """In which the weights that are not trained are held, of a run that is ``computed`` in this one."""
+        return (self.lora.base_precision if self.lora else None) or computed
+
     @property
     def processes_a_share(self) -> int:
         """Processes that compute on the same micro-batches together: a step has one share for all of them."""

@@ -110,6 +110,44 @@ def newest(folder: Path) -> Manifest:
     return found
 
 
+def goes_on_exactly(
+    folder: Path, inputs: Any, processes: int, shard: int | None, others: int, off: float, **sections: Any
+) -> Ended:
+    """A run that was stopped in the middle and goes on, on as many processes and, within ``off``, on ``others``.
+
+    What it trains is all that its checkpoint holds, in 12 bytes a parameter: its value and its moments.
+    """
+    # Given a run to its end, and one that was stopped in the middle
+    # A step that is made of whole micro-batches on either number of processes
+    sections["training"] = {"globalBatchTokens": 1024 if shard else 1536, **sections["training"]}
+    undisturbed = run(folder / "undisturbed", inputs, processes, shard=shard, **sections)
+    assert undisturbed.error == ""
+    assert undisturbed.losses[STEPS] < undisturbed.losses[1]
+    assert not run(folder / "stopped", inputs, processes, shard=shard, last=2, **sections).error
+
+    # When that goes on, on as many processes and on others
+    shutil.copytree(folder / "stopped", folder / "others")
+    resumed = run(folder / "stopped", inputs, processes, shard=shard, **sections)
+    resharded = run(folder / "others", inputs, others, **sections)
+
+    # Then it is the same to the last bit, and elsewhere but for rounding
+    assert (resumed.error, resharded.error) == ("", "")
+    assert resumed.losses == {step: undisturbed.losses[step] for step in (3, 4)}
+    assert same(resumed, undisturbed)
+    assert resharded.losses == pytest.approx(resumed.losses, rel=off)
+
+    # And its checkpoint holds what is trained, and nothing else
+    found = newest(folder / "stopped")
+    index, _ = open_index(LocalStore(folder / "stopped" / "store"), found)
+    assert {tensor.name for tensor in index.tensors} == resumed.weights.keys()
+    size = 4 * sum(value.size for value in resumed.weights.values())
+    assert found.kinds == {"weight": size, "exp_avg": size, "exp_avg_sq": size}
+    assert sum(file.size for file in found.files) == 3 * size
+    assert found.run.updates == STEPS
+    assert found.run.metrics["evalLoss"] is not None
+    return resumed
+
+
 @pytest.mark.parametrize(
     ("processes", "shard", "others", "lora", "precision", "off"),
     [
@@ -130,36 +168,9 @@ def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     precision: str,
     off: float,
 ) -> None:
-    # Given a run with adapters, to its end, and one that was stopped in the middle
-    # A step that is made of whole micro-batches on either number of processes
-    training = {"globalBatchTokens": 1024 if shard else 1536, "precision": precision}
-    sections: dict[str, Any] = {"lora": lora, "training": training}
-    undisturbed = run(tmp_path / "undisturbed", tiny_inputs, processes, shard=shard, **sections)
-    assert undisturbed.error == ""
-    assert undisturbed.losses[STEPS] < undisturbed.losses[1]
-    assert not run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, last=2, **sections).error
-
-    # When that goes on, on as many processes and on others
-    shutil.copytree(tmp_path / "stopped", tmp_path / "others")
-    resumed = run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, **sections)
-    resharded = run(tmp_path / "others", tiny_inputs, others, **sections)
-
-    # Then it is the same to the last bit, and elsewhere but for rounding
-    assert (resumed.error, resharded.error) == ("", "")
-    assert resumed.losses == {step: undisturbed.losses[step] for step in (3, 4)}
-    assert same(resumed, undisturbed)
-    assert resharded.losses == pytest.approx(resumed.losses, rel=off)
-
-    # And of every adapter a checkpoint holds 12 bytes a parameter, its value and its moments, and nothing else
-    found = newest(tmp_path / "stopped")
-    index, _ = open_index(LocalStore(tmp_path / "stopped" / "store"), found)
-    assert {tensor.name for tensor in index.tensors} == resumed.weights.keys()
+    sections: dict[str, Any] = {"lora": lora, "training": {"precision": precision}}
+    resumed = goes_on_exactly(tmp_path, tiny_inputs, processes, shard, others, off, **sections)
     assert all(is_adapter(name) for name in resumed.weights)
-    size = 4 * sum(value.size for value in resumed.weights.values())
-    assert found.kinds == {"weight": size, "exp_avg": size, "exp_avg_sq": size}
-    assert sum(file.size for file in found.files) == 3 * size
-    assert found.run.updates == STEPS
-    assert found.run.metrics["evalLoss"] is not None
 
 
 def logits(model: Any, inputs: Any) -> torch.Tensor:

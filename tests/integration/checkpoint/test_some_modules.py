@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_api.adapters import within
-from sft_trainer.checkpoint.index_reading import open_index
-from sft_trainer.checkpoint.local import LocalStore
-from tests.integration.checkpoint.test_lora_runs import STEPS, Ended, fp32_copy, logits, newest, run, same
+from tests.integration.checkpoint.test_lora_runs import Ended, fp32_copy, goes_on_exactly, logits, run
 
 MODULES = ["layers.1.mlp", "model.norm", "layers.0.self_attn.q_proj"]
 
@@ -30,33 +27,10 @@ def some(modules: list[str], **training: Any) -> dict[str, Any]:
 def test_a_run_goes_on_exactly_and_its_checkpoints_hold_these_modules_only(
     tmp_path: Path, tiny_inputs: Any, processes: int, shard: int | None, others: int, precision: str, off: float
 ) -> None:
-    # Given a run to its end, and one that was stopped in the middle
-    # A step that is made of whole micro-batches on either number of processes
-    sections = some(MODULES, precision=precision, globalBatchTokens=1024 if shard else 1536)
-    undisturbed = run(tmp_path / "undisturbed", tiny_inputs, processes, shard=shard, **sections)
-    assert undisturbed.error == ""
-    assert undisturbed.losses[STEPS] < undisturbed.losses[1]
-    assert not run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, last=2, **sections).error
-
-    # When that goes on, on as many processes and on others
-    shutil.copytree(tmp_path / "stopped", tmp_path / "others")
-    resumed = run(tmp_path / "stopped", tiny_inputs, processes, shard=shard, **sections)
-    resharded = run(tmp_path / "others", tiny_inputs, others, **sections)
-
-    # Then it is the same to the last bit, and elsewhere but for rounding
-    assert (resumed.error, resharded.error) == ("", "")
-    assert resumed.losses == {step: undisturbed.losses[step] for step in (3, 4)}
-    assert same(resumed, undisturbed)
-    assert resharded.losses == pytest.approx(resumed.losses, rel=off)
-
-    # And a checkpoint holds 12 bytes for each parameter of these modules, and nothing else
-    found = newest(tmp_path / "stopped")
-    index, _ = open_index(LocalStore(tmp_path / "stopped" / "store"), found)
-    assert {tensor.name for tensor in index.tensors} == resumed.weights.keys()
+    sections = some(MODULES, precision=precision)
+    resumed = goes_on_exactly(tmp_path, tiny_inputs, processes, shard, others, off, **sections)
     assert all(within(name, MODULES) for name in resumed.weights)
     assert len(resumed.weights) == 5
-    size = 4 * sum(value.size for value in resumed.weights.values())
-    assert found.kinds == {"weight": size, "exp_avg": size, "exp_avg_sq": size}
 
 
 def test_the_export_is_the_whole_model(tmp_path: Path, tiny_inputs: Any) -> None:

@@ -227,7 +227,7 @@ def test_sigterm_is_told_to_workers_whose_run_directory_was_removed(group: Group
 
     assert pod.wait() == 30
     assert "rank 0 saved step 3\n" in pod.log
-    assert "Exception in callback" not in pod.log
+    assert "Traceback" not in pod.log
 
 
 def test_workers_that_cannot_be_told_to_stop_are_killed_in_the_end(group: Group) -> None:
@@ -242,7 +242,7 @@ def test_workers_that_cannot_be_told_to_stop_are_killed_in_the_end(group: Group)
     assert pod.wait() == 30
     assert "the workers cannot be told: " in pod.log
     assert "the workers had not left after 4 s" in pod.termination.message
-    assert "Exception in callback" not in pod.log
+    assert "Traceback" not in pod.log
 
 
 def test_sigterm_right_after_the_start_is_heard(group: Group) -> None:

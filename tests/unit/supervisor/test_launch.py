@@ -1,11 +1,18 @@
 """What a pod is ended for before anything is started in it."""
 
+import asyncio
+import gc
 import json
+import signal
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft_api.megatron import MISSING
+from sft_api.progress import TerminationMessage
 from sft_trainer import launch
 from tests.parity.runs import manifest, resolve
 
@@ -20,6 +27,37 @@ def test_an_image_without_megatron_ends_a_job_that_needs_it(monkeypatch: pytest.
 
     end = json.loads((tmp_path / "end.json").read_text())
     assert (code, end["failure"], end["message"]) == (10, "ConfigError", MISSING)
+
+
+def test_no_thread_collects_the_loop_of_a_supervisor_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would take the handlers of signals away, which only the main thread may: a traceback in the pod's log."""
+
+    class Ended:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def run(self, _: Any) -> TerminationMessage:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+            return TerminationMessage()
+
+    asked = resolve(manifest(tmp_path, tmp_path / "store"))
+    (tmp_path / "config.json").write_text(asked.model_dump_json(exclude_none=True))
+    monkeypatch.setattr(launch, "Node", Ended)
+    monkeypatch.setattr(launch, "_kept", kept := [])
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    gc.disable()
+    try:
+        assert launch.main(["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "run")]) == 0
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+    finally:
+        gc.enable()
+    assert told == []
+    for loop in kept:
+        loop.close()
 
 
 def test_what_imports_megatron_is_imported_once_where_it_is_asked_for(tmp_path: Path) -> None:

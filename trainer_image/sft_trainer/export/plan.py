@@ -14,7 +14,6 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.lora import is_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
 from sft_trainer.names.canonical import Part as CanonicalPart
 
@@ -171,7 +170,7 @@ def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTE
     )
 
 
-def plan_adapter(model: CausalLM, trains: Callable[[str], bool] = is_adapter) -> Plan:
+def plan_adapter(model: CausalLM, trains: Callable[[str], bool]) -> Plan:
     """The one file of what of ``model`` is trained (``trains``: its adapters, and modules besides), as peft reads it:
     its names, and fp32, as they are trained. Tied weights are there under each of their names: peft ties nothing."""
     names = model.names
