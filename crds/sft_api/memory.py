@@ -33,6 +33,10 @@ LOW_RANK = 8
 """Selective checkpointing computes a product of matrices again where the numbers that they share, times this, are fewer
 than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
 BYTES = {"bf16": 2, "fp32": 4}
+NF4_BLOCK = 64
+"""Weights in 4 bits that share what they are multiplied by, a number in fp32."""
+NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
+"""Of each such weight."""
 HEAD = "lm_head"
 EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
 """How the modules are called of the models that are counted here."""

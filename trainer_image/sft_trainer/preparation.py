@@ -172,12 +172,15 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     if modules:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
-    trains = trainable_of(config).trains
+    trainable = trainable_of(config)
     sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
-    trained = sum(size for name, size in sizes.items() if trains(name))
+    trained = sum(size for name, size in sizes.items() if trainable.trains(name))
+    packed = sum(sizes[name] for name in trainable.packed(huggingface))
+    of_4_bits = f", of which {packed:,} are held in 4 bits" if packed else ""
     alone = f"; {OF_EXPERTS}" if lora is not None and has_experts(huggingface) else ""
     return (
-        f"{' and '.join(parts)}: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not{alone}"
+        f"{' and '.join(parts)}: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not"
+        f"{of_4_bits}{alone}"
     )
 
 

@@ -12,6 +12,7 @@ from sft_api.trainer_config import TrainerConfig
 
 from .errors import ConfigError
 from .models.lora import is_adapter
+from .models.nf4 import pack_layers, packed_weights
 from .models.tensors import tied_names
 
 TRAINED_DTYPE = torch.float32
@@ -26,6 +27,8 @@ class Trainable:
     """Whether the parameter of that name changes; the others are the base: loaded, used, and left alone."""
     base_dtype: torch.dtype = torch.float32
     """That the base is held in."""
+    quantises: bool = False
+    """Whether linear layers of the base are held in 4 bits instead (``models.nf4``)."""
 
     def dtype(self, name: str) -> torch.dtype:
         """In which the parameter ``name`` is loaded, and held."""
@@ -39,11 +42,17 @@ class Trainable:
         """Whether checkpoints hold every parameter of ``model``, of Hugging Face."""
         return all(self.saves(name) for name, _ in model.named_parameters())
 
+    def packed(self, model: nn.Module) -> list[str]:
+        """Names of the weights of ``model``, of Hugging Face, that are held in 4 bits; ``ConfigError`` where they
+        cannot be."""
+        return packed_weights(model, self.trains) if self.quantises else []
+
     def mark(self, model: nn.Module) -> None:
         """Give every parameter of ``model``, of Hugging Face and on the meta device, its dtype, and have it trained."""
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(self.dtype(name))
             parameter.requires_grad_(self.trains(name))
+        pack_layers(model, self.packed(model))
 
 
 EVERYTHING = Trainable(trains=lambda name: True)
@@ -60,6 +69,7 @@ def trainable_of(config: TrainerConfig) -> Trainable:
     return Trainable(
         trains=lambda name: is_adapter(name) or within(name, modules),
         base_dtype=torch.bfloat16 if bf16 else torch.float32,
+        quantises=spec.quantises,
     )
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .data import DataSpec
-from .lora import LoraSpec
+from .lora import QUANTISED, LoraSpec
 from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
 from .model_config import ATTENTION_DROPOUTS
 from .monitoring import MonitoringSpec
@@ -329,9 +329,16 @@ class SFTJobSpec(ApiModel):
         """Whether all weights are trained: no adapters beside them, nor some of them alone."""
         return self.lora is None and self.training.trainable_modules is None
 
+    @property
+    def quantises(self) -> bool:
+        """Whether frozen weights of linear layers are held in 4 bits; the others are in ``frozen_precision``."""
+        return self.lora is not None and self.lora.base_precision == QUANTISED
+
     def frozen_precision(self, computed: str) -> str:
-        """In which the weights that are not trained are held, of a run that is ``computed`` in this one."""
-        return (self.lora.base_precision if self.lora else None) or computed
+        """In which the weights that are not trained are held, but for those that are quantised, of a run that is
+        ``computed`` in this one."""
+        given = self.lora.base_precision if self.lora and not self.quantises else None
+        return given or computed
 
     @property
     def processes_a_share(self) -> int:

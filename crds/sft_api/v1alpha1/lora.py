@@ -8,6 +8,9 @@ from sft_api.adapters import ALL_LINEAR
 
 from .base import ApiModel, Rule, matches
 
+QUANTISED = "nf4"
+"""The ``basePrecision`` that is no dtype: 4 bits for each weight, and what they are multiplied by."""
+
 ModuleName = Annotated[
     str,
     Field(max_length=253),
@@ -51,10 +54,12 @@ class LoraSpec(ApiModel):
         description="First values of the matrix A: kaiming, uniform within 1 / sqrt(inputs) of 0, or gaussian, with a "
         "deviation of 1 / rank. B is 0: training starts from the model as it is.",
     )
-    base_precision: Literal["bf16", "fp32"] | None = Field(
+    base_precision: Literal["bf16", "fp32", "nf4"] | None = Field(
         default=None,
         description="In which the frozen weights are held; adapters are fp32. As training.precision when absent. bf16 "
-        "takes half the memory and loses nothing of a model that is stored in bf16, as most are.",
+        "takes half the memory and loses nothing of a model that is stored in bf16, as most are. nf4 (QLoRA): weights "
+        "of linear layers in 4 bits, rounded when they are loaded, with a scale for each 64 of them; the others, "
+        "and all that is computed, in training.precision.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -17,6 +17,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters, is_adapter, linear_layers
+from sft_trainer.models.nf4 import packed_weights
 from sft_trainer.models.tensors import tied_names
 
 from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
@@ -33,6 +34,8 @@ class Adapters:
     """Where the model beside them came from, at the revision that the run is pinned to."""
     modules: tuple[str, ...] = ()
     """Names of modules that are trained besides."""
+    quantised: bool = False
+    """Whether the model beside them is held in 4 bits."""
 
     @classmethod
     def of(cls, config: TrainerConfig, base_uri: str) -> "Adapters | None":
@@ -40,7 +43,8 @@ class Adapters:
         spec = config.spec
         if spec.lora is None:
             return None
-        return cls(spec.lora, form_of(spec), base_uri, tuple(spec.training.trainable_modules or ()))
+        modules = tuple(spec.training.trainable_modules or ())
+        return cls(spec.lora, form_of(spec), base_uri, modules, spec.quantises)
 
     def trains(self, parameter: str) -> bool:
         """Whether that parameter of the model with its adapters is trained."""
@@ -57,6 +61,8 @@ class Shape:
     """Content of the last file, where that is not the model's own configuration."""
     scaling: float | None = None
     """By what adapters are multiplied that are added to the weights; None where none are."""
+    packed: frozenset[str] = frozenset()
+    """Names of weights that are what was trained beside, in 4 bits, and not what the base's files have."""
     either: bool = False
     """Whether the same run may have been exported into the folder in the other form: nothing of that stays."""
 
@@ -80,7 +86,8 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
         return Shape("model", plan_export(model, model.stored_dtype, file_bytes))
     if adapters.form == "model":
         plan = plan_export(model, model.stored_dtype, file_bytes)
-        return Shape("model", plan, scaling=adapters.lora.scaling, either=True)
+        packed = packed_weights(model.huggingface, adapters.trains) if adapters.quantised else ()
+        return Shape("model", plan, scaling=adapters.lora.scaling, packed=frozenset(packed), either=True)
     config = _peft_config(adapters, model)
     return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)
 

@@ -4,7 +4,7 @@ Read in the order in which they are written, a bounded block at a time, the next
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from sft_trainer.checkpoint.reading import read_boxes
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.lora import adapter_of
+from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.weights import load_weights
 from sft_trainer.names.canonical import Names
 
@@ -44,17 +45,25 @@ class Values:
     """Of the tensors of one checkpoint."""
 
     def __init__(
-        self, store: Store, manifest: Manifest, names: Names, base: Callable[[], Base], scaling: float | None = None
+        self,
+        store: Store,
+        manifest: Manifest,
+        names: Names,
+        base: Callable[[], Base],
+        scaling: float | None = None,
+        packed: Collection[str] = (),
     ) -> None:
         """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
 
         To weights beside which the checkpoint has adapters, these are added ``scaling`` times, unless that is None.
+        Of the base those with names in ``packed`` are what they were in training, rounded to 4 bits.
         Raises CheckpointCorruptError, which names the checkpoint.
         """
         self._store = store
         self._manifest = manifest
         self._names = names
         self._scaling = scaling
+        self._packed = packed
         self._get_base = base
         self._base_folder: Path | None = None
         try:
@@ -115,6 +124,8 @@ class Values:
             assert self._base_folder is not None, "check comes first"  # noqa: S101
             load_weights(from_base, self._names, self._base_folder, on_tensor=lambda done: on_bytes(0))
         for box in from_base:
+            if box.name in self._packed:
+                box.write(unpacked(pack(box.local), torch.float32))
             self._add_adapter(box, on_bytes)
         return [box.local.to(part.dtype) for box, part in zip(boxes, block, strict=True)]
 

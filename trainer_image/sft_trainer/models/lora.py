@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear as linear_function
 
 from sft_api.adapters import AdapterError, adapted, of_experts
 from sft_api.v1alpha1.lora import LoraSpec
@@ -20,6 +19,7 @@ from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError
 
 from .experts import has_experts
+from .nf4 import linear
 
 A, B = "lora_A.weight", "lora_B.weight"
 """How the names of their parameters end, behind that of the layer."""
@@ -50,7 +50,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., outputs)."""
-        result = linear_function(inputs, self.weight, self.bias)
+        result = linear(inputs, self.weight, self.bias)
         # Between A and B, where there are few numbers: behind B all outputs, and their gradients, were read once more.
         lower: torch.Tensor = self.lora_A(self.lora_dropout(inputs)) * self.scaling
         added: torch.Tensor = self.lora_B(lower)

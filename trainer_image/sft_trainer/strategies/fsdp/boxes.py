@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.nf4 import PackedBox, columns_of, is_packed
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names, Part
 from sft_trainer.optim import moments
@@ -22,11 +23,13 @@ from sft_trainer.topology import Topology
 def model_boxes(model: CausalLM, names: Names, topology: Topology) -> list[Box]:
     """What this process holds of the parameters and stored buffers of ``model``; a tied weight is there once."""
     writers = Writers(topology)
-    return [
-        box
-        for name, tensor in _sharded_tensors(model)
-        for box in _boxes(names.parts(name, tuple(tensor.shape)), WEIGHT, tensor, topology, writers)
-    ]
+    boxes: list[Box] = []
+    for name, tensor in _sharded_tensors(model):
+        if is_packed(tensor):
+            boxes += _packed_boxes(names, name, tensor, topology)
+        else:
+            boxes += _boxes(names.parts(name, tuple(tensor.shape)), WEIGHT, tensor, topology, writers)
+    return boxes
 
 
 def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Names, topology: Topology) -> list[Box]:
@@ -69,6 +72,19 @@ def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, topology: Topolog
         return boxes_in(parts, kind, whole, local, lambda elements: writers.is_writer(nowhere, elements))
     held, split = _held(local, topology)
     return boxes_in(parts, kind, held, local.to_local(), lambda elements: writers.is_writer(split, elements))
+
+
+def _packed_boxes(names: Names, name: str, tensor: torch.Tensor, topology: Topology) -> Iterator[Box]:
+    """What this process holds of the rows of a linear layer's weight, which is frozen, and saved by nobody."""
+    (part,) = names.parts(name, (tensor.shape[0], columns_of(tensor.shape[1])))
+    local = tensor.detach()
+    first = 0
+    if isinstance(local, DTensor):
+        held, _ = _held(local, topology)
+        first, local = held.offsets[0], local.to_local()
+    if local.shape[0]:
+        place = Rectangle((first, 0), (local.shape[0], part.shape[1]))
+        yield PackedBox(part.name, WEIGHT, part.shape, place, local, writes=False)
 
 
 def _held(tensor: DTensor, topology: Topology) -> tuple[Rectangle, frozenset[str]]:

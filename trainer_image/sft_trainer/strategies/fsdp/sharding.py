@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from sft_api.memory import BYTES, computes_with_copies, gathers_base, holds_copies, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
+from sft_trainer.models import nf4
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.compiling import compile_layers, compiled_slopes
@@ -38,6 +39,8 @@ def build_model(
     if topology.sequence > 1:
         model.shared_tokens = shared_tokens(topology.process_group("sequence"), topology.place("sequence"))
     trainable.mark(model.huggingface)
+    if trainable.quantises:
+        nf4.prepare(device)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
     if config.plan.compile:
         # With what is recomputed, and within what FSDP does before and after.
@@ -155,7 +158,8 @@ def kept_gathered_bytes(config: TrainerConfig, model: CausalLM) -> int:
     kept = {*model.parameters()}
     if reshards(config.spec, config.plan):
         kept -= {*model.blocks.parameters()}
-    return sum(BYTES[config.plan.precision] * parameter.numel() for parameter in kept if isinstance(parameter, DTensor))
+    each = BYTES[config.plan.precision]
+    return sum(p.numel() * (1 if nf4.is_packed(p) else each) for p in kept if isinstance(p, DTensor))
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
