@@ -5,7 +5,8 @@ max_rel_error    worst relative error of loss, gradient, gradient norm and evalu
                  modules that are trained alone, and gradients that each process adds up for itself and sums with the
                  others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model),
                  of mixtures of experts with the loss of their routers, which share tokens and are compiled too, of
-                 adapters against peft, which are compared after three steps too; at most 1e-6
+                 adapters against peft, which are compared after three steps too, also beside a base in 4 bits; at most
+                 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -21,6 +22,7 @@ from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
 from tests.parity.mixtures import ADAPTED_KINDS, KINDS, make_mixture
+from tests.wider import wider_inputs
 
 LIMIT = 1e-6
 _ONCE = {"reduceGradients": "oncePerStep"}
@@ -54,8 +56,16 @@ _MIXED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixture_compiled_2": (2, "mixtral", {"compile": True}),
 }
 """Runs of mixtures of experts with the loss of their routers: processes, type, and what is chosen for them besides."""
+_IN_4_BITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "4_bits_1": (1, {"activationCheckpointing": "none"}),
+    "4_bits_2": (2, {"activationCheckpointing": "selective"}),
+    "4_bits_compiled_2": (2, {"compile": True}),
+}
+"""Runs with adapters beside a base in 4 bits, compared with peft beside one that was rounded: processes, and what is
+chosen for them."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
+    "4_bits": {"lora": {"rank": 4, "basePrecision": "nf4"}},
     "dtypes": {
         "training": {"optimizer": {"stateDtype": "bf16"}, "activationCheckpointing": "selective"},
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
@@ -110,6 +120,10 @@ def main() -> int:
             model = make_mixture(work / "inputs", work / f"{name}-inputs", kind) if kind else work / "inputs"
             figures = checks.against_peft(model, work / name, processes=processes, steps=3)
             note_all(name, figures)
+        wider = wider_inputs(work / "inputs", work / "wider-inputs")
+        for name, (processes, chosen) in _IN_4_BITS.items():
+            figures = checks.against_peft(wider, work / name, processes=processes, steps=3, base="nf4", **chosen)
+            note_all(name, figures)
         note("accumulation", checks.accumulation(work / "inputs", work / "accumulation"))
         note("processes", checks.processes(work / "inputs", work / "processes"))
         resume_mismatch = 0
@@ -119,13 +133,13 @@ def main() -> int:
             )
             print(f"processes={processes} killed_after_step={killed_after} different={different}", flush=True)
             resume_mismatch += different
-        mixtures = {
+        others = {"4_bits": wider} | {
             name: make_mixture(work / "inputs", work / name, kind)
             for name, kind in (("experts", "qwen3_moe"), ("packed_experts", "gpt_oss"))
         }
         for name, sections in _DISTURBED.items():
             killed_after, different = checks.killed_and_resumed(
-                mixtures.get(name, work / "inputs"),
+                others.get(name, work / "inputs"),
                 work / f"resume-{name}",
                 processes=2,
                 steps=12,

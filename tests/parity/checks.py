@@ -117,14 +117,19 @@ def _aux_error(store: Path, expected: list[float]) -> dict[str, float]:
     return {"aux": worst(abs(record["auxLoss"] / loss - 1) for record, loss in zip(records, expected, strict=True))}
 
 
-def against_peft(inputs: Path, work: Path, *, processes: int, steps: int) -> dict[str, float]:
-    """Losses and gradients of adapters, and what they are after ``steps``, against peft in a plain loop."""
+def against_peft(
+    inputs: Path, work: Path, *, processes: int, steps: int, base: str = "fp32", **chosen: Any
+) -> dict[str, float]:
+    """Losses and gradients of adapters, and what they are after ``steps``, against peft in a plain loop.
+
+    ``base`` is the precision of what is frozen, ``chosen`` goes into the section ``training``.
+    """
     job = manifest(
         inputs,
         work / "store",
         processes=processes,
-        lora={"rank": 4, "alpha": 16, "excludeModules": ["k_proj"]},
-        training={"steps": steps, "globalBatchSize": 32, "optimizer": {"learningRate": 1e-2, "eps": 1e-4}},
+        lora={"rank": 4, "alpha": 16, "excludeModules": ["k_proj"], "basePrecision": base},
+        training={"steps": steps, "globalBatchSize": 32, "optimizer": {"learningRate": 1e-2, "eps": 1e-4}, **chosen},
         data={"trainOn": "allAssistantMessages"},
     )
     config = resolve(job)

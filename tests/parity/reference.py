@@ -18,6 +18,7 @@ from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.lora import initialize_adapters
+from sft_trainer.models.nf4 import VALUES
 from sft_trainer.prepared import Prepared
 
 
@@ -54,6 +55,11 @@ def peft_model(config: TrainerConfig) -> Any:
     assert lora is not None
     assert lora.target_modules == ["all-linear"]
     plain = reference_model(config)
+    if lora.quantises:
+        with torch.no_grad():
+            for name in _linear_layers(plain):
+                weight = plain.get_submodule(name).weight
+                weight.copy_(_rounded_to_4_bits(weight))
     options = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]
@@ -68,6 +74,14 @@ def peft_model(config: TrainerConfig) -> Any:
             box = Box(plain_name(name), WEIGHT, shape, Rectangle.whole(shape), parameter.data)
             initialize_adapters([box], lora, config.spec.training.seed)
     return model
+
+
+def _rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Each of 64 weights in a row as the nearest of the 16 values times the largest of them."""
+    blocks = weight.view(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks[..., None] / scales[..., None] - torch.tensor(VALUES)).abs().argmin(-1)
+    return (torch.tensor(VALUES)[nearest] * scales).view_as(weight)
 
 
 def _linear_layers(model: Any) -> list[str]:

@@ -52,7 +52,7 @@ class Trainable:
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(self.dtype(name))
             parameter.requires_grad_(self.trains(name))
-        pack_layers(model, self.packed(model))
+        pack_layers(model, self.packed(model), self.base_dtype)
 
 
 EVERYTHING = Trainable(trains=lambda name: True)

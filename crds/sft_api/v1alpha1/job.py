@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .data import DataSpec
-from .lora import QUANTISED, LoraSpec
+from .lora import LoraSpec
 from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
 from .model_config import ATTENTION_DROPOUTS
 from .monitoring import MonitoringSpec
@@ -332,7 +332,7 @@ class SFTJobSpec(ApiModel):
     @property
     def quantises(self) -> bool:
         """Whether frozen weights of linear layers are held in 4 bits; the others are in ``frozen_precision``."""
-        return self.lora is not None and self.lora.base_precision == QUANTISED
+        return self.lora is not None and self.lora.quantises
 
     def frozen_precision(self, computed: str) -> str:
         """In which the weights that are not trained are held, but for those that are quantised, of a run that is

@@ -81,6 +81,11 @@ class LoraSpec(ApiModel):
         return self.effective_alpha / self.rank
 
     @property
+    def quantises(self) -> bool:
+        """Whether frozen weights of linear layers are held in 4 bits."""
+        return self.base_precision == QUANTISED
+
+    @property
     def effective_alpha(self) -> float:
         """``alpha``, or what it is when absent."""
         return self.rank if self.alpha is None else self.alpha

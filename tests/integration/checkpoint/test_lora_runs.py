@@ -24,11 +24,13 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.distributed import Ranks
 from sft_trainer.errors import StopRequested, TrainingError
 from sft_trainer.models.lora import is_adapter
+from sft_trainer.models.nf4 import pack, packed_weights, unpacked
 from sft_trainer.trainer import Trainer
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.test_frozen_base import Watching
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
+from tests.wider import wider_model
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 12, "excludeModules": ["0.mlp.down_proj"]}
 STEPS = 4
@@ -155,8 +157,10 @@ def goes_on_exactly(
         (4, 2, 2, {"rank": 1, "basePrecision": "bf16"}, "fp32", 2e-5),
         # Its base is none of FSDP's parameters, and that of two processes is
         (1, None, 2, {}, "bf16", 2e-3),
+        (4, 2, 1, {"basePrecision": "nf4"}, "fp32", 2e-5),
+        (1, None, 3, {"basePrecision": "nf4"}, "bf16", 2e-3),
     ],
-    ids=["sharded", "hybrid", "alone"],
+    ids=["sharded", "hybrid", "alone", "hybrid in 4 bits", "alone in 4 bits"],
 )
 def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     tmp_path: Path,
@@ -169,6 +173,8 @@ def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     off: float,
 ) -> None:
     sections: dict[str, Any] = {"lora": lora, "training": {"precision": precision}}
+    if lora.get("basePrecision") == "nf4":
+        sections["model"] = {"uri": f"file://{wider_model(tiny_inputs.model, tmp_path / 'model')}"}
     resumed = goes_on_exactly(tmp_path, tiny_inputs, processes, shard, others, off, **sections)
     assert all(is_adapter(name) for name in resumed.weights)
 
@@ -231,6 +237,34 @@ def test_exports_are_what_peft_and_transformers_load(tmp_path: Path, tiny_inputs
     before = (folder / "adapter_model.safetensors").stat().st_mtime_ns
     assert run(tmp_path / "run", tiny_inputs, 1, **sections).error == ""
     assert (folder / "adapter_model.safetensors").stat().st_mtime_ns == before
+
+
+def test_what_is_merged_into_a_base_in_4_bits_is_what_was_trained(tmp_path: Path, tiny_inputs: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # Given a run beside a model in 4 bits
+    model = wider_model(tiny_inputs.model, tmp_path / "model")
+    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": {"basePrecision": "nf4"}}
+    ended = run(tmp_path / "run", tiny_inputs, 2, **sections, export={"mergeAdapter": True})
+    assert ended.error == ""
+
+    # Then in the whole model that it exports all weights are those that were trained with: rounded, and added to
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    whole = logits(expected, tiny_inputs)
+    with torch.no_grad():
+        for name in packed_weights(expected, lambda name: False):
+            weight = expected.get_parameter(name)
+            weight.copy_(unpacked(pack(weight), torch.float32))
+            if (b := ended.weights.get(name.replace("weight", "lora_B.weight"))) is not None:
+                a = ended.weights[name.replace("weight", "lora_A.weight")]
+                weight += 12 / 3 * (torch.from_numpy(b) @ torch.from_numpy(a))
+    wanted = logits(expected, tiny_inputs)
+    assert (wanted - whole).abs().max() > 0.01
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "store" / "export", dtype=torch.float32)
+    torch.testing.assert_close(logits(exported, tiny_inputs), wanted, rtol=1e-5, atol=1e-5)
+    # One layer has no adapter, and is rounded all the same
+    alone = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(exported.get_parameter(alone), expected.get_parameter(alone))
 
 
 def fp32_copy(model: Path, to: Path) -> Path:

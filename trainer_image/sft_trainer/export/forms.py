@@ -34,8 +34,6 @@ class Adapters:
     """Where the model beside them came from, at the revision that the run is pinned to."""
     modules: tuple[str, ...] = ()
     """Names of modules that are trained besides."""
-    quantised: bool = False
-    """Whether the model beside them is held in 4 bits."""
 
     @classmethod
     def of(cls, config: TrainerConfig, base_uri: str) -> "Adapters | None":
@@ -43,8 +41,7 @@ class Adapters:
         spec = config.spec
         if spec.lora is None:
             return None
-        modules = tuple(spec.training.trainable_modules or ())
-        return cls(spec.lora, form_of(spec), base_uri, modules, spec.quantises)
+        return cls(spec.lora, form_of(spec), base_uri, tuple(spec.training.trainable_modules or ()))
 
     def trains(self, parameter: str) -> bool:
         """Whether that parameter of the model with its adapters is trained."""
@@ -86,7 +83,7 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
         return Shape("model", plan_export(model, model.stored_dtype, file_bytes))
     if adapters.form == "model":
         plan = plan_export(model, model.stored_dtype, file_bytes)
-        packed = packed_weights(model.huggingface, adapters.trains) if adapters.quantised else ()
+        packed = packed_weights(model.huggingface, adapters.trains) if adapters.lora.quantises else ()
         return Shape("model", plan, scaling=adapters.lora.scaling, packed=frozenset(packed), either=True)
     config = _peft_config(adapters, model)
     return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)

@@ -5,7 +5,9 @@ weights of its row that it is among, in fp32. bitsandbytes makes the same bits o
 quantised scales: those are shared by 16384 weights, whatever rows they are of, and rows are what processes share out.
 
 A packed row is what is gathered from other processes and lies in memory: the 4 bits of all its weights, and then its
-scales. It is unpacked where it is multiplied with, forwards, and once more backwards; nobody keeps it so.
+scales. It is unpacked where it is multiplied with, forwards, and once more backwards; nobody keeps it so. Its bytes are
+held in a tensor of the dtype that is computed in: FSDP then takes them for what it need not cast, and torch 2.11's
+shards nothing but numbers with a fraction.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +25,7 @@ from sft_trainer.errors import ConfigError
 
 from .experts import has_experts
 
-_VALUES = (
+VALUES = (
     -1.0,
     -0.6961928009986877,
     -0.5250730514526367,
@@ -42,7 +44,7 @@ _VALUES = (
     1.0,
 )
 """By code. From appendix E of the paper."""
-_PAIRS = torch.tensor([[_VALUES[byte >> 4], _VALUES[byte & 15]] for byte in range(256)])
+_PAIRS = torch.tensor([[VALUES[byte >> 4], VALUES[byte & 15]] for byte in range(256)])
 """The two values in a byte, that of its upper half first."""
 _ROW_BYTES = NF4_BLOCK // 2 + 4
 """Of each block in a packed row."""
@@ -54,7 +56,7 @@ _pairs = {torch.device("cpu"): _PAIRS}
 
 
 class Nf4Linear(nn.Linear):
-    """A linear layer with a packed weight, uint8 (outputs, bytes of a row)."""
+    """A linear layer with a packed weight."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., outputs)."""
@@ -63,7 +65,7 @@ class Nf4Linear(nn.Linear):
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What torch's function of this name gives, of a ``weight`` that may be packed; such a one has no gradient."""
-    if weight.dtype != torch.uint8:
+    if weight.shape[1] == inputs.shape[-1]:
         return linear_function(inputs, weight, bias)
     output: torch.Tensor = _Product.apply(inputs, weight, bias)
     return output
@@ -87,7 +89,7 @@ class _Product(torch.autograd.Function):
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """``values`` (rows, columns) of any dtype, rounded to packed rows; columns are a multiple of the block."""
+    """``values`` (rows, columns) of any dtype, rounded to packed rows, uint8; columns are a multiple of the block."""
     packed = values.new_empty((values.shape[0], _row_bytes(values.shape[1])), dtype=torch.uint8)
     for some, into in _some_rows(values, packed, values.shape[1]):
         into.copy_(_pack(some))
@@ -95,8 +97,9 @@ def pack(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of ``packed`` rows, rounded to ``dtype`` once."""
-    columns = columns_of(packed.shape[1])
+    """The values of ``packed`` rows, bytes in any dtype, rounded to ``dtype`` once."""
+    packed = packed.view(torch.uint8)
+    columns = columns_of(packed)
     if torch.compiler.is_compiling():
         return _unpack(packed).to(dtype)
     values = packed.new_empty((packed.shape[0], columns), dtype=dtype)
@@ -115,14 +118,14 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
     scales = blocks.abs().amax(-1)
     # Of a block of zeros nothing is divided by 0.
     ones = (blocks * (1.0 / scales.clamp_min(torch.finfo(torch.float32).tiny))[..., None]).clamp_(-1.0, 1.0)
-    between = (_PAIRS.new_tensor(_VALUES[:-1]) + _PAIRS.new_tensor(_VALUES[1:])) / 2
+    between = (_PAIRS.new_tensor(VALUES[:-1]) + _PAIRS.new_tensor(VALUES[1:])) / 2
     codes = torch.bucketize(ones.view(values.shape[0], -1), between.to(values.device), out_int32=True).to(torch.uint8)
     return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=1)
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
     """fp32."""
-    rows, columns = packed.shape[0], columns_of(packed.shape[1])
+    rows, columns = packed.shape[0], columns_of(packed)
     scales = packed[:, columns // 2 :].view(torch.float32)
     values = embedding(packed[:, : columns // 2].int(), _pairs[packed.device])
     return (values.view(rows, -1, NF4_BLOCK) * scales[..., None]).view(rows, columns)
@@ -139,14 +142,9 @@ def _row_bytes(columns: int) -> int:
     return columns // NF4_BLOCK * _ROW_BYTES
 
 
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether it is such a weight: nothing else that a model has in a file is of bytes."""
-    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.uint8
-
-
-def columns_of(row_bytes: int) -> int:
-    """Weights in a packed row."""
-    return row_bytes // _ROW_BYTES * NF4_BLOCK
+def columns_of(packed: torch.Tensor) -> int:
+    """Weights in each of ``packed`` rows."""
+    return packed.shape[1] * packed.itemsize // _ROW_BYTES * NF4_BLOCK
 
 
 def packed_weights(huggingface: Any, trains: Callable[[str], bool]) -> list[str]:
@@ -172,8 +170,9 @@ def packed_weights(huggingface: Any, trains: Callable[[str], bool]) -> list[str]
     return names
 
 
-def pack_layers(huggingface: Any, weights: Iterable[str]) -> None:
-    """Have the linear layers of ``huggingface`` (on the meta device) hold ``weights``, by name, as packed rows."""
+def pack_layers(huggingface: Any, weights: Iterable[str], dtype: torch.dtype) -> None:
+    """Have the linear layers of ``huggingface`` (on the meta device) hold ``weights``, by name, as packed rows, whose
+    bytes lie in tensors of ``dtype``."""
     for weight in weights:
         name = weight.removesuffix(".weight")
         layer = huggingface.get_submodule(name)
@@ -183,18 +182,18 @@ def pack_layers(huggingface: Any, weights: Iterable[str]) -> None:
             packed.bias = layer.bias
             huggingface.set_submodule(name, packed)
             layer = packed
-        packed_rows = torch.empty((rows, _row_bytes(columns)), dtype=torch.uint8, device="meta")
-        layer.weight = nn.Parameter(packed_rows, requires_grad=False)
+        held = torch.empty((rows, _row_bytes(columns) // dtype.itemsize), dtype=dtype, device="meta")
+        layer.weight = nn.Parameter(held, requires_grad=False)
 
 
 @dataclass(frozen=True)
 class PackedBox(Box):
-    """A box of a weight whose rows are packed where they are held: ``local`` is uint8 (rows, bytes of a row)."""
+    """A box of a weight whose rows are packed where they are held, in ``local``."""
 
     def __post_init__(self) -> None:
-        rows, columns = self.place.sizes
-        if tuple(self.local.shape) != (rows, _row_bytes(columns)) or columns != self.shape[1]:
-            raise ValueError(f"{self.name}: a box of {self.place.sizes}, but packed rows {tuple(self.local.shape)}")
+        held = self.local.shape[0], columns_of(self.local)
+        if held != self.place.sizes or held[1] != self.shape[1]:
+            raise ValueError(f"{self.name}: a box of {self.place.sizes}, but packed rows of {held}")
 
     def read(self) -> torch.Tensor:
         return unpacked(self.local.detach(), torch.float32)
@@ -202,5 +201,5 @@ class PackedBox(Box):
     def write(self, values: torch.Tensor, part: Rectangle | None = None) -> None:
         """Round ``values`` in, where the rows are held; whole rows only."""
         rows = part.within(self.place)[0] if part else slice(None)
-        target = self.local.detach()[rows]
+        target = self.local.detach()[rows].view(torch.uint8)
         target.copy_(pack(values.detach().to(target.device)))

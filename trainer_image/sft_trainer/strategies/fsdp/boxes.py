@@ -5,7 +5,7 @@ for every use.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -13,19 +13,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.nf4 import PackedBox, columns_of, is_packed
+from sft_trainer.models.nf4 import PackedBox, columns_of
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names, Part
 from sft_trainer.optim import moments
 from sft_trainer.topology import Topology
 
 
-def model_boxes(model: CausalLM, names: Names, topology: Topology) -> list[Box]:
-    """What this process holds of the parameters and stored buffers of ``model``; a tied weight is there once."""
+def model_boxes(model: CausalLM, names: Names, topology: Topology, packed: Collection[str] = ()) -> list[Box]:
+    """What this process holds of the parameters and stored buffers of ``model``; a tied weight is there once.
+
+    Those with names in ``packed`` are in 4 bits.
+    """
     writers = Writers(topology)
     boxes: list[Box] = []
     for name, tensor in _sharded_tensors(model):
-        if is_packed(tensor):
+        if name in packed:
             boxes += _packed_boxes(names, name, tensor, topology)
         else:
             boxes += _boxes(names.parts(name, tuple(tensor.shape)), WEIGHT, tensor, topology, writers)
@@ -76,7 +79,7 @@ def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, topology: Topolog
 
 def _packed_boxes(names: Names, name: str, tensor: torch.Tensor, topology: Topology) -> Iterator[Box]:
     """What this process holds of the rows of a linear layer's weight, which is frozen, and saved by nobody."""
-    (part,) = names.parts(name, (tensor.shape[0], columns_of(tensor.shape[1])))
+    (part,) = names.parts(name, (tensor.shape[0], columns_of(tensor)))
     local = tensor.detach()
     first = 0
     if isinstance(local, DTensor):

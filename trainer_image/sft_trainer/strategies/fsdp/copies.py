@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from sft_trainer.models.nf4 import is_packed
 from sft_trainer.versions import copy_all
 
 
@@ -19,8 +18,8 @@ class Copies:
     """Parameters of a model in the dtype that they are computed in, beside those that it is trained and saved by."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Those of ``model`` that have another dtype than ``dtype``, and are not packed; tied ones have one copy."""
-        self._held = [each for each in model.parameters() if each.dtype != dtype and not is_packed(each)]
+        """Those of ``model`` that have another dtype than ``dtype``; tied ones have one copy."""
+        self._held = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
         self._copies = [nn.Parameter(torch.empty_like(each, dtype=dtype), each.requires_grad) for each in self._held]
         of = dict(zip(self._held, self._copies, strict=True))
         self._places = [

@@ -158,8 +158,7 @@ def kept_gathered_bytes(config: TrainerConfig, model: CausalLM) -> int:
     kept = {*model.parameters()}
     if reshards(config.spec, config.plan):
         kept -= {*model.blocks.parameters()}
-    each = BYTES[config.plan.precision]
-    return sum(p.numel() * (1 if nf4.is_packed(p) else each) for p in kept if isinstance(p, DTensor))
+    return sum(BYTES[config.plan.precision] * parameter.numel() for parameter in kept if isinstance(parameter, DTensor))
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

@@ -74,6 +74,7 @@ class FsdpStrategy:
             if not trainable.saves(name)
             for part in self._names.parts(name, tuple(tensor.shape))
         }
+        self._packed = frozenset(trainable.packed(huggingface))
         spec = config.spec
         bin_tokens = micro_batch_tokens(spec, config.plan)
         self._bin_tokens = bin_tokens * topology.sequence
@@ -114,7 +115,7 @@ class FsdpStrategy:
         if which == "optimizer":
             return optimizer_boxes(self.model, self.optimizer, self._names, self._topology)
         base = self._base
-        held = model_boxes(self.model, self._names, self._topology)
+        held = model_boxes(self.model, self._names, self._topology, self._packed)
         return [box for box in held if (box.name in base) == (which == "base")]
 
     @property
