@@ -38,6 +38,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "full": {"training": {"activationCheckpointing": "full"}},
     "adapters": {"lora": {"rank": 16}},
 }
+_PACKED: dict[str, Any] = {"lora": {"rank": 16, "basePrecision": "nf4"}}
 _COMPILED: dict[str, Any] = {"training": {"compile": True}}
 
 
@@ -73,10 +74,11 @@ def estimates(
 
 
 def of_8b(inputs: Path, device: torch.device) -> dict[str, Figure]:
-    """As ``estimates``, of adapters beside a base of 8 B parameters in bf16, whose head is not its embedding."""
-    cases = {"adapters_8b": _CASES["adapters"]}
+    """As ``estimates``, of adapters beside a base of 8 B parameters in bf16 and in 4 bits, whose head is not its
+    embedding."""
+    cases = {"adapters_8b": _CASES["adapters"], "adapters_8b_packed": _PACKED}
     if device.type == "cuda":
-        cases["adapters_8b_compiled"] = _CASES["adapters"] | _COMPILED
+        cases |= {f"{name}_compiled": how | _COMPILED for name, how in cases.items()}
     return estimates(inputs, device, cases, model=_LARGE_MODEL, tokens=_LARGE_TOKENS)
 
 

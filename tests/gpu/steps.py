@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.nf4 import PackedBox, pack, unpacked
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
@@ -163,10 +164,42 @@ def adapters(inputs: Path, device: torch.device) -> dict[str, Figure]:
     return dict(figures)
 
 
-def _with_adapters(inputs: Path, device: torch.device, precision: str, base: str) -> FsdpStrategy:
+def packed_base(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """Adapters beside a base that is rounded to 4 bits on the device, as it is and compiled, against one of fp32
+    that was given the same weights."""
+    bins, trained = _bins()
+    with _alone(device):
+        packed, compiled, whole = (
+            _with_adapters(inputs, device, "bf16", base, compiles=compiles)
+            for base, compiles in (("nf4", False), ("nf4", True), ("fp32", False))
+        )
+        for box, held in zip(whole.boxes("base"), packed.boxes("base"), strict=True):
+            if not isinstance(held, PackedBox):
+                continue
+            rounded = unpacked(pack(box.read().cpu()), torch.float32)
+            if not torch.equal(held.read().cpu(), rounded):
+                raise AssertionError(f"{box.name} in 4 bits is another one on the device than on its host")
+            box.write(rounded)
+        losses = [float(each.forward_backward(bins, trained)) for each in (packed, compiled, whole)]
+        found = [_gradients(each) for each in (packed, compiled, whole)]
+    figures = {
+        "packed_base_loss_error": abs(losses[0] / losses[2] - 1),
+        "packed_base_gradient_error": error_of(found[0], found[2]),
+        "packed_base_compiled_loss_error": abs(losses[1] / losses[2] - 1),
+        "packed_base_compiled_gradient_error": error_of(found[1], found[2]),
+    }
+    for (name, error), limit in zip(figures.items(), (1e-3, 2e-2, 1e-3, 5e-2), strict=True):
+        require(name.replace("_", " "), error, limit)
+    return dict(figures)
+
+
+def _with_adapters(
+    inputs: Path, device: torch.device, precision: str, base: str, *, compiles: bool = False
+) -> FsdpStrategy:
     """The small model of ``inputs`` with adapters that add something."""
+    training = {"precision": precision, "compile": compiles}
     lora = {"rank": 8, "basePrecision": base}
-    config = resolve(manifest(inputs, inputs.with_name("store"), lora=lora, training={"precision": precision}))
+    config = resolve(manifest(inputs, inputs.with_name("store"), lora=lora, training=training))
     blueprint = build_on_meta(inputs / "model")
     assert config.spec.lora is not None
     add_adapters(blueprint.huggingface, config.spec.lora)

@@ -114,7 +114,7 @@ def prepare(device: torch.device) -> None:
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
-    blocks = values.float().view(values.shape[0], -1, NF4_BLOCK)
+    blocks = values.float().reshape(values.shape[0], -1, NF4_BLOCK)
     scales = blocks.abs().amax(-1)
     # Of a block of zeros nothing is divided by 0.
     ones = (blocks * (1.0 / scales.clamp_min(torch.finfo(torch.float32).tiny))[..., None]).clamp_(-1.0, 1.0)
