@@ -38,7 +38,6 @@ from .sharding import (
     gradient_norm,
     kept_gathered_bytes,
     may_add_up_later,
-    offloaded_gradient_norm,
     whole_gradient_bytes,
 )
 
@@ -160,9 +159,7 @@ class FsdpStrategy:
         return loss_sum
 
     def grad_norm(self) -> torch.Tensor:
-        if self._offloads:
-            return offloaded_gradient_norm(self.model, self._device)
-        return gradient_norm(self.model)
+        return gradient_norm(self.model, self._device)
 
     @torch.no_grad()
     def apply(self, rate: float, max_norm: float, norm: torch.Tensor, ok: torch.Tensor) -> None:
