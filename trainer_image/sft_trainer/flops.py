@@ -123,11 +123,16 @@ class ModelFlops:
         layers = windows(huggingface)
         self._layers = Counter(layers)
         self._embedding_parameters = embeddings.numel()
-        # Of the layers that no gradient comes to, which are not computed backwards.
         first = blueprint.first_trained(trains)
-        forwards = {parameter for block in blueprint.blocks[:first] for parameter in block.parameters()}
-        names = {name for name, parameter in huggingface.named_parameters() if parameter in forwards}
-        self._forward_parameters = active_parameters(huggingface, self._config, names.__contains__)
+        # Weights whose input needs no gradient, as nothing trained comes before them: those up to the first that is
+        # trained, as a model has its modules in the order in which it computes. Within a layer that order is another:
+        # in the first with trained weights all are counted with it, at most 2 too much for each weight of one layer.
+        # Embeddings are multiplied with as the head only, behind all.
+        behind = {embeddings, *blueprint.blocks[first:].parameters()}
+        named = [*huggingface.named_parameters()]
+        until = next((number for number, (name, _) in enumerate(named, 1) if trains(name)), 0)
+        before_all = {name for name, parameter in named[:until] if parameter not in behind}
+        self._without_input_gradient = active_parameters(huggingface, self._config, before_all.__contains__)
         self._forward_layers = Counter(layers[:first])
         self._peak = peak_flops(device)
 
@@ -142,10 +147,10 @@ class ModelFlops:
         )
 
     def _left_out(self, lengths: Sequence[int]) -> float:
-        """Of these FLOPs those of a backward pass that some layers do not have: of each weight that no gradient comes
-        to 2, and two thirds of attention."""
+        """Of these FLOPs those that no backward pass has: 2 of each weight whose input needs no gradient, and two
+        thirds of the attention of layers that no gradient comes to."""
         pairs = sum(count * _pairs(lengths, window) for window, count in self._forward_layers.items())
-        return 2.0 * self._forward_parameters * sum(lengths) + 2.0 * _queries_and_values(self._config) * pairs
+        return 2.0 * self._without_input_gradient * sum(lengths) + 2.0 * _queries_and_values(self._config) * pairs
 
     def share_of_peak(self, flops: float, device_seconds: float) -> float | None:
         """Of what devices could compute in ``device_seconds`` of them all; None where that is not known."""

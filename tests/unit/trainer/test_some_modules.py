@@ -142,26 +142,42 @@ def test_beside_adapters_modules_are_trained_as_peft_does_it(tmp_path: Path) -> 
             assert (gathered(value.grad) - gradient).norm() <= 5e-6 * gradient.norm() + 1e-9, name
 
 
-def test_a_gradient_is_computed_for_what_needs_one(tmp_path: Path) -> None:
-    """FLOPs of a token, for the utilisation: 6 a trained weight, 4 a frozen one that a gradient passes, else 2."""
-    save_model("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("modules", "tied", "each"),
+    [
+        # Of both layers, the norm behind them and the head, for a weight: 2 forwards, 2 for its gradient where it is
+        # trained, 2 for that of its input where anything before it is.
+        (["lm_head"], False, (2, 2, 2, 4)),
+        (["model.norm"], False, (2, 2, 4, 4)),
+        (["model.norm", "lm_head"], False, (2, 2, 4, 6)),
+        (["layers.1"], False, (2, 6, 4, 4)),
+        (["layers.1", "lm_head"], False, (2, 6, 4, 6)),
+        (["layers.0", "lm_head"], False, (6, 4, 4, 6)),
+        (["embed_tokens"], False, (4, 4, 4, 4)),
+        (["model", "lm_head"], False, (6, 6, 6, 6)),
+        (["model.norm"], True, (2, 2, 4, 4)),
+        (["layers.1"], True, (2, 6, 4, 4)),
+        (["embed_tokens"], True, (4, 4, 4, 6)),
+        (["model"], True, (6, 6, 6, 6)),
+    ],
+)
+def test_a_weight_counts_for_what_is_computed_with_it(
+    tmp_path: Path, modules: list[str], tied: bool, each: tuple[int, ...]
+) -> None:
+    # Given a model of which some modules are trained
+    save_model("llama", tmp_path, tie_word_embeddings=tied)
     blueprint = build_on_meta(tmp_path)
     huggingface: Any = blueprint.huggingface
-    sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
+    parts = [*blueprint.blocks, huggingface.model.norm, huggingface.lm_head]
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
 
-    def flops(modules: list[str]) -> float:
-        return ModelFlops(blueprint, lambda name: within(name, modules), CPU).training([[1]])
+    # When the FLOPs of a token are counted
+    flops = ModelFlops(blueprint, lambda name: within(name, modules), CPU).training([[1]])
 
-    def of(name: str) -> int:
-        return sum(size for key, size in sizes.items() if name in key)
-
-    whole = flops(["model", "lm_head"])
-    assert blueprint.first_trained(lambda name: within(name, ["lm_head"])) == len(blueprint.blocks)
-    # Of attention to itself a token has a little, which the layers that no gradient comes to compute forwards only.
-    assert whole - flops(["model"]) == 2 * of("lm_head")
-    assert flops(["layers.0", "lm_head"]) > flops(["layers.1", "lm_head"]) > flops(["lm_head"])
-    # Nor does one come to a layer before those that are trained for the norm behind all.
-    assert flops(["layers.1", "model.norm"]) - flops(["layers.1"]) == 2 * of("model.norm")
+    # Then beside attention, a third of which is computed forwards, each weight counts for what is computed with it
+    passes = sum(1 if count == 2 else 3 for count in each[:2])
+    attention = 2 * huggingface.config.num_attention_heads * huggingface.config.head_dim * passes
+    assert flops - attention == sum(size * count for size, count in zip(sizes, each, strict=True))
 
 
 @pytest.mark.parametrize("kind", accepted())
