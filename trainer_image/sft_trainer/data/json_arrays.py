@@ -13,7 +13,7 @@ from sft_trainer.errors import DataError
 
 from .packed import opened
 from .readers import Reader, Row
-from .text_rows import Mark, TextRows, checked_object, find, open_lines, pass_mark, undecoded, what_is_wrong
+from .text_rows import Mark, TextRows, checked_object, find, open_lines, pass_mark, too_deep, undecoded, what_is_wrong
 
 _BLOCK = 2**18
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -116,7 +116,7 @@ class _Text:
                     self.pass_over(end - self._at)
                     return value
             except RecursionError as error:
-                raise DataError(f"{place} is nested too deeply to be read; flatten or remove the row") from error
+                raise too_deep(place) from error
             except ValueError as error:
                 if not (self._is_cut_off(error) and self._more()):
                     wrong = what_is_wrong(error, self._text, self._at)

@@ -146,7 +146,7 @@ def parsed_line(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line)
     except RecursionError as error:
-        raise DataError(f"{place} is nested too deeply to be read; flatten or remove the row") from error
+        raise too_deep(place) from error
     except UnicodeDecodeError as error:
         quoted, wrong = line[:_QUOTED].decode(errors="replace").strip(), undecoded(error)
         raise DataError(
@@ -157,6 +157,11 @@ def parsed_line(line: bytes, place: str) -> Row:
         what = what_is_wrong(error, line.decode(errors="replace"))
         raise DataError(f"{place} is not valid JSON {what}; correct or remove the line{several}") from error
     return checked_object(row, place, "; write one object with columns per line")
+
+
+def too_deep(place: str) -> DataError:
+    """Of a row that Python can read no further into."""
+    return DataError(f"{place} is nested too deeply to be read; flatten or remove the row")
 
 
 def what_is_wrong(error: ValueError, text: str, begin: int = 0) -> str:
