@@ -6,8 +6,8 @@ seen on tensors without memory, and the whole estimate with the strategy itself 
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import zip_longest
 from math import ceil
@@ -37,6 +37,8 @@ NF4_BLOCK = 64
 """Weights in 4 bits that share what they are multiplied by, a number in fp32."""
 NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
 """Of each such weight."""
+NF4_AT_ONCE = 2**24
+"""Such weights whose values a GPU looks up at a time, in fp32, and once more with what they are multiplied by."""
 HEAD = "lm_head"
 EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
 """How the modules are called of the models that are counted here."""
@@ -112,6 +114,11 @@ class Sizes:
     experts: bool = False
     """Whether tokens are sent to some of the parameters of a block only."""
     logits: Transformed = ""
+    packed: int = 0
+    """Of the parameters those that are held in 4 bits."""
+    packed_block: int = 0
+    packed_matrix: int = 0
+    """Of the largest of these weights, which is unpacked as a whole."""
 
 
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
@@ -120,10 +127,14 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     adapters = [adapter_parameters(adapted, lora.rank) for adapted in adapted_of(shape, spec)] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
     trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
+    matrices = [[outputs * inputs for outputs, inputs in packed.values()] for packed in packed_of(shape, spec)]
+    packed = [*map(sum, matrices)]
+    blocks = zip_longest(adapters, packed, fillvalue=0)
+    block, packed_block = largest_block((shape.block_parameters + added, of) for added, of in blocks)
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
-        block=shape.block_parameters + max(adapters),
+        block=block,
         trained_block=max(trained),
         root=shape.root_parameters,
         trained_root=trained_root,
@@ -133,7 +144,20 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         trained=sum(trained) + trained_root,
         experts=shape.experts > 0,
         logits=shape.logits,
+        packed=sum(packed),
+        packed_block=packed_block,
+        packed_matrix=max((matrix for block in matrices for matrix in block), default=0),
     )
+
+
+def largest_block(blocks: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Of blocks with so many parameters, and so many of them in 4 bits, the one that takes most."""
+    return max(blocks, key=lambda each: _bytes(*each, BYTES["bf16"]))
+
+
+def _bytes(parameters: int, packed: int, each: int) -> float:
+    """Of so many ``parameters`` that take so much ``each``, but for those of them that are ``packed``."""
+    return each * (parameters - packed) + NF4_BYTES * packed
 
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -145,9 +169,12 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     if _trains(EMBEDDINGS, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
+    sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
+    unpacked = computed * sizes.packed_matrix / micro_batch_tokens(spec, plan)
     for (names, trained), count in Counter(blocks[first:]).items():
-        kinds[block_memory(shape, spec, BYTES[plan.precision], names, trained=trained, compiled=plan.compile)] += count
-    return estimate_of(sizes_of(shape, spec), kinds, spec, plan)
+        block = block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile)
+        kinds[replace(block, working=block.working + unpacked)] += count
+    return estimate_of(sizes, kinds, spec, plan)
 
 
 def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int], int]:
@@ -205,7 +232,8 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
 
     One micro-batch goes through the model at a time, as in the first steps: several do only where there is room.
     Where blocks differ, the largest are gathered, and all keep what they do, while the one is computed that takes
-    most besides: a most, above the truth by a part of what one block takes.
+    most besides: a most, above the truth by a part of what one block takes. What a block takes besides has the largest
+    of its weights in it that is unpacked to be multiplied with, and not what that takes on its way.
     """
     computed = BYTES[plan.precision]
     tokens = micro_batch_tokens(spec, plan)
@@ -214,7 +242,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     top = tokens * sizes.hidden_size * (4 + 3 * computed)
 
     copies = computes_with_copies(spec, plan.precision, plan.processes)
-    block, root, parameters = (computed * numbers for numbers in gathered_sizes(sizes, spec, plan))
+    block, root, parameters = gathered_bytes(sizes, spec, plan)
     whole = not reshards(spec, plan)
     blocks = parameters - root if whole else 2 * block
     fsdp = spec.strategy.fsdp if spec.strategy else None
@@ -223,9 +251,12 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     shared = copies and not holds_copies(spec, plan, plan.processes)
     summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if shared else 0
 
+    on_its_way = 0
     if offloads(spec):
-        # A share on its way, in the precision that it is held in.
-        root += 4 * ceil(max(sizes.root, sizes.block) / plan.shard_degree)
+        # A share, in the precision that it is held in.
+        on_its_way = ceil(max(4 * sizes.root, _bytes(sizes.block, sizes.packed_block, 4)) / plan.shard_degree)
+    begin = 2 * root + block + on_its_way
+    root += on_its_way
 
     head = sizes.head if sizes.trains_head else 0
     at_a_time = CHUNK_ELEMENTS // (3 if sizes.logits else 1)
@@ -237,6 +268,8 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     # What is gathered, kept by layers, and held by the loss, at the moments when most is held: at the loss, in the
     # backward pass of blocks, and at the end of all.
     alone, working = blocks if whole else block, tokens * max(kind.working for kind in kinds)
+    if not plan.compile:
+        working += 8 * min(NF4_AT_ONCE, sizes.packed_matrix)
     earlier = layers - tokens * min((kind.kept for kind in kinds if kind != NOTHING), default=0.0)
     backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
     if sizes.experts:
@@ -250,26 +283,31 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     ends = [root + (computed + summed) * sizes.trained_root + summed * sizes.trained_block]
     if copies and keeps_whole_gradients(plan):
         # At the end of the first pass the root's gradients become fp32 as they are made, both of tied weights before
-        # one is added to the other; where the next pass begins, weights are there as gathered and as computed with.
+        # one is added to the other.
         tied = sizes.root < 2 * head
-        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head)), 2 * root + block]
+        ends = [root + (8 * head if tied else computed * (sizes.trained_root - head))]
+    if shared:
+        # Where a pass begins, weights are there as gathered and as computed with.
+        ends.append(begin)
     moments = ((root + alone, layers + top, loss), *backward, *((end, 0, 0) for end in ends))
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
-        **_states(sizes.trained, sizes.parameters - sizes.trained, spec, plan),
+        **_states(sizes.trained, sizes.parameters - sizes.trained, sizes.packed, spec, plan),
         gathered=ceil(gathered),
         activations=ceil(activations),
         logits=ceil(logits),
     )
 
 
-def gathered_sizes(sizes: Sizes, spec: SFTJobSpec, plan: PlanStatus) -> tuple[int, int, int]:
-    """What of the numbers of parameters is gathered, and so copied: of the largest block, outside of blocks, in all."""
+def gathered_bytes(sizes: Sizes, spec: SFTJobSpec, plan: PlanStatus) -> tuple[float, float, float]:
+    """What of the parameters is gathered, and so copied, takes: of the largest block, outside of blocks, in all."""
+    computed = BYTES[plan.precision]
     if not computes_with_copies(spec, plan.precision, plan.processes):
         return 0, 0, 0
     if not gathers_base(spec, plan.precision, plan.processes):
-        return sizes.trained_block, sizes.trained_root, sizes.trained
-    return sizes.block, sizes.root, sizes.parameters
+        return computed * sizes.trained_block, computed * sizes.trained_root, computed * sizes.trained
+    block = _bytes(sizes.block, sizes.packed_block, computed)
+    return block, computed * sizes.root, _bytes(sizes.parameters, sizes.packed, computed)
 
 
 def logit_bytes(logits: Transformed, computed: int) -> int:
@@ -285,9 +323,10 @@ def logit_bytes(logits: Transformed, computed: int) -> int:
 def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
     """What is known of a model of which only the number of ``parameters`` is: weights, gradients, moments."""
     trained = parameters if spec.trains_all else 0
-    return MemoryEstimate(
-        **_states(trained, parameters - trained, spec, plan), gathered=None, activations=None, logits=None
-    )
+    frozen = parameters - trained
+    # How many of them are in linear layers nobody knows.
+    packed = frozen if spec.quantises else 0
+    return MemoryEstimate(**_states(trained, frozen, packed, spec, plan), gathered=None, activations=None, logits=None)
 
 
 def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
@@ -296,8 +335,11 @@ def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
     return ceil(trained * each / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
-def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec) -> int:
-    """Host memory of one node that ``strategy.fsdp.cpuOffload`` takes: weights, gradients and moments."""
+def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec, packed: int = 0) -> int:
+    """Host memory of one node that ``strategy.fsdp.cpuOffload`` takes: weights, gradients and moments.
+
+    Of the ``frozen`` weights so many are ``packed``.
+    """
     if not offloads(spec):
         return 0
     processes = spec.compute.processes
@@ -305,7 +347,8 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec) -> int:
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
     each = 8 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
     precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
-    return ceil(replicas * (each * trained + _base_bytes(spec, precision) * frozen) / spec.compute.nodes)
+    held = each * trained + _bytes(frozen, packed, _base_bytes(spec, precision))
+    return ceil(replicas * held / spec.compute.nodes)
 
 
 def offloads(spec: SFTJobSpec) -> bool:
@@ -334,7 +377,8 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     """Whether weights are copied to be computed with, and gradients to be added up.
 
     They are gathered from other processes, cast to another ``precision`` than they are held in, or brought from the
-    host. One process that holds all as it computes with it needs none of that.
+    host. One process that holds all as it computes with it needs none of that; nor is a copy made of what is packed,
+    which is unpacked where it is multiplied with.
     """
     held = {4, _base_bytes(spec, precision)}
     return processes > 1 or held != {BYTES[precision]} or sums_in_bf16(spec) or offloads(spec)
@@ -354,7 +398,7 @@ def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:
 
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
-    """Of each frozen weight."""
+    """Of each frozen weight that is not packed."""
     return BYTES["fp32" if spec.trains_all else spec.frozen_precision(precision)]
 
 
@@ -364,7 +408,7 @@ def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
     return ceil(tokens / plan.sequence_parallel)
 
 
-def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
+def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
     share = ceil(trained / plan.shard_degree)
     # All together, for the sums of a step; replicas and shards, where they are not the same group; shared tokens.
     replicated = 1 < plan.shard_degree < plan.processes
@@ -373,7 +417,7 @@ def _states(trained: int, frozen: int, spec: SFTJobSpec, plan: PlanStatus) -> di
     if offloads(spec):
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
     return {
-        "parameters": 4 * share + _base_bytes(spec, plan.precision) * ceil(frozen / plan.shard_degree),
+        "parameters": 4 * share + ceil(_bytes(frozen, packed, _base_bytes(spec, plan.precision)) / plan.shard_degree),
         "gradients": 4 * (trained if keeps_whole_gradients(plan) else share),
         "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,
@@ -386,18 +430,29 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
     if lora is None:
         return [{}] * shape.layers
     targets = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else tuple(lora.target_modules)
+    return _layers_of(shape, spec, targets, tuple(lora.exclude_modules))
+
+
+def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
+    """Of each block the linear layers whose weights are held in 4 bits: those that are not trained."""
+    return _layers_of(shape, spec, tuple(shape.linear)) if spec.quantises else [{}] * shape.layers
+
+
+def _layers_of(
+    shape: ModelShape, spec: SFTJobSpec, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
+) -> list[dict[str, tuple[int, int]]]:
     trained = tuple(spec.training.trainable_modules or ())
-    blocks = _adapted(tuple(shape.linear), shape.layers, targets, tuple(lora.exclude_modules), trained)
+    blocks = _chosen(tuple(shape.linear), shape.layers, targets, excluded, trained)
     return [{name: shape.linear[name] for name in names} for names in blocks]
 
 
 @lru_cache(maxsize=32)
-def _adapted(
+def _chosen(
     linear: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...], trained: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
     """Those of the names ``linear`` that are chosen, of each block: asked for again and again by who tries shapes."""
 
-    def chosen(block: int) -> tuple[str, ...]:
+    def of_block(block: int) -> tuple[str, ...]:
         names = {name: f"{_BLOCKS}{block}.{name}" for name in linear}
         return tuple(
             name
@@ -406,8 +461,8 @@ def _adapted(
         )
 
     if any(part.isdigit() for name in (*targets, *excluded, *trained) for part in name.split(".")):
-        return [chosen(block) for block in range(blocks)]
-    return [chosen(0)] * blocks
+        return [of_block(block) for block in range(blocks)]
+    return [of_block(0)] * blocks
 
 
 def block_memory(

@@ -14,6 +14,7 @@ from .memory import (
     EMBEDDINGS,
     EXPORT_BYTES,
     HEAD,
+    NF4_BLOCK,
     MemoryEstimate,
     estimate,
     estimate_states,
@@ -21,6 +22,7 @@ from .memory import (
     knows_compiled,
     offloaded_bytes,
     offloads,
+    packed_of,
     reshards,
     sizes_of,
     staging_bytes,
@@ -29,7 +31,7 @@ from .memory_megatron import changes, estimate_stage, estimate_stage_states
 from .model_shape import UNCOMPILED_EXPERTS, ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
-from .v1alpha1.lora import LoraSpec
+from .v1alpha1.lora import QUANTISED, LoraSpec
 from .v1alpha1.megatron import megatron_of
 from .v1alpha1.runtime import FsdpSpec, StrategySpec
 from .v1alpha1.status import MemoryStatus, PlanStatus
@@ -144,9 +146,12 @@ def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     """Bytes of host memory of a node that ``strategy.fsdp.cpuOffload`` takes; 0 without it, or where not known."""
     if shape is not None:
         sizes = sizes_of(shape, spec)
-        return offloaded_bytes(sizes.trained, sizes.parameters - sizes.trained, spec)
-    count = None if spec.model.parameters is None else parameter_count(spec.model.parameters)
-    return 0 if count is None else offloaded_bytes(*((count, 0) if spec.trains_all else (0, count)), spec)
+        return offloaded_bytes(sizes.trained, sizes.parameters - sizes.trained, spec, sizes.packed)
+    if spec.model.parameters is None:
+        return 0
+    count = parameter_count(spec.model.parameters)
+    trained = count if spec.trains_all else 0
+    return offloaded_bytes(trained, count - trained, spec, count if spec.quantises else 0)
 
 
 def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
@@ -205,7 +210,7 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
         return Fit(refused=problem)
     if shape and (problem := _experts_problem(spec, shape)):
         return Fit(refused=problem)
-    if shape and (problem := _adapters_problem(spec, shape)):
+    if shape and (problem := _adapters_problem(spec, shape) or _packing_problem(spec, shape)):
         return Fit(refused=problem)
     if shape and (problem := _modules_problem(spec, shape)):
         return Fit(refused=problem)
@@ -240,6 +245,25 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
         adapted([*linear, HEAD], HEAD, spec.lora.target_modules, spec.lora.exclude_modules, modules)
     except AdapterError as error:
         return of_experts(error) if shape.experts else str(error)
+    return ""
+
+
+def _packing_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
+    """Why frozen weights of a model of ``shape`` cannot be held in 4 bits where ``spec`` asks for that; else empty."""
+    if not spec.quantises:
+        return ""
+    if shape.experts:
+        return (
+            f"lora.basePrecision is nf4, but {spec.model.uri} has experts, whose weights are not held in 4 bits here: "
+            "take bf16, or a dense model"
+        )
+    packed = {name: inputs for block in packed_of(shape, spec) for name, (_, inputs) in block.items()}
+    for name, inputs in packed.items():
+        if inputs % NF4_BLOCK:
+            return (
+                f"lora.basePrecision is nf4, but {name} of {spec.model.uri} has {inputs} inputs: they must be a "
+                f"multiple of {NF4_BLOCK}, which share a scale; take bf16, or another model"
+            )
     return ""
 
 
@@ -355,8 +379,12 @@ def _changes(
     if fsdp and (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
         shared, fewer = _shared(spec, plan, degree)
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
+    adapters = spec
     if fsdp and spec.trains_all:
-        yield "lora", spec.model_copy(update={"lora": LoraSpec()}), plan
+        adapters = spec.model_copy(update={"lora": LoraSpec()})
+        yield "lora", adapters, plan
+    if adapters.lora and _takes(adapters, plan, shape) > WARNED_SHARE * gpu and (packed := _packed(adapters, shape)):
+        yield f"lora{' with ' if spec.trains_all else '.'}basePrecision: {QUANTISED}", packed, plan
     for words, smaller in _smaller_micro_batches(spec):
         yield words, smaller, with_batch_of(smaller, plan)
     if not fsdp:
@@ -368,6 +396,14 @@ def _changes(
         without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""
         offloaded = StrategySpec(fsdp=given.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
         yield f"strategy.fsdp.cpuOffload: true{without}", spec.model_copy(update={"strategy": offloaded}), shares
+
+
+def _packed(spec: SFTJobSpec, shape: ModelShape | None) -> SFTJobSpec | None:
+    """With the base of its adapters in 4 bits; None where that is so already, and where it cannot be, or who knows."""
+    if spec.quantises or shape is None:
+        return None
+    packed = _with(spec, "lora", base_precision=QUANTISED)
+    return None if _packing_problem(packed, shape) else packed
 
 
 def _smaller_micro_batches(spec: SFTJobSpec) -> Iterator[tuple[str, SFTJobSpec]]:

@@ -8,7 +8,7 @@ from .memory import (
     BYTES,
     computes_with_copies,
     estimate,
-    gathered_sizes,
+    gathered_bytes,
     micro_batch_tokens,
     offloads,
     sizes_of,
@@ -60,8 +60,8 @@ def with_traffic(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
         {keeps, True} if may_keep else {keeps}, {sums_once, True} if may_sum_once and passes > 1 else {sums_once}
     )
     sizes = sizes_of(shape, spec)
-    _, root, parameters = gathered_sizes(sizes, spec, plan)
-    saved = BYTES[plan.precision] * (parameters - root), BYTES["fp32"] * sizes.trained * (1 - 1 / passes)
+    _, root, parameters = gathered_bytes(sizes, spec, plan)
+    saved = parameters - root, BYTES["fp32"] * sizes.trained * (1 - 1 / passes)
 
     def saves(way: tuple[bool, bool]) -> tuple[float, bool]:
         # Of two that save as much the one that takes less.

@@ -7,7 +7,7 @@ from sft_api.megatron import given_in_words, stages_in_words
 from sft_api.plan import DEFAULT_DECAY_RATIO, DEFAULT_WARMUP_RATIO, Plan
 from sft_api.report import duration
 from sft_api.v1alpha1.job import SFTJobSpec
-from sft_api.v1alpha1.lora import LoraSpec
+from sft_api.v1alpha1.lora import QUANTISED, LoraSpec
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_api.v1alpha1.workload import DummyRunSpec
 
@@ -210,7 +210,7 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
     decisions.append(
         Decision(
             "frozen weights in",
-            spec.frozen_precision(plan.precision),
+            _frozen(spec, plan),
             Origin.GIVEN if given else Origin.COMPUTED,
             "lora.basePrecision; as precision when absent" if spec.lora else "as precision; what is trained in fp32",
         )
@@ -223,6 +223,12 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
     else:
         value, why = "unknown", "as said above" if found else _WHEN_TRAINED_IS_KNOWN
     return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
+
+
+def _frozen(spec: SFTJobSpec, plan: Plan) -> str:
+    """What the weights are held in that are not trained."""
+    others = spec.frozen_precision(plan.precision)
+    return f"{QUANTISED} (linear layers; others in {others})" if spec.quantises else others
 
 
 def _adapters(lora: LoraSpec) -> list[Decision]:

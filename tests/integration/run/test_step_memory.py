@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from sft_api.known_models import known_configs
 from sft_api.memory import estimate, sizes_of
@@ -22,6 +23,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer import loss
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import PRODUCTS, Logits
+from sft_trainer.models import nf4
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
@@ -68,17 +70,26 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
     monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)
+    # As many weights are unpacked at a time as on a GPU
+    monkeypatch.setattr(nf4, "_AT_ONCE", {})
     monkeypatch.setattr(strategy_module, "part_of", lambda bin_, *_: bin_)
     allocate = CausalLM.to_empty
 
     def allocated(model: CausalLM, *, device: torch.device) -> CausalLM:
-        if isinstance(model, FSDPModule):
-            return allocate(model, device=device)
         # Tensors without memory may be remembered by what made them, and then take no other's place.
-        for module in model.modules():
-            for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
-                made = torch.empty_like(held, device=device)
-                setattr(module, name, torch.nn.Parameter(made, held.requires_grad))
+        left = [
+            (module, name, held)
+            for module in model.modules()
+            for name, held in module.named_parameters(recurse=False, remove_duplicate=False)
+            if not isinstance(held, DTensor)
+        ]
+        for module, name, _ in left:
+            setattr(module, name, None)
+        if isinstance(model, FSDPModule):
+            allocate(model, device=device)
+        for module, name, held in left:
+            made = torch.empty_like(held, device=device)
+            setattr(module, name, torch.nn.Parameter(made, held.requires_grad))
         return model
 
     monkeypatch.setattr(CausalLM, "to_empty", allocated)
@@ -92,6 +103,7 @@ def a_bin(tokens: int, sequence: int) -> BinTensors:
 
 ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
+NF4 = {"lora": {"rank": 16, "basePrecision": "nf4"}}
 CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     # Model, layers, tokens, processes, shard degree, spec
     # Of fewer tokens the end of the backward pass takes more
@@ -115,6 +127,43 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         1,
         1,
         {"lora": {"rank": 16, "basePrecision": "fp32"}},
+    ),
+    # Of a linear layer the 4 bits are held and gathered, and one whole matrix is there where it is multiplied with
+    "8B, adapters of a base in 4 bits, alone": ("meta-llama/Llama-3.1-8B", 6, 4096, 1, 1, NF4),
+    "8B, adapters of a base in 4 bits": ("meta-llama/Llama-3.1-8B", 6, 8192, 4, 4, NF4),
+    "8B, a base in 4 bits with little": ("meta-llama/Llama-3.1-8B", 12, 64, 4, 4, NF4),
+    "8B, a base in 4 bits, in fp32": (
+        "meta-llama/Llama-3.1-8B",
+        6,
+        4096,
+        4,
+        4,
+        {**NF4, "training": {"precision": "fp32"}},
+    ),
+    "8B, a base in 4 bits that is all gathered at once": ("meta-llama/Llama-3.1-8B", 6, 4096, 4, 4, {**KEPT, **NF4}),
+    "8B, a base in 4 bits, some of it again": (
+        "meta-llama/Llama-3.1-8B",
+        6,
+        4096,
+        1,
+        1,
+        {**NF4, "training": {"activationCheckpointing": "selective"}},
+    ),
+    "8B, a base in 4 bits, one block at a time": (
+        "meta-llama/Llama-3.1-8B",
+        6,
+        4096,
+        1,
+        1,
+        {**NF4, "training": {"activationCheckpointing": "full"}},
+    ),
+    "8B, a base in 4 bits, of which a layer is trained": (
+        "meta-llama/Llama-3.1-8B",
+        6,
+        4096,
+        4,
+        4,
+        {**NF4, "training": {"trainableModules": ["layers.5"]}},
     ),
     "8B, all gathered at once": ("meta-llama/Llama-3.1-8B", 6, 4096, 8, 8, KEPT),
     "8B, gathered with much to compute": ("meta-llama/Llama-3.1-8B", 6, 16384, 8, 8, KEPT),
@@ -202,7 +251,7 @@ def most_held(world: Any, without_values: None, monkeypatch: pytest.MonkeyPatch)
             huggingface = model_of(known)
             count_attention(huggingface)
             if config.spec.lora:
-                add_adapters(huggingface, config.spec.lora)
+                add_adapters(huggingface, config.spec.lora, config.spec.training.trainable_modules or ())
             model = CausalLM(huggingface, logits=logits)
             strategy = FsdpStrategy(config, model, trainable_of(config), topology, torch.device("cpu"))
             for _ in range(2):

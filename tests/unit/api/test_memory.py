@@ -65,6 +65,10 @@ PUBLISHED = {
 EIGHT_BILLION = "hf://meta-llama/Llama-3.1-8B"
 
 
+LONG = {"train": [{"uri": "hf://a/b"}], "maxLength": 65536}
+"""So many tokens that most is held while blocks are computed backwards."""
+
+
 def shape(uri: str = EIGHT_BILLION) -> ModelShape:
     found = known_shape(uri)
     assert found is not None
@@ -207,6 +211,55 @@ def test_adapters_take_their_own_states_beside_a_frozen_base() -> None:
     assert sizes_of(shape(), asked).trained == 32 * 16 * (4096 + 4096)
     in_fp32 = estimated(lora={"rank": 16, "basePrecision": "fp32"})
     assert in_fp32.parameters == 4 * adapters / 8 + 4 * 8_030_261_248 / 8
+
+
+def test_of_a_base_in_4_bits_linear_layers_take_9_bytes_for_16_weights() -> None:
+    half, packed, kept, compiled = (
+        estimated(lora={"rank": 16, "basePrecision": base}, data=LONG, training={"compile": compiles})
+        for compiles in (False, True)
+        for base in ("bf16", "nf4")
+    )
+    asked = job(model={"uri": EIGHT_BILLION}, lora={"rank": 16, "basePrecision": "nf4"}).spec
+    sizes = sizes_of(shape(), asked)
+
+    # By hand: seven matrices in each of 32 blocks
+    largest = 14336 * 4096
+    assert sizes.packed_block == 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * largest
+    assert (sizes.packed, sizes.packed_matrix) == (32 * sizes.packed_block, largest)
+    assert half.parameters - packed.parameters == (2 - 9 / 16) * sizes.packed / 8
+    # One is there as a whole, and its values are looked up a part at a time
+    assert packed.activations is not None
+    assert half.activations is not None
+    assert packed.activations - half.activations == 2 * largest + 8 * 2**24
+    assert (compiled.activations or 0) - (kept.activations or 0) == 2 * largest
+
+
+def test_4_bits_are_what_is_gathered_of_them() -> None:
+    def gathered(base: str, gpus: int = 8, **fsdp: Any) -> int:
+        lora = {"rank": 16, "basePrecision": base}
+        found = estimated(gpus=gpus, lora=lora, strategy={"fsdp": fsdp}, data=LONG).gathered
+        assert found is not None
+        return found
+
+    packed = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096
+    each = (2 - 9 / 16) * packed
+    # Two blocks at a time, or all
+    assert gathered("bf16", reshardAfterForward=True) - gathered("nf4", reshardAfterForward=True) == 2 * each
+    assert gathered("bf16", reshardAfterForward=False) - gathered("nf4", reshardAfterForward=False) == 32 * each
+    # One process multiplies with what it holds, but for what it brings from the host
+    assert gathered("nf4", 1) == gathered("bf16", 1) < packed / 16
+    assert gathered("nf4", 1, cpuOffload=True) > 4 * 128_256 * 4096
+
+
+def test_what_is_trained_of_a_base_in_4_bits_is_not_packed() -> None:
+    lora, block = {"rank": 16, "basePrecision": "nf4"}, {"trainableModules": ["layers.31"]}
+    whole = sizes_of(shape(), job(model={"uri": EIGHT_BILLION}, lora=lora).spec)
+    some = sizes_of(shape(), job(model={"uri": EIGHT_BILLION}, lora=lora, training=block).spec)
+
+    assert whole.packed - some.packed == whole.packed_block
+    # The largest block is then the one of which nothing is packed, and which has no adapters
+    assert (some.block, some.packed_block) == (shape().block_parameters, 0)
+    assert some.packed_matrix == whole.packed_matrix
 
 
 def test_adapters_of_some_layers_are_counted_where_they_are() -> None:
@@ -354,6 +407,8 @@ def test_what_is_offloaded_is_the_hosts() -> None:
         offloaded_bytes(1000, 1_000_000, job(strategy=strategy, lora={}, compute={"gpusPerNode": 1}).spec)
         == 16_000 + 2_000_000
     )
+    in_4_bits = job(strategy=strategy, lora={"basePrecision": "nf4"}, compute={"gpusPerNode": 1}).spec
+    assert offloaded_bytes(1000, 1_000_000, in_4_bits, packed=640_000) == 16_000 + 720_000 + 360_000
     assert offloaded_bytes(1_000_000, 0, job().spec) == 0
 
 

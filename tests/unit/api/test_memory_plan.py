@@ -6,7 +6,7 @@ import pytest
 
 from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_shape
-from sft_api.memory_plan import Fit, judge, parameter_count, remedies, staging_warning
+from sft_api.memory_plan import Fit, gibibytes, judge, memory_of, parameter_count, remedies, staging_warning
 from sft_api.model_shape import shape_of
 from sft_api.plan import make_plan
 from sft_api.v1alpha1.job import SFTJobSpec
@@ -106,6 +106,49 @@ def test_remedies_are_those_that_make_a_difference() -> None:
         training={"microBatchSize": 4, "compile": False},
     ).spec
     assert f"training.microBatchSize: 1 ({total(spec(gpus=8))})" in verdict(unpacked).warning
+
+
+def test_a_base_in_4_bits_is_a_remedy_where_adapters_beside_another_do_not_fit() -> None:
+    def told(lora: dict[str, Any] | None, model: str = "meta-llama/Llama-3.1-70B", gpus: int = 1) -> list[str]:
+        adapters = {"lora": lora} if lora is not None else {}
+        refused = verdict(spec(gpus=gpus, model={"uri": f"hf://{model}"}, length=512, **adapters)).refused
+        return refused.partition("several of: ")[2].partition(". Where")[0].split(", ")
+
+    uri = "hf://meta-llama/Llama-3.1-70B"
+    half, packed = (spec(1, {"uri": uri}, 512, lora={"basePrecision": base}) for base in ("bf16", "nf4"))
+    memory = memory_of(packed, make_plan(half), known_shape(uri))
+    assert memory is not None
+    taken = gibibytes(memory.total)
+    assert verdict(packed) == Fit()
+
+    # Then it is told with what is taken then, before what cuts examples, and with adapters where there are none yet
+    assert f"lora.basePrecision: nf4 ({taken})" in told({})
+    places = [words.partition(" (")[0] for words in told({"basePrecision": "fp32"})]
+    assert (
+        places.index("lora.basePrecision: nf4")
+        == next(i for i, words in enumerate(places) if "GPUs in compute" in words) + 1
+    )
+    assert [words for words in told(None) if "lora" in words][1] == f"lora with basePrecision: nf4 ({taken})"
+    # Nor of adapters that fit as they are, of experts, nor of a base that is so already
+    assert [words.partition(" (")[0] for words in told(None, "meta-llama/Llama-3.1-8B") if "lora" in words] == ["lora"]
+    assert not [words for words in told({}, "mistralai/Mixtral-8x7B-v0.1") if "nf4" in words]
+    assert not [words for words in told({"basePrecision": "nf4"}, "Qwen/Qwen2.5-72B") if "nf4" in words]
+    own = verdict(spec(gpus=1, model={"uri": "s3://models/own", "parameters": "70B"}, length=512, lora={})).refused
+    assert "it does not fit" in own
+    assert "nf4" not in own
+
+
+def test_a_base_in_4_bits_of_a_number_of_parameters_takes_at_least_all_of_it_in_4_bits() -> None:
+    model = {"uri": "s3://models/own", "parameters": "70B"}
+    plan = make_plan(spec(gpus=1, model=model, lora={"basePrecision": "nf4"})).memory
+    offloaded = make_plan(
+        spec(gpus=1, model=model, lora={"basePrecision": "nf4"}, strategy={"fsdp": {"cpuOffload": True}})
+    ).memory
+
+    assert plan is not None
+    assert offloaded is not None
+    # 9/16 byte each
+    assert plan.parameters == offloaded.host_offload == f"{70e9 * 9 / 16 / GIB:.1f}Gi"
 
 
 @pytest.mark.parametrize("strategy", [{}, {"strategy": {"fsdp": {"shardDegree": 4}}}], ids=["left out", "given"])
@@ -237,6 +280,29 @@ def test_modules_of_a_known_model_are_those_that_it_has(modules: list[str], word
 def test_adapters_of_a_known_model_are_for_layers_that_it_has(model: str, lora: dict[str, Any], words: str) -> None:
     asked = spec(gpus=0, model={"uri": f"hf://{model}"}, length=512, lora=lora)
     assert verdict(asked).refused == words
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_base_that_cannot_be_held_in_4_bits_is_refused(gpus: int) -> None:
+    def refused(model: str, **parts: Any) -> str:
+        shape = shape_of({**small, "model_type": "llama"}) if model == "own" else None
+        uri = f"file:///{model}" if model == "own" else f"hf://{model}"
+        asked = spec(gpus=gpus, model={"uri": uri}, length=512, lora={"basePrecision": "nf4"}, **parts)
+        return judge(asked, make_plan(asked, shape=shape), shape=shape).refused
+
+    small = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    small["intermediate_size"] = 224
+    assert refused("Qwen/Qwen3-0.6B") == ""
+    assert refused("Qwen/Qwen3-30B-A3B") == (
+        "lora.basePrecision is nf4, but hf://Qwen/Qwen3-30B-A3B has experts, whose weights are not held in 4 bits "
+        "here: take bf16, or a dense model"
+    )
+    assert refused("own") == (
+        "lora.basePrecision is nf4, but mlp.down_proj of file:///own has 224 inputs: they must be a multiple of 64, "
+        "which share a scale; take bf16, or another model"
+    )
+    # What is trained is held as it is
+    assert refused("own", training={"trainableModules": ["down_proj"]}) == ""
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:

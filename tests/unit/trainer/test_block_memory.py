@@ -16,6 +16,7 @@ from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
+from sft_trainer.models.nf4 import pack_layers, packed_weights
 from sft_trainer.models.tracking import track_blocks
 from tests.architectures import accepted, small_config
 from tests.unit.cli.jobs import job
@@ -68,12 +69,18 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
     if asked.lora:
         add_adapters(huggingface, asked.lora)
     how = asked.training.activation_checkpointing
+
+    def prepared(copied: CausalLM) -> None:
+        if asked.quantises:
+            pack_layers(copied.huggingface, packed_weights(copied.huggingface, is_adapter))
+        checkpoint_activations(copied, how)
+
     seen = one_kind(
         model,
         computed,
         is_adapter if asked.lora else lambda name: True,
         TOKENS,
-        lambda copied: checkpoint_activations(copied, how),
+        prepared,
         asked.sequence_parallel,
     )
     adapted = adapted_of(shape, asked)[0]
@@ -135,6 +142,21 @@ def test_layers_without_adapters_keep_nothing_of_what_they_read(kind: str, names
     reckoned, seen = both(kind, lora={"rank": 32, "targetModules": names})
 
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.02)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)
+@pytest.mark.parametrize("kind", ["llama", "phi3", "gemma3_text"])
+def test_beside_a_base_in_4_bits_the_same_is_kept_and_a_matrix_is_there_besides(
+    kind: str, names: list[str], how: str
+) -> None:
+    spec = {"lora": {"rank": 32, "targetModules": names}, "training": {"activationCheckpointing": how}}
+    reckoned, half = both(kind, **spec)
+    _, packed = both(kind, **{**spec, "lora": {**spec["lora"], "basePrecision": "nf4"}})
+
+    assert packed.kept == half.kept
+    matrix = 2 * SIZES["hidden_size"] * SIZES["intermediate_size"] * (2 if kind == "phi3" else 1) / TOKENS
+    assert reckoned.kept + reckoned.working + matrix == pytest.approx(packed.kept + packed.working, rel=0.1)
 
 
 @pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)

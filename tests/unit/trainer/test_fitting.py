@@ -29,6 +29,8 @@ from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
 CPU = torch.device("cpu")
+IN_BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+"""Rows of whole blocks of 64 weights."""
 
 
 @dataclass
@@ -141,15 +143,15 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
     assert "could not be reckoned" in caplog.text
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "basePrecision": "nf4"}])
 @pytest.mark.parametrize(
     "modules",
     [[], ["layers.1"], ["embed_tokens"], ["model.norm", "layers.1.mlp"], ["layers.1.mlp", "lm_head", "embed_tokens"]],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[str], lora: bool) -> None:
-    save_model("qwen3", tmp_path, tie_word_embeddings=tied)
-    sections: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
+def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[str], lora: Any) -> None:
+    save_model("qwen3", tmp_path, tie_word_embeddings=tied, **IN_BLOCKS)
+    sections: dict[str, Any] = {"lora": lora} if lora else {}
     if modules:
         sections["training"] = {"trainableModules": modules}
     config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))

@@ -4,12 +4,21 @@ from typing import Any
 
 import torch
 
-from sft_api.memory import MemoryEstimate, Sizes, estimate, estimate_of, knows_compiled, micro_batch_tokens
+from sft_api.memory import (
+    MemoryEstimate,
+    Sizes,
+    estimate,
+    estimate_of,
+    knows_compiled,
+    largest_block,
+    micro_batch_tokens,
+)
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
+from sft_trainer.models.nf4 import pack_layers
 from sft_trainer.models.tracking import track_blocks
 from sft_trainer.trainable import Trainable
 
@@ -22,41 +31,47 @@ def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Tr
     shape = shape_of(huggingface.config.to_dict()) if plan.compile else None
     if shape is not None and knows_compiled(shape):
         return estimate(shape, spec, plan)
+
+    def prepared(model: CausalLM) -> None:
+        pack_layers(model.huggingface, trainable.packed(model.huggingface))
+        checkpoint_activations(model, spec.training.activation_checkpointing)
+
     kinds = track_blocks(
         blueprint,
         torch.bfloat16 if plan.precision == "bf16" else torch.float32,
         trainable.trains,
         micro_batch_tokens(spec, plan),
-        lambda model: checkpoint_activations(model, spec.training.activation_checkpointing),
+        prepared,
         plan.sequence_parallel,
     )
     return estimate_of(sizes_seen(blueprint, trainable), kinds, spec, plan)
 
 
 def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
-    """Of ``blueprint``, with the adapters that it has."""
+    """Of ``blueprint``, with the adapters that it has, and none of its weights packed yet."""
     huggingface: Any = blueprint.huggingface
     numbers = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
     trained = {name: number for name, number in numbers.items() if trainable.trains(name)}
+    packed = {name: numbers[name] for name in trainable.packed(huggingface)}
     prefix = f"{next(name for name, module in huggingface.named_modules() if module is blueprint.blocks)}."
 
-    def largest_block(counted: dict[str, int]) -> int:
-        blocks: dict[str, int] = {}
+    def blocks(counted: dict[str, int]) -> list[int]:
+        found = [0] * len(blueprint.blocks)
         for name, number in counted.items():
             if name.startswith(prefix):
-                block = name.removeprefix(prefix).partition(".")[0]
-                blocks[block] = blocks.get(block, 0) + number
-        return max(blocks.values(), default=0)
+                found[int(name.removeprefix(prefix).partition(".")[0])] += number
+        return found
 
     def outside(counted: dict[str, int]) -> int:
         return sum(number for name, number in counted.items() if not name.startswith(prefix))
 
     head = huggingface.get_output_embeddings().weight
+    block, packed_block = largest_block(zip(blocks(numbers), blocks(packed), strict=True))
     return Sizes(
         hidden_size=head.shape[1],
         vocabulary=head.shape[0],
-        block=largest_block(numbers),
-        trained_block=largest_block(trained),
+        block=block,
+        trained_block=max(blocks(trained)),
         root=outside(numbers),
         trained_root=outside(trained),
         head=head.numel(),
@@ -65,4 +80,7 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
         trained=sum(trained.values()),
         experts=has_experts(huggingface),
         logits=blueprint.logits.transformed,
+        packed=sum(packed.values()),
+        packed_block=packed_block,
+        packed_matrix=max(packed.values(), default=0),
     )
