@@ -38,7 +38,7 @@ NF4_BLOCK = 64
 NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
 """Of each such weight."""
 NF4_AT_ONCE = 2**24
-"""Such weights whose values a GPU looks up at a time, in fp32, and once more with what they are multiplied by."""
+"""Such weights whose values a GPU looks up at a time, in fp32, by an index of 4 bytes for each two of them."""
 HEAD = "lm_head"
 EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
 """How the modules are called of the models that are counted here."""
@@ -269,7 +269,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     # backward pass of blocks, and at the end of all.
     alone, working = blocks if whole else block, tokens * max(kind.working for kind in kinds)
     if not plan.compile:
-        working += 8 * min(NF4_AT_ONCE, sizes.packed_matrix)
+        working += 6 * min(NF4_AT_ONCE, sizes.packed_matrix)
     earlier = layers - tokens * min((kind.kept for kind in kinds if kind != NOTHING), default=0.0)
     backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
     if sizes.experts:

@@ -10,13 +10,12 @@ import torch
 
 from sft_api.memory import NOTHING, BlockMemory, adapted_of, block_memory
 from sft_api.model_shape import shape_of
-from sft_trainer.models import tracking
+from sft_trainer.models import nf4, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
-from sft_trainer.models.nf4 import pack_layers, packed_weights
 from sft_trainer.models.tracking import track_blocks
 from tests.architectures import accepted, small_config
 from tests.unit.cli.jobs import job
@@ -72,7 +71,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
 
     def prepared(copied: CausalLM) -> None:
         if asked.quantises:
-            pack_layers(copied.huggingface, packed_weights(copied.huggingface, is_adapter))
+            nf4.pack_layers(copied.huggingface, nf4.packed_weights(copied.huggingface, is_adapter), computed)
         checkpoint_activations(copied, how)
 
     seen = one_kind(
@@ -147,16 +146,20 @@ def test_layers_without_adapters_keep_nothing_of_what_they_read(kind: str, names
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 @pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gemma3_text"])
-def test_beside_a_base_in_4_bits_the_same_is_kept_and_a_matrix_is_there_besides(
-    kind: str, names: list[str], how: str
+def test_beside_a_base_in_4_bits_the_same_is_kept_and_at_most_a_matrix_is_there_besides(
+    monkeypatch: pytest.MonkeyPatch, kind: str, names: list[str], how: str
 ) -> None:
+    # Given few weights that are unpacked at a time
+    at_once = 2**17
+    monkeypatch.setattr(nf4, "_AT_ONCE", {"cpu": at_once})
     spec = {"lora": {"rank": 32, "targetModules": names}, "training": {"activationCheckpointing": how}}
-    reckoned, half = both(kind, **spec)
+    _, half = both(kind, **spec)
     _, packed = both(kind, **{**spec, "lora": {**spec["lora"], "basePrecision": "nf4"}})
 
     assert packed.kept == half.kept
     matrix = 2 * SIZES["hidden_size"] * SIZES["intermediate_size"] * (2 if kind == "phi3" else 1) / TOKENS
-    assert reckoned.kept + reckoned.working + matrix == pytest.approx(packed.kept + packed.working, rel=0.1)
+    # It need not be there where most is held besides
+    assert half.working <= packed.working <= half.working + matrix + 6 * at_once / TOKENS
 
 
 @pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)

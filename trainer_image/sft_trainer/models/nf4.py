@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import embedding
 from torch.nn.functional import linear as linear_function
 
-from sft_api.memory import NF4_BLOCK
+from sft_api.memory import NF4_AT_ONCE, NF4_BLOCK
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ConfigError
 
@@ -49,8 +49,8 @@ _PAIRS = torch.tensor([[VALUES[byte >> 4], VALUES[byte & 15]] for byte in range(
 _ROW_BYTES = NF4_BLOCK // 2 + 4
 """Of each block in a packed row."""
 _AT_ONCE = {"cpu": 2**20}
-"""Weights that are packed or unpacked at a time: what that takes besides fits into a cache."""
-_AT_ONCE_ELSEWHERE = 2**24
+"""Weights that are packed or unpacked at a time, where that is another number than ``NF4_AT_ONCE``: what is looked up
+fits into a cache."""
 
 _pairs = {torch.device("cpu"): _PAIRS}
 
@@ -128,12 +128,12 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
     rows, columns = packed.shape[0], columns_of(packed)
     scales = packed[:, columns // 2 :].view(torch.float32)
     values = embedding(packed[:, : columns // 2].int(), _pairs[packed.device])
-    return (values.view(rows, -1, NF4_BLOCK) * scales[..., None]).view(rows, columns)
+    return values.view(rows, -1, NF4_BLOCK).mul_(scales[..., None]).view(rows, columns)
 
 
 def _some_rows(source: torch.Tensor, target: torch.Tensor, columns: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both, as many rows of ``columns`` weights at a time as shall be held in fp32."""
-    at_once = _AT_ONCE.get(source.device.type, _AT_ONCE_ELSEWHERE)
+    at_once = _AT_ONCE.get(source.device.type, NF4_AT_ONCE)
     rows = max(1, at_once // max(1, columns))
     return zip(source.split(rows), target.split(rows), strict=True)
 

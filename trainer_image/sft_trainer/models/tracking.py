@@ -200,13 +200,12 @@ def _seen(block: torch.nn.Module, arguments: _Arguments, tokens: int) -> BlockMe
 
 
 def _allocate(huggingface: torch.nn.Module, computed: torch.dtype, trains: Callable[[str], bool]) -> None:
-    """Give all parameters and buffers of ``huggingface`` tensors of their shapes; parameters are in ``computed``, but
-    for packed ones, which are no numbers with a fraction."""
+    """Give all parameters and buffers of ``huggingface`` tensors of their shapes, in ``computed`` if they are numbers
+    with a fraction."""
     for prefix, module in huggingface.named_modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             whole = f"{prefix}.{name}" if prefix else name
-            dtype = computed if parameter.is_floating_point() else parameter.dtype
-            values = torch.empty(parameter.shape, dtype=dtype)
+            values = torch.empty(parameter.shape, dtype=computed)
             setattr(module, name, torch.nn.Parameter(values, requires_grad=trains(whole)))
         for name, buffer in [*module.named_buffers(recurse=False)]:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))

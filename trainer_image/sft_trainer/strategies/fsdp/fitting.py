@@ -33,7 +33,7 @@ def estimate_blueprint(config: TrainerConfig, blueprint: CausalLM, trainable: Tr
         return estimate(shape, spec, plan)
 
     def prepared(model: CausalLM) -> None:
-        pack_layers(model.huggingface, trainable.packed(model.huggingface))
+        pack_layers(model.huggingface, trainable.packed(model.huggingface), trainable.base_dtype)
         checkpoint_activations(model, spec.training.activation_checkpointing)
 
     kinds = track_blocks(
