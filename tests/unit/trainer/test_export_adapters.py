@@ -211,3 +211,10 @@ def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
         assert "- sft\n- lora\n---\n" in card
         assert "| adapters | rank 3, alpha 6 |" in card
         assert f"| digest of the model | {what.manifest.run.base_digest} |" in card
+        assert "4 bits" not in card
+    sections["lora"] = {**LORA, "basePrecision": "nf4"}
+    packed = model_card(resolve(job(Path("/in"), Path("/out"), **sections)), what.manifest)
+    assert (
+        '| trained beside | weights in 4 bits: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` |'
+        in packed
+    )

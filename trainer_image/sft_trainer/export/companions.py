@@ -88,6 +88,10 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
     lora, modules = config.spec.lora, config.spec.training.trainable_modules
     if lora is not None:
         facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
+        if lora.quantises:
+            facts["trained beside"] = (
+                'weights in 4 bits: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`'
+            )
     if modules is not None:
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
     if not config.spec.trains_all:
