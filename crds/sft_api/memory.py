@@ -4,15 +4,14 @@ What a formula here says of one block is what torch keeps of it, operator by ope
 seen on tensors without memory, and the whole estimate with the strategy itself on such (docs/memory.md).
 """
 
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from itertools import zip_longest
 from math import ceil
 
-from .adapters import ALL_LINEAR, adapter_parameters, meanings, named, within
+from .adapters import adapter_parameters
+from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_weights, trains_module
 from .model_shape import ModelShape, Transformed
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
@@ -39,9 +38,6 @@ NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
 """Of each such weight."""
 NF4_AT_ONCE = 2**24
 """Such weights whose values a GPU looks up at a time, in fp32, by an index of 4 bytes for each two of them."""
-HEAD = "lm_head"
-EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
-"""How the modules are called of the models that are counted here."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         root=shape.root_parameters,
         trained_root=trained_root,
         head=shape.head_parameters,
-        trains_head=_trains(EMBEDDINGS if shape.tied else HEAD, spec),
+        trains_head=trains_module(EMBEDDINGS if shape.tied else HEAD, spec),
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
         experts=shape.experts > 0,
@@ -152,7 +148,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
 
 def largest_block(blocks: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Of blocks with so many parameters, and so many of them in 4 bits, the one that takes most."""
-    return max(blocks, key=lambda each: _bytes(*each, BYTES["bf16"]))
+    return max(blocks, key=lambda block: _bytes(block[0], block[1], BYTES["bf16"]))
 
 
 def _bytes(parameters: int, packed: int, each: int) -> float:
@@ -166,7 +162,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     weights, _ = trained_weights(shape, spec)
     blocks = [(tuple(names), trained > 0) for names, trained in zip(adapted, weights, strict=True)]
     first = next((number for number, block in enumerate(blocks) if any(block)), shape.layers)
-    if _trains(EMBEDDINGS, spec):
+    if trains_module(EMBEDDINGS, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
@@ -175,56 +171,6 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
         block = block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile)
         kinds[replace(block, working=block.working + unpacked)] += count
     return estimate_of(sizes, kinds, spec, plan)
-
-
-def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int], int]:
-    """How many of the model's own weights ``spec`` trains: in each block, and outside of blocks."""
-    if spec.trains_all:
-        return [shape.block_parameters] * shape.layers, shape.root_parameters
-    names = spec.training.trainable_modules
-    return _named_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
-
-
-_NORMS_OF_A_BLOCK = "*"
-"""In place of a name: what is no linear layer, and trained where all of a block is."""
-_REST_OF_A_BLOCK = "mlp.experts"
-"""The same of a mixture of experts, most of which they are."""
-_NUMBERED = re.compile(r"(?:.*\.)?(\d+)(?:\..*)?")
-"""The name of a block, or of a module within it, which says its number."""
-
-
-@lru_cache(maxsize=32)
-def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[int], int]:
-    """The numbers of ``trained_weights`` where ``names`` are those of ``training.trainableModules``.
-
-    They are asked for again and again by who tries shapes.
-
-    What a name means that is no linear layer here, such as a norm, is taken for a vector of each block, or of the one
-    that it names: whether the model has it, the trainer says.
-    """
-    inside = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
-    inside[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(inside.values())
-    outside = {EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size}
-    outside[HEAD] = 0 if shape.tied else shape.head_parameters
-    known: set[str] = set()
-
-    def counted(modules: Mapping[str, int], prefix: str = "") -> int:
-        meant = {name: meanings(f"{prefix}{name}.weight") for name in modules}
-        known.update(*meant.values())
-        return sum(number for name, number in modules.items() if not meant[name].isdisjoint(names))
-
-    blocks = [counted(inside, f"{_BLOCKS}{block}.") for block in range(shape.layers)]
-    root = counted(outside)
-    for name in names - known:
-        numbered = _NUMBERED.fullmatch(name)
-        for block in range(shape.layers) if numbered is None else {int(numbered[1])} & {*range(shape.layers)}:
-            blocks[block] += shape.hidden_size
-    return tuple(blocks), root
-
-
-def _trains(module: str, spec: SFTJobSpec) -> bool:
-    """Whether all of ``module``, of the model's own and outside of blocks, is trained."""
-    return spec.trains_all or within(f"{module}.weight", spec.training.trainable_modules or ())
 
 
 def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -422,47 +368,6 @@ def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: Plan
         "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,
     }
-
-
-def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
-    """Of each block the linear layers that get adapters; names that no layer has are left to others to refuse."""
-    lora = spec.lora
-    if lora is None:
-        return [{}] * shape.layers
-    targets = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else tuple(lora.target_modules)
-    return _layers_of(shape, spec, targets, tuple(lora.exclude_modules))
-
-
-def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
-    """Of each block the linear layers whose weights are held in 4 bits: those that are not trained."""
-    return _layers_of(shape, spec, tuple(shape.linear)) if spec.quantises else [{}] * shape.layers
-
-
-def _layers_of(
-    shape: ModelShape, spec: SFTJobSpec, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
-) -> list[dict[str, tuple[int, int]]]:
-    trained = tuple(spec.training.trainable_modules or ())
-    blocks = _chosen(tuple(shape.linear), shape.layers, targets, excluded, trained)
-    return [{name: shape.linear[name] for name in names} for names in blocks]
-
-
-@lru_cache(maxsize=32)
-def _chosen(
-    linear: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...], trained: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    """Those of the names ``linear`` that are chosen, of each block: asked for again and again by who tries shapes."""
-
-    def of_block(block: int) -> tuple[str, ...]:
-        names = {name: f"{_BLOCKS}{block}.{name}" for name in linear}
-        return tuple(
-            name
-            for name, whole in names.items()
-            if named(whole, targets) and not named(whole, excluded) and not within(f"{whole}.weight", trained)
-        )
-
-    if any(part.isdigit() for name in (*targets, *excluded, *trained) for part in name.split(".")):
-        return [of_block(block) for block in range(blocks)]
-    return [of_block(0)] * blocks
 
 
 def block_memory(

@@ -9,11 +9,10 @@ from .adapters import AdapterError, adapted, of_experts, within
 from .batch import with_batch_of
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
+from .layers import EMBEDDINGS, HEAD, packed_of
 from .megatron import model_problem
 from .memory import (
-    EMBEDDINGS,
     EXPORT_BYTES,
-    HEAD,
     NF4_BLOCK,
     MemoryEstimate,
     estimate,
@@ -22,7 +21,6 @@ from .memory import (
     knows_compiled,
     offloaded_bytes,
     offloads,
-    packed_of,
     reshards,
     sizes_of,
     staging_bytes,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_api.adapters import AdapterError, adapted, adapter_parameters, of_experts, within
-from sft_api.memory import adapted_of, sizes_of
+from sft_api.layers import adapted_of
+from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
 from sft_api.v1alpha1.job import SFTJobSpec
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from sft_api.memory import adapted_of, block_memory, knows_compiled
+from sft_api.layers import adapted_of
+from sft_api.memory import block_memory, knows_compiled
 from sft_api.model_shape import shape_of
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, boundary_arguments, register

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.memory import NOTHING, BlockMemory, adapted_of, block_memory
+from sft_api.layers import adapted_of
+from sft_api.memory import NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import shape_of
 from sft_trainer.models import nf4, tracking
 from sft_trainer.models.activations import checkpoint_activations
