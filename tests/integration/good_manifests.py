@@ -84,7 +84,7 @@ spec:
     targetModules: [q_proj, self_attn.v_proj, model.layers.0.mlp.down_proj]
     excludeModules: [layers.3.self_attn.q_proj]
     initMethod: gaussian
-    basePrecision: bf16
+    basePrecision: nf4
   data:
     train:
     - {uri: hf://org/rows, split: "train[:50%]", subset: en, format: alpaca, messagesKey: chat, toolsKey: functions,
