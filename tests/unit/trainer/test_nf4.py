@@ -207,3 +207,25 @@ def test_a_compiled_product_is_that_of_the_layer(monkeypatch: pytest.MonkeyPatch
     gradients = [torch.autograd.grad(output.square().sum(), inputs)[0] for output in outputs]
     torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_layers_keep_no_whole_weight_for_the_backward_pass(dtype: torch.dtype) -> None:
+    # Given layers one behind the other, compiled as one: what both passes compute alike, a compiler may keep
+    matrices = [pack(torch.randn(*shape)).view(dtype) for shape in ((128, 64), (64, 128), (192, 64), (64, 192))]
+
+    def layers(inputs: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(matrices[::2], matrices[1::2], strict=True):
+            inputs = inputs + linear(torch.nn.functional.silu(linear(inputs, first, None)), second, None)
+        return inputs
+
+    # When they are multiplied with
+    kept: list[torch.Tensor] = []
+    inputs = torch.randn(33, 64, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output = torch.compile(layers)(inputs)
+    output.sum().backward()
+
+    # Then all that is kept has the rows of the tokens, or is packed
+    others = [each for each in kept if each.shape[0] != len(inputs)]
+    assert sum(each.nbytes for each in others) <= sum(each.nbytes for each in matrices)

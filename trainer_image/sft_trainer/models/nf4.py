@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (packed,), (gradient,) = ctx.saved_tensors, gradients
-        return gradient @ unpacked(packed, gradient.dtype), None, None
+        return gradient @ unpacked(packed, gradient.dtype, again=True), None, None
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
@@ -96,12 +96,16 @@ def pack(values: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpacked(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of ``packed`` rows, bytes in any dtype, rounded to ``dtype`` once."""
+def unpacked(packed: torch.Tensor, dtype: torch.dtype, *, again: bool = False) -> torch.Tensor:
+    """The values of ``packed`` rows, bytes in any dtype, rounded to ``dtype`` once.
+
+    ``again`` in a backward pass: what is compiled then looks values up by another integer. Of two ways that are the
+    same to the letter the compiler takes one, and keeps the whole weight of every layer for the backward pass.
+    """
     packed = packed.view(torch.uint8)
     columns = columns_of(packed)
     if torch.compiler.is_compiling():
-        return _unpack(packed).to(dtype)
+        return _unpack(packed, torch.int64 if again else torch.int32).to(dtype)
     values = packed.new_empty((packed.shape[0], columns), dtype=dtype)
     for some, into in _some_rows(packed, values, columns):
         into.copy_(_unpack(some))
@@ -123,11 +127,11 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=1)
 
 
-def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """fp32."""
+def _unpack(packed: torch.Tensor, index: torch.dtype = torch.int32) -> torch.Tensor:
+    """fp32, looked up by integers of the dtype ``index``."""
     rows, columns = packed.shape[0], columns_of(packed)
     scales = packed[:, columns // 2 :].view(torch.float32)
-    values = embedding(packed[:, : columns // 2].int(), _pairs[packed.device])
+    values = embedding(packed[:, : columns // 2].to(index), _pairs[packed.device])
     return values.view(rows, -1, NF4_BLOCK).mul_(scales[..., None]).view(rows, columns)
 
 
