@@ -159,7 +159,8 @@ class Values:
     def _box(self, part: Part) -> Box:
         number = self._index.numbers.get((part.name, WEIGHT))
         dtype = part.dtype if number is None else torch_dtype(self._index.tensors[number])
-        if self._is_adapted(part.name):
+        if self._is_adapted(part.name) or part.name in self._packed:
+            # As training read it: rounded to what it is stored in only then.
             dtype = torch.float32
         return Box(part.name, WEIGHT, part.shape, part.place, torch.empty(part.place.sizes, dtype=dtype))
 
