@@ -218,3 +218,6 @@ def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
         '| trained beside | weights in 4 bits: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` |'
         in packed
     )
+    sections["export"] = {"mergeAdapter": True}
+    merged = model_card(resolve(job(Path("/in"), Path("/out"), **sections)), what.manifest)
+    assert "| trained beside | weights in 4 bits: these have been rounded so, and are loaded as they are |" in merged

@@ -86,19 +86,20 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
         "peak learning rate": config.plan.learning_rate,
     }
     lora, modules = config.spec.lora, config.spec.training.trainable_modules
+    peft = form_of(config.spec) == "adapter"
     if lora is not None:
         facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
         if lora.quantises:
-            facts["trained beside"] = (
-                'weights in 4 bits: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`'
-            )
+            loaded = '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`'
+            # What they are merged into is rounded already: loaded in 4 bits once more it would be another model.
+            how = loaded if peft else "these have been rounded so, and are loaded as they are"
+            facts["trained beside"] = f"weights in 4 bits: {how}"
     if modules is not None:
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
     if not config.spec.trains_all:
         facts["digest of the model"] = run.base_digest
     overrides = config.spec.model.config_overrides
     facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}
-    peft = form_of(config.spec) == "adapter"
     name = config.spec.model.uri.removeprefix("hf://").partition("@")[0]
     base = f"base_model: {name}\n" if peft and config.spec.model.uri.startswith("hf://") else ""
     tags = "- sft\n- lora\n" if lora else "- sft\n"
