@@ -222,7 +222,12 @@ def test_compiled_layers_keep_no_whole_weight_for_the_backward_pass(dtype: torch
     # When they are multiplied with
     kept: list[torch.Tensor] = []
     inputs = torch.randn(33, 64, dtype=dtype, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         # What is kept is chosen before code is made, which takes long.
         output = torch.compile(layers, backend="aot_eager_decomp_partition")(inputs)
     output.sum().backward()
