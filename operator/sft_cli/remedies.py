@@ -32,9 +32,10 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
         if kind == "int_type" and str(location[-1]).endswith("Seconds") and _DURATION.fullmatch(value):
             return f"; write {seconds(value)}"
         return "" if isinstance(plain_scalar(value), str) else "; leave the quotes out"
-    if kind == "literal_error" and isinstance(value, str):
+    if kind == "literal_error" and isinstance(value, str | int):
         choices = [str(choice) for choice in schema_at(root, location)["enum"]]
-        return _did_you_mean(closest(value, choices))
+        known = _OTHER_VALUES.get(bare(str(value)))
+        return _did_you_mean(known if known in choices else closest(str(value), choices))
     if kind == "list_type":
         return _as_list(value, schema_at(root, location)["items"])
     if kind in ("model_type", "model_attributes_type") and isinstance(value, str):
@@ -75,6 +76,19 @@ def _did_you_mean(*names: str | None) -> str:
     meant = " or ".join(filter(None, names))
     return f"; did you mean {meant}?" if meant else ""
 
+
+_OTHER_VALUES = {
+    "4": "nf4",
+    "4bit": "nf4",
+    "int4": "nf4",
+    "bnb": "nf4",
+    "bitsandbytes": "nf4",
+    "qlora": "nf4",
+    "float32": "fp32",
+}
+"""What other tools call a value of ours that looks different."""
+
+_PACKED = "lora.basePrecision: nf4"
 
 _OTHER_NAMES = {
     "lr": "training.optimizer.learningRate",
@@ -117,8 +131,33 @@ _OTHER_NAMES = {
     "datasets": "data.train",
     "gpus": "compute.gpusPerNode",
     "replicas": "compute.nodes",
+    "adapter": "lora",
+    "finetuningtype": "lora",
+    "peft": "lora",
+    "peftconfig": "lora",
+    "usepeft": "lora",
+    "lorar": "lora.rank",
+    "lorarank": "lora.rank",
+    "loraalpha": "lora.alpha",
+    "loradropout": "lora.dropout",
+    "loratarget": "lora.targetModules",
+    "loratargetlinear": "lora.targetModules",
+    "loratargetmodules": "lora.targetModules",
+    "loramodulestosave": "training.trainableModules",
+    "modulestosave": "training.trainableModules",
+    "qlora": _PACKED,
+    "bnb": _PACKED,
+    "bnb4bitquanttype": _PACKED,
+    "bnbconfig": _PACKED,
+    "loadin4bit": _PACKED,
+    "quantization": _PACKED,
+    "quantizationbit": _PACKED,
+    "quantizationconfig": _PACKED,
+    "quantizebase": _PACKED,
+    "bnb4bitcomputedtype": "training.precision",
+    "loadin8bit": "lora.basePrecision",
 }
-"""What other tools call a field of ours."""
+"""What other tools call a field of ours, some with the value that is meant."""
 
 _NAMES_HERE = {
     "path": "uri",
