@@ -213,11 +213,26 @@ def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
         assert f"| digest of the model | {what.manifest.run.base_digest} |" in card
         assert "4 bits" not in card
     sections["lora"] = {**LORA, "basePrecision": "nf4"}
-    packed = model_card(resolve(job(Path("/in"), Path("/out"), **sections)), what.manifest)
-    assert (
-        '| trained beside | weights in 4 bits: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` |'
-        in packed
-    )
-    sections["export"] = {"mergeAdapter": True}
-    merged = model_card(resolve(job(Path("/in"), Path("/out"), **sections)), what.manifest)
-    assert "| trained beside | weights in 4 bits: these have been rounded so, and are loaded as they are |" in merged
+    packed = {
+        (merge, precision): model_card(
+            resolve(
+                job(
+                    Path("/in"),
+                    Path("/out"),
+                    **sections,
+                    export={"mergeAdapter": merge},
+                    training={"steps": 2, "precision": precision},
+                )
+            ),
+            what.manifest,
+        )
+        for merge in (False, True)
+        for precision in ("fp32", "bf16")
+    }
+    for precision, computed in (("fp32", "float32"), ("bf16", "bfloat16")):
+        assert (
+            '| trained beside | weights in 4 bits: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+            f'bnb_4bit_compute_dtype="{computed}")` |' in packed[False, precision]
+        )
+        assert "need no quantisation |" in packed[True, precision]
+        assert "BitsAndBytesConfig" not in packed[True, precision]

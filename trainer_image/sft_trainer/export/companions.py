@@ -90,10 +90,9 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
     if lora is not None:
         facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
         if lora.quantises:
-            loaded = '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`'
-            # What they are merged into is rounded already: loaded in 4 bits once more it would be another model.
-            how = loaded if peft else "these have been rounded so, and are loaded as they are"
-            facts["trained beside"] = f"weights in 4 bits: {how}"
+            facts["trained beside"] = "weights in 4 bits: " + (
+                f"`{_in_4_bits(config)}`" if peft else "these are as they were rounded, and need no quantisation"
+            )
     if modules is not None:
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
     if not config.spec.trains_all:
@@ -111,3 +110,9 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
         f"| | |\n|---|---|\n{rows}\n{in_words(overrides) if peft else ''}"
     )
+
+
+def _in_4_bits(config: TrainerConfig) -> str:
+    """How transformers loads the model as adapters were trained beside it; left out, bitsandbytes computes in fp32."""
+    computed = {"bf16": "bfloat16", "fp32": "float32"}[config.plan.precision]
+    return f'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="{computed}")'
