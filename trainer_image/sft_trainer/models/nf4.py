@@ -114,7 +114,9 @@ def unpacked(packed: torch.Tensor, dtype: torch.dtype, *, again: bool = False) -
 
 def prepare(device: torch.device) -> None:
     """Have what ``unpacked`` looks values up in on ``device``; before the first layer there is computed."""
-    _pairs[device] = _PAIRS.to(device)
+    pairs = _PAIRS.to(device)
+    # A tensor's own device has an index, which a name of one may lack.
+    _pairs[pairs.device] = pairs
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
