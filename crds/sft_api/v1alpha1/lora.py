@@ -58,7 +58,7 @@ class LoraSpec(ApiModel):
         default=None,
         description="In which the frozen weights are held; adapters are fp32. As training.precision when absent. bf16 "
         "takes half the memory and loses nothing of a model that is stored in bf16, as most are. nf4 (QLoRA): weights "
-        "of linear layers in 4 bits, rounded when they are loaded, with a scale for each 64 of them; the others, "
+        "of linear layers but the head in 4 bits, rounded when they are loaded, with a scale for each 64 of them; the others, "
         "and all that is computed, in training.precision.",
     )
 
