@@ -11,7 +11,8 @@ import torch.distributed as dist
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
-from sft_trainer.models.nf4 import PackedBox, pack, unpacked
+from sft_trainer.models.nf4 import pack, unpacked
+from sft_trainer.models.quantised import PackedBox
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE

@@ -12,7 +12,7 @@ from sft_api.trainer_config import TrainerConfig
 
 from .errors import ConfigError
 from .models.lora import is_adapter
-from .models.nf4 import pack_layers, packed_weights
+from .models.quantised import pack_layers, packed_weights
 from .models.tensors import tied_names
 
 TRAINED_DTYPE = torch.float32
@@ -28,7 +28,7 @@ class Trainable:
     base_dtype: torch.dtype = torch.float32
     """That the base is held in."""
     quantises: bool = False
-    """Whether linear layers of the base are held in 4 bits instead (``models.nf4``)."""
+    """Whether linear layers and experts of the base are held in 4 bits instead (``models.nf4``)."""
 
     def dtype(self, name: str) -> torch.dtype:
         """In which the parameter ``name`` is loaded, and held."""

@@ -144,6 +144,12 @@ GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallbac
 that does not take that one."""
 
 
+def gated(experts: Any, product: "torch.Tensor") -> "torch.Tensor":
+    """What ``experts``, a module of transformers with those of a layer, makes of the ``product`` of gate and up."""
+    result: torch.Tensor = experts._apply_gate(product)
+    return result
+
+
 def router_of(model: Any) -> tuple[type, int] | None:
     """The class of the routers of the Hugging Face ``model``, and where in what they return their logits are."""
     known: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")

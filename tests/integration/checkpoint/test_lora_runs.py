@@ -24,7 +24,8 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.distributed import Ranks
 from sft_trainer.errors import StopRequested, TrainingError
 from sft_trainer.models.lora import is_adapter
-from sft_trainer.models.nf4 import pack, packed_weights, unpacked
+from sft_trainer.models.nf4 import pack, unpacked
+from sft_trainer.models.quantised import packed_weights
 from sft_trainer.trainer import Trainer
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.test_frozen_base import Watching

@@ -11,7 +11,7 @@ import torch
 from sft_api.layers import adapted_of
 from sft_api.memory import NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import shape_of
-from sft_trainer.models import nf4, tracking
+from sft_trainer.models import nf4, quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
@@ -72,7 +72,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
 
     def prepared(copied: CausalLM) -> None:
         if asked.quantises:
-            nf4.pack_layers(copied.huggingface, nf4.packed_weights(copied.huggingface, is_adapter), computed)
+            quantised.pack_layers(copied.huggingface, quantised.packed_weights(copied.huggingface, is_adapter), computed)
         checkpoint_activations(copied, how)
 
     seen = one_kind(

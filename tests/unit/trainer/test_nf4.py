@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from sft_trainer.errors import ConfigError
 from sft_trainer.models import nf4
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.nf4 import Nf4Linear, PackedBox, linear, pack, packed_weights, unpacked
+from sft_trainer.models.nf4 import linear, pack, unpacked
+from sft_trainer.models.quantised import Nf4Linear, PackedBox, packed_weights
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.trainable import trainable_of
@@ -35,6 +36,17 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {}),
     ("gemma", {}),
     ("olmo2", {}),
+]
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
+MIXTURES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", EXPERTS),
+    ("gpt_oss", EXPERTS),
+    ("mixtral", EXPERTS),
+    ("olmoe", EXPERTS),
+    ("flex_olmo", EXPERTS),
+    ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 64}),
+    ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    ("glm4_moe", EXPERTS),
 ]
 
 
@@ -95,11 +107,20 @@ def test_a_product_keeps_the_packed_weight_and_has_the_gradient_of_the_whole_one
     assert [each.nbytes for each in kept] == [96 * 320 * 9 // 16]
 
 
+def packed_in_files(model: Path) -> set[str]:
+    """Names in the files of the model of the tensors that are held in 4 bits."""
+    built = build_on_meta(model)
+    shapes = {name: tuple(weight.shape) for name, weight in built.huggingface.named_parameters()}
+    packed = packed_weights(built.huggingface, lambda name: False)
+    parts = [part for name in packed for part in built.names.parts(name, shapes[name])]
+    return {tensor.name for part in parts for tensor in built.names.hub(part.name, part.shape)}
+
+
 def rounded_copy(model: Path, to: Path) -> Path:
     """The model with those weights rounded that are held in 4 bits; all others are numbers of bf16 in both."""
     tensors = {name: value.bfloat16().float() for name, value in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    for name in packed_weights(build_on_meta(model).huggingface, lambda name: False):
+    for name in packed_in_files(model):
         tensors[name] = unpacked(pack(tensors[name]), torch.float32)
     to.mkdir()
     for file in model.iterdir():
@@ -123,6 +144,8 @@ def both(folder: Path, kind: str, lora: dict[str, Any], **options: Any) -> list[
     [
         *((*FAMILIES[0], precision, how) for precision in ("fp32", "bf16") for how in ("none", "selective", "full")),
         *((*family, *how) for family in FAMILIES[1:] for how in (("fp32", "none"), ("bf16", "selective"))),
+        *((*MIXTURES[0], precision, how) for precision in ("fp32", "bf16") for how in ("none", "selective", "full")),
+        *((*mixture, *how) for mixture in MIXTURES[1:] for how in (("fp32", "none"), ("bf16", "selective"))),
     ],
 )
 def test_a_base_in_4_bits_computes_as_one_that_was_rounded_before(
@@ -190,8 +213,8 @@ def test_a_row_of_a_packed_weight_is_written_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "wrong"),
     [
-        ("llama", {**WIDE, "intermediate_size": 96}, "layers.0.mlp.down_proj has 96 inputs: they must be a multiple"),
-        ("qwen3_moe", {}, "a model of type 'qwen3_moe' has experts, whose weights are not held in 4 bits"),
+        ("llama", {**WIDE, "intermediate_size": 96}, "layers.0.mlp.down_proj.weight have 96 weights: they must be a multiple"),
+        ("qwen3_moe", {**WIDE, "moe_intermediate_size": 32}, "layers.0.mlp.experts.down_proj have 32 weights"),
     ],
 )
 def test_models_whose_weights_do_not_come_in_blocks_are_refused(

@@ -17,7 +17,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters, is_adapter, linear_layers
-from sft_trainer.models.nf4 import packed_weights
+from sft_trainer.models.quantised import packed_weights
 from sft_trainer.models.tensors import tied_names
 
 from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
@@ -83,10 +83,18 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
         return Shape("model", plan_export(model, model.stored_dtype, file_bytes))
     if adapters.form == "model":
         plan = plan_export(model, model.stored_dtype, file_bytes)
-        packed = packed_weights(model.huggingface, adapters.trains) if adapters.lora.quantises else ()
-        return Shape("model", plan, scaling=adapters.lora.scaling, packed=frozenset(packed), either=True)
+        return Shape("model", plan, scaling=adapters.lora.scaling, packed=_packed(model, adapters), either=True)
     config = _peft_config(adapters, model)
     return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)
+
+
+def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
+    """Canonical names of the tensors of ``model`` that were held in 4 bits beside ``adapters``."""
+    if not adapters.lora.quantises:
+        return frozenset()
+    weights = dict(model.huggingface.named_parameters())
+    packed = packed_weights(model.huggingface, adapters.trains)
+    return frozenset(part.name for name in packed for part in model.names.parts(name, tuple(weights[name].shape)))
 
 
 def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:

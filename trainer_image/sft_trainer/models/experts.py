@@ -1,7 +1,7 @@
 """Mixtures of experts: which are trained, by which kernel, and the loss that keeps their experts evenly used.
 
 Experts are computed by transformers' ``grouped_mm``: tokens sorted by expert, one product of matrices for all of them;
-those with biases by a function of our own (``biased_experts``).
+those with biases, or packed, by a function of our own (``grouped_experts``).
 It needs no number of the device on the host, and what is computed again in a backward pass has the same shapes.
 """
 
@@ -14,7 +14,7 @@ from torch.nn.functional import softmax
 
 from sft_trainer.errors import ConfigError, ModelError
 
-from . import biased_experts
+from . import grouped_experts
 from .attention import Boundaries, boundary_arguments
 from .exchange import SharedTokens, add_up
 from .probe import small_model
@@ -44,8 +44,8 @@ def kernel_options(config: Any) -> dict[str, str]:
         return {}
     if not has_biased_experts(config):
         return {"experts_implementation": "grouped_mm"}
-    biased_experts.register()
-    return {"experts_implementation": biased_experts.IMPLEMENTATION}
+    grouped_experts.register()
+    return {"experts_implementation": grouped_experts.IMPLEMENTATION}
 
 
 def has_biased_experts(config: Any) -> bool:

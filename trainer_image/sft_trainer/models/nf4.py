@@ -1,4 +1,4 @@
-"""Frozen weights of linear layers in NF4, 4 bits each, as QLoRA holds them (Dettmers et al. 2023, arXiv 2305.14314).
+"""Frozen weights in NF4, 4 bits each, as QLoRA holds them (Dettmers et al. 2023, arXiv 2305.14314), and their products.
 
 A weight is one of 16 values (the quantiles of a normal distribution, and 0) times the largest magnitude of the 64
 weights of its row that it is among, in fp32. bitsandbytes makes the same bits of the same weights, without its
@@ -10,20 +10,14 @@ held in a tensor of the dtype that is computed in: FSDP then takes them for what
 shards nothing but numbers with a fraction.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, grouped_mm
 from torch.nn.functional import linear as linear_function
 
 from sft_api.memory import NF4_AT_ONCE, NF4_BLOCK
-from sft_trainer.boxes import Box, Rectangle
-from sft_trainer.errors import ConfigError
-
-from .experts import has_experts
 
 VALUES = (
     -1.0,
@@ -55,14 +49,6 @@ fits into a cache."""
 _pairs = {torch.device("cpu"): _PAIRS}
 
 
-class Nf4Linear(nn.Linear):
-    """A linear layer with a packed weight."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., outputs)."""
-        return linear(inputs, self.weight, self.bias)
-
-
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What torch's function of this name gives, of a ``weight`` that may be packed; such a one has no gradient."""
     if weight.shape[1] == inputs.shape[-1]:
@@ -88,28 +74,67 @@ class _Product(torch.autograd.Function):
         return gradient @ unpacked(packed, gradient.dtype, again=True), None, None
 
 
+def grouped_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, columns: int, ends: torch.Tensor, *, transposed: bool
+) -> torch.Tensor:
+    """Of ``inputs`` (tokens, inputs), sorted by expert and ended by ``ends``, the product with the weight of their own.
+
+    ``weight`` is (experts, outputs, inputs), or ``transposed`` (experts, inputs, outputs); with ``columns`` in the last
+    dimension, or packed, and then it has no gradient.
+    """
+    if weight.shape[-1] == columns:
+        return _grouped(inputs, weight, ends, transposed)
+    output: torch.Tensor = _GroupedProduct.apply(inputs, weight, ends, transposed)
+    return output
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The same as ``_Product`` for all experts at once."""
+
+    @staticmethod
+    def forward(inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
+        return _grouped(inputs, unpacked(packed, inputs.dtype), ends, transposed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1], inputs[2])
+        ctx.transposed = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (packed, ends), (gradient,) = ctx.saved_tensors, gradients
+        whole = unpacked(packed, gradient.dtype, again=True)
+        return _grouped(gradient, whole, ends, not ctx.transposed), None, None, None
+
+
+def _grouped(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
+    product: torch.Tensor = grouped_mm(inputs, weight if transposed else weight.mT, offs=ends)
+    return product
+
+
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """``values`` (rows, columns) of any dtype, rounded to packed rows, uint8; columns are a multiple of the block."""
-    packed = values.new_empty((values.shape[0], _row_bytes(values.shape[1])), dtype=torch.uint8)
-    for some, into in _some_rows(values, packed, values.shape[1]):
+    """``values`` (..., columns) of any dtype, rounded to packed rows, uint8; columns are a multiple of the block."""
+    rows = values.reshape(-1, values.shape[-1])
+    packed = values.new_empty((rows.shape[0], row_bytes(rows.shape[1])), dtype=torch.uint8)
+    for some, into in _some_rows(rows, packed, rows.shape[1]):
         into.copy_(_pack(some))
-    return packed
+    return packed.view(*values.shape[:-1], -1)
 
 
 def unpacked(packed: torch.Tensor, dtype: torch.dtype, *, again: bool = False) -> torch.Tensor:
-    """The values of ``packed`` rows, bytes in any dtype, rounded to ``dtype`` once.
+    """The values (..., columns) of ``packed`` rows, bytes in any dtype, rounded to ``dtype`` once.
 
     ``again`` in a backward pass: what is compiled then looks values up by another integer. Of two ways that are the
     same to the letter the compiler takes one, and keeps the whole weight of every layer for the backward pass.
     """
-    packed = packed.view(torch.uint8)
-    columns = columns_of(packed)
+    rows, columns = packed.view(torch.uint8).flatten(0, -2), columns_of(packed)
     if torch.compiler.is_compiling():
-        return _unpack(packed, torch.int64 if again else torch.int32).to(dtype)
-    values = packed.new_empty((packed.shape[0], columns), dtype=dtype)
-    for some, into in _some_rows(packed, values, columns):
-        into.copy_(_unpack(some))
-    return values
+        values = _unpack(rows, torch.int64 if again else torch.int32).to(dtype)
+    else:
+        values = packed.new_empty((rows.shape[0], columns), dtype=dtype)
+        for some, into in _some_rows(rows, values, columns):
+            into.copy_(_unpack(some))
+    return values.view(*packed.shape[:-1], columns)
 
 
 def prepare(device: torch.device) -> None:
@@ -144,68 +169,11 @@ def _some_rows(source: torch.Tensor, target: torch.Tensor, columns: int) -> Iter
     return zip(source.split(rows), target.split(rows), strict=True)
 
 
-def _row_bytes(columns: int) -> int:
+def row_bytes(columns: int) -> int:
+    """Of a packed row of ``columns`` weights."""
     return columns // NF4_BLOCK * _ROW_BYTES
 
 
 def columns_of(packed: torch.Tensor) -> int:
     """Weights in each of ``packed`` rows."""
-    return packed.shape[1] * packed.itemsize // _ROW_BYTES * NF4_BLOCK
-
-
-def packed_weights(huggingface: Any, trains: Callable[[str], bool]) -> list[str]:
-    """Names of the weights of ``huggingface`` that are packed: of its linear layers but for the head, and for those of
-    which ``trains`` says so. Raises ``ConfigError`` for a layer whose rows are no whole blocks, and for experts, which
-    are no linear layers: what is most of such a model would stay as it is."""
-    if has_experts(huggingface):
-        raise ConfigError(
-            f"lora.basePrecision is nf4, but a model of type {huggingface.config.model_type!r} has experts, whose "
-            "weights are not held in 4 bits here: take bf16, or a dense model"
-        )
-    head = huggingface.get_output_embeddings()
-    names = []
-    for name, module in huggingface.named_modules():
-        if not isinstance(module, nn.Linear) or module is head or trains(f"{name}.weight"):
-            continue
-        if module.in_features % NF4_BLOCK:
-            raise ConfigError(
-                f"lora.basePrecision is nf4, but {name} has {module.in_features} inputs: they must be a multiple of "
-                f"{NF4_BLOCK}, which share a scale; take bf16, or another model"
-            )
-        names.append(f"{name}.weight")
-    return names
-
-
-def pack_layers(huggingface: Any, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Have the linear layers of ``huggingface`` (on the meta device) hold ``weights``, by name, as packed rows, whose
-    bytes lie in tensors of ``dtype``."""
-    for weight in weights:
-        name = weight.removesuffix(".weight")
-        layer = huggingface.get_submodule(name)
-        rows, columns = layer.weight.shape
-        if type(layer) is nn.Linear:
-            packed = Nf4Linear(columns, rows, bias=layer.bias is not None, device="meta")
-            packed.bias = layer.bias
-            huggingface.set_submodule(name, packed)
-            layer = packed
-        held = torch.empty((rows, _row_bytes(columns) // dtype.itemsize), dtype=dtype, device="meta")
-        layer.weight = nn.Parameter(held, requires_grad=False)
-
-
-@dataclass(frozen=True)
-class PackedBox(Box):
-    """A box of a weight whose rows are packed where they are held, in ``local``."""
-
-    def __post_init__(self) -> None:
-        held = self.local.shape[0], columns_of(self.local)
-        if held != self.place.sizes or held[1] != self.shape[1]:
-            raise ValueError(f"{self.name}: a box of {self.place.sizes}, but packed rows of {held}")
-
-    def read(self) -> torch.Tensor:
-        return unpacked(self.local.detach(), torch.float32)
-
-    def write(self, values: torch.Tensor, part: Rectangle | None = None) -> None:
-        """Round ``values`` in, where the rows are held; whole rows only."""
-        rows = part.within(self.place)[0] if part else slice(None)
-        target = self.local.detach()[rows].view(torch.uint8)
-        target.copy_(pack(values.detach().to(target.device)))
+    return packed.shape[-1] * packed.itemsize // _ROW_BYTES * NF4_BLOCK

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.nf4 import PackedBox, columns_of
+from sft_trainer.models.nf4 import columns_of
+from sft_trainer.models.quantised import PackedBox
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names, Part
 from sft_trainer.optim import moments
@@ -78,16 +79,14 @@ def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, topology: Topolog
 
 
 def _packed_boxes(names: Names, name: str, tensor: torch.Tensor, topology: Topology) -> Iterator[Box]:
-    """What this process holds of the rows of a linear layer's weight, which is frozen, and saved by nobody."""
-    (part,) = names.parts(name, (tensor.shape[0], columns_of(tensor)))
-    local = tensor.detach()
-    first = 0
+    """What this process holds of a packed weight, which is frozen, and saved by nobody."""
+    shape = (*tensor.shape[:-1], columns_of(tensor))
+    held, local = Rectangle.whole(shape), tensor.detach()
     if isinstance(local, DTensor):
-        held, _ = _held(local, topology)
-        first, local = held.offsets[0], local.to_local()
-    if local.shape[0]:
-        place = Rectangle((first, 0), (local.shape[0], part.shape[1]))
-        yield PackedBox(part.name, WEIGHT, part.shape, place, local, writes=False)
+        packed, _ = _held(local, topology)
+        held, local = Rectangle(packed.offsets, (*packed.sizes[:-1], shape[-1])), local.to_local()
+    # Rows are whole in every part, and are what is taken: that they are shorter than said, packed, is no matter.
+    yield from boxes_in(names.parts(name, shape), WEIGHT, held, local, lambda elements: False, PackedBox)
 
 
 def _held(tensor: DTensor, topology: Topology) -> tuple[Rectangle, frozenset[str]]:

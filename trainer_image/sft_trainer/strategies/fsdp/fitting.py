@@ -18,7 +18,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
-from sft_trainer.models.nf4 import pack_layers
+from sft_trainer.models.quantised import pack_layers
 from sft_trainer.models.tracking import track_blocks
 from sft_trainer.trainable import Trainable
 

@@ -1,0 +1,81 @@
+"""Experts in a function of our own, where transformers' does not fit: tokens sorted, one product for all experts.
+
+Those of gpt-oss have biases, and gate and up in turn, both clamped. transformers' ``grouped_mm`` adds biases in place
+to what the product gave: selective checkpointing keeps that, and would have it with biases already added when it is
+computed with again. And those of any mixture may be packed (``nf4``).
+"""
+
+from typing import Any
+
+import torch
+
+from sft_trainer.versions import gated
+
+from .nf4 import grouped_linear
+
+IMPLEMENTATION = "sft_grouped_experts"
+"""Name under which the function is registered with transformers."""
+
+
+def _gated(inner: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = inner[:, ::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+class _Gated(torch.autograd.Function):
+    """``_gated``, of which nothing but ``inner`` is kept: a third of what autograd would keep of its steps."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        ctx.save_for_backward(inner)
+        ctx.alpha, ctx.limit = alpha, limit
+        return _gated(inner, alpha, limit)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        inner = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(_gated(inner, ctx.alpha, ctx.limit), inner, gradients)
+        return gradient, None, None
+
+
+def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Of ``hidden`` (tokens, width) what its ``chosen`` experts make of each token, times ``weights``, summed.
+
+    ``chosen`` and ``weights`` are (tokens, experts of each). ``module`` has ``gate_up_proj`` (experts, 2 inner, width)
+    and ``down_proj`` (experts, width, inner), or both transposed, either of them packed or not. Those with biases have
+    the gate in even columns and up in odd ones.
+    """
+    each = chosen.shape[-1]
+    experts, order = chosen.flatten().sort()
+    # Where the rows of every expert end; no number leaves the device.
+    numbers = torch.arange(module.num_experts, device=experts.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    transposed = module.is_transposed
+    width, up, down = hidden.shape[-1], module.gate_up_proj, module.down_proj
+    double, inner = (2 * down.shape[1], width) if transposed else (width, up.shape[1] // 2)
+    product = grouped_linear(hidden[order // each], up, double, ends, transposed=transposed)
+    if module.has_bias:
+        product = product + module.gate_up_proj_bias[experts]
+        product = _Gated.apply(product, module.alpha, module.limit)
+    else:
+        product = gated(module, product)
+    outputs = grouped_linear(product, down, inner, ends, transposed=transposed)
+    if module.has_bias:
+        outputs = outputs + module.down_proj_bias[experts]
+    weighted = outputs * weights.flatten()[order, None]
+    by_token: torch.Tensor = weighted[order.argsort()].unflatten(0, (-1, each))
+    return by_token.sum(1).to(hidden.dtype)
+
+
+def register() -> None:
+    """Make the function known to transformers under ``IMPLEMENTATION``."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(IMPLEMENTATION, grouped_experts)
+
+
+def use(huggingface: Any) -> None:
+    """Have all experts of the Hugging Face model ``huggingface`` computed by it."""
+    register()
+    huggingface.set_experts_implementation(IMPLEMENTATION)
