@@ -69,20 +69,26 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
     if lora is None:
         return [{}] * shape.layers
     targets = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else tuple(lora.target_modules)
-    return _layers_of(shape, spec, targets, tuple(lora.exclude_modules))
+    return _layers_of(shape.linear, shape.layers, spec, targets, tuple(lora.exclude_modules))
 
 
 def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
-    """Of each block the linear layers whose weights are held in 4 bits: those that are not trained."""
-    return _layers_of(shape, spec, tuple(shape.linear)) if spec.quantises else [{}] * shape.layers
+    """Of each block the weights that are held in 4 bits, those that are not trained: by the names of linear layers,
+    and of what experts have; how many rows of how many each."""
+    both = {**shape.linear, **shape.stacked}
+    return _layers_of(both, shape.layers, spec, tuple(both)) if spec.quantises else [{}] * shape.layers
 
 
 def _layers_of(
-    shape: ModelShape, spec: SFTJobSpec, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
+    sizes: Mapping[str, tuple[int, int]],
+    blocks: int,
+    spec: SFTJobSpec,
+    targets: tuple[str, ...],
+    excluded: tuple[str, ...] = (),
 ) -> list[dict[str, tuple[int, int]]]:
     trained = tuple(spec.training.trainable_modules or ())
-    blocks = _chosen(tuple(shape.linear), shape.layers, targets, excluded, trained)
-    return [{name: shape.linear[name] for name in names} for names in blocks]
+    chosen = _chosen(tuple(sizes), blocks, targets, excluded, trained)
+    return [{name: sizes[name] for name in names} for names in chosen]
 
 
 @lru_cache(maxsize=32)

@@ -6,7 +6,7 @@ seen on tensors without memory, and the whole estimate with the strategy itself 
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from math import ceil
 
@@ -168,8 +168,9 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
     sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
     unpacked = computed * sizes.packed_matrix / micro_batch_tokens(spec, plan)
     for (names, trained), count in Counter(blocks[first:]).items():
-        block = block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile)
-        kinds[replace(block, working=block.working + unpacked)] += count
+        kinds[
+            block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile, unpacked=unpacked)
+        ] += count
     return estimate_of(sizes, kinds, spec, plan)
 
 
@@ -378,6 +379,7 @@ def block_memory(
     *,
     trained: bool | None = None,
     compiled: bool = False,
+    unpacked: float = 0.0,
 ) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
@@ -388,6 +390,8 @@ def block_memory(
 
     One that is ``compiled`` keeps what products of matrices read and give, once, and the deviations of norms: all else
     is computed again from these within what reads it. One of experts is taken for one that is not: a most.
+
+    ``unpacked`` is what the largest weight takes that is unpacked to be multiplied with, in bytes for each token.
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
@@ -430,10 +434,11 @@ def block_memory(
         working = shape.chosen * (computed * (3 * width + 2 * inner))
         if family.weighed_in_fp32 and computed < 4:
             working += shape.chosen * 8 * width
-        if family.biased:
-            # The activation is computed again; or, of narrow experts, the sum of what they give is taken apart.
-            again = shape.chosen * 7 * inner - 2 * width
-            working = computed * max(again, shape.chosen * (3 * width + inner))
+    working += unpacked
+    if family.biased:
+        # The activation is computed again; or, of narrow experts, the sum of what they give is taken apart.
+        again = shape.chosen * 7 * inner - 2 * width
+        working = max(computed * again, computed * shape.chosen * (3 * width + inner) + unpacked)
     how = spec.training.activation_checkpointing
     if how == "none":
         return BlockMemory(kept, working)

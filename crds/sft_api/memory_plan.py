@@ -250,17 +250,12 @@ def _packing_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     """Why frozen weights of a model of ``shape`` cannot be held in 4 bits where ``spec`` asks for that; else empty."""
     if not spec.quantises:
         return ""
-    if shape.experts:
-        return (
-            f"lora.basePrecision is nf4, but {spec.model.uri} has experts, whose weights are not held in 4 bits here: "
-            "take bf16, or a dense model"
-        )
-    packed = {name: inputs for block in packed_of(shape, spec) for name, (_, inputs) in block.items()}
-    for name, inputs in packed.items():
-        if inputs % NF4_BLOCK:
+    packed = {name: columns for block in packed_of(shape, spec) for name, (_, columns) in block.items()}
+    for name, columns in packed.items():
+        if columns % NF4_BLOCK:
             return (
-                f"lora.basePrecision is nf4, but {name} of {spec.model.uri} has {inputs} inputs: they must be a "
-                f"multiple of {NF4_BLOCK}, which share a scale; take bf16, or another model"
+                f"lora.basePrecision is nf4, but rows of {name} of {spec.model.uri} have {columns} weights: they must "
+                f"be a multiple of {NF4_BLOCK}, which share a scale; take bf16, or another model"
             )
     return ""
 

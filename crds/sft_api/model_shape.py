@@ -120,6 +120,20 @@ class ModelShape:
         return {**attention, **mlp, "mlp.down_proj": (self.hidden_size, self.intermediate_size)}
 
     @property
+    def stacked(self) -> dict[str, tuple[int, int]]:
+        """The weights of all experts of a block by name: (rows, of so many weights each)."""
+        if not self.experts:
+            return {}
+        gate_up, down = (2 * self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
+        if self.family.biased:
+            # As biases are, inputs by outputs.
+            gate_up, down = gate_up[::-1], down[::-1]
+        return {
+            "mlp.experts.gate_up_proj": (self.experts * gate_up[0], gate_up[1]),
+            "mlp.experts.down_proj": (self.experts * down[0], down[1]),
+        }
+
+    @property
     def norms(self) -> int:
         """Norms of the width of the model in a block."""
         return 4 if self.family.norms == "both" else 2

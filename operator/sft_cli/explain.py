@@ -228,7 +228,7 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
 def _frozen(spec: SFTJobSpec, plan: Plan) -> str:
     """What the weights are held in that are not trained."""
     others = spec.frozen_precision(plan.precision)
-    return f"{QUANTISED} (linear layers but the head; others in {others})" if spec.quantises else others
+    return f"{QUANTISED} (linear layers but the head, experts; others in {others})" if spec.quantises else others
 
 
 def _adapters(lora: LoraSpec) -> list[Decision]:

@@ -56,16 +56,20 @@ _MIXED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixture_compiled_2": (2, "mixtral", {"compile": True}),
 }
 """Runs of mixtures of experts with the loss of their routers: processes, type, and what is chosen for them besides."""
-_IN_4_BITS: dict[str, tuple[int, dict[str, Any]]] = {
-    "4_bits_1": (1, {"activationCheckpointing": "none"}),
-    "4_bits_2": (2, {"activationCheckpointing": "selective"}),
-    "4_bits_compiled_2": (2, {"compile": True}),
+_IN_4_BITS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "4_bits_1": (1, "", {"activationCheckpointing": "none"}),
+    "4_bits_2": (2, "", {"activationCheckpointing": "selective"}),
+    "4_bits_compiled_2": (2, "", {"compile": True}),
+    "4_bits_experts_1": (1, "gpt_oss", {"activationCheckpointing": "selective"}),
+    "4_bits_experts_2": (2, "qwen3_moe", {"activationCheckpointing": "none"}),
+    "4_bits_experts_compiled_2": (2, "mixtral", {"compile": True}),
 }
-"""Runs with adapters beside a base in 4 bits, compared with peft beside one that was rounded: processes, and what is
-chosen for them."""
+"""Runs with adapters beside a base in 4 bits, compared with peft beside one that was rounded: processes, the type of a
+mixture of experts, and what is chosen for them."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
     "4_bits": {"lora": {"rank": 4, "basePrecision": "nf4"}},
+    "4_bits_experts": {"lora": {"rank": 4, "basePrecision": "nf4"}},
     "dtypes": {
         "training": {"optimizer": {"stateDtype": "bf16"}, "activationCheckpointing": "selective"},
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
@@ -121,8 +125,9 @@ def main() -> int:
             figures = checks.against_peft(model, work / name, processes=processes, steps=3)
             note_all(name, figures)
         wider = wider_inputs(work / "inputs", work / "wider-inputs")
-        for name, (processes, chosen) in _IN_4_BITS.items():
-            figures = checks.against_peft(wider, work / name, processes=processes, steps=3, base="nf4", **chosen)
+        for name, (processes, kind, chosen) in _IN_4_BITS.items():
+            model = make_mixture(work / "inputs", work / f"{name}-inputs", kind, width=64) if kind else wider
+            figures = checks.against_peft(model, work / name, processes=processes, steps=3, base="nf4", **chosen)
             note_all(name, figures)
         note("accumulation", checks.accumulation(work / "inputs", work / "accumulation"))
         note("processes", checks.processes(work / "inputs", work / "processes"))
@@ -133,7 +138,7 @@ def main() -> int:
             )
             print(f"processes={processes} killed_after_step={killed_after} different={different}", flush=True)
             resume_mismatch += different
-        others = {"4_bits": wider} | {
+        others = {"4_bits": wider, "4_bits_experts": work / "4_bits_experts_2-inputs"} | {
             name: make_mixture(work / "inputs", work / name, kind)
             for name, kind in (("experts", "qwen3_moe"), ("packed_experts", "gpt_oss"))
         }

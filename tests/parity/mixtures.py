@@ -13,8 +13,9 @@ ADAPTED_KINDS = ("qwen3_moe", "qwen2_moe")
 """Without linear layers but those of attention, and with a shared expert, which has some."""
 
 
-def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
-    """Inputs in ``folder``, which is made: those of ``inputs``, with a model of type ``kind`` and random weights.
+def make_mixture(inputs: Path, folder: Path, kind: str, width: int = 32) -> Path:
+    """Inputs in ``folder``, which is made: those of ``inputs``, with a model of type ``kind`` and random weights, that
+    is ``width`` wide.
 
     Experts of gpt-oss are in MXFP4, as it is published.
     """
@@ -23,11 +24,11 @@ def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
     shutil.copytree(inputs, folder)
     (folder / "model" / "model.safetensors").unlink()
     dense = AutoConfig.from_pretrained(folder / "model")
-    inner = 32 if kind == "gpt_oss" else 16
+    inner = width if kind == "gpt_oss" or width > 32 else 16
     config = AutoConfig.for_model(
         kind,
         vocab_size=dense.vocab_size,
-        hidden_size=32,
+        hidden_size=width,
         intermediate_size=inner,
         moe_intermediate_size=inner,
         num_experts=4,
@@ -37,7 +38,7 @@ def make_mixture(inputs: Path, folder: Path, kind: str) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=width // 4,
         pad_token_id=dense.pad_token_id,
         bos_token_id=dense.bos_token_id,
         eos_token_id=dense.eos_token_id,

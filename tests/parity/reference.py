@@ -57,9 +57,9 @@ def peft_model(config: TrainerConfig) -> Any:
     plain = reference_model(config)
     if lora.quantises:
         with torch.no_grad():
-            for name in _linear_layers(plain):
-                weight = plain.get_submodule(name).weight
-                weight.copy_(_rounded_to_4_bits(weight))
+            for name, weight in plain.named_parameters():
+                if weight.ndim == 3 or name.removesuffix(".weight") in _linear_layers(plain):
+                    weight.copy_(_rounded_to_4_bits(weight))
     options = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]

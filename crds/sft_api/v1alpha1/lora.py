@@ -58,8 +58,8 @@ class LoraSpec(ApiModel):
         default=None,
         description="In which the frozen weights are held; adapters are fp32. As training.precision when absent. bf16 "
         "takes half the memory and loses nothing of a model that is stored in bf16, as most are. nf4 (QLoRA): weights "
-        "of linear layers but the head in 4 bits, rounded when they are loaded, with a scale for each 64 of them; the "
-        "others, and all that is computed, in training.precision.",
+        "of linear layers but the head, and of experts, in 4 bits, rounded when they are loaded, with a scale for each "
+        "64 of them; the others, and all that is computed, in training.precision.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -82,7 +82,7 @@ class LoraSpec(ApiModel):
 
     @property
     def quantises(self) -> bool:
-        """Whether frozen weights of linear layers are held in 4 bits."""
+        """Whether frozen weights of linear layers and experts are held in 4 bits."""
         return self.base_precision == QUANTISED
 
     @property

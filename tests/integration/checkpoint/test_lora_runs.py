@@ -29,6 +29,7 @@ from sft_trainer.models.quantised import packed_weights
 from sft_trainer.trainer import Trainer
 from tests.integration.checkpoint import ranks
 from tests.integration.checkpoint.test_frozen_base import Watching
+from tests.parity.mixtures import make_mixture
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.wider import wider_model
@@ -151,6 +152,13 @@ def goes_on_exactly(
     return resumed
 
 
+def wide_model(inputs: Any, folder: Path, kind: str) -> Path:
+    """One whose rows are whole blocks of 64 weights, dense without a ``kind``."""
+    if not kind:
+        return wider_model(inputs.model, folder / "model")
+    return make_mixture(inputs.model.parent, folder / "mixture", kind, width=64) / "model"
+
+
 @pytest.mark.parametrize(
     ("processes", "shard", "others", "lora", "precision", "off"),
     [
@@ -160,8 +168,10 @@ def goes_on_exactly(
         (1, None, 2, {}, "bf16", 2e-3),
         (4, 2, 1, {"basePrecision": "nf4"}, "fp32", 2e-5),
         (1, None, 3, {"basePrecision": "nf4"}, "bf16", 2e-3),
+        # Of four experts the third of three processes has none
+        (3, None, 1, {"basePrecision": "nf4", "excludeModules": [], "kind": "gpt_oss"}, "fp32", 2e-5),
     ],
-    ids=["sharded", "hybrid", "alone", "hybrid in 4 bits", "alone in 4 bits"],
+    ids=["sharded", "hybrid", "alone", "hybrid in 4 bits", "alone in 4 bits", "experts in 4 bits"],
 )
 def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     tmp_path: Path,
@@ -173,9 +183,11 @@ def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     precision: str,
     off: float,
 ) -> None:
+    lora = {**lora}
+    kind = lora.pop("kind", "")
     sections: dict[str, Any] = {"lora": lora, "training": {"precision": precision}}
     if lora.get("basePrecision") == "nf4":
-        sections["model"] = {"uri": f"file://{wider_model(tiny_inputs.model, tmp_path / 'model')}"}
+        sections["model"] = {"uri": f"file://{wide_model(tiny_inputs, tmp_path, kind)}"}
     resumed = goes_on_exactly(tmp_path, tiny_inputs, processes, shard, others, off, **sections)
     assert all(is_adapter(name) for name in resumed.weights)
 
@@ -240,17 +252,21 @@ def test_exports_are_what_peft_and_transformers_load(tmp_path: Path, tiny_inputs
     assert (folder / "adapter_model.safetensors").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "off"),
+    [("", "float32", 1e-5), ("", "bfloat16", 0.1), ("qwen3_moe", "float32", 1e-5), ("mixtral", "bfloat16", 0.1)],
+)
 def test_what_is_merged_into_a_base_in_4_bits_is_what_was_trained(
-    tmp_path: Path, tiny_inputs: Any, dtype: str, off: float
+    tmp_path: Path, tiny_inputs: Any, kind: str, dtype: str, off: float
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     # Given a run beside a model in 4 bits, whose files have fp32 whatever its configuration says
-    model = wider_model(tiny_inputs.model, tmp_path / "model")
+    model = wide_model(tiny_inputs, tmp_path, kind)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
-    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": {"basePrecision": "nf4"}}
+    lora = {"basePrecision": "nf4", "excludeModules": ["0.self_attn.o_proj" if kind else "0.mlp.down_proj"]}
+    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": lora}
     ended = run(tmp_path / "run", tiny_inputs, 2, **sections, export={"mergeAdapter": True})
     assert ended.error == ""
 
@@ -269,7 +285,7 @@ def test_what_is_merged_into_a_base_in_4_bits_is_what_was_trained(
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "store" / "export")
     assert str(exported.dtype) == f"torch.{dtype}"
     # One layer has no adapter, and is rounded all the same
-    alone = "model.layers.0.mlp.down_proj.weight"
+    alone = f"model.layers.0.mlp.{'experts.down_proj' if kind else 'down_proj.weight'}"
     assert torch.equal(exported.get_parameter(alone), expected.get_parameter(alone).to(exported.dtype))
     torch.testing.assert_close(logits(exported.float(), tiny_inputs), wanted, rtol=off, atol=off)
 

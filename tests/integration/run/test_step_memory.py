@@ -229,6 +229,26 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         8,
         {"training": {"activationCheckpointing": "selective"}},
     ),
+    # Beside what experts compute much is unpacked
+    "30B of experts in 4 bits, alone": ("Qwen/Qwen3-30B-A3B", 4, 8192, 1, 1, NF4),
+    "30B of experts in 4 bits": ("Qwen/Qwen3-30B-A3B", 4, 4096, 4, 4, NF4),
+    "30B of experts in 4 bits, with little": ("Qwen/Qwen3-30B-A3B", 4, 256, 4, 4, NF4),
+    "20B of experts in 4 bits, one block at a time": (
+        "openai/gpt-oss-20b",
+        6,
+        8192,
+        1,
+        1,
+        {**NF4, "training": {"activationCheckpointing": "full"}},
+    ),
+    "8x7B, experts in 4 bits, some of it again": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        4,
+        4096,
+        2,
+        2,
+        {**NF4, "training": {"activationCheckpointing": "selective"}},
+    ),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
     "0.6B, alone in fp32": ("Qwen/Qwen3-0.6B", 6, 1024, 1, 1, {"training": {"precision": "fp32"}}),

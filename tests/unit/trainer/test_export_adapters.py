@@ -235,4 +235,12 @@ def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
             f'bnb_4bit_compute_dtype="{computed}")` |' in packed[False, precision]
         )
         assert "need no quantisation |" in packed[True, precision]
+        assert "replace_parameter_4bit" not in packed[False, precision]
         assert "BitsAndBytesConfig" not in packed[True, precision]
+    # Experts are no layers of bitsandbytes
+    asked = resolve(job(Path("/in"), Path("/out"), **sections))
+    told = model_card(asked, what.manifest, experts=True).partition("| trained beside | ")[2].partition(" |")[0]
+    assert told.endswith(
+        "`, and experts, which it leaves as they are: `bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, "
+        'name, quant_type="nf4", blocksize=64)` for gate_up_proj and down_proj of each layer'
+    )

@@ -163,3 +163,24 @@ def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[
         add_adapters(huggingface, config.spec.lora, modules)
 
     assert sizes_seen(blueprint, trainable_of(config)) == sizes_of(shape, config.spec)
+
+
+@pytest.mark.parametrize("modules", [[], ["layers.1.mlp.experts"], ["q_proj", "lm_head"]])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe"])
+def test_sizes_of_a_mixture_in_4_bits_are_those_of_the_shape(tmp_path: Path, kind: str, modules: list[str]) -> None:
+    save_model(kind, tmp_path, moe_intermediate_size=64, num_experts=8, num_local_experts=8, **IN_BLOCKS)
+    sections: dict[str, Any] = {"lora": {"rank": 4, "basePrecision": "nf4"}}
+    if modules:
+        sections["training"] = {"trainableModules": modules}
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))
+    blueprint: CausalLM = build_on_meta(tmp_path)
+    huggingface: Any = blueprint.huggingface
+    shape = shape_of(huggingface.config.to_dict())
+    assert shape is not None
+    add_adapters(huggingface, config.spec.lora, modules)
+
+    seen = sizes_seen(blueprint, trainable_of(config))
+
+    reckoned = sizes_of(shape, config.spec)
+    assert (seen.packed, seen.packed_block) == (reckoned.packed, reckoned.packed_block)
+    assert seen.packed_matrix == reckoned.packed_matrix == 8 * 128 * 64 * (1 if kind == "qwen3_moe" else 2)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sft_trainer.errors import ConfigError
 from sft_trainer.models import nf4
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.nf4 import linear, pack, unpacked
+from sft_trainer.models.nf4 import grouped_linear, linear, pack, unpacked
 from sft_trainer.models.quantised import Nf4Linear, PackedBox, packed_weights
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.strategies.fsdp import FsdpStrategy
@@ -87,6 +87,18 @@ def test_the_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch, kin
         assert torch.equal(unpacked(ours, dtype), dequantize_4bit(theirs, state).to(dtype))
 
 
+def test_experts_are_what_bitsandbytes_makes_of_a_parameter_of_any_module() -> None:
+    # As the card of an export says it
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    experts = torch.nn.Module()
+    stacked = weights("normal").view(4, 24, 320)
+    experts.gate_up_proj = torch.nn.Parameter(stacked.clone())
+    replace_parameter_4bit(experts, "gate_up_proj", quant_type="nf4", blocksize=64)
+
+    assert torch.equal(experts.gate_up_proj, unpacked(pack(stacked), torch.float32))
+
+
 def test_what_was_rounded_once_is_not_rounded_again() -> None:
     rounded = unpacked(pack(weights("normal")), torch.float32)
     assert torch.equal(unpacked(pack(rounded), torch.float32), rounded)
@@ -105,6 +117,23 @@ def test_a_product_keeps_the_packed_weight_and_has_the_gradient_of_the_whole_one
     assert torch.equal(output, expected)
     assert torch.equal(gradient, torch.autograd.grad(expected.square().sum(), inputs)[0])
     assert [each.nbytes for each in kept] == [96 * 320 * 9 // 16]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_of_experts_keeps_the_packed_weights_too(transposed: bool) -> None:
+    # Given experts of which one has no tokens
+    whole = torch.randn(4, 128, 192)
+    packed, inputs = pack(whole).view(torch.float32), torch.randn(9, 128 if transposed else 192, requires_grad=True)
+    whole, ends = unpacked(packed, torch.float32), torch.tensor([2, 2, 5, 9], dtype=torch.int32)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output = grouped_linear(inputs, packed, 192, ends, transposed=transposed)
+    (gradient,) = torch.autograd.grad(output.square().sum(), inputs)
+
+    expected = grouped_linear(inputs, whole, 192, ends, transposed=transposed)
+    assert torch.equal(output, expected)
+    assert torch.equal(gradient, torch.autograd.grad(expected.square().sum(), inputs)[0])
+    assert sum(each.nbytes for each in kept) <= packed.nbytes + ends.nbytes
 
 
 def packed_in_files(model: Path) -> set[str]:
@@ -213,7 +242,7 @@ def test_a_row_of_a_packed_weight_is_written_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "wrong"),
     [
-        ("llama", {**WIDE, "intermediate_size": 96}, "layers.0.mlp.down_proj.weight have 96 weights: they must be a multiple"),
+        ("llama", {**WIDE, "intermediate_size": 96}, "layers.0.mlp.down_proj.weight have 96 weights: they must be"),
         ("qwen3_moe", {**WIDE, "moe_intermediate_size": 32}, "layers.0.mlp.experts.down_proj have 32 weights"),
     ],
 )
@@ -237,13 +266,22 @@ def test_a_compiled_product_is_that_of_the_layer(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_layers_keep_no_whole_weight_for_the_backward_pass(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("experts", [0, 4])
+def test_compiled_layers_keep_no_whole_weight_for_the_backward_pass(dtype: torch.dtype, experts: int) -> None:
     # Given layers one behind the other, compiled as one: what both passes compute alike, a compiler may keep
-    matrices = [pack(torch.randn(*shape)).view(dtype) for shape in ((128, 64), (64, 128), (192, 64), (64, 192))]
+    stack = (experts,) if experts else ()
+    shapes = ((128, 64), (64, 128), (192, 64), (64, 192))
+    matrices = [pack(torch.randn(*stack, *shape)).view(dtype) for shape in shapes]
+    ends = torch.tensor([5, 5, 20, 33], dtype=torch.int32)
+
+    def product(inputs: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        if not experts:
+            return linear(inputs, packed, None)
+        return grouped_linear(inputs, packed, inputs.shape[1], ends, transposed=False)
 
     def layers(inputs: torch.Tensor) -> torch.Tensor:
         for first, second in zip(matrices[::2], matrices[1::2], strict=True):
-            inputs = inputs + linear(torch.nn.functional.silu(linear(inputs, first, None)), second, None)
+            inputs = inputs + product(torch.nn.functional.silu(product(inputs, first)), second)
         return inputs
 
     # When they are multiplied with
@@ -261,4 +299,4 @@ def test_compiled_layers_keep_no_whole_weight_for_the_backward_pass(dtype: torch
 
     # Then all that is kept has the rows of the tokens, or is packed
     others = [each for each in kept if each.shape[0] != len(inputs)]
-    assert sum(each.nbytes for each in others) <= sum(each.nbytes for each in matrices)
+    assert sum(each.nbytes for each in others) <= sum(each.nbytes for each in matrices) + ends.nbytes

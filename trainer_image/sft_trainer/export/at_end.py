@@ -12,6 +12,7 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.experts import has_experts
 from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from sft_trainer.topology import Topology
@@ -60,14 +61,15 @@ class AtEnd:
             raise CheckpointCorruptError(
                 f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
             )
+        # Of the model only names, shapes and config are asked, and the one that was trained is wrapped and sharded.
+        model = build_on_meta(self._prepared.model_path, self._config.spec.model.config_overrides)
         exported = Exported(
             store=self._store,
             manifest=found,
-            # Of the model only names, shapes and config are asked, and the one that was trained is wrapped and sharded.
-            model=build_on_meta(self._prepared.model_path, self._config.spec.model.config_overrides),
+            model=model,
             folder=self._prepared.model_path,
             tokenizer=self._prepared.tokenizer,
-            card=model_card(self._config, found),
+            card=model_card(self._config, found, experts=has_experts(model.huggingface)),
             name=self._config.job.name,
             base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
             adapters=Adapters.of(self._config, self._prepared.model_uri),

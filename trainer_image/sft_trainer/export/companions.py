@@ -73,8 +73,9 @@ def with_end_of_turn(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]
     return {**settings, "eos_token_id": [*stops, *added.values()]}
 
 
-def model_card(config: TrainerConfig, manifest: Manifest) -> str:
-    """A README.md for the model in a checkpoint, with the facts of the run up to there, as its manifest has them."""
+def model_card(config: TrainerConfig, manifest: Manifest, *, experts: bool = False) -> str:
+    """A README.md for the model in a checkpoint, with the facts of the run up to there, as its manifest has them;
+    ``experts`` says whether it is one that has some."""
     run = manifest.run
     counted = run.model_extra or {}
     facts = {
@@ -91,7 +92,7 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
         facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
         if lora.quantises:
             facts["trained beside"] = "weights in 4 bits: " + (
-                f"`{_in_4_bits(config)}`" if peft else "these are as they were rounded, and need no quantisation"
+                _in_4_bits(config, experts) if peft else "these are as they were rounded, and need no quantisation"
             )
     if modules is not None:
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
@@ -112,7 +113,13 @@ def model_card(config: TrainerConfig, manifest: Manifest) -> str:
     )
 
 
-def _in_4_bits(config: TrainerConfig) -> str:
+def _in_4_bits(config: TrainerConfig, experts: bool) -> str:
     """How transformers loads the model as adapters were trained beside it; left out, bitsandbytes computes in fp32."""
     computed = {"bf16": "bfloat16", "fp32": "float32"}[config.plan.precision]
-    return f'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="{computed}")'
+    options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="{computed}"'
+    loaded = f"`BitsAndBytesConfig({options})`"
+    if not experts:
+        return loaded
+    replace = 'bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, name, quant_type="nf4", blocksize=64)'
+    besides = f"`{replace}` for gate_up_proj and down_proj of each layer"
+    return f"{loaded}, and experts, which it leaves as they are: {besides}"

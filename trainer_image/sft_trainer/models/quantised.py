@@ -51,7 +51,7 @@ def pack_layers(huggingface: Any, weights: Iterable[str], dtype: torch.dtype) ->
         layer = huggingface.get_submodule(name)
         *rows, columns = getattr(layer, leaf).shape
         if type(layer) is nn.Linear:
-            packed = Nf4Linear(columns, *rows, bias=layer.bias is not None, device="meta")
+            packed = Nf4Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
             packed.bias = layer.bias
             huggingface.set_submodule(name, packed)
             layer = packed
