@@ -333,7 +333,33 @@ def remedies(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: 
             found.append(words)
         elif then.total < _WORTH_SAYING * now.total:
             found.append(f"{words} ({gibibytes(then.total)})")
-    return f"change one or several of: {', '.join(found[:_SHOWN])}" if found else "take GPUs with more memory"
+    if not found:
+        return "take GPUs with more memory"
+    return f"change one or several of: {', '.join(found[:_SHOWN])}{_two(spec, plan, shape, gpu)}"
+
+
+def _two(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gpu: int) -> str:
+    """Where no change fits alone, the first two that do together; of those that take no more GPUs and cut no example.
+
+    Empty where one fits, or no two do, or where memory is not known.
+    """
+
+    def changes_of(spec: SFTJobSpec, plan: PlanStatus) -> list[tuple[str, SFTJobSpec, PlanStatus, int]]:
+        return [
+            (words, other, changed, then.total)
+            for words, other, changed in _changes(spec, plan, shape, gpu)
+            if changed.processes == plan.processes and other.data.max_length == spec.data.max_length
+            if (then := memory_of(other, changed, shape)) and then.known
+        ]
+
+    ones = changes_of(spec, plan)
+    if any(total <= WARNED_SHARE * gpu for *_, total in ones):
+        return ""
+    for one, other, changed, _ in ones:
+        for two, _, _, total in changes_of(other, changed):
+            if total <= WARNED_SHARE * gpu and one.partition(":")[0] != two.partition(":")[0]:
+                return f"; {one} and {two} fit together ({gibibytes(total)})"
+    return ""
 
 
 def _changes(

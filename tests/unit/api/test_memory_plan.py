@@ -138,6 +138,28 @@ def test_a_base_in_4_bits_is_a_remedy_where_adapters_beside_another_do_not_fit()
     assert "nf4" not in own
 
 
+def test_two_changes_that_fit_together_are_named_where_none_fits_alone() -> None:
+    eight = {"uri": "hf://Qwen/Qwen3-8B"}
+
+    def asked(gpu: str, base: str = "bf16", how: str = "none") -> SFTJobSpec:
+        lora, training = {"rank": 16, "basePrecision": base}, {"activationCheckpointing": how}
+        return spec(1, eight, 4096, compute={"gpuMemory": gpu}, lora=lora, training=training)
+
+    def told(gpu: str) -> str:
+        return verdict(asked(gpu)).refused.partition("change one")[2].partition(". Where")[0].partition(";")[2]
+
+    memory = memory_of(asked("16Gi", "nf4", "full"), make_plan(asked("16Gi")), known_shape(eight["uri"]))
+    assert memory is not None
+    words = "training.activationCheckpointing: full and lora.basePrecision: nf4 fit together"
+    assert told("16Gi") == f" {words} ({gibibytes(memory.total)})"
+    assert verdict(asked("16Gi", "nf4", "full")) == Fit()
+    # One does, or no two do, whatever more GPUs and shorter examples would do
+    assert told("24Gi") == ""
+    assert told("6Gi") == ""
+    own = spec(gpus=1, model={"uri": "s3://models/own", "parameters": "70B"}, lora={})
+    assert "together" not in verdict(own).refused
+
+
 def test_a_base_in_4_bits_of_a_number_of_parameters_takes_at_least_all_of_it_in_4_bits() -> None:
     model = {"uri": "s3://models/own", "parameters": "70B"}
     plan = make_plan(spec(gpus=1, model=model, lora={"basePrecision": "nf4"})).memory
